@@ -47,7 +47,7 @@ from benchmarks.rounds import merge
 from benchmarks.sandbox import sandbox
 from benchmarks.summary import put_into, readme_table
 from benchmarks.table import markdown, print_group, print_verdicts, read_reasons
-from peerstore.units import parse_size, show_size
+from peerstore.sizes_and_durations import parse_size, show_size
 from tests.support.s3 import moto_server, rclone_server
 
 _ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.parameters import Scene
 from benchmarks.proc import private_bytes, resident_bytes
 from benchmarks.sandbox import agent_pid, end_agent, settings_for
-from tieredckpt.agent_node import AgentNode
+from tieredckpt.agent.agent_client import NodeAgentClient
 
 START, IDLE, PYTHON = "agent: started until it answers", "agent: resident when idle", "python -c pass"
 
@@ -29,7 +29,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
         subprocess.run([sys.executable, "-c", "pass"], check=True)
         bare.append(time.perf_counter() - began)
         began = time.perf_counter()
-        node = AgentNode(settings, "bench")
+        node = NodeAgentClient(settings, "bench")
         node.store.status()
         started.append(time.perf_counter() - began)
         pid = agent_pid(place)

@@ -12,7 +12,7 @@ from benchmarks.rounds import COPY, Contender, built, measure, those_of, use_thr
 from benchmarks.sandbox import JOB, settings_for
 from benchmarks.states import State, advance, blank, wipe
 from tieredckpt import Checkpointer
-from tieredckpt.checkpointer import Saved
+from tieredckpt.checkpointer.checkpointer import SaveHandle
 
 OURS, ASYNC = "Checkpointer.save", "dcp.async_save, DefaultStager kept"
 _ALL_SLOTS = 4
@@ -25,7 +25,7 @@ class Ours:
     def __init__(self, checkpointer: Checkpointer, target: State) -> None:
         self._checkpointer = checkpointer
         self._target = target
-        self._saved: Saved | None = None
+        self._saved: SaveHandle | None = None
 
     def start(self, state: State, step: int) -> None:
         self._saved = self._checkpointer.save(state, step)

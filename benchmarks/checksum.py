@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import xxhash
 
-from elastic.reshard.weights import seed_of, weighted_sum
+from elastic.reshard.state_checksum import name_seed, weighted_sum
 
 _SHAPE = _ROWS, _COLUMNS = 8192, 8192
 _TYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
@@ -42,7 +42,7 @@ def main() -> None:
         for name, (rows, first, columns) in _SHARDS.items():
             data = torch.randint(0, 256, (rows * columns * dtype.itemsize,), dtype=torch.uint8)
             local, other = data.view(dtype).view(rows, columns), torch.empty_like(data)
-            offsets, seed = (0, first), seed_of(name)
+            offsets, seed = (0, first), name_seed(name)
             raw = memoryview(data.numpy())
             spent = (
                 median_s(lambda t=local, s=seed, o=offsets: weighted_sum(s, t, _SHAPE, o), options.rounds),

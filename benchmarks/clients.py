@@ -14,7 +14,7 @@ from botocore.config import Config
 
 from benchmarks.parameters import CONCURRENCY, Scene
 from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
-from tieredckpt.durable.open import open_store
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.settings import DurableSettings
 
 Send = Callable[[str], object]

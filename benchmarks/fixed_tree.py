@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.parameters import Scene
 from benchmarks.proc import watched
 from benchmarks.rounds import Contender, measure, together, use_threads
-from elastic.gradients import ExactGradients, Share
+from elastic.gradients import ExactGradients, MicrobatchShare
 
 OURS = "fixed tree"
 EXACT = "exact weights, an all-reduce"
@@ -48,7 +48,7 @@ def _loss(model: nn.Module, microbatch: int) -> torch.Tensor:
 class Step:
     """All microbatches of a step by one way of summing."""
 
-    def __init__(self, model: nn.Module, share: Share, group: dist.ProcessGroup, **how: Any) -> None:
+    def __init__(self, model: nn.Module, share: MicrobatchShare, group: dist.ProcessGroup, **how: Any) -> None:
         self.model = model
         self._share = share
         self._sums = ExactGradients(model, group=group, **how)
@@ -63,7 +63,7 @@ class Step:
         return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in named.items()}
 
 
-def _averaged(model: DistributedDataParallel, share: Share) -> Callable[[int], None]:
+def _averaged(model: DistributedDataParallel, share: MicrobatchShare) -> Callable[[int], None]:
     """What a loop with DDP does: one all-reduce, in the last backward."""
 
     def step(_: int) -> None:
@@ -75,7 +75,7 @@ def _averaged(model: DistributedDataParallel, share: Share) -> Callable[[int], N
     return step
 
 
-def _unreduced(model: nn.Module, share: Share) -> Callable[[int], None]:
+def _unreduced(model: nn.Module, share: MicrobatchShare) -> Callable[[int], None]:
     def step(_: int) -> None:
         for id_ in share.mine:
             _loss(model, id_).backward()
@@ -87,8 +87,8 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     use_threads(scene.threads)
     world, size = dist.group.WORLD, scene.size_bytes
     own = [dist.new_group([one]) for one in range(scene.ranks)][rank]
-    share = Share.even(MICROBATCHES, scene.ranks, rank)
-    single = Step(_model(size), Share.even(MICROBATCHES, 1, 0), own, tree=True)
+    share = MicrobatchShare.even(MICROBATCHES, scene.ranks, rank)
+    single = Step(_model(size), MicrobatchShare.even(MICROBATCHES, 1, 0), own, tree=True)
     single(0)
     expected = single.found()
     mesh = init_device_mesh("cpu", (scene.ranks,))
@@ -103,7 +103,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     tree = Step(_model(size), share, world, tree=True)
     exact, fsdp_exact = Step(_model(size), share, world), Step(sharded(), share, world, each_turn=True)
     fsdp_tree = Step(sharded(), share, world, tree=True)
-    dealt = Step(sharded(), Share.dealt(MICROBATCHES, scene.ranks, rank), world, tree=True)
+    dealt = Step(sharded(), MicrobatchShare.dealt(MICROBATCHES, scene.ranks, rank), world, tree=True)
     ddp, alone = DistributedDataParallel(_model(size)), _model(size)
     contenders = [
         Contender(OURS, "ours", tree, tree.found, note=f"{MICROBATCHES} microbatches; compared with one rank's"),

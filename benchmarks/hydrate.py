@@ -30,7 +30,7 @@ from benchmarks.sandbox import JOB
 from benchmarks.states import State, blank, raw, tensors, wipe
 from benchmarks.wires import Wire, raw_name
 from tieredckpt import TieredReader, TieredWriter
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 
 OURS = "dcp.load(TieredReader)"
 VERIFY = "xxh3 of the bytes, 1 thread"

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from benchmarks.states import State, raw, tensors
-from tieredckpt.device import accelerator
+from tieredckpt.tensors.device import accelerator
 
 
 class WarmMapping:

@@ -3,7 +3,7 @@
     python -m benchmarks.live --output benchmarks/results/DATE-live.json
 
 Noting: a module of small layers with AdamW, a scheduler and a cursor, so that only the number of tensors counts; beside
-it the same state's state dicts, which would have to be made without :mod:`tieredckpt.live.parts`.
+it the same state's state dicts, which would have to be made without :mod:`tieredckpt.live.boundary_recorder`.
 Giving: two ranks on one node with a replicated state, of which one is new; the other one gives.
 """
 
@@ -27,14 +27,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.machine import facts
-from elastic.workers.forgetting import forget_world
+from elastic.workers.in_process_restart import reset_process_state
 from tieredckpt import Checkpointer
-from tieredckpt.live.giving import hydrate
-from tieredckpt.live.keeping import watching
-from tieredckpt.live.noting import Noter
-from tieredckpt.session import close_sessions
+from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
+from tieredckpt.live.boundary_recorder import BoundaryRecorder
+from tieredckpt.live.survivor_state import track_step_boundaries
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import load_settings
-from tieredckpt.state import as_plain, flatten
+from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 
 WIDTH = 1024
 
@@ -66,18 +66,18 @@ def step_of(state) -> None:
 def noting(tensors: int) -> dict[str, float]:
     """Milliseconds; a parameter is four tensors: itself, two moments, and a count of steps."""
     state = state_of(max(1, round(tensors / 8)), 4)
-    with watching() as held:
+    with track_step_boundaries() as held:
         step_of(state)
-        noter, steps = Noter("job", load_settings()), iter(range(1 << 30))
+        noter, steps = BoundaryRecorder("job", load_settings()), iter(range(1 << 30))
         noter.note(state, next(steps))
 
         def note() -> None:
             held.stepped = True
             noter.note(state, next(steps))
 
-        count = sum(isinstance(one, torch.Tensor) for one in flatten(as_plain(state)).values())
+        count = sum(isinstance(one, torch.Tensor) for one in flatten_state(resolve_stateful(state)).values())
         note_s = [timeit.timeit(note, number=5) / 5 for _ in range(20)]
-        dicts_s = [timeit.timeit(lambda: flatten(as_plain(state)), number=2) / 2 for _ in range(10)]
+        dicts_s = [timeit.timeit(lambda: flatten_state(resolve_stateful(state)), number=2) / 2 for _ in range(10)]
     return {"tensors": count, "note_ms": 1e3 * min(note_s), "state_dicts_ms": 1e3 * min(dicts_s)}
 
 
@@ -93,14 +93,14 @@ _enter.count = 0
 def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
-    forget_world()
+    reset_process_state()
 
 
 def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
     torch.set_num_threads(1)
     layers = max(1, round(mib * 2**20 / (3 * 4 * WIDTH * WIDTH)))
     found = []
-    with watching() as held:
+    with track_step_boundaries() as held:
         for turn in range(2 * rounds):
             lives = turn % 2 == 0
             job, seconds = f"tiered://job-{turn}", {"live": lives}
@@ -121,7 +121,7 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
             _enter(folder, rank)
             dist.barrier()
             began = time.perf_counter()
-            hydrate(held, dist.distributed_c10d._get_default_store(), rank, 2)
+            hydrate_from_survivors(held, dist.distributed_c10d._get_default_store(), rank, 2)
             seconds["give"] = time.perf_counter() - began
             held.enter(turn)
             state = state_of(layers, WIDTH)
@@ -132,7 +132,7 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
                 seconds["restore"] = time.perf_counter() - began
             assert step == (1 if lives else 0), step
             seconds["size_bytes"] = sum(
-                one.nbytes for one in flatten(as_plain(state)).values() if isinstance(one, torch.Tensor)
+                one.nbytes for one in flatten_state(resolve_stateful(state)).values() if isinstance(one, torch.Tensor)
             )
             found.append(seconds)
             _leave()

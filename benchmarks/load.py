@@ -13,7 +13,7 @@ from benchmarks.rounds import COPY, Contender, built, measure, no_dist, those_of
 from benchmarks.sandbox import JOB, settings_for
 from benchmarks.states import State, blank, wipe
 from tieredckpt import Checkpointer, TieredReader
-from tieredckpt.settings import Settings, override
+from tieredckpt.settings import Settings, override_settings
 
 OURS, FILES, VERIFY = "dcp.load(TieredReader)", "dcp.load(FileSystemReader)", "xxh3 of the bytes, 1 thread"
 RESTORE = "Checkpointer.restore"
@@ -32,7 +32,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     for opponent in (files, pickled, safe) if not scene.device else ():
         opponent.save()
     metadata = dcp.save(state, storage_writer=NullWriter(), no_dist=no_dist())
-    plain = override(settings, memory={"proof": False})
+    plain = override_settings(settings, memory={"proof": False})
     with (
         Checkpointer(JOB, settings=settings, on_sigterm="ignore") as checkpointer,
         Checkpointer(JOB, settings=plain, on_sigterm="ignore") as unproven,

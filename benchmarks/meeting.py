@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.parameters import Scene
 from benchmarks.rounds import Kind
-from elastic.rootless.store import RootlessStore
-from elastic.workers.cutting import cut_store
+from elastic.rendezvous.rootless_tcpstore import RootlessStore
+from elastic.workers.process_groups import close_store_connections
 from tests.support.store_servers import server_processes
 from tests.support.zygote import Zygote
 
@@ -95,7 +95,11 @@ def _rank(
     for number, name in enumerate(turns):
         together.barrier(f"turn {number}", ranks, _PATIENCE)
         began = time.perf_counter()
-        store = RootlessStore(spread, cut=cut_store, timeout=_PATIENCE) if name == OURS else _client(spread[0])
+        store = (
+            RootlessStore(spread, cut=close_store_connections, timeout=_PATIENCE)
+            if name == OURS
+            else _client(spread[0])
+        )
         prefix = dist.PrefixStore(f"elastic/{number}", store)
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=ranks, timeout=_PATIENCE)
         value = _value(rank)

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from benchmarks.parameters import Scene
 from benchmarks.sandbox import JOB, end_agent, settings_for
-from peerstore.cluster.nodes import Node
-from peerstore.cluster.roster import roster_of
-from peerstore.peers.plan import TeamPlan, TeamSettings
-from tieredckpt.session import Session, open_session
+from peerstore.membership.topology import PeerNode, member_list
+from peerstore.settings import JobPeersConfig, ReplicationSettings
+from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import PeerSettings, Settings
 
 STREAMS = PeerSettings().streams
@@ -46,18 +45,18 @@ def open_node(scene: Scene, number: int) -> Session:
     return open_session(JOB, node_settings(scene, number))
 
 
-def address_of(session: Session) -> Node:
+def address_of(session: Session) -> PeerNode:
     node = session.node.me()
     if node is None:
         raise RuntimeError(f"the agent in {session.settings.agent_directory} does not listen for others")
     return node
 
 
-def introduce(sessions: Sequence[Session], nodes: Sequence[Node], version: int) -> None:
+def introduce(sessions: Sequence[Session], nodes: Sequence[PeerNode], version: int) -> None:
     """Tell the agents of ``sessions`` that these nodes have the job. They keep no copies for each other: what a node
     does not have is to be read from where it was written.
     """
-    plan = TeamPlan(_SECRET, TeamSettings(copies=1, streams=STREAMS), roster=roster_of(version, nodes))
+    plan = JobPeersConfig(_SECRET, ReplicationSettings(copies=1, streams=STREAMS), roster=member_list(version, nodes))
     with ThreadPoolExecutor(max(1, len(sessions))) as pool:  # each waits until it sees most of the others
         list(pool.map(lambda session: session.join(plan), sessions))
 

@@ -17,7 +17,7 @@ from benchmarks.replicate import Pair
 from benchmarks.rounds import byte_row, together, use_threads
 from benchmarks.sandbox import JOB, agent_pid
 from benchmarks.states import blank, build, difference, raw, tensors, turn_over, wipe
-from peerstore.units import show_size
+from peerstore.sizes_and_durations import show_size
 from tieredckpt import Checkpointer
 
 NODES = {

@@ -18,17 +18,17 @@ from pathlib import Path
 
 from benchmarks.proc import resident_bytes
 from benchmarks.sandbox import agent_pid, end_agent
-from peerstore.records import Group, ShardKey
-from tieredckpt.boxes import Box
-from tieredckpt.layout import TensorEntry, lay_out
-from tieredckpt.manifest import StateTable, TableTensor
-from tieredckpt.session import close_sessions, open_session
-from tieredckpt.settings import Settings, settings_from
-from tieredckpt.stored import WantedStep
+from peerstore.shard_records import ShardKey, VersionId
+from tieredckpt.format.manifest import StateTable, TableTensor
+from tieredckpt.format.shard_layout import TensorEntry, build_layout
+from tieredckpt.format.slice_boxes import Box
+from tieredckpt.restore.step_index import RankReadPlan
+from tieredckpt.session.session import close_sessions, open_session
+from tieredckpt.settings import Settings, settings_from_mapping
 
 JOB, STEP = "pieces", 1
 WIDTH = 4
-GROUP = Group(1, STEP, 0, "bench")
+GROUP = VersionId(1, STEP, 0, "bench")
 
 
 def name_of(number: int) -> str:
@@ -62,7 +62,7 @@ def piece(name: str, shape: tuple[int, ...], first: int, rows: int) -> TensorEnt
 
 
 def settings_at(directory: str) -> Settings:
-    return settings_from({"agent": {"directory": directory, "budget": "8GiB"}})
+    return settings_from_mapping({"agent": {"directory": directory, "budget": "8GiB"}})
 
 
 def save(directory: str, kind: str, ranks: int, pieces: int) -> dict[str, float]:
@@ -70,7 +70,7 @@ def save(directory: str, kind: str, ranks: int, pieces: int) -> dict[str, float]
     laid = sealed = 0.0
     for part, (entries, table) in enumerate({"sharded": sharded, "apart": apart}[kind](ranks, pieces)):
         began = time.perf_counter()
-        layout = lay_out(entries, (), {entry.fqn: tuple(entry.fqn.split(".")) for entry in entries})
+        layout = build_layout(entries, (), {entry.fqn: tuple(entry.fqn.split(".")) for entry in entries})
         assert layout.header_bytes
         laid += time.perf_counter() - began
         began = time.perf_counter()
@@ -85,7 +85,7 @@ def find(directory: str, rank: int, wanted: list[tuple[str, Box]]) -> dict[str, 
     session = open_session(JOB, settings_at(directory))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    step = WantedStep(session.node, JOB, GROUP)
+    step = RankReadPlan(session.node, JOB, GROUP)
     described = time.perf_counter()
     ranges = step.plan(rank, wanted, ())
     done = time.perf_counter()

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import facts
-from peerstore.units import show_seconds, show_size
+from peerstore.sizes_and_durations import show_seconds, show_size
 
 _ROOT = Path(__file__).parent.parent
 _PREFIX = "elastic-bench-"
@@ -60,8 +60,8 @@ class Run:
 def _batches(run: Run) -> Iterator[Iterator[Any]]:
     """The batches from ``first`` on; all of a contender's own costs are in here and in taking them."""
     from benchmarks.tokenised import loader
-    from elastic.prepared import BatchCache, Prefetched
-    from elastic.prepared.datasets import LoaderBatches
+    from elastic.batch_cache import BatchCache, PrefetchIterator
+    from elastic.batch_cache.cached_loader import IndexedLoader
 
     total = run.first + run.count + run.ahead
     if run.kind == "loader":
@@ -69,10 +69,10 @@ def _batches(run: Run) -> Iterator[Iterator[Any]]:
         return
     with (
         BatchCache("bench", fingerprint="tokenised", directory=run.directory, verify=run.verify) as cache,
-        Prefetched(
+        PrefetchIterator(
             cache,
             range(run.first, total),
-            LoaderBatches(loader(total, run.batch_size, run.length)),
+            IndexedLoader(loader(total, run.batch_size, run.length)),
             ahead=run.ahead,
             workers=run.workers,
             start_method=run.start_method,
@@ -85,7 +85,7 @@ def trainer(run: Run) -> dict[str, Any]:
     """What a job does with its batches, timed from here: imports and the learnt merges are everybody's."""
     import xxhash
 
-    import elastic.prepared  # noqa: F401 - everybody's import
+    import elastic.batch_cache  # noqa: F401 - everybody's import
     from benchmarks import tokenised
 
     tokenised.merges()

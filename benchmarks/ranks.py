@@ -106,7 +106,7 @@ def _work(pipe: Connection) -> None:
 def _as_rank(function: Callable[..., Any], rank: int, world: int, store: str, args: tuple[Any, ...]) -> Any:
     import torch.distributed as dist
 
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     if world > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)

@@ -13,8 +13,8 @@ from benchmarks.diary import Line
 from benchmarks.jobs import LOOK_CLOSELY_S, Job, free_port
 from benchmarks.recovery_trainer import Task
 from benchmarks.sandbox import agent_pid
-from peerstore.owners import started_at
-from peerstore.units import show_size
+from peerstore.daemon_process import process_start_time
+from peerstore.sizes_and_durations import show_size
 
 RANKS, NODES = 4, 2
 PER_NODE = RANKS // NODES
@@ -74,7 +74,7 @@ class Disturbed(Job):
         old = {line["pid"] for line in self.lines() if line["at"] <= after}
 
         def back() -> bool:
-            still = {pid for pid in old if started_at(pid) >= 0}
+            still = {pid for pid in old if process_start_time(pid) >= 0}
             self.gone_at = time.time() if still != old else self.gone_at
             old.intersection_update(still)
             looked = {line["pid"] for line in self.lines() if line["what"] == "looked" and line["at"] > after}
@@ -136,7 +136,7 @@ class Elastic(Disturbed):
         """Its agent, too: what was in its memory is gone."""
         mine = [line for line in self.lines() if line["what"] == "imported"]
         node = next(line["node"] for line in mine if line["pid"] == rank["pid"])
-        ranks = {line["pid"] for line in mine if line["node"] == node and started_at(line["pid"]) >= 0}
+        ranks = {line["pid"] for line in mine if line["node"] == node and process_start_time(line["pid"]) >= 0}
         agents = {agent_pid(lock.parent) for lock in (self._folder / "run").glob(f"*/{node}/agent/agent.lock")} - {0}
         return {_parent(rank["pid"]), *agents, *ranks}
 
@@ -229,7 +229,7 @@ class Torchft(Disturbed):
 
     def _on_node(self, rank: Line) -> set[int]:
         there = {line["pid"] for line in self.lines() if line.get("rank", -1) >= PER_NODE}
-        ranks = {pid for pid in there if started_at(pid) >= 0}
+        ranks = {pid for pid in there if process_start_time(pid) >= 0}
         return ranks | {_parent(pid) for pid in ranks}
 
 

@@ -186,10 +186,10 @@ class Training:
 
 
 def elastic(task: Task, diary: Diary) -> None:
-    from elastic.control.plane import Assignment, Notice
-    from elastic.workers.launched import launched_plane
-    from elastic.workers.loop import Policy, recoverable
-    from elastic.workers.world import World
+    from elastic.control.control_plane import ControlNotice, RankAssignment
+    from elastic.workers.launch_environment import detect_control_plane
+    from elastic.workers.train_loop import RecoveryPolicy, recoverable
+    from elastic.workers.world_handle import World
     from tieredckpt import Checkpointer
 
     diary.write("imported", began=began(), node=os.environ["ELASTIC_NODE"])
@@ -198,16 +198,16 @@ def elastic(task: Task, diary: Diary) -> None:
         """A rank's plane, with a line for what it hears and says."""
 
         def __init__(self) -> None:
-            self._plane = launched_plane()
+            self._plane = detect_control_plane()
 
-        def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
             diary.write("ready")
             place = self._plane.ready(timeout_s=timeout_s)
             diary.write("assigned", size=place.world_size, rank=place.rank)
             return place
 
-        def on_broken(self, call: Callable[[Notice], None]) -> None:
-            def told(notice: Notice) -> None:
+        def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
+            def told(notice: ControlNotice) -> None:
                 diary.write("heard")
                 call(notice)
 
@@ -218,7 +218,7 @@ def elastic(task: Task, diary: Diary) -> None:
 
     plane: Any = Stamped()
 
-    @recoverable(plane=plane, policy=Policy(backend=task.backend))
+    @recoverable(plane=plane, policy=RecoveryPolicy(backend=task.backend))
     def train(world: World) -> None:
         diary.write("entered", size=world.size, rank=world.rank)
         training = Training(task, diary, world.rank, world.size)

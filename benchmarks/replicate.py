@@ -23,9 +23,9 @@ from benchmarks.rounds import COPY, Contender, Took, byte_row, measure, use_thre
 from benchmarks.sandbox import JOB
 from benchmarks.states import State, build, touch, turn_over
 from benchmarks.wires import Wire, raw_name
-from peerstore.records import CHUNK_BYTES, ShardKey
+from peerstore.shard_records import CHUNK_BYTES, ShardKey
 from tieredckpt import Checkpointer
-from tieredckpt.checkpointer import Saved
+from tieredckpt.checkpointer.checkpointer import SaveHandle
 
 OURS = "seal to 2 copies"
 DELTA = "seal to 2 copies, 1 chunk in 10 changed"
@@ -47,7 +47,7 @@ class Pair:
         self._checkpointer = checkpointer
         self.mine = state if rank == 0 else {"beside": torch.zeros(16)}
         self._steps = 0
-        self._saved: Saved | None = None
+        self._saved: SaveHandle | None = None
 
     def save(self, _turn: int = 0) -> Took:
         """Save, and see how long it takes from the seal to the second copy."""

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from benchmarks.jobs import LOOK_CLOSELY_S, PATIENCE_S, Job, free_port
-from elastic.control.link import ask
-from elastic.control.messages import Answer, Question, Status
-from elastic.control.messages import Resize as Asked
-from elastic.control.runs import RunPlace, secret_of
-from elastic.errors import ControlLostError
-from peerstore.owners import started_at
-from peerstore.units import show_size
+from elastic.control.control_messages import CoordinatorRequest, ElasticJobStatus, StatusRequest
+from elastic.control.control_messages import ResizeRequest as Asked
+from elastic.control.coordinator_client import call_coordinator
+from elastic.control.run_directory import RunDirectory, run_secret
+from elastic.errors import ControlPlaneUnavailableError
+from peerstore.daemon_process import process_start_time
+from peerstore.sizes_and_durations import show_size
 
 _TRAINER = "benchmarks.resize_trainer"
 _NODES = 4
@@ -55,7 +55,7 @@ class Resizable(Job):
         return (self.way, str(self._folder), str(self._size_bytes))
 
     def _until_gone(self, pids: set[int]) -> None:
-        self._until(lambda: all(started_at(pid) < 0 for pid in pids), "old processes end", LOOK_CLOSELY_S)
+        self._until(lambda: all(process_start_time(pid) < 0 for pid in pids), "old processes end", LOOK_CLOSELY_S)
         self.gone_at = time.time()
 
 
@@ -75,7 +75,7 @@ class Elastic(Resizable):
         where = ("--job", _JOB, "--log-dir", str(self._folder / "logs"))
         nodes = ("--nnodes", f"1:{_NODES}", "--simulate-nodes", str(_NODES))
         self._start("-m", "elastic", "run", "-v", *where, *nodes, *policy, "-m", _TRAINER, *self._arguments())
-        self._until(lambda: self._ask(Status()) is not None, "the job has a coordinator")
+        self._until(lambda: self._ask(StatusRequest()) is not None, "the job has a coordinator")
         self._ask(Asked(ranks, "to begin with"))
         self._until(lambda: len(self._pids()) == _NODES, "all nodes are warm")
 
@@ -85,11 +85,11 @@ class Elastic(Resizable):
             raise RuntimeError("the coordinator did not answer")
         return asked
 
-    def _ask(self, question: Question) -> Answer | None:
+    def _ask(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
         try:
-            run = RunPlace(self._folder / "run", _JOB).read()
-            return ask(run.coordinator, question, job=_JOB, secret=secret_of(run))
-        except ControlLostError:
+            run = RunDirectory(self._folder / "run", _JOB).read()
+            return call_coordinator(run.coordinator, question, job=_JOB, secret=run_secret(run))
+        except ControlPlaneUnavailableError:
             return None
 
 

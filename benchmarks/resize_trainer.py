@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.diary import Diary, began
-from elastic.control.plane import Assignment
-from elastic.reshard.checksum import checksum
-from elastic.workers.launched import launched_plane
-from elastic.workers.loop import recoverable
-from elastic.workers.world import World
+from elastic.control.control_plane import RankAssignment
+from elastic.reshard.state_checksum import state_checksum
+from elastic.workers.launch_environment import detect_control_plane
+from elastic.workers.train_loop import recoverable
+from elastic.workers.world_handle import World
 from tieredckpt import Checkpointer
 
 LAYERS, ROWS = 8, 4
@@ -65,7 +65,7 @@ class Training:
         """What the state is now, between two lines: all ranks leave together, and what this takes is left out."""
         self.say(before, step=step, **values)
         dist.barrier()
-        found = checksum({"model": self.model, "optim": self.optimizer}).combined()
+        found = state_checksum({"model": self.model, "optim": self.optimizer}).combined()
         dist.barrier()
         self.say(after, step=step, sum=str(found.of_tensors))
 
@@ -84,11 +84,11 @@ class Stamped:
     """A rank's plane, with a line for what it hears and says."""
 
     def __init__(self, diary: Diary) -> None:
-        self._plane = launched_plane()
+        self._plane = detect_control_plane()
         self._diary = diary
         self._size = 0
 
-    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
         self._diary.write("ready", size=self._size)
         place = self._plane.ready(timeout_s=timeout_s)
         self._size = place.world_size

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from elastic.batch.plan import BatchPlan
-from elastic.samples import ElasticDataLoader, ElasticSampler, Order, PlanShares, seeded
-from elastic.samples.seeds import sample_key, set_all
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.samples import ElasticDataLoader, ElasticSampler, RankShare, SampleOrder, seeded
+from elastic.samples.rng import sample_key, seed_generators
 
 MICROBATCH = 32
 STEPS = 50
@@ -111,8 +111,8 @@ def one_copied() -> None:
 _seeds = itertools.count()
 
 
-def _shares(batch: int, world: int) -> PlanShares:
-    return PlanShares(BatchPlan(batch, world, microbatch=MICROBATCH), 0)
+def _shares(batch: int, world: int) -> RankShare:
+    return RankShare(BatchPlan(batch, world, microbatch=MICROBATCH), 0)
 
 
 def _pieces(batch: int, world: int) -> int:
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
         }
         title = f"start and {STEPS} steps, {samples:,} samples, batch {batch:,}, {world} ranks"
         show(title, times(calls, rounds), 1e-6, "DistributedSampler")
-    orders = {"10**6": Order(10**6, 1), "10**12": Order(10**12, 1)}
+    orders = {"10**6": SampleOrder(10**6, 1), "10**12": SampleOrder(10**12, 1)}
     for count in (1, 1024, 65_536):
         calls = {f"of {size} samples": functools.partial(order.indices, 7, count) for size, order in orders.items()}
         show(f"{count:,} indices in one call", times(calls, rounds, each=5), 1e-6, "of 10**6 samples")
@@ -162,7 +162,11 @@ def main(arguments: Sequence[str]) -> int:
         "DataLoader": torchs_loader(),
     }
     show(f"{STEPS} steps of 2 microbatches of {MICROBATCH}, no workers", times(calls, rounds), 1e-6, "DataLoader")
-    calls = {"seeded": one_seeded, "all states copied": one_copied, "of a sample": lambda: set_all(sample_key(1, 2, 3))}
+    calls = {
+        "seeded": one_seeded,
+        "all states copied": one_copied,
+        "of a sample": lambda: seed_generators(sample_key(1, 2, 3)),
+    }
     show("setting random generators", times(calls, rounds, each=500), 1e-6, "all states copied")
     return 0
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parameters import Scene
-from peerstore.owners import started_at
-from tieredckpt.settings import Settings, settings_from
+from peerstore.daemon_process import process_start_time
+from tieredckpt.settings import Settings, settings_from_mapping
 
 JOB = "bench"
 _END_S = 60.0
@@ -42,7 +42,7 @@ def settings_for(
 ) -> Settings:
     """Defaults, but for the place, a budget that fits, the number of threads, and no limit to loads of one step."""
     budget = 4 * scene.size_bytes + (256 << 20)
-    return settings_from(
+    return settings_from_mapping(
         {
             "agent": {"directory": str(scene.folder / place), "budget": str(budget), **(agent or {})},
             "memory": {"copy_threads": scene.threads, **(memory or {})},
@@ -58,7 +58,7 @@ def agent_pid(place: Path) -> int:
         pid = int((place / "agent.lock").read_text())
     except (OSError, ValueError):
         return 0
-    return pid if started_at(pid) >= 0 else 0
+    return pid if process_start_time(pid) >= 0 else 0
 
 
 def end_agent(place: Path) -> None:
@@ -69,7 +69,7 @@ def end_agent(place: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _END_S
-    while started_at(pid) >= 0:
+    while process_start_time(pid) >= 0:
         if time.monotonic() > deadline:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

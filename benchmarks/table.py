@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.goals import Group, Verdict, failed, judge, row, setting
 from benchmarks.rounds import COPY
-from peerstore.units import show_seconds, show_size
+from peerstore.sizes_and_durations import show_seconds, show_size
 
 REASONS = Path(__file__).parent / "reasons.yaml"
 SUBJECTS = {

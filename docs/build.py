@@ -122,8 +122,8 @@ def tests() -> frozenset[str]:
 
 
 def commands() -> dict[str, set[str]]:
-    from elastic.cli import commands as elastic
-    from tieredckpt.cli import commands as tieredckpt
+    from elastic.cli import elastic_commands as elastic
+    from tieredckpt.cli import tieredckpt_cli as tieredckpt
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return {

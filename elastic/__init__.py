@@ -1,4 +1,4 @@
-"""Training that goes on when the world changes: any number of ranks, the same batch, no sample lost.
+"""Training that continues when the world changes: any number of ranks, the same batch, no sample lost.
 
 ::
 
@@ -15,31 +15,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic.batch.plan import BatchPlan
+from elastic.batch_scaling.batch_plan import BatchPlan
 from elastic.errors import ElasticError
 
 if TYPE_CHECKING:
-    from elastic.gradients.exact import ExactGradients
-    from elastic.prepared.cache import BatchCache
-    from elastic.rates.stepping import ElasticRate
-    from elastic.samples.loader import ElasticDataLoader
-    from elastic.samples.seeds import seeded
-    from elastic.samples.shares import PlanShares
-    from elastic.workers.detected import elastic_event_detected
-    from elastic.workers.loop import Policy, recoverable, run
-    from elastic.workers.randomness import Randomness
-    from elastic.workers.world import World
+    from elastic.batch_cache.cache import BatchCache
+    from elastic.batch_scaling.lr_scaler import LRScaler
+    from elastic.gradients.exact_gradients import ExactGradients
+    from elastic.samples.data_loader import ElasticDataLoader
+    from elastic.samples.rng import RNGState, seeded
+    from elastic.samples.sample_schedule import RankShare
+    from elastic.workers.event_detector import elastic_event_detected
+    from elastic.workers.train_loop import RecoveryPolicy, recoverable, run
+    from elastic.workers.world_handle import World
 
 __all__ = [
     "BatchCache",
     "BatchPlan",
     "ElasticDataLoader",
     "ElasticError",
-    "ElasticRate",
     "ExactGradients",
-    "PlanShares",
-    "Policy",
-    "Randomness",
+    "LRScaler",
+    "RNGState",
+    "RankShare",
+    "RecoveryPolicy",
     "World",
     "elastic_event_detected",
     "recoverable",
@@ -48,18 +47,18 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BatchCache": "elastic.prepared.cache",
-    "ElasticDataLoader": "elastic.samples.loader",
-    "ElasticRate": "elastic.rates.stepping",
-    "ExactGradients": "elastic.gradients.exact",
-    "PlanShares": "elastic.samples.shares",
-    "Policy": "elastic.workers.loop",
-    "Randomness": "elastic.workers.randomness",
-    "World": "elastic.workers.world",
-    "elastic_event_detected": "elastic.workers.detected",
-    "recoverable": "elastic.workers.loop",
-    "run": "elastic.workers.loop",
-    "seeded": "elastic.samples.seeds",
+    "BatchCache": "elastic.batch_cache.cache",
+    "ElasticDataLoader": "elastic.samples.data_loader",
+    "LRScaler": "elastic.batch_scaling.lr_scaler",
+    "ExactGradients": "elastic.gradients.exact_gradients",
+    "RankShare": "elastic.samples.sample_schedule",
+    "RecoveryPolicy": "elastic.workers.train_loop",
+    "RNGState": "elastic.samples.rng",
+    "World": "elastic.workers.world_handle",
+    "elastic_event_detected": "elastic.workers.event_detector",
+    "recoverable": "elastic.workers.train_loop",
+    "run": "elastic.workers.train_loop",
+    "seeded": "elastic.samples.rng",
 }
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a world of ranks, sorted by what the caller can do about it.
+"""The package's errors in one tree, grouped by what the caller can do about each.
 
 ::
 
@@ -6,21 +6,41 @@
     ├── PolicyError                 a policy or a plan is impossible: the message names the field and the limit; fix it
     │   ├── prepared.BatchKindError     a batch that the cache cannot keep
     │   └── prepared.CachePlaceError    a directory for it that somebody else may enter
-    ├── ControlLostError            unknown: the control plane could not be asked; retry
+    ├── ControlPlaneUnavailableError            unknown: the control plane could not be asked; retry
     │   └── RefusedError                it was asked and says no (wrong secret, a member of an old epoch): do not retry
     ├── StaleEpochError             what was said belongs to a world of the past: wait for the new one
-    ├── DeadlineError               a rank did not get to where all others are within the time given
+    ├── ControlDeadlineError               a rank did not get to where all others are within the time given
     ├── samples.CursorError         going on here would repeat or leave out samples
     ├── samples.StepError           steps are taken in an order in which samples could get lost unnoticed
     ├── samples.WorkersLostError    processes that read samples died; nothing committed is affected
     ├── prepared.CacheFullError     no room for a prepared batch
     ├── prepared.PrepareError       what makes a batch raised, for this one
     ├── NonFiniteLossError          a loss that no rank may use: the step is dropped by all of them
-    ├── UnhealthyError              this process is not fit for another world: it ends, and a new one takes its seat
-    └── GaveUpError                 the job cannot go on; says after what, and how to resume
+    ├── UnhealthyProcessError              this process is not fit for another world: it ends, and a new one takes its
+    seat └── JobFailedError                 the job cannot go on; says after what, and how to resume
 
     WorldChanged (BaseException)    not an error: the world of this attempt has ended, the train function is left
 
+::
+
+    ElasticError
+    ├── PolicyError                 (elastic.errors) no such order, plan or dataset: the message says what to change
+    ├── CursorError                 a saved cursor belongs to other data or another order: use those, or allow it
+    ├── StepOrderError                   the loop takes steps out of turn (a step that was not committed): fix the loop
+    └── DataWorkersLostError            processes that read samples died; iterating again starts new ones
+
+What a dataset raises reaches the caller as it is, with the worker's traceback in its message.
+
+::
+
+    ElasticError
+    ├── PolicyError
+    │   ├── UnsupportedBatchError          a batch has something in it that cannot be kept: convert it in ``prepare``
+    │   └── CacheDirectoryError         the directory is not this user's own: name another one
+    ├── CacheFullError              the cache was required, and the batch does not fit: enlarge it
+    └── PrepareError                the user's ``prepare`` raised; its error is the cause, the batch is named
+
+A batch that is absent or damaged is neither: it is prepared (again), and counted.
 """
 
 from __future__ import annotations
@@ -34,11 +54,11 @@ class PolicyError(ElasticError, ValueError):
     """Impossible as asked for; repeating it gives the same answer."""
 
 
-class ControlLostError(ElasticError):
+class ControlPlaneUnavailableError(ElasticError):
     """The control plane could not be asked: what it wants is unknown."""
 
 
-class RefusedError(ControlLostError):
+class ControlPlaneRefusedError(ControlPlaneUnavailableError):
     """The control plane knows this caller and says no."""
 
 
@@ -46,7 +66,7 @@ class StaleEpochError(ElasticError):
     """What was said belongs to a world of the past."""
 
 
-class DeadlineError(ElasticError):
+class ControlDeadlineError(ElasticError):
     """The time given was not enough."""
 
 
@@ -66,13 +86,53 @@ def _non_finite(message: str, final: bool) -> NonFiniteLossError:
     return NonFiniteLossError(message, final=final)
 
 
-class UnhealthyError(ElasticError):
+class UnhealthyProcessError(ElasticError):
     """This process is not fit for another world."""
 
 
-class GaveUpError(ElasticError):
+class JobFailedError(ElasticError):
     """The job cannot go on."""
 
 
 class WorldChanged(BaseException):
     """The world of this attempt has ended; :func:`elastic.recoverable` enters the function again with the next one."""
+
+
+class CursorError(ElasticError, ValueError):
+    """Going on at this cursor would repeat or leave out samples."""
+
+
+class StepOrderError(ElasticError):
+    """Steps are taken in an order in which samples could get lost unnoticed."""
+
+
+class DataWorkersLostError(ElasticError):
+    """Processes that read samples died; nothing that was committed is affected."""
+
+
+class UnsupportedBatchError(PolicyError):
+    """A batch that is not made of tensors, numbers, text, bytes, lists, tuples and dicts."""
+
+
+class CacheDirectoryError(PolicyError):
+    """A directory that somebody else owns, or can enter."""
+
+
+class CacheFullError(ElasticError):
+    """No room for a batch: of the budget, or of the file system."""
+
+
+class PrepareError(ElasticError):
+    """``prepare`` raised for this batch; -1 where it was not known which one is next."""
+
+    def __init__(self, index: int, text: str) -> None:
+        super().__init__(index, text)
+        self.index = index
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{f'batch {self.index}' if self.index >= 0 else 'a batch'} could not be prepared: {self.text}"
+
+
+class BatchDamagedError(Exception):
+    """What lies there is not what was put; never leaves this package, since any batch can be prepared again."""

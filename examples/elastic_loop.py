@@ -31,7 +31,7 @@ def train(world: elastic.World) -> int:
     fully_shard(model, mesh=world.mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = elastic.BatchPlan(BATCH, world.size, microbatch=2)  # who computes what; the same samples in any world
-    data = elastic.ElasticDataLoader(Data(), elastic.PlanShares(plan, world.rank), seed=SEED)
+    data = elastic.ElasticDataLoader(Data(), elastic.RankShare(plan, world.rank), seed=SEED)
     gradients = elastic.ExactGradients(model, tree=True)
     state = {"model": model, "optim": optimizer, "data": data}
     with Checkpointer("tiered://example-elastic") as ckpt, data:

@@ -1,1 +1,1 @@
-"""Where the clusters of others meet this system: a package for each platform, none of them imported by the rest."""
+"""Other people's platforms, one package each. Nothing below imports them."""

@@ -3,22 +3,21 @@
 Nothing here knows tensors or imports torch.
 """
 
-from peerstore.client import Client
 from peerstore.errors import (
     PeerStoreError,
     ShardDamagedError,
     ShardNotFoundError,
     UnavailableError,
 )
-from peerstore.operations import Store
-from peerstore.records import Group, ShardKey, ShardRecord
-from peerstore.settings import AgentPlace, StoreSettings
-from peerstore.store import NodeStore
+from peerstore.server.store_api import Store
+from peerstore.server.store_client import Client
+from peerstore.settings import AgentPaths, StoreSettings
+from peerstore.shard_records import ShardKey, ShardRecord, VersionId
+from peerstore.store.node_store import NodeStore
 
 __all__ = [
-    "AgentPlace",
+    "AgentPaths",
     "Client",
-    "Group",
     "NodeStore",
     "PeerStoreError",
     "ShardDamagedError",
@@ -28,4 +27,5 @@ __all__ = [
     "Store",
     "StoreSettings",
     "UnavailableError",
+    "VersionId",
 ]

@@ -1,4 +1,4 @@
-"""``peerstore serve`` and ``peerstore status``."""
+"""The commands ``peerstore serve`` and ``peerstore status``, and the options that every node agent shares."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from peerstore.client import Client, connect
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
-from peerstore.records import StoreStatus
-from peerstore.serve import detach, serve
-from peerstore.settings import AgentPlace, StoreSettings, default_place
-from peerstore.units import show_size
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.server.store_server import daemonize, run_agent
+from peerstore.settings import AgentPaths, StoreSettings, default_agent_paths
+from peerstore.shard_records import StoreStatus
+from peerstore.sizes_and_durations import show_size
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
@@ -26,7 +26,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 3 no agent answers."""
     args = _parser().parse_args(argv)
-    place = AgentPlace(args.dir, named=True) if args.dir else default_place()
+    place = AgentPaths(args.dir, named=True) if args.dir else default_agent_paths()
     try:
         return int(args.run(args, place))
     except RequestError as error:
@@ -68,14 +68,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
-def store_settings(args: argparse.Namespace) -> StoreSettings:
+def store_settings_from_args(args: argparse.Namespace) -> StoreSettings:
     return StoreSettings(**{field.name: getattr(args, field.name) for field in fields(StoreSettings)})
 
 
-def start_process(args: argparse.Namespace) -> None:
+def start_agent_process(args: argparse.Namespace) -> None:
     """What every agent does first: leave the foreground if told so, and log to standard error."""
     if args.detach:
-        detach()
+        daemonize()
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -100,24 +100,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(args: argparse.Namespace, place: AgentPlace) -> int:
-    start_process(args)
-    serve(place, store_settings(args), version=_version(), linger_s=args.linger_s)
+def _serve(args: argparse.Namespace, place: AgentPaths) -> int:
+    start_agent_process(args)
+    run_agent(place, store_settings_from_args(args), version=_version(), linger_s=args.linger_s)
     return EXIT_OK
 
 
-def _status(args: argparse.Namespace, place: AgentPlace) -> int:
+def _status(args: argparse.Namespace, place: AgentPaths) -> int:
     try:
-        with contextlib.closing(Client(lambda: connect(place.socket, named=place.named), retry_s=0)) as client:
+        with contextlib.closing(Client(lambda: connect_to_agent(place.socket, named=place.named), retry_s=0)) as client:
             status = client.status()
     except AgentUnreachableError as error:
         print(f"peerstore: {error}", file=sys.stderr)
         return EXIT_UNREACHABLE
-    print(json.dumps(msgspec.to_builtins(status), indent=2) if args.json else describe(status))
+    print(json.dumps(msgspec.to_builtins(status), indent=2) if args.json else format_store_status(status))
     return EXIT_OK
 
 
-def describe(status: StoreStatus) -> str:
+def format_store_status(status: StoreStatus) -> str:
     """The status as a person reads it."""
     arena = status.arena
     used = f"{show_size(arena.sealed_bytes)} sealed, {show_size(arena.allocated_bytes)} in {arena.slots} slots"

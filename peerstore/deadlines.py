@@ -1,4 +1,4 @@
-"""How long somebody waits for an answer: one budget for all that is done for it, in this process and the next.
+"""One time budget for a call and everything done on its behalf, carried across threads and processes.
 
 Who asks sets it; a request to an agent carries what is left of it, and so does what that agent does for it.
 """
@@ -21,7 +21,7 @@ _ends: ContextVar[float] = ContextVar("peerstore-deadline", default=math.inf)
 
 
 @contextlib.contextmanager
-def within(seconds: float | None) -> Iterator[None]:
+def timeout_scope(seconds: float | None) -> Iterator[None]:
     """While the block runs, nobody waits beyond so many seconds from now; ``None`` sets no limit of its own."""
     ends = _ends.get() if seconds is None else min(_ends.get(), time.monotonic() + max(0.0, seconds))
     before = _ends.set(ends)
@@ -32,7 +32,7 @@ def within(seconds: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lifted() -> Iterator[None]:
+def no_deadline() -> Iterator[None]:
     """While the block runs, what was set outside of it does not count."""
     before = _ends.set(math.inf)
     try:
@@ -41,16 +41,16 @@ def lifted() -> Iterator[None]:
         _ends.reset(before)
 
 
-def left(at_most: float = math.inf) -> float:
+def remaining_s(at_most: float = math.inf) -> float:
     """How long to wait, where nobody would wait longer than ``at_most``."""
     return min(at_most, max(0.0, _ends.get() - time.monotonic()))
 
 
-def over() -> bool:
-    return left() <= 0
+def expired() -> bool:
+    return remaining_s() <= 0
 
 
-def carried(work: Callable[..., T]) -> Callable[..., T]:
+def inherit_deadline(work: Callable[..., T]) -> Callable[..., T]:
     """``work``, for other threads to do it within the same time."""
     ends = _ends.get()
 
@@ -64,12 +64,12 @@ def carried(work: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-def in_time(work: Callable[[], T], late: Callable[[], Exception]) -> T:
+def run_within_deadline(work: Callable[[], T], late: Callable[[], Exception]) -> T:
     """What ``work`` gives. Where the time is over first ``late`` is raised, and ``work`` comes to its end by itself."""
     if math.isinf(_ends.get()):
         return work()
     done: Future[T] = Future()
-    work = carried(work)
+    work = inherit_deadline(work)
 
     def run() -> None:
         try:
@@ -79,7 +79,7 @@ def in_time(work: Callable[[], T], late: Callable[[], Exception]) -> T:
 
     threading.Thread(target=run, name="peerstore-in-time", daemon=True).start()
     try:
-        return done.result(left())
+        return done.result(remaining_s())
     except FutureTimeoutError:
         if done.done():  # it is the work's own
             raise

@@ -1,4 +1,4 @@
-"""What can go wrong in a byte store, sorted by what the caller can do about it.
+"""The package's errors, grouped by what the caller can do about each; they travel between processes by name.
 
 ::
 
@@ -9,7 +9,7 @@
     │   └── PeerRefusedError        a peer that could not prove that it belongs to the job, or to which we could not
     ├── ShardNotFoundError      absent: ask the next tier
     ├── ShardDamagedError       the bytes are not what was sealed: use another copy, report it
-    ├── NotUnderstoodError      another version of this package wrote it: kept as it is
+    ├── UnsupportedFormatError      another version of this package wrote it: kept as it is
     ├── UnavailableError        unknown, not absent: retry, or ask somebody else
     │   ├── AgentUnreachableError   nobody answers on the socket
     │   ├── PeerUnreachableError    another node's agent does not answer, or too slowly
@@ -56,7 +56,7 @@ class ShardDamagedError(PeerStoreError):
     """The bytes do not match the checksums taken when the shard was sealed."""
 
 
-class NotUnderstoodError(PeerStoreError):
+class UnsupportedFormatError(PeerStoreError):
     """Intact, and nothing that this version writes. Another version does, so that it is kept."""
 
 
@@ -111,7 +111,7 @@ def _tree(root: type[PeerStoreError]) -> dict[str, type[PeerStoreError]]:
     return found
 
 
-def from_wire(name: str, message: str) -> PeerStoreError:
+def error_from_wire(name: str, message: str) -> PeerStoreError:
     """The error another process raised, or the root class when its name is not ours."""
     kind = _tree(PeerStoreError).get(name)
     return kind(message) if kind else PeerStoreError(f"{name}: {message}")

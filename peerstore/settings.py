@@ -1,4 +1,4 @@
-"""What an operator may set about a node's store, and the only place here that reads the environment."""
+"""Settings of a node's store and of a job's replication. The only module here that reads the environment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import msgspec
 
 from peerstore.errors import RequestError
-from peerstore.units import parse_size
+from peerstore.membership.topology import PARTITION_MIN_NODES, MemberList
+from peerstore.shard_records import validate_blob_name
+from peerstore.sizes_and_durations import parse_size
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 
@@ -32,7 +37,7 @@ class StoreSettings:
     go before, where another job needs the room."""
 
     def __post_init__(self) -> None:
-        if not budget_bytes(self.budget, memory_bytes=1 << 40):
+        if not parse_budget(self.budget, memory_bytes=1 << 40):
             raise RequestError(f"budget {self.budget!r} keeps nothing: write for example '64GiB' or '30%'")
         if self.slots_per_part < 1 or self.burst_slots < 0:
             raise RequestError(
@@ -46,7 +51,7 @@ class StoreSettings:
 
 
 @dataclass(frozen=True)
-class AgentPlace:
+class AgentPaths:
     """The directory of one node agent: arena, socket, lock and log."""
 
     directory: Path
@@ -74,14 +79,14 @@ class AgentPlace:
         return self.directory / "agent.log"
 
 
-def default_place(environ: Mapping[str, str] = os.environ) -> AgentPlace:
+def default_agent_paths(environ: Mapping[str, str] = os.environ) -> AgentPaths:
     """``$PEERSTORE_DIR``, or this user's own directory on the machine's shared memory."""
     named = environ.get("PEERSTORE_DIR")
     default = Path("/dev/shm") / f"peerstore-{os.getuid()}"  # noqa: S108
-    return AgentPlace(Path(named) if named else default, named=bool(named))
+    return AgentPaths(Path(named) if named else default, named=bool(named))
 
 
-def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
+def parse_budget(text: str, *, memory_bytes: int | None = None) -> int:
     """``text`` ("64GiB", "30%", "123") in bytes; a share is of the memory this process may use."""
     share = _SHARE.fullmatch(text)
     if share is None:
@@ -104,3 +109,88 @@ def usable_memory_bytes() -> int:
         except (OSError, ValueError):
             continue
     return total
+
+
+MAX_PARITY_GROUP = 31
+"""Where domains do not work out, a group may have nearly twice as many nodes; a parity takes 64."""
+
+
+JOB_PEERS_BLOB = "peers"
+"""The blob that remembers a job's team across a restart of the agent; no other node reads or writes it."""
+
+
+class BlobAccess(msgspec.Struct, frozen=True):
+    """Which of the small things beside a job's shards nodes may ask of each other and give each other: no others."""
+
+    common: tuple[str, ...] = ()
+    """Their names begin so and say what is in them: they are the same everywhere, and stay as they are."""
+    own: tuple[str, ...] = ()
+    """Their names begin so and end with a node's: that node alone changes them."""
+
+    def is_common(self, name: str) -> bool:
+        return name.startswith(self.common)
+
+    def readable(self, name: str) -> str:
+        """``name``, or :class:`RequestError`."""
+        if not validate_blob_name(name).startswith((*self.common, *self.own)):
+            raise RequestError(f"blob {name} is this node's own: nodes share {self._shown}")
+        return name
+
+    def writable(self, name: str, by: str) -> str:
+        """``name`` where node ``by`` may put it, or :class:`RequestError`."""
+        if not self.is_common(validate_blob_name(name)) and name not in {first + by for first in self.own}:
+            raise RequestError(f"blob {name} is not for node {by} to change: nodes share {self._shown}")
+        return name
+
+    @property
+    def _shown(self) -> str:
+        return ", ".join(f"{first}*" for first in (*self.common, *self.own)) or "none"
+
+
+class ReplicationSettings(msgspec.Struct, frozen=True):
+    """What a job asks of its nodes."""
+
+    copies: int = 2
+    """Copies in memory in all, the writer's own included."""
+    levels: tuple[str, ...] = ("zone", "rack")
+    """Labels that say what fails together, the outermost first."""
+    streams: int = 2
+    """Connections one copy is sent over."""
+    bandwidth: int = 0
+    """Bytes per second this node sends for the job's copies, or reads for the parities it makes; 0: no limit."""
+    mode: Literal["mirror", "parity"] = "mirror"
+    """Copies of everything, or parities of groups of nodes: less memory, one lost node per group."""
+    group: int = 4
+    """With parity: a group has one node more than this, and a parity takes 1/``group`` of a shard."""
+    split_from: int = PARTITION_MIN_NODES
+    """From so many nodes on they look at each other by districts, and do not all ask all others."""
+
+    settles: bool = True
+    """Whether versions make older ones superfluous; not where their owner gives them up by name."""
+
+    @property
+    def guarded(self) -> bool:
+        """Whether other nodes' memory is to hold something before an older version may go."""
+        return self.mode == "parity" or self.copies > 1
+
+
+class JobPeersConfig(msgspec.Struct, frozen=True):
+    """How a job uses the memory of several nodes; kept beside its shards, so that a restarted agent goes on."""
+
+    secret: bytes
+    settings: ReplicationSettings = ReplicationSettings()
+    discovery: str = ""
+    """Where the list of nodes comes from, as in ``static:n1=10.0.0.1:7070``; empty: ``roster`` is the list."""
+    roster: MemberList | None = None
+
+    def __post_init__(self) -> None:
+        if not self.discovery and self.roster is None:
+            raise RequestError("a job's nodes have to come from somewhere: give a list of them or a discovery")
+        if not 1 <= self.settings.copies <= 3:
+            raise RequestError(f"copies={self.settings.copies}: between 1 and 3 copies are kept, the writer's included")
+        if not 1 <= self.settings.group <= MAX_PARITY_GROUP:
+            raise RequestError(f"group={self.settings.group}: a parity protects 1 to {MAX_PARITY_GROUP} nodes' shards")
+
+    def like(self, other: JobPeersConfig) -> bool:
+        """Whether only who belongs to the job differs."""
+        return (self.secret, self.settings) == (other.secret, other.settings)

@@ -1,4 +1,4 @@
-"""PyTorch checkpoints in node memory first, in an object store a little later, restored bit for bit."""
+"""PyTorch checkpoints in node memory first, in an object store later, restored bit for bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tieredckpt.errors import (
 from tieredckpt.settings import Settings
 
 if TYPE_CHECKING:
-    from tieredckpt.checkpointer import Checkpointer
-    from tieredckpt.null import NullCheckpointer
-    from tieredckpt.reader import TieredReader
-    from tieredckpt.urls import enable_urls
-    from tieredckpt.whole_state import load, save
-    from tieredckpt.writer import TieredWriter
+    from tieredckpt.checkpointer.checkpointer import Checkpointer
+    from tieredckpt.checkpointer.null_checkpointer import NullCheckpointer
+    from tieredckpt.dcp.load_save import load, save
+    from tieredckpt.dcp.tiered_reader import TieredReader
+    from tieredckpt.dcp.tiered_urls import enable_urls
+    from tieredckpt.dcp.tiered_writer import TieredWriter
 
 __all__ = [
     "CheckpointDamagedError",
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Checkpointer": "tieredckpt.checkpointer",
-    "NullCheckpointer": "tieredckpt.null",
-    "TieredReader": "tieredckpt.reader",
-    "TieredWriter": "tieredckpt.writer",
-    "enable_urls": "tieredckpt.urls",
-    "load": "tieredckpt.whole_state",
-    "save": "tieredckpt.whole_state",
+    "Checkpointer": "tieredckpt.checkpointer.checkpointer",
+    "NullCheckpointer": "tieredckpt.checkpointer.null_checkpointer",
+    "TieredReader": "tieredckpt.dcp.tiered_reader",
+    "TieredWriter": "tieredckpt.dcp.tiered_writer",
+    "enable_urls": "tieredckpt.dcp.tiered_urls",
+    "load": "tieredckpt.dcp.load_save",
+    "save": "tieredckpt.dcp.load_save",
 }
 
 

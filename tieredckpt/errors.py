@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, sorted by what the caller can do about it.
+"""The package's errors, grouped by what the caller can do about each.
 
 ::
 
@@ -12,7 +12,7 @@
     │   └── PluginError                 what another package adds cannot be loaded: install it anew, or without it
     ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
     │   ├── CheckpointTornError         a step was begun and never came to be whole: nothing that was whole is lost
-    │   └── LedgerNotFoundError         nothing was written down of such a job
+    │   └── EventLogNotFoundError         nothing was written down of such a job
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
     │   ├── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
     │   ├── PeersLostError              the nodes that held some of the bytes went away while they were read
@@ -70,7 +70,7 @@ class CheckpointTornError(CheckpointNotFoundError):
     """A step was begun and never came to be whole, as far as anybody knows: nothing that was whole is lost."""
 
 
-class LedgerNotFoundError(CheckpointNotFoundError):
+class EventLogNotFoundError(CheckpointNotFoundError):
     """There is no ledger there, or nothing in it yet."""
 
 
@@ -114,7 +114,7 @@ class NonFiniteStateError(SaveFailedError):
     """A tensor of the state has become NaN or infinite, so it does not take the place of a step that is finite."""
 
 
-def wire_errors() -> dict[str, type[Exception]]:
+def errors_by_name() -> dict[str, type[Exception]]:
     """Every class above by name, for the agent's client."""
     found: dict[str, type[Exception]] = {}
     pending: list[type[TieredCheckpointError]] = [TieredCheckpointError]

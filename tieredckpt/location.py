@@ -1,17 +1,18 @@
-"""``tiered://job`` and ``tiered://job/step-120``: which job, and which step; ``?cast=1``: loaded with a cast."""
+"""Checkpoint locations: ``tiered://JOB/step-N``."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from peerstore.errors import InvalidNameError
-from peerstore.names import JobName, job_name
+from peerstore.shard_records import JobName, validate_job_name
 from tieredckpt.errors import UsageError
 
-SCHEME = "tiered"
+TIERED_SCHEME = "tiered"
 _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
@@ -23,27 +24,31 @@ class Location:
     """To be loaded into tensors of other element types than were saved (``?cast=1``)."""
 
     def __str__(self) -> str:
-        return f"{SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}")
+        return f"{TIERED_SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}")
 
 
 def parse_location(target: str | os.PathLike[str]) -> Location:
     """The job and step ``target`` names; a bare job name is fine too."""
     text = os.fspath(target) if isinstance(target, str | os.PathLike) else target
     if not isinstance(text, str):
-        raise UsageError(f"{target!r} is not a checkpoint location: write {SCHEME}://JOB or {SCHEME}://JOB/step-N")
+        raise UsageError(
+            f"{target!r} is not a checkpoint location: write {TIERED_SCHEME}://JOB or {TIERED_SCHEME}://JOB/step-N"
+        )
     scheme, separator, rest = text.partition("://")
     if not separator:
         # Path("tiered://job") has lost one slash
-        rest = text.removeprefix(f"{SCHEME}:/") if text.startswith(f"{SCHEME}:/") else text
-    elif scheme != SCHEME:
-        raise UsageError(f"{text!r} is not a checkpoint location: write {SCHEME}://JOB or {SCHEME}://JOB/step-N")
+        rest = text.removeprefix(f"{TIERED_SCHEME}:/") if text.startswith(f"{TIERED_SCHEME}:/") else text
+    elif scheme != TIERED_SCHEME:
+        raise UsageError(
+            f"{text!r} is not a checkpoint location: write {TIERED_SCHEME}://JOB or {TIERED_SCHEME}://JOB/step-N"
+        )
     rest, _, query = rest.partition("?")
     job, _, step = rest.rstrip("/").partition("/")
     match = _STEP.fullmatch(step) if step else None
     if step and match is None:
         raise UsageError(f"{text!r}: after the job comes nothing or step-N, not {step!r}")
     try:
-        return Location(job_name(job), int(match[1]) if match else None, _wants_cast(text, query))
+        return Location(validate_job_name(job), int(match[1]) if match else None, _wants_cast(text, query))
     except InvalidNameError as error:
         raise UsageError(f"{text!r}: {error}") from error
 
@@ -64,11 +69,33 @@ def check_step(step: int) -> int:
     return step
 
 
-def refuse_local_copy() -> None:
+def reject_local_tiered_folder() -> None:
     """Refuse to go on where something has taken a URL for a path: it writes to a local folder ``tiered:``."""
-    if Path(f"{SCHEME}:").is_dir():
+    if Path(f"{TIERED_SCHEME}:").is_dir():
         raise UsageError(
-            f"there is a local folder {SCHEME}: in {Path.cwd()}: something (a framework, pathlib, os.path) has taken "
-            f"{SCHEME}://... for a path and makes there what is meant for the store. Look what it is, move it away, "
+            f"there is a local folder {TIERED_SCHEME}: in {Path.cwd()}: something (a framework, pathlib, os.path) "
+            f"has taken "
+            f"{TIERED_SCHEME}://... for a path and makes there what is meant for the store. Look what it is, move it "
+            f"away, "
             "and pass the URL as a string to what understands it (docs/urls.md)"
         )
+
+
+def location_at_step(location: Location, step: int | None) -> Location:
+    """``location`` with its step named, unless it names another one already."""
+    if step is None:
+        return location
+    check_step(step)
+    if location.step not in (None, step):
+        raise UsageError(f"{location} and step={step} name different steps")
+    return dataclasses.replace(location, step=step)
+
+
+def location_for_checkpoint_id(checkpoint_id: str | os.PathLike[str], location: Location, step: int | None) -> Location:
+    """What ``checkpoint_id`` names. Where it names no step, the writer or reader keeps the one that it was given."""
+    given = parse_location(checkpoint_id)
+    if given.step is not None:
+        return given
+    if step is None and given.job == location.job:
+        step = location.step
+    return dataclasses.replace(given, step=step)

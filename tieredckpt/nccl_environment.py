@@ -1,4 +1,4 @@
-"""What NCCL's watchdog may do while a process recovers by itself: nothing.
+"""The environment variables that keep NCCL's watchdog from ending a process that recovers by itself. Pure.
 
 By default torch's watchdog ends the process when a peer is lost, or aborts the communicator before anybody has asked
 which device work was complete. Who runs the job hears of a lost rank sooner, and aborts all groups of all ranks. Torch
@@ -11,12 +11,12 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
 _LONGEST_DUMP_MS = 500
 """A survivor is to be in the next world 2 s after a fault, and torch multiplies this by four."""
 
 
-class State(str, enum.Enum):
+class NcclRuleState(str, enum.Enum):
     SET = "set"
     """As it has to be."""
     UNSET = "unset"
@@ -25,7 +25,7 @@ class State(str, enum.Enum):
     """``elastic.run`` refuses."""
 
 
-class Rule(NamedTuple):
+class NcclRule(NamedTuple):
     names: tuple[str, ...]
     """The last ones are older, and torch reads them as well."""
     fits: Callable[[str], bool]
@@ -35,55 +35,55 @@ class Rule(NamedTuple):
     """What would happen otherwise."""
 
 
-class Found(NamedTuple):
+class NcclFinding(NamedTuple):
     """What the environment says to one rule."""
 
     name: str
     value: str
     """What it is; where it is unset, what it will be."""
-    state: State
+    state: NcclRuleState
     why: str
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
 
 
-def is_on(value: str) -> bool:
+def is_switched_on(value: str) -> bool:
     """As torch reads its switches: what it refuses is not on either."""
     return value.strip().lower() in ("y", "yes", "1", "t", "true")
 
 
 def _is_off(value: str) -> bool:
-    return not is_on(value)
+    return not is_switched_on(value)
 
 
-RULES = (
-    Rule(
+NCCL_RULES = (
+    NcclRule(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         lambda value: value.strip() == "0",
         "0",
         "NCCL's watchdog would end this process, or abort its groups, before the survivors of a fault know what they "
         "hold",
     ),
-    Rule(
+    NcclRule(
         ("TORCH_NCCL_ENABLE_MONITORING",),
         _is_off,
         "0",
         "once the watchdog of one rank had seen an error, NCCL's monitor would end the processes of all",
     ),
-    Rule(
+    NcclRule(
         ("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"),
         _is_off,
         None,
         "torch turns the error handling of NCCL's watchdog on again with it",
     ),
-    Rule(
+    NcclRule(
         ("TORCH_DISTRIBUTED_DEBUG",),
         lambda value: value.strip().upper() != "DETAIL",
         None,
         "torch turns the error handling of NCCL's watchdog on again with it; INFO does not",
     ),
-    Rule(
+    NcclRule(
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
         lambda value: value.strip().isdecimal() and int(value) <= _LONGEST_DUMP_MS,
         "0",
@@ -93,16 +93,16 @@ RULES = (
 )
 
 
-def examined(environ: Mapping[str, str]) -> list[Found]:
+def check_nccl_environment(environ: Mapping[str, str]) -> list[NcclFinding]:
     """What ``environ`` says to each of the rules, in their order."""
-    return [found for rule in RULES if (found := _examined(rule, environ)) is not None]
+    return [found for rule in NCCL_RULES if (found := _examined(rule, environ)) is not None]
 
 
-def _examined(rule: Rule, environ: Mapping[str, str]) -> Found | None:
+def _examined(rule: NcclRule, environ: Mapping[str, str]) -> NcclFinding | None:
     there = [(name, environ[name]) for name in rule.names if name in environ]
     for name, value in there:
         if not rule.fits(value):
-            return Found(name, value, State.CONTRADICTED, rule.why)
+            return NcclFinding(name, value, NcclRuleState.CONTRADICTED, rule.why)
     if there:
-        return Found(*there[0], State.SET, rule.why)
-    return None if rule.sets is None else Found(rule.names[0], rule.sets, State.UNSET, rule.why)
+        return NcclFinding(*there[0], NcclRuleState.SET, rule.why)
+    return None if rule.sets is None else NcclFinding(rule.names[0], rule.sets, NcclRuleState.UNSET, rule.why)

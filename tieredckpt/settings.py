@@ -1,7 +1,10 @@
-"""Configuration: frozen dataclasses, one file, environment on top. Nothing else here reads the environment.
+"""Settings from defaults, the platform's plug-in, a YAML file and the environment, validated as a whole.
 
 A key that is not known, a value that is not valid and values that contradict each other are errors; all of them
 are reported at once, by name.
+
+A plug-in is an entry point of the group ``tieredckpt.platforms``: a function that is given what stands behind
+``NAME:`` and returns settings, as a configuration file would have them.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
@@ -19,21 +23,17 @@ import msgspec
 import yaml
 
 from peerstore.errors import RequestError
-from peerstore.peers.plan import MOST_IN_GROUP
-from peerstore.settings import AgentPlace, StoreSettings, budget_bytes
-from peerstore.units import parse_size
-from tieredckpt.agent.memory_service.options import MemoryServiceOptions
-from tieredckpt.errors import SettingsError
-from tieredckpt.ledger.said import SAY
-from tieredckpt.ledger.writer import LEDGER
-from tieredckpt.platforms import settings_at
-from tieredckpt.yaml_text import load_yaml
+from peerstore.settings import MAX_PARITY_GROUP, AgentPaths, StoreSettings, parse_budget
+from peerstore.sizes_and_durations import parse_size
+from tieredckpt.errors import PluginError, SettingsError
+from tieredckpt.event_log.log_writer import EVENT_LOG_ENV, STDOUT_EVENTS_ENV
+from tieredckpt.memory_service_options import MemoryServiceOptions
 
-Busy = Literal["wait", "skip"]
+OnBusy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
-CLUSTER = "TIEREDCKPT_CLUSTER"
-"""Names where the platform's own settings are, ``hyperpod:/path``: see :mod:`tieredckpt.platforms`."""
+CLUSTER_CONFIG_ENV = "TIEREDCKPT_CLUSTER"
+"""Names where the platform's own settings are, ``hyperpod:/path``: see :mod:`tieredckpt.settings`."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class MemorySettings:
 
     every: int = 1
     """Checkpointer: save steps divisible by this."""
-    on_busy: Busy = "skip"
+    on_busy: OnBusy = "skip"
     """Checkpointer: when no slot can be given up, skip this save or wait for one."""
     wait_s: float = 60.0
     """How long "wait" (and a plain ``dcp.save``) waits."""
@@ -167,7 +167,7 @@ class DurableSettings:
     """``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or any other fsspec scheme. Empty: none."""
     every: int = 1
     """Drain steps divisible by this."""
-    on_busy: Busy = "skip"
+    on_busy: OnBusy = "skip"
     """When the last drain is still running: leave this step out of the durable tier, or make the save wait."""
     keep_last: int = 0
     """Delete whole steps older than the newest so many; 0 keeps all. The newest whole step is never deleted."""
@@ -209,8 +209,8 @@ class Settings:
         )
 
     @property
-    def agent_place(self) -> AgentPlace:
-        return AgentPlace(self.agent_directory, named=bool(self.agent.directory))
+    def agent_place(self) -> AgentPaths:
+        return AgentPaths(self.agent_directory, named=bool(self.agent.directory))
 
     @property
     def agent_directory(self) -> Path:
@@ -228,20 +228,25 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     if path:
         tree, problems = _read_file(Path(path))
     for name, value in sorted(environ.items()):
-        if name.startswith("TIEREDCKPT_") and name not in (CLUSTER, "TIEREDCKPT_CONFIG", LEDGER, SAY):
+        if name.startswith("TIEREDCKPT_") and name not in (
+            CLUSTER_CONFIG_ENV,
+            "TIEREDCKPT_CONFIG",
+            EVENT_LOG_ENV,
+            STDOUT_EVENTS_ENV,
+        ):
             _set_from_environment(tree, name, value, problems)
-    source = cluster_source(environ)
+    source = cluster_config_source(environ)
     if not source:
         return _build(tree, problems)
     try:
-        return _build(_beneath(tree, settings_at(source)), problems)
+        return _build(_beneath(tree, platform_settings(source)), problems)
     except SettingsError as error:
-        raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER}={source})") from error
+        raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER_CONFIG_ENV}={source})") from error
 
 
-def cluster_source(environ: Mapping[str, str] = os.environ) -> str:
+def cluster_config_source(environ: Mapping[str, str] = os.environ) -> str:
     """Where the platform's settings are; "" when nobody says."""
-    return environ.get(CLUSTER, "")
+    return environ.get(CLUSTER_CONFIG_ENV, "")
 
 
 def _beneath(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
@@ -253,30 +258,32 @@ def _beneath(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def copy_threads(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
+def copy_thread_count(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
     """How many threads move bytes in this process; the other ranks of the node move theirs at the same time."""
     ranks = environ.get("LOCAL_WORLD_SIZE", "1")
     share = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdigit() and int(ranks) else 1)
     return settings.memory.copy_threads or max(1, min(8, share))
 
 
-def ranks_of_node(environ: Mapping[str, str] | None = None) -> int:
+def local_world_size(environ: Mapping[str, str] | None = None) -> int:
     """How many ranks are on this node; 0 where no launcher that starts several nodes has said so."""
     return int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "0"))
 
 
-def is_first_of_node(environ: Mapping[str, str] = os.environ) -> bool:
+def is_local_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process does what one rank of a node does for all of them."""
     return environ.get("LOCAL_RANK", "0") == "0"
 
 
-def settings_from(tree: Mapping[str, Any]) -> Settings:
+def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
     """Settings from a nested mapping, checked the same way."""
     return _build(dict(tree), [])
 
 
-def override(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
-    """``settings`` with some keys changed: ``override(s, durable={"url": "s3://b"})``, checked the same way."""
+def override_settings(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
+    """``settings`` with some keys changed: ``override_settings(s, durable={"url": "s3://b"})``, checked the same
+    way.
+    """
     tree = dataclasses.asdict(settings)
     for section, changes in sections.items():
         tree[section] = {**tree.get(section, {}), **changes}
@@ -307,7 +314,9 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
     rest = _present_name(section, rest)
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
         known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
-        problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {CLUSTER}, {known}")
+        problems.append(
+            f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {CLUSTER_CONFIG_ENV}, {known}"
+        )
         return
     if tree.get(section) is None:  # a section that the file only names
         tree[section] = {}
@@ -461,7 +470,7 @@ def _bad_sizes(settings: Settings) -> list[_Problem]:
     durable = settings.durable
     problems: list[_Problem] = []
     for key, text, parse in (
-        ("agent.budget", settings.agent.budget, budget_bytes),
+        ("agent.budget", settings.agent.budget, parse_budget),
         ("durable.part_size", durable.part_size, parse_size),
         ("durable.bandwidth", durable.bandwidth or "1", parse_size),
         ("peer.bandwidth", settings.peer.bandwidth or "1", parse_size),
@@ -487,7 +496,7 @@ def _out_of_range(settings: Settings) -> list[_Problem]:
         ("memory.avoid_after", memory.avoid_after, 0, _MOST),
         ("memory.copy_threads", memory.copy_threads, 0, _MOST),
         ("peer.copies", peer.copies, 1, 3),
-        ("peer.group", peer.group, 1, MOST_IN_GROUP),
+        ("peer.group", peer.group, 1, MAX_PARITY_GROUP),
         ("peer.streams", peer.streams, 1, 64),
         ("durable.every", durable.every, 1, _MOST),
         ("durable.keep_last", durable.keep_last, 0, _MOST),
@@ -519,3 +528,59 @@ _SECTION_TYPES: dict[str, Any] = {
 _RENAMED = {("memory", "quarantine_after"): "avoid_after"}
 """What settings were called until the next release."""
 _SECTIONS: dict[str, dict[str, Any]] = {name: get_type_hints(kind) for name, kind in _SECTION_TYPES.items()}
+
+
+PLATFORM_ENTRY_POINTS = "tieredckpt.platforms"
+PlatformPlugin = Callable[[str], Mapping[str, Any]]
+
+
+def platform_settings(source: str) -> dict[str, Any]:
+    """Settings that ``NAME:WHERE`` says, in sections; what is said elsewhere goes before them."""
+    name, colon, where = source.partition(":")
+    points = list(metadata.entry_points(group=PLATFORM_ENTRY_POINTS, name=name)) if colon and where else []
+    if not points:
+        known = (
+            ", ".join(f"{known}:..." for known in sorted(metadata.entry_points(group=PLATFORM_ENTRY_POINTS).names))
+            or "none"
+        )
+        raise SettingsError(f"cluster configuration {source!r}: there is no such platform; known are: {known}")
+    try:
+        answer: PlatformPlugin = points[0].load()
+    except Exception as error:
+        raise PluginError(f"platform {name!r} ({points[0].value}) cannot be loaded: {error!r}") from error
+    return {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in answer(where).items()}
+
+
+MAX_YAML_VALUES = 200_000
+"""Every value as often as an alias repeats it. The largest recipes have some thousands."""
+
+
+class BoundedYamlLoader(yaml.SafeLoader):
+    """A few lines of aliases of aliases say more values than there is memory for; those are a ``YAMLError``."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._count = 0
+        self._counts: dict[str | None, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            self._add(self._counts.get(event.anchor, 1))
+            return super().compose_node(parent, index)
+        before = self._count
+        self._add(1)
+        node = super().compose_node(parent, index)
+        if event.anchor is not None:
+            self._counts[event.anchor] = self._count - before
+        return node
+
+    def _add(self, count: int) -> None:
+        self._count += count
+        if self._count > MAX_YAML_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_YAML_VALUES} values, those of its aliases included")
+
+
+def load_yaml(text: str) -> Any:
+    """What ``text`` says; ``yaml.YAMLError`` and what else PyYAML raises."""
+    return yaml.load(text, BoundedYamlLoader)  # noqa: S506 - a SafeLoader

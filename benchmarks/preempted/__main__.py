@@ -24,8 +24,8 @@ from benchmarks.machine import facts
 from benchmarks.preempted.picture import Curve, Kind, Mark, Panel, picture
 from benchmarks.preempted.story import Gap, Step, by_size, gaps_of, repeated, steps_of, worlds_of
 from benchmarks.preempted.trainer import BATCH, DEVICE_S, MICROBATCH, SAMPLES, SEED, TOKENS
-from elastic.samples import Course, Order
-from elastic.samples.ledger import verify
+from elastic.samples import SampleOrder, SampleSchedule
+from elastic.samples.sample_audit import verify_sample_logs
 from tests.support.agents import end_agent
 from tests.support.elastic_runs import Job
 from tests.support.neighbours import until
@@ -243,8 +243,8 @@ def run(minutes: float, seed: int) -> dict[str, Any]:
             lines = lines_of(job)
             count = len(steps_of(lines, 0.0))
             journals = sorted((job.folder / "records").glob("*.samples.jsonl"))
-            course = Course(Order(SAMPLES, SEED), BATCH)
-            problems = verify(journals, course, count, count * BATCH)
+            course = SampleSchedule(SampleOrder(SAMPLES, SEED), BATCH)
+            problems = verify_sample_logs(journals, course, count, count * BATCH)
         with jobs(Path(folder), "quiet") as job:
             quiet = undisturbed(job, count)
     return {"machine": machine, **summary(lines, events, quiet, problems)}

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
-from elastic.samples.ledger import Journal
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic.samples.sample_audit import SampleLog
 from tieredckpt import Checkpointer
 
 SEED, SAMPLES, BATCH, MICROBATCH = 11, 4096, 24, 2
@@ -63,7 +63,7 @@ class Records:
     """This process's lines and its journal."""
 
     def __init__(self, folder: Path) -> None:
-        self.journal = Journal(folder / f"{os.getpid()}.samples.jsonl")
+        self.journal = SampleLog(folder / f"{os.getpid()}.samples.jsonl")
         self._file = (folder / f"{os.getpid()}.steps.jsonl").open("a", buffering=1)
 
     def write(self, what: str, world: World, **values: Any) -> None:
@@ -80,7 +80,7 @@ def main(folder: str, total: int | None, device_s: float) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = ExactGradients(model, tree=True)
-        loader = ElasticDataLoader(Sentences(), PlanShares(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(Sentences(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
         with Checkpointer("tiered://preempted", every=1) as ckpt, loader:
             first = ckpt.restore(state) + 1

@@ -1,4 +1,4 @@
-"""The command line. Commands are imported when they run; only ``reshard`` needs torch."""
+"""The ``elastic`` command. Subcommands are imported when they run."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from collections.abc import Sequence
 
 import click
 
-from elastic.cli.exits import EXIT_HELP, Exit
-from elastic.cli.screen import ElasticScreen
+from elastic.cli.common import ELASTIC_EXIT_HELP, ElasticExit, ElasticScreen
 from elastic.errors import ElasticError
 from peerstore.errors import PeerStoreError
-from tieredckpt.cli.exits import CommandError
-from tieredckpt.cli.groups import Commands, version
+from tieredckpt.cli import LazyCommandGroup, distribution_version
+from tieredckpt.cli.exit_codes import CommandError
 from tieredckpt.errors import TieredCheckpointError
 
 _OWN = {
-    "run": "elastic.cli.running:run",
-    "join": "elastic.cli.running:join",
-    "coordinator": "elastic.cli.running:coordinator",
-    "status": "elastic.cli.asking:status",
-    "resize": "elastic.cli.asking:resize",
-    "leave": "elastic.cli.asking:leave",
-    "stop": "elastic.cli.asking:stop",
-    "inject": "elastic.cli.injecting:inject",
-    "plan": "elastic.batch.command:plan",
-    "reshard": "elastic.reshard.command:reshard",
-    "demo": "elastic.cli.showing:demo",
+    "run": "elastic.cli.run:run_command",
+    "join": "elastic.cli.run:join_command",
+    "coordinator": "elastic.cli.run:coordinator_command",
+    "status": "elastic.cli.job_control:job_status_command",
+    "resize": "elastic.cli.job_control:resize_command",
+    "leave": "elastic.cli.job_control:drain_command",
+    "stop": "elastic.cli.job_control:stop_command",
+    "inject": "elastic.cli.job_control:inject_command",
+    "plan": "elastic.cli.plan:batch_plan_command",
+    "reshard": "elastic.cli.reshard:reshard_command",
+    "demo": "elastic.cli.demo:elastic_demo_command",
 }
 
 
 @click.group(
-    cls=Commands,
+    cls=LazyCommandGroup,
     own=_OWN,
     plugins="elastic.commands",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=EXIT_HELP,
+    epilog=ELASTIC_EXIT_HELP,
 )
-@click.version_option(version=version(), prog_name="elastic")
-def commands() -> None:
+@click.version_option(version=distribution_version(), prog_name="elastic")
+def elastic_commands() -> None:
     """Training that goes on when machines come, go and break.
 
     `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; `join` to
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = ElasticScreen("elastic")
     screen.words = sys.argv[1:] if argv is None else list(argv)
     try:
-        result = commands.main(
+        result = elastic_commands.main(
             args=None if argv is None else list(argv), prog_name="elastic", standalone_mode=False, obj=screen
         )
         sys.stdout.flush()
@@ -64,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(wrong.exit_code)
     except (click.Abort, KeyboardInterrupt):
         screen.err.print("interrupted")
-        return Exit.INTERRUPTED
+        return ElasticExit.INTERRUPTED
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.OK
+        return ElasticExit.OK
     except (TieredCheckpointError, CommandError) as error:  # of commands that end as tieredckpt's do
         return int(screen.failed(error))
     except (ElasticError, PeerStoreError, OSError) as error:

@@ -1,1 +1,1 @@
-"""Who tells the ranks which world they are in: one seam, and the embedded control plane behind it."""
+"""The embedded control plane's shared parts: its interface, messages, clients and child processes."""

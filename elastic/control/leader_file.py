@@ -1,4 +1,4 @@
-"""The record of who leads a job in a file, which all its machines see: a directory on storage that they share."""
+"""The leader record in a file on storage that all machines of the job share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from urllib.parse import SplitResult, unquote
 
 import msgspec
 
-from elastic.control.leadership import LeaderRecord
-from elastic.errors import ControlLostError, PolicyError, RefusedError
-from peerstore.decode import from_json
-from peerstore.owners import trusted_users
+from elastic.control.leader_election import LeaderRecord
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, PolicyError
+from peerstore.daemon_process import trusted_users
+from peerstore.message_codec import from_json
 
 _LOCK_S = 2.0
 _AGAIN_S = 0.02
 _MOST_BYTES = 64 << 10
 
 
-class FileLeadership:
+class LeaderRecordFile:
     """``file:///DIRECTORY/NAME``: the record is that file, and changes under a lock on ``NAME.lock``.
 
     The storage has to have locks that hold on all machines: NFS 4, Lustre with ``flock``, and what is on one machine.
@@ -33,7 +33,7 @@ class FileLeadership:
         self.path, self.duration_s = path, duration_s
 
     @classmethod
-    def at(cls, url: SplitResult, duration_s: float) -> FileLeadership:
+    def at(cls, url: SplitResult, duration_s: float) -> LeaderRecordFile:
         path = Path(unquote(url.path))
         if url.netloc not in ("", "localhost") or not path.is_absolute() or not path.name:
             raise PolicyError(f"{url.geturl()}: write file:///DIRECTORY/NAME, with a directory that all machines share")
@@ -45,9 +45,9 @@ class FileLeadership:
             with self._locked():
                 return self._there()
         except (PermissionError, FileNotFoundError) as error:
-            raise RefusedError(str(error)) from error
+            raise ControlPlaneRefusedError(str(error)) from error
         except OSError as error:
-            raise ControlLostError(f"{self.path}: {error}") from error
+            raise ControlPlaneUnavailableError(f"{self.path}: {error}") from error
 
     def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
         try:
@@ -59,9 +59,9 @@ class FileLeadership:
                 self._put(new)
                 return new
         except PermissionError as error:
-            raise RefusedError(str(error)) from error
+            raise ControlPlaneRefusedError(str(error)) from error
         except OSError as error:
-            raise ControlLostError(f"{self.path}: {error}") from error
+            raise ControlPlaneUnavailableError(f"{self.path}: {error}") from error
 
     def close(self) -> None:
         """Nothing is held."""
@@ -76,7 +76,7 @@ class FileLeadership:
         try:
             return from_json(data, LeaderRecord)
         except msgspec.MsgspecError as error:
-            raise ControlLostError(f"{self.path} does not say who leads: {error}") from error
+            raise ControlPlaneUnavailableError(f"{self.path} does not say who leads: {error}") from error
 
     def _put(self, record: LeaderRecord) -> None:
         beside = self.path.with_name(f".{self.path.name}.new")
@@ -99,7 +99,7 @@ class FileLeadership:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise ControlLostError(f"{lock} has been held for {_LOCK_S:g} s") from None
+                        raise ControlPlaneUnavailableError(f"{lock} has been held for {_LOCK_S:g} s") from None
                     time.sleep(_AGAIN_S)
             yield
         finally:

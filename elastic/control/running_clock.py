@@ -1,4 +1,4 @@
-"""A clock that counts only the time in which this process ran: who was stopped himself blames nobody for it."""
+"""A clock that counts only the time in which this process ran, so that a process that was stopped accuses no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``elastic demo``: the whole story on this machine, and the proof that no bit of it shows in what was learned."""
+"""``elastic demo``: faults and resizes on this machine, and a proof that every loss is bitwise equal."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from elastic.control.settings import ledger_directory
-from elastic.demo.names import JOB
-from elastic.demo.story import PROGRESS_S, Act, DemoFailedError, Story, all_told, losses_of
-from peerstore.units import show_size
-from tieredckpt.demo import emptied, kept_environ, lose_node, short_loss
-from tieredckpt.demo.bucket import local_bucket
+from elastic.demo.scenario import (
+    ELASTIC_DEMO_JOB,
+    PROGRESS_S,
+    DemoAct,
+    DemoFailedError,
+    ElasticDemo,
+    losses_by_step,
+    read_demo_events,
+)
+from elastic.settings import event_log_directory
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.demo import demo_environ, empty_demo_folder, kill_demo_node, short_loss
+from tieredckpt.demo.local_s3 import local_bucket
+from tieredckpt.event_log import read_event_log
 from tieredckpt.goodput import analyse
-from tieredckpt.goodput.page import page
-from tieredckpt.ledger import read_ledger
+from tieredckpt.goodput.html_report import html_report
 
 _REFERENCE_S = 600.0
 
@@ -32,13 +39,13 @@ _REFERENCE_S = 600.0
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     """Run the demo; 0 when every loss and the final state were equal bit for bit. ``keep`` is where its files stay."""
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
-    keep = emptied(keep or Path(tempfile.gettempdir()) / f"elastic-demo-{os.getuid()}")
+    keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"elastic-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
-        memory = Path(cleanup.enter_context(shared_memory()))
+        memory = Path(cleanup.enter_context(shared_memory_directory()))
         bucket = cleanup.enter_context(local_bucket(keep))
         environ = {
-            **kept_environ("ELASTIC_"),
+            **demo_environ("ELASTIC_"),
             **bucket.environ,
             "TIEREDCKPT_DURABLE_URL": bucket.url,
             "TIEREDCKPT_AGENT_BUDGET": "512MiB",
@@ -46,24 +53,24 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         }
         console.print("[bold]Train a transformer with FSDP2 on two simulated nodes, through faults and resizes[/]")
         console.print("This takes about two minutes on two idle cores, and longer on a busy machine.")
-        story = cleanup.enter_context(contextlib.closing(Story(keep, memory, environ, console.print)))
+        story = cleanup.enter_context(contextlib.closing(ElasticDemo(keep, memory, environ, console.print)))
         story.play()
-        losses = losses_of(story.told("step"))
+        losses = losses_by_step(story.told("step"))
         same = f"Run the same {len(losses)} steps in one undisturbed process, then restore from the bucket alone"
         console.print(f"[bold]{same}[/]")
-        alone = undisturbed(keep, memory, len(losses), environ, console.print)
+        alone = run_reference(keep, memory, len(losses), environ, console.print)
         report = keep / "report.html"
         goodput = _report(story.logs, report)
         summary = {
-            **summary_of(story, losses, alone, time.monotonic() - began),
+            **summarize_demo(story, losses, alone, time.monotonic() - began),
             "goodput": goodput,
             "report": str(report),
         }
         if as_json:
             print(json.dumps(summary, indent=2))
         else:
-            show(console, story.acts, losses, summary)
-            look = bucket.look.replace(" demo ", f" {JOB} ")
+            show_elastic_demo(console, story.acts, losses, summary)
+            look = bucket.look.replace(" demo ", f" {ELASTIC_DEMO_JOB} ")
             verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
             console.print(f"durable tier: {bucket.name}\nto list its steps: {look}")
             console.print(f"report on where the time went: [bold]{report}[/]")
@@ -72,20 +79,20 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
 
 
 @contextlib.contextmanager
-def shared_memory() -> Iterator[str]:
+def shared_memory_directory() -> Iterator[str]:
     """A short path, since sockets are in it, where memory is a file system."""
     root = Path("/dev/shm")  # noqa: S108 - see above
     with tempfile.TemporaryDirectory(prefix="elastic-demo-", dir=root if os.access(root, os.W_OK) else None) as folder:
         yield folder
 
 
-def undisturbed(
+def run_reference(
     keep: Path, memory: Path, steps: int, environ: Mapping[str, str], told: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Run the steps in one process, and return its events. Print its progress with ``told``."""
     folder, agent = keep / "undisturbed", memory / "empty"
     folder.mkdir()
-    command = [sys.executable, "-m", "elastic.demo.trainer", str(folder), str(steps)]
+    command = [sys.executable, "-m", "elastic.demo.fsdp_trainer", str(folder), str(steps)]
     own = {"TIEREDCKPT_AGENT_DIRECTORY": str(agent), "OMP_NUM_THREADS": "1"}
     try:
         with (folder / "output").open("wb") as out:
@@ -95,7 +102,7 @@ def undisturbed(
             while _is_running(process):
                 if time.monotonic() > began + _REFERENCE_S:
                     raise DemoFailedError(f"the undisturbed run took over {_REFERENCE_S:g} s; see {folder / 'output'}")
-                done = sum(one["event"] == "step" for one in all_told(folder))
+                done = sum(one["event"] == "step" for one in read_demo_events(folder))
                 so_far = f"{done} of {steps} steps" if done < steps else "restoring from the bucket"
                 told(f"[dim]{time.monotonic() - began:5.1f} s[/]    [dim]{so_far}[/]")
         finally:
@@ -104,8 +111,8 @@ def undisturbed(
         if process.returncode:
             raise DemoFailedError(f"the undisturbed run failed ({process.returncode}); see {folder / 'output'}")
     finally:
-        lose_node(agent)
-    return list(all_told(folder))
+        kill_demo_node(agent)
+    return list(read_demo_events(folder))
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
@@ -117,14 +124,16 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 
 def _report(logs: Path, report: Path) -> float:
     """Pictures of what the ledger says; the goodput."""
-    read = read_ledger(ledger_directory(logs, {}))
+    read = read_event_log(event_log_directory(logs, {}))
     found = analyse(read.events, complaints=read.complaints)
-    report.write_text(page(found), encoding="utf-8")
+    report.write_text(html_report(found), encoding="utf-8")
     return found.goodput
 
 
-def summary_of(story: Story, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    expected = losses_of(one for one in alone if one["event"] == "step")
+def summarize_demo(
+    story: ElasticDemo, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    expected = losses_by_step(one for one in alone if one["event"] == "step")
     (own,) = {one["sum"] for one in story.told("sum")}
     reference = next(one for one in alone if one["event"] == "sum")
     bucket = next(one for one in alone if one["event"] == "bucket")
@@ -151,7 +160,9 @@ def summary_of(story: Story, losses: Mapping[int, str], alone: list[dict[str, An
     }
 
 
-def show(console: Console, acts: list[Act], losses: Mapping[int, str], summary: Mapping[str, Any]) -> None:
+def show_elastic_demo(
+    console: Console, acts: list[DemoAct], losses: Mapping[int, str], summary: Mapping[str, Any]
+) -> None:
     table = Table(title="what happened, and how long recovery took", header_style="bold", title_justify="left")
     for name in ("what", "ranks", "resumed at step", "after", "restored"):
         table.add_column(name, justify="right" if name in ("ranks", "resumed at step", "after") else "left")

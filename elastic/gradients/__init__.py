@@ -1,13 +1,12 @@
-"""Gradients that do not depend on who computed them: exact weights, and a sum in a fixed order where it is asked for.
+"""Gradients independent of the number of ranks: exact weights, and optionally a fixed summation order.
 
 ::
 
     share ──> exact ──> replicated, hooked (DDP), sharded (FSDP2, HSDP) ──> exchange ──> tree
                   └──> norm
-
 """
 
-from elastic.gradients.exact import ExactGradients, Microbatch, Total
-from elastic.gradients.share import Share
+from elastic.gradients.exact_gradients import ExactGradients, MicrobatchPass, StepTotal
+from elastic.gradients.reduction import MicrobatchShare
 
-__all__ = ["ExactGradients", "Microbatch", "Share", "Total"]
+__all__ = ["ExactGradients", "MicrobatchPass", "MicrobatchShare", "StepTotal"]

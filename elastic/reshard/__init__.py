@@ -1,1 +1,1 @@
-"""The same state at another number of ranks: proved by a checksum that does not depend on who holds what."""
+"""The same state at another number of ranks, verified by a sharding-independent checksum."""

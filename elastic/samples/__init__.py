@@ -1,50 +1,47 @@
-"""Which samples a rank works on, so that each comes once per data epoch, whatever happens to the ranks.
+"""Every sample exactly once per data epoch, whatever happens to the ranks.
 
 ::
 
     permutation ──> order ──> course ──> feed ──> lines ──> loader
      of a range    (seed,     steps,     this     worker    steps and
                    epoch)     cursor     rank's   processes microbatches
-
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic.samples.course import Course, Place
-from elastic.samples.errors import CursorError, StepError, WorkersLostError
-from elastic.samples.ledger import Journal, Ledger
-from elastic.samples.order import Order
-from elastic.samples.shares import PlanShares, Shares
+from elastic.errors import CursorError, DataWorkersLostError, StepOrderError
+from elastic.samples.sample_audit import SampleAudit, SampleLog
+from elastic.samples.sample_schedule import DataPosition, RankShare, SampleOrder, SampleSchedule, ShareSource
 
 if TYPE_CHECKING:
-    from elastic.samples.loader import ElasticDataLoader
+    from elastic.samples.data_loader import ElasticDataLoader
+    from elastic.samples.rng import microbatch_generator, seeded
     from elastic.samples.sampler import ElasticSampler
-    from elastic.samples.seeds import generator, seeded
 
 __all__ = [
-    "Course",
     "CursorError",
+    "DataPosition",
+    "DataWorkersLostError",
     "ElasticDataLoader",
     "ElasticSampler",
-    "Journal",
-    "Ledger",
-    "Order",
-    "Place",
-    "PlanShares",
-    "Shares",
-    "StepError",
-    "WorkersLostError",
-    "generator",
+    "RankShare",
+    "SampleAudit",
+    "SampleLog",
+    "SampleOrder",
+    "SampleSchedule",
+    "ShareSource",
+    "StepOrderError",
+    "microbatch_generator",
     "seeded",
 ]
 
 _LAZY = {
-    "ElasticDataLoader": "elastic.samples.loader",
+    "ElasticDataLoader": "elastic.samples.data_loader",
     "ElasticSampler": "elastic.samples.sampler",
-    "generator": "elastic.samples.seeds",
-    "seeded": "elastic.samples.seeds",
+    "microbatch_generator": "elastic.samples.rng",
+    "seeded": "elastic.samples.rng",
 }
 
 

@@ -1,4 +1,4 @@
-"""The order of samples for other people's loaders: torch's ``DataLoader``, and torchdata's ``StatefulDataLoader``.
+"""The same sample order for torch's DataLoader and torchdata's StatefulDataLoader.
 
 A loader asks for indices ahead of what the model has learnt from, so that only the training loop knows what is done::
 
@@ -8,6 +8,12 @@ A loader asks for indices ahead of what the model has learnt from, so that only 
         optimizer.step()
         sampler.commit()
 
+::
+
+    loader = StatefulDataLoader(dataset, batch_sampler=StatefulMicrobatchSampler(sampler), num_workers=4)
+
+Nothing is committed on the sampler here: a state of torchdata's is past the batch that it gave last. Saved at the end
+of a step it can be loaded by any rank of any world with as many workers; within a step, only for the same microbatches.
 """
 
 from __future__ import annotations
@@ -17,13 +23,16 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from elastic.errors import PolicyError
-from elastic.samples.course import START, Course, Place
-from elastic.samples.errors import StepError
-from elastic.samples.feed import Portion, indices_of
-from elastic.samples.order import Order
-from elastic.samples.shares import Shares, checked
-from elastic.samples.source import size_of
+from elastic.errors import CursorError, PolicyError, StepOrderError
+from elastic.samples.data_loader import StepPortion, dataset_size, portion_indices
+from elastic.samples.sample_schedule import (
+    START_POSITION,
+    DataPosition,
+    SampleOrder,
+    SampleSchedule,
+    ShareSource,
+    validated_slices,
+)
 
 
 class ElasticSampler(Sampler[int]):
@@ -36,7 +45,7 @@ class ElasticSampler(Sampler[int]):
     def __init__(
         self,
         dataset: Any,
-        shares: Shares,
+        shares: ShareSource,
         *,
         seed: int,
         shuffle: str = "full",
@@ -44,29 +53,29 @@ class ElasticSampler(Sampler[int]):
         allow: Collection[str] = (),
     ) -> None:
         """``dataset`` may be a number of samples; the rest is as in an ``ElasticDataLoader``."""
-        samples = dataset if isinstance(dataset, int) else size_of(dataset)
-        self.course = Course(Order(samples, seed, shuffle), shares.global_batch, tail)
+        samples = dataset if isinstance(dataset, int) else dataset_size(dataset)
+        self.course = SampleSchedule(SampleOrder(samples, seed, shuffle), shares.global_batch, tail)
         self.shares = shares
-        checked(shares, shares.global_batch)
+        validated_slices(shares, shares.global_batch)
         self.allow = tuple(allow)
-        self._place = START
-        self._handed = START
+        self._place = START_POSITION
+        self._handed = START_POSITION
         """Where the newest iteration is; ahead of what is committed."""
         self._exhausted = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DataPosition:
         """After the last committed step."""
         return self._place
 
-    def commit(self, steps: int = 1) -> Place:
+    def commit(self, steps: int = 1) -> DataPosition:
         """The model has learnt from the next so many steps."""
         if self._place.step + steps > self._handed.step:
-            raise StepError(
+            raise StepOrderError(
                 f"step {self._place.step + steps - 1} cannot be committed: {self._handed.step} were handed out so far"
             )
         for _ in range(steps):
-            self._place = Place(self._place.step + 1, self.course.batch(self._place.cursor).after)
+            self._place = DataPosition(self._place.step + 1, self.course.batch(self._place.cursor).after)
         self._exhausted = False
         return self._place
 
@@ -78,10 +87,10 @@ class ElasticSampler(Sampler[int]):
         """The next iteration begins where this was saved."""
         self.reshape(self.shares, self.course.place(state, self.allow))
 
-    def reshape(self, shares: Shares, at: Place | None = None) -> None:
+    def reshape(self, shares: ShareSource, at: DataPosition | None = None) -> None:
         """The next iteration has this share of every step, and begins at the committed place, or at ``at``."""
-        course = Course(self.course.order, shares.global_batch, self.course.tail)
-        checked(shares, shares.global_batch)
+        course = SampleSchedule(self.course.order, shares.global_batch, self.course.tail)
+        validated_slices(shares, shares.global_batch)
         self.course, self.shares = course, shares
         self._place = self._handed = self._place if at is None else at
         self._exhausted = False
@@ -92,36 +101,36 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples left of this data epoch for this rank."""
-        return sum(self._left(lambda size: sum(piece.size for piece in checked(self.shares, size))))
+        return sum(self._left(lambda size: sum(piece.size for piece in validated_slices(self.shares, size))))
 
-    def batches(self) -> Batches:
+    def batches(self) -> MicrobatchSampler:
         """Microbatches, for ``batch_sampler=``."""
-        return Batches(self)
+        return MicrobatchSampler(self)
 
-    def portions(self, place: Place, until: int) -> Iterator[Portion]:
+    def portions(self, place: DataPosition, until: int) -> Iterator[StepPortion]:
         """This rank's part of each step, until this data epoch begins."""
         while self.course.epoch(place.cursor) < until:
             batch = self.course.batch(place.cursor)
-            yield Portion(place, batch, checked(self.shares, batch.size))
-            place = Place(place.step + 1, batch.after)
+            yield StepPortion(place, batch, validated_slices(self.shares, batch.size))
+            place = DataPosition(place.step + 1, batch.after)
 
-    def _begin(self) -> Place:
+    def _begin(self) -> DataPosition:
         if self._exhausted:
-            raise StepError(
+            raise StepOrderError(
                 "an iteration went to the end of the epoch and none of its steps was committed, so that this one would"
                 " be the same again: call commit() after each step"
             )
         self._handed = self._place
         return self._place
 
-    def hand(self, portion: Portion) -> list[list[int]]:
+    def hand(self, portion: StepPortion) -> list[list[int]]:
         if not portion.slices:
             raise PolicyError(
                 f"this rank has no samples at step {portion.place.step}, and a loader of torch's cannot hand out none:"
                 " use fewer ranks or smaller microbatches, or an ElasticDataLoader"
             )
-        self._handed = Place(portion.place.step + 1, portion.batch.after)
-        return [indices.tolist() for indices in indices_of(self.course, portion)]
+        self._handed = DataPosition(portion.place.step + 1, portion.batch.after)
+        return [indices.tolist() for indices in portion_indices(self.course, portion)]
 
     def _left(self, measure: Callable[[int], int]) -> list[int]:
         cursor = self._place.cursor
@@ -129,7 +138,7 @@ class ElasticSampler(Sampler[int]):
         return [whole * measure(self.course.global_batch), measure(short) if short else 0]
 
 
-class Batches(Sampler[list[int]]):
+class MicrobatchSampler(Sampler[list[int]]):
     """Lists of indices, one for each of this rank's microbatches."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
@@ -143,4 +152,70 @@ class Batches(Sampler[list[int]]):
         sampler._exhausted = sampler._place == place
 
     def __len__(self) -> int:
-        return sum(self._sampler._left(lambda size: len(checked(self._sampler.shares, size))))
+        return sum(self._sampler._left(lambda size: len(validated_slices(self._sampler.shares, size))))
+
+
+class StatefulMicrobatchSampler(Sampler[list[int]]):
+    """Lists of indices, one for each of this rank's microbatches; an iteration has one data epoch of them."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self.sampler = sampler
+        self.next_place = sampler.place
+        """Where an iteration begins that is not told otherwise: behind the one before."""
+
+    def __iter__(self) -> StatefulMicrobatchIterator:
+        return StatefulMicrobatchIterator(self)
+
+
+class StatefulMicrobatchIterator(Iterator[list[int]]):
+    """One data epoch of microbatches, that can be saved after any of them."""
+
+    def __init__(self, batches: StatefulMicrobatchSampler) -> None:
+        self._batches = batches
+        self._sampler = batches.sampler
+        self._place = batches.next_place
+        self._until = self._sampler.course.epoch(self._place.cursor) + 1
+        self._portions = self._sampler.portions(self._place, self._until)
+        self._portion: StepPortion | None = None
+        """The step whose microbatches are handed out, where some are left of it."""
+        self._waiting: list[list[int]] = []
+
+    def __next__(self) -> list[int]:
+        portion = self._portion or self._open()
+        if portion is None:
+            self._batches.next_place = self._place
+            raise StopIteration
+        found = self._waiting.pop(0)
+        if not self._waiting:
+            self._place = DataPosition(portion.place.step + 1, portion.batch.after)
+            self._portion = None
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        slices = self._portion.slices if self._portion is not None else ()
+        read = slices[: len(slices) - len(self._waiting)]
+        return {
+            **self._sampler.course.state(self._place),
+            "until": self._until,
+            "read": [list(piece) for piece in read],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        place = self._sampler.course.place(state, self._sampler.allow)
+        self._batches.next_place = self._place = place
+        self._until = state["until"]
+        self._portions = self._sampler.portions(place, self._until)
+        self._portion, self._waiting = None, []
+        if read := [tuple(piece) for piece in state["read"]]:
+            portion = self._open()
+            if portion is None or list(portion.slices[: len(read)]) != read:
+                raise CursorError(
+                    f"this was saved within step {place.step}, when another share of it had been read: save at the end"
+                    " of steps"
+                )
+            self._waiting = self._waiting[len(read) :]
+
+    def _open(self) -> StepPortion | None:
+        self._portion = next(self._portions, None)
+        self._waiting = [] if self._portion is None else self._sampler.hand(self._portion)
+        return self._portion

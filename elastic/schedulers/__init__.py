@@ -1,1 +1,1 @@
-"""What a process that a scheduler started on every machine of a job is told of that job, by its environment."""
+"""A job's settings from the environment that Slurm, torchrun or Kubeflow gives to its processes."""

@@ -1,4 +1,4 @@
-"""The machines that a scheduler gave to a job, and a job's settings: what options say, then what the scheduler says.
+"""The nodes that a scheduler allocated, and a job's settings from options first and from the scheduler second. Pure.
 
 Pure: an environment and options go in, settings or a :class:`PolicyError` come out.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastic.errors import PolicyError
-from peerstore.transport.addresses import is_any, is_loopback, join_address, split_address
+from peerstore.network_addresses import is_loopback_host, is_wildcard_host, join_address, split_address
 
 _NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
 
@@ -29,7 +29,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class SchedulerAllocation:
     """What a scheduler says of the job that this process belongs to."""
 
     said: str
@@ -60,7 +60,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunOptions:
     """Options of ``elastic run``; ``None`` and "" where they are not given."""
 
     nnodes: str | None = None
@@ -72,7 +72,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeLaunch:
     """What one ``elastic run`` is in its job."""
 
     nnodes: str
@@ -82,7 +82,7 @@ class Place:
     """``host:port``, or "" for a job on this machine alone."""
     leads: bool = True
     """The coordinator is to be started here."""
-    found: Allocation | None = None
+    found: SchedulerAllocation | None = None
     """What the scheduler said, where one did."""
 
     def refuse_more(self, least: int) -> None:
@@ -138,7 +138,9 @@ class Place:
         return () if self.found is None else tuple(name for name in self.found.nodes if name != self.found.node)
 
 
-def agreed(slurm: Allocation | None, torchelastic: Allocation | None) -> Allocation | None:
+def merge_allocations(
+    slurm: SchedulerAllocation | None, torchelastic: SchedulerAllocation | None
+) -> SchedulerAllocation | None:
     """Of what two have said: Slurm's, where it has started this on every machine, with what it leaves open."""
     if slurm is None or torchelastic is None:
         return slurm or torchelastic
@@ -153,9 +155,9 @@ def agreed(slurm: Allocation | None, torchelastic: Allocation | None) -> Allocat
     return replace(slurm, nproc=slurm.nproc or torchelastic.nproc)
 
 
-def place_of(
-    wanted: Wanted, found: Allocation | None, *, is_mine: Callable[[str], bool] = lambda _address: False
-) -> Place:
+def resolve_launch(
+    wanted: RunOptions, found: SchedulerAllocation | None, *, is_mine: Callable[[str], bool] = lambda _address: False
+) -> NodeLaunch:
     """What options say, and for what they do not say, the scheduler. ``is_mine``: an address is this machine's."""
     if found is None:
         if wanted.coordinator_here and not wanted.coordinator:
@@ -172,7 +174,7 @@ def place_of(
             "Leave the option out, or start `elastic run` on one machine alone"
         )
     coordinator, leads = _coordinator(wanted, found, is_mine)
-    return Place(
+    return NodeLaunch(
         nnodes=wanted.nnodes or least,
         nproc=wanted.nproc or found.nproc or 1,
         node=wanted.node or found.node,
@@ -182,9 +184,9 @@ def place_of(
     )
 
 
-def _as_told(wanted: Wanted, found: Allocation | None) -> Place:
+def _as_told(wanted: RunOptions, found: SchedulerAllocation | None) -> NodeLaunch:
     """One machine, or several as options say."""
-    return Place(
+    return NodeLaunch(
         nnodes=wanted.nnodes or "1",
         nproc=wanted.nproc or (found.nproc if found is not None else None) or 1,
         node=wanted.node or (found.node if found is not None and not wanted.simulated else ""),
@@ -194,7 +196,7 @@ def _as_told(wanted: Wanted, found: Allocation | None) -> Place:
     )
 
 
-def _in_a_shell(wanted: Wanted, found: Allocation) -> Place:
+def _in_a_shell(wanted: RunOptions, found: SchedulerAllocation) -> NodeLaunch:
     """Of a job that has machines, on which nothing has been started."""
     alone = wanted.simulated or wanted.coordinator or (wanted.nnodes and node_range(wanted.nnodes)[1] == 1)
     if found.most > 1 and not alone:
@@ -206,7 +208,7 @@ def _in_a_shell(wanted: Wanted, found: Allocation) -> Place:
     return _as_told(wanted, found)
 
 
-def _enough(wanted: Wanted, found: Allocation) -> str:
+def _enough(wanted: RunOptions, found: SchedulerAllocation) -> str:
     """The scheduler's number of nodes as ``--nnodes`` has it; what the option says must not be more."""
     if wanted.nnodes is not None and not wanted.simulated and (found.most > 1 or not wanted.coordinator):
         least = node_range(wanted.nnodes)[0]
@@ -218,19 +220,19 @@ def _enough(wanted: Wanted, found: Allocation) -> str:
     return str(found.most) if found.least == found.most else f"{found.least}:{found.most}"
 
 
-def _coordinator(wanted: Wanted, found: Allocation, is_mine: Callable[[str], bool]) -> tuple[str, bool]:
+def _coordinator(wanted: RunOptions, found: SchedulerAllocation, is_mine: Callable[[str], bool]) -> tuple[str, bool]:
     """Where it is, and whether that is here."""
     if _is_url(wanted.coordinator):  # where it is noted who leads, which may be any of them
         return wanted.coordinator, False
     host, port = split_address(wanted.coordinator) if wanted.coordinator else ("", found.port)
-    if is_any(host):
+    if is_wildcard_host(host):
         host = found.host
     if not host:
         raise PolicyError(f"{found.said}, and nothing says where the coordinator is: write --coordinator HOST:PORT")
     leader = next((name for name in found.nodes if _same(name, host)), "")
     if leader:
         leads = leader == found.node
-    elif _same(host, found.host) or is_loopback(host):
+    elif _same(host, found.host) or is_loopback_host(host):
         leads = found.leads
     else:  # an address of one of the machines, or somewhere else
         leads = wanted.coordinator_here or (_is_address(host) and is_mine(host))

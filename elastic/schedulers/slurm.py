@@ -1,13 +1,86 @@
-"""``SLURM_*``: what Slurm says in a step, in a batch script and in a shell of ``salloc``. Pure."""
+"""Slurm: host lists, the variables of a step, a batch script and a shell, and the commands that list nodes and
+requeue.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+import subprocess
 from collections.abc import Mapping
+from typing import TypeAlias
 
+from elastic.control.control_messages import MAX_NODES
 from elastic.errors import PolicyError
-from elastic.schedulers.allocation import Allocation
-from elastic.schedulers.hostlist import host_names
+from elastic.schedulers.allocation import SchedulerAllocation
+
+_ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
+
+
+_Numbers: TypeAlias = tuple[range, int]
+"""And how many digits they have at least."""
+_Piece: TypeAlias = "tuple[_Numbers, ...] | str"
+
+
+def parse_host_list(text: str, *, most: int = MAX_NODES) -> tuple[str, ...]:
+    """Every name in ``text``, in its order; :class:`PolicyError` where it is no such list or has more than ``most``.
+
+    Names are counted before any is made.
+    """
+    items = [_pieces(item, text) for item in _items(text)]
+    count = sum(math.prod(_count(piece) for piece in pieces) for pieces in items)
+    if count > most:
+        raise PolicyError(f"host list {_short(text)} has {count} names: a job has {most} nodes at the most")
+    return tuple("".join(parts) for pieces in items for parts in itertools.product(*map(_words, pieces)))
+
+
+def _items(text: str) -> list[str]:
+    """What stands between commas that are in no brackets."""
+    found, at = [], 0
+    while True:
+        item = _ITEM.match(text, at)
+        if item is None or (item.end() < len(text) and text[item.end()] != ","):
+            raise _wrong(text)
+        found.append(item[0])
+        if item.end() == len(text):
+            return found
+        at = item.end() + 1
+
+
+def _pieces(item: str, text: str) -> list[_Piece]:
+    return [plain or tuple(_range(one, text) for one in ranges.split(",")) for ranges, plain in _PIECE.findall(item)]
+
+
+def _range(one: str, text: str) -> _Numbers:
+    found = _RANGE.fullmatch(one)
+    if found is None:
+        raise _wrong(text)
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise PolicyError(f"host list {_short(text)}: {one} counts backwards")
+    return range(first, last + 1), len(found[1])
+
+
+def _count(piece: _Piece) -> int:
+    return 1 if isinstance(piece, str) else sum(numbers.stop - numbers.start for numbers, _ in piece)
+
+
+def _words(piece: _Piece) -> list[str]:
+    if isinstance(piece, str):
+        return [piece]
+    return [f"{number:0{width}d}" for numbers, width in piece for number in numbers]
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def _wrong(text: str) -> PolicyError:
+    return PolicyError(f"{_short(text)} is no host list: expected names as in n[1-3,07],gpu-[01-04]x")
+
 
 _NOT_A_STEP = 0xFFFFFFF0
 """From here on a step's number means a batch script, an interactive shell and the like."""
@@ -16,7 +89,7 @@ _FIRST_PORT, _PORTS, _STEPS = 20_000, 12_000, 8
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", re.ASCII)
 
 
-def allocation(environ: Mapping[str, str]) -> Allocation | None:
+def slurm_allocation(environ: Mapping[str, str]) -> SchedulerAllocation | None:
     """The job this process is in, or ``None`` outside of any."""
     job = environ.get("SLURM_JOB_ID", "")
     if not job:
@@ -27,14 +100,16 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if _is_number(step) and int(step) < _NOT_A_STEP and environ.get("SLURM_STEP_NODELIST"):
         return _in_step(environ, int(job), int(step))
     listed = environ.get("SLURM_JOB_NODELIST", "")
-    count = len(host_names(listed)) if listed else 1
-    return Allocation(f"Slurm's job {job} ($SLURM_JOB_NODELIST={listed})", count, count, run=job, in_step=False)
+    count = len(parse_host_list(listed)) if listed else 1
+    return SchedulerAllocation(
+        f"Slurm's job {job} ($SLURM_JOB_NODELIST={listed})", count, count, run=job, in_step=False
+    )
 
 
-def _in_step(environ: Mapping[str, str], job: int, step: int) -> Allocation:
+def _in_step(environ: Mapping[str, str], job: int, step: int) -> SchedulerAllocation:
     """The nodes of the step, which may be fewer than the job's."""
     listed = environ["SLURM_STEP_NODELIST"]
-    nodes, said = host_names(listed), f"$SLURM_STEP_NODELIST={listed}"
+    nodes, said = parse_host_list(listed), f"$SLURM_STEP_NODELIST={listed}"
     count = environ.get("SLURM_STEP_NUM_NODES", str(len(nodes)))
     if count != str(len(nodes)):
         raise PolicyError(f"{said} has {len(nodes)} names, and $SLURM_STEP_NUM_NODES={count}")
@@ -52,7 +127,7 @@ def _in_step(environ: Mapping[str, str], job: int, step: int) -> Allocation:
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     cluster = re.sub(r"[^A-Za-z0-9_-]", "-", environ.get("SLURM_CLUSTER_NAME", "slurm"))[:40]
-    return Allocation(
+    return SchedulerAllocation(
         said,
         least=len(nodes),
         most=len(nodes),
@@ -83,3 +158,31 @@ def _one_task_each(environ: Mapping[str, str], nodes: int) -> None:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+_WITHIN_S = 60.0
+
+
+def remaining_nodes(job: str) -> tuple[str, ...]:
+    """The machines of a job that runs, without those that Slurm has lost; () where that is not known."""
+    code, said = _said("squeue", "--noheader", "--jobs", job, "--states", "RUNNING", "--format", "%N")
+    try:
+        return parse_host_list(said) if said and not code else ()
+    except PolicyError:
+        return ()
+
+
+def requeue_job(job: str) -> str:
+    """Ask for it; what came of it, in words. Slurm ends whatever still runs of the job."""
+    code, said = _said("scontrol", "requeue", job)
+    if not code:
+        return f"Slurm's job {job} is back in the queue"
+    return f"Slurm's job {job} is not back in the queue: {said}; where it may be, write: scontrol requeue {job}"
+
+
+def _said(*command: str) -> tuple[int, str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, str(error)
+    return done.returncode, (done.stdout if not done.returncode else done.stderr).strip()

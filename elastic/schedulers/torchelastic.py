@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from elastic.errors import PolicyError
-from elastic.schedulers.allocation import Allocation, node_range
-from peerstore.transport.addresses import split_address
+from elastic.schedulers.allocation import SchedulerAllocation, node_range
+from peerstore.network_addresses import split_address
 
 _PORT = 29400
 """Torch's, where an endpoint has none."""
@@ -14,7 +14,9 @@ _MEETING = ("", "c10d", "static")
 """Ways to meet at one of the job's own machines."""
 
 
-def allocation(environ: Mapping[str, str], *, host: str, accelerators: int, processors: int) -> Allocation | None:
+def torchelastic_allocation(
+    environ: Mapping[str, str], *, host: str, accelerators: int, processors: int
+) -> SchedulerAllocation | None:
     """The job this process is in, or ``None`` where no variable says so. Of this machine: its name, and what it has."""
     nnodes, nproc = environ.get("PET_NNODES", ""), _nproc(environ, accelerators, processors)
     if not nnodes and nproc is None:
@@ -22,12 +24,12 @@ def allocation(environ: Mapping[str, str], *, host: str, accelerators: int, proc
     least, most = _range(nnodes or "1")
     said = f"$PET_NNODES={nnodes}" if nnodes else f"$PET_NPROC_PER_NODE={environ['PET_NPROC_PER_NODE']}"
     if most == 1:
-        return Allocation(said, 1, 1, nproc, counts_nodes=bool(nnodes))
+        return SchedulerAllocation(said, 1, 1, nproc, counts_nodes=bool(nnodes))
     meets, port = _endpoint(environ)
     rank = _rank(environ, most)
     is_here = bool(meets) and meets.partition(".")[0] == host.partition(".")[0]
     leads = is_here if rank is None else rank == 0
-    return Allocation(said, least, most, nproc, host=meets, port=port, leads=leads)
+    return SchedulerAllocation(said, least, most, nproc, host=meets, port=port, leads=leads)
 
 
 def _range(text: str) -> tuple[int, int]:

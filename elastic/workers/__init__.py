@@ -1,1 +1,1 @@
-"""A rank's half of elastic training: the loop that enters every world, and the handle by which it is left together."""
+"""A rank's side of elastic training: the loop that enters worlds, and the handle it trains with."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from elastic.control.plane import ControlPlane, Notice
+from elastic.control.control_plane import ControlNotice, ControlPlane
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class LeaveDeadline:
             self._epoch = -1
             self._changed.notify_all()
 
-    def _broken(self, notice: Notice) -> None:
+    def _broken(self, notice: ControlNotice) -> None:
         with self._changed:
             if notice.deadline_s is None or notice.epoch != self._epoch or self._armed == notice.epoch:
                 return
@@ -68,7 +68,7 @@ class LeaveDeadline:
         within_s = _SHARE * notice.deadline_s
         threading.Thread(target=self._wait, args=(notice, within_s), name="elastic-leave", daemon=True).start()
 
-    def _wait(self, notice: Notice, within_s: float) -> None:
+    def _wait(self, notice: ControlNotice, within_s: float) -> None:
         with self._changed:
             if self._changed.wait_for(lambda: self._epoch != notice.epoch, within_s):
                 return

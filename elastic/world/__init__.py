@@ -1,1 +1,1 @@
-"""Who is in the job, and what happens when that changes. Pure: values in, values out."""
+"""Decisions about the ranks of a job: state and event in, state and actions out. Pure."""

@@ -1,4 +1,4 @@
-"""Fine-tuning without code: a model of Transformers, data in JSON lines, a range of nodes.
+"""Fine-tuning of Transformers models without code: a model, JSON lines, a range of nodes.
 
 ::
 

@@ -1,9 +1,11 @@
-"""What every rank does in every world: the loop, exact in any number of ranks, and what is left of it in the end."""
+"""The training loop of every rank, exact at any number of ranks, and its padded batches."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,39 +13,43 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from elastic.gradients.exact import ExactGradients, Total
-from elastic.prepared import BatchCache, forget_job
-from elastic.rates.ramp import Rewarm
-from elastic.rates.stepping import ElasticRate
-from elastic.samples import ElasticDataLoader, PlanShares, seeded
-from elastic.samples.loader import Step
-from elastic.workers.world import World
-from integration.finetune import models
-from integration.finetune.exporting import export
-from integration.finetune.job import Job, Sized, sized, total_steps
-from integration.finetune.pretrained import Prepared
-from integration.finetune.progress import Progress
-from integration.finetune.samples import Padded, Samples, padded
-from integration.finetune.schedule import rate_at
+from elastic.batch_cache import BatchCache, remove_job_batches
+from elastic.batch_scaling.lr_rules import Rewarmup
+from elastic.batch_scaling.lr_scaler import LRScaler
+from elastic.gradients.exact_gradients import ExactGradients, StepTotal
+from elastic.samples import ElasticDataLoader, RankShare, seeded
+from elastic.samples.data_loader import DataStep
+from elastic.workers.world_handle import World
+from integration.finetune import model as model_module
+from integration.finetune.finetune_job import (
+    FinetuneJob,
+    SizedJob,
+    StepLogWriter,
+    learning_rate_at,
+    size_job,
+    total_steps,
+)
+from integration.finetune.inputs import JobInputs, JsonLinesCorpus, SampleEncoder
+from integration.finetune.model import export_model
 from tieredckpt import Checkpointer
 
 _STREAM = "finetune"
 
 
-def train(world: World, job: Job, brought: Prepared) -> int:
+def train_finetune(world: World, job: FinetuneJob, brought: JobInputs) -> int:
     """Take part until all steps are done, and the model is written; how many steps that were."""
-    size = sized(job, nodes=world.node_count, world_size=world.size)
-    with open_cache(job, brought) as cache:
-        samples = Samples(brought.corpus, brought.encoder, cache)
+    size = size_job(job, nodes=world.node_count, world_size=world.size)
+    with open_batch_cache(job, brought) as cache:
+        samples = TokenizedDataset(brought.corpus, brought.encoder, cache)
         with _loader(job, samples, size, world) as loader:
             total = _steps(world, job, brought, size, loader)
     dist.barrier()  # nobody on this node reads prepared batches any more
     if world.local_rank == 0:
-        forget_job(job.name)
+        remove_job_batches(job.name)
     return total
 
 
-def open_cache(job: Job, brought: Prepared) -> BatchCache:
+def open_batch_cache(job: FinetuneJob, brought: JobInputs) -> BatchCache:
     """Shared by a node's ranks; of other data, another tokenizer or length it knows nothing."""
     backend: Any = getattr(brought.tokenizer, "backend_tokenizer", None)
     tokenizer = backend.to_str() if backend is not None else str(brought.tokenizer)
@@ -51,31 +57,37 @@ def open_cache(job: Job, brought: Prepared) -> BatchCache:
     return BatchCache(job.name, fingerprint=made_of, stream=_STREAM, max_bytes=job.cache)
 
 
-def _loader(job: Job, samples: Samples, size: Sized, world: World) -> ElasticDataLoader:
+def _loader(job: FinetuneJob, samples: TokenizedDataset, size: SizedJob, world: World) -> ElasticDataLoader:
     return ElasticDataLoader(
         samples,
-        PlanShares(size.plan, world.rank),
+        RankShare(size.plan, world.rank),
         seed=job.seed,
-        collate_fn=padded,
+        collate_fn=pad_samples,
         num_workers=job.workers,
         pin_memory=world.device.type == "cuda",
     )
 
 
-def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: ElasticDataLoader) -> int:
-    model = models.sharded(brought.config, job, world)
+def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, loader: ElasticDataLoader) -> int:
+    model = model_module.shard_model(brought.config, job, world)
     optimizer = torch.optim.AdamW(
-        [one for one in models.inner(model).parameters() if one.requires_grad],
+        [one for one in model_module.unwrap_model(model).parameters() if one.requires_grad],
         lr=size.lr,
         betas=(job.beta1, job.beta2),
         eps=job.eps,
         weight_decay=job.weight_decay,
     )
     batch = size.plan.global_batch
-    rewarm = Rewarm(job.rewarm)
-    rate = ElasticRate(optimizer, size.rule, global_batch=batch, world_size=world.size, rewarm=rewarm)
-    progress = Progress(job.progress_file, rank=world.rank)
-    state = {"model": models.inner(model), "optim": optimizer, "data": loader, "rate": rate, "progress": progress}
+    rewarm = Rewarmup(job.rewarm)
+    rate = LRScaler(optimizer, size.rule, global_batch=batch, world_size=world.size, rewarm=rewarm)
+    progress = StepLogWriter(job.progress_file, rank=world.rank)
+    state = {
+        "model": model_module.unwrap_model(model),
+        "optim": optimizer,
+        "data": loader,
+        "rate": rate,
+        "progress": progress,
+    }
     ckpt = Checkpointer(
         f"tiered://{job.name}",
         every=job.every,
@@ -87,14 +99,14 @@ def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: Elast
         restored = ckpt.restore(state)
         progress.recover()
         if restored < 0:
-            models.give_first_weights(model, brought.config, job, world)
+            model_module.load_initial_weights(model, brought.config, job, world)
         place = loader.place
         total = total_steps(job, samples=len(brought.corpus), done=place.cursor, step=place.step, batch=batch)
-        turns = _Turns(job, size, world, model, ExactGradients(model, tree=job.exact))
+        turns = _StepRunner(job, size, world, model, ExactGradients(model, tree=job.exact))
         for step in world.steps(restored + 1, total, checkpoint=(ckpt, state)):
             began = time.perf_counter()
             for group in optimizer.param_groups:
-                group["lr"] = rate_at(
+                group["lr"] = learning_rate_at(
                     step, total, peak=size.lr, shape=job.schedule, warmup=job.warmup, least=job.min_lr
                 )
             used = rate.learning_rates[0]
@@ -118,23 +130,23 @@ def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: Elast
             )
             ckpt.save(state, step)  # after the line, which is part of the state
         with world.unwatched():
-            export(model, brought.config, brought.tokenizer, job, rank=world.rank)
+            export_model(model, brought.config, brought.tokenizer, job, rank=world.rank)
         progress.write(done=total, model=str(job.model_folder))
         return total
 
 
-class _Turns(NamedTuple):
+class _StepRunner(NamedTuple):
     """Forward and backward of one step."""
 
-    job: Job
-    size: Sized
+    job: FinetuneJob
+    size: SizedJob
     world: World
     model: nn.Module
     sums: ExactGradients
 
-    def of(self, step: int, work: Step) -> Total:
+    def of(self, step: int, work: DataStep) -> StepTotal:
         """A token counts as much as it weighs, divided once by what all tokens of the step weigh, on all ranks."""
-        mine: list[Padded] = [one.data for one in work]
+        mine: list[PaddedBatch] = [one.data for one in work]
         for turn in self.sums.step(self.size.plan):
             batch = mine[turn.place].to(self.world.device)
             with seeded(self.job.seed, step, turn.id):
@@ -149,3 +161,64 @@ class _Turns(NamedTuple):
         job, device = self.job, self.world.device.type
         half = job.precision == "bfloat16" or (job.precision == "auto" and device == "cuda")
         return torch.autocast(device, torch.bfloat16) if half and job.parallel == "ddp" else nullcontext()
+
+
+_BLOCK = 16
+_MULTIPLE = 8
+"""Lengths that devices like."""
+
+
+class TokenizedDataset:
+    """A dataset. A block is prepared when the first of its samples is asked for, and mapped from then on."""
+
+    def __init__(self, corpus: JsonLinesCorpus, encoder: SampleEncoder, cache: BatchCache) -> None:
+        self._corpus = corpus
+        self._encoder = encoder
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        number, place = divmod(index, _BLOCK)
+        block = self._cache.get(number, self.prepare)
+        start, end = block["starts"][place : place + 2].tolist()
+        return block["ids"][start:end], block["targets"][start:end], block["weights"][start:end]
+
+    def prepare(self, number: int) -> dict[str, torch.Tensor]:
+        """Tokenise one block."""
+        first = number * _BLOCK
+        indices = range(first, min(first + _BLOCK, len(self._corpus)))
+        found = [self._encoder(self._corpus[index], self._corpus.where(index)) for index in indices]
+        starts = torch.tensor([0, *(len(one.ids) for one in found)]).cumsum(0)
+        parts = zip(("ids", "targets", "weights"), zip(*found, strict=True), strict=True)
+        return {"starts": starts, **{name: torch.cat([torch.from_numpy(one) for one in all_]) for name, all_ in parts}}
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """What one forward and backward works on: rows of the same length."""
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+
+    def to(self, device: torch.device) -> PaddedBatch:
+        return PaddedBatch(*(one.to(device, non_blocking=True) for one in (self.ids, self.targets, self.weights)))
+
+    def pin_memory(self) -> PaddedBatch:
+        return PaddedBatch(self.ids.pin_memory(), self.targets.pin_memory(), self.weights.pin_memory())
+
+
+def pad_samples(samples: Sequence[Any]) -> PaddedBatch:
+    """On the right, where nothing before it sees it, with what does not count."""
+    longest = max(len(ids) for ids, _, _ in samples)
+    width = -(-longest // _MULTIPLE) * _MULTIPLE
+    shape = (len(samples), width)
+    ids, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    weights = torch.zeros(shape)
+    for row, (one, after, counted) in enumerate(samples):
+        ids[row, : len(one)] = one
+        targets[row, : len(one)] = after
+        weights[row, : len(one)] = counted
+    return PaddedBatch(ids, targets, weights)

@@ -1,4 +1,4 @@
-"""One rank of a fine-tuning: of ``elastic run``, of ``torchrun``, of ``hyperpodrun``, or alone.
+"""One rank of a fine-tuning job: ``python -m integration.finetune.worker``, and its options.
 
 ::
 
@@ -8,48 +8,169 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from elastic.errors import PolicyError
-from integration.finetune.job import Job
-from integration.finetune.options import job_from, training_options
-from peerstore.decode import from_json
+from integration.finetune.finetune_job import FinetuneJob, largest_microbatch
+from integration.hyperpod.recipes import Recipe, read_recipe
+from peerstore.message_codec import from_json
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BATCH, _LR = 16, 1e-5
+_LORA = 16
+"""Rank of adapters where a recipe leaves it to another file."""
+_POSITIVE, _NOT_NEGATIVE = click.IntRange(1), click.IntRange(0)
+_ANY_LR = click.FloatRange(0)
+_OPTIONS = (
+    click.option("--model", metavar="FOLDER|NAME", help="A causal language model that Transformers reads."),
+    click.option("--config", metavar="FILE", help="Or only its configuration: begin with random weights."),
+    click.option("--tokenizer", metavar="FOLDER|NAME", help="Where that is not the model's."),
+    click.option("--data", multiple=True, metavar="FILE|FOLDER", help="Lines of JSON; may come several times."),
+    click.option("--output", metavar="FOLDER", help="Model, progress and logs. [finetuned-JOB]"),
+    click.option("--job", "name", metavar="NAME", help="Under which it is kept and resumed. [the output's name]"),
+    click.option("--recipe", metavar="FILE", help="A HyperPod recipe: sizes, batches, learning rates and the rest."),
+    click.option("--steps", type=_POSITIVE, help="Optimizer steps. [--epochs of the data]"),
+    click.option("--epochs", type=_POSITIVE, help="Of the data. [1]"),
+    click.option("--batch", type=_POSITIVE, help="Samples of a step, of all ranks together. [16]"),
+    click.option("--microbatch", type=_POSITIVE, help="Samples of a pass, the same ones in any world. [1]"),
+    click.option("--length", type=_POSITIVE, help="Tokens of a sample at the most. [the model's, up to 4096]"),
+    click.option("--too-long", type=click.Choice(["cut", "error"]), help="What becomes of longer ones. [cut]"),
+    click.option("--exact/--fast", default=None, help="The same bits in any world, or a little faster. [exact]"),
+    click.option("--lr", type=_ANY_LR, help="Learning rate. [1e-5]"),
+    click.option("--schedule", type=click.Choice(["cosine", "linear", "constant"]), help="[cosine]"),
+    click.option("--warmup", type=_NOT_NEGATIVE, help="Steps until the learning rate is reached. [0]"),
+    click.option("--min-lr", type=_ANY_LR, help="Where the schedule ends. [0]"),
+    click.option("--rule", type=click.Choice(["constant", "linear", "sqrt"]), help="If the batch changes. [constant]"),
+    click.option("--rewarm", type=_NOT_NEGATIVE, help="Steps to a new learning rate after a resize. [0]"),
+    click.option("--weight-decay", type=_ANY_LR, help="[0]"),
+    click.option("--clip", type=_ANY_LR, help="Of the gradients' norm. [1]"),
+    click.option("--seed", type=_NOT_NEGATIVE, help="[0]"),
+    click.option(
+        "--lora", type=_NOT_NEGATIVE, help="Train adapters of this rank beside frozen weights. [0: all weights]"
+    ),
+    click.option("--lora-alpha", type=click.FloatRange(0), help="Over the rank: how much they count. [32]"),
+    click.option("--parallel", type=click.Choice(["fsdp", "ddp"]), help="[fsdp]"),
+    click.option("--precision", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of passes. [auto]"),
+    click.option("--recompute", is_flag=True, default=None, help="Activations again in the backward pass."),
+    click.option("--workers", type=_NOT_NEGATIVE, help="Processes of a rank that tokenise. [0]"),
+    click.option("--cache", metavar="SIZE", help="Node memory for what is tokenised. [4GiB]"),
+    click.option("--every", type=_POSITIVE, help="Steps between checkpoints in memory. [1]"),
+    click.option("--durable", metavar="URL", help="Where checkpoints are kept as well, s3://bucket/prefix or /path."),
+    click.option("--durable-every", type=_POSITIVE, help="Steps between those. [100]"),
+    click.option("--keep-last", type=_NOT_NEGATIVE, help="Of those; 0: all. [0]"),
+    click.option("--export", type=click.Choice(["auto", "float32", "bfloat16"]), help="Weights in the end. [auto]"),
+)
+
+
+def training_options(command: F) -> F:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def job_from_options(
+    options: Mapping[str, Any], *, sizes: tuple[int, ...] = (), nproc: int | None = None
+) -> FinetuneJob:
+    """What was said, then what the recipe says, then what is usual. ``sizes`` are the numbers of nodes to expect."""
+    said = {name: value for name, value in options.items() if value is not None and value != ()}
+    if not said.get("data"):
+        raise PolicyError("say where the data is: --data FILE or FOLDER")
+    recipe = read_recipe(said["recipe"], devices=nproc) if "recipe" in said else None
+    known = _options_from_recipe(recipe, said) if recipe is not None else {"batch": _BATCH, "lr": _LR}
+    if recipe is not None and "microbatch" not in said and said.get("exact", True):
+        known["microbatch"] = largest_microbatch(
+            recipe, said.get("batch"), sizes or recipe.policy.sizes, recipe.devices
+        )
+    tree = {**known, **said}
+    tree["name"] = _name(said, recipe)
+    tree["output"] = str(Path(said.get("output") or f"finetuned-{tree['name']}").absolute())
+    tree["data"] = [str(Path(one).absolute()) for one in said["data"]]
+    for name in ("model", "config", "tokenizer", "recipe"):
+        if name in tree and Path(tree[name]).exists():
+            tree[name] = str(Path(tree[name]).absolute())
+    if "config" in said and "model" not in said:
+        tree.pop("model", None)
+    try:
+        return msgspec.convert(tree, FinetuneJob)
+    except msgspec.ValidationError as error:
+        raise PolicyError(f"the job: {error}") from error
+
+
+def _options_from_recipe(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
+    training, checkpoints = recipe.training, recipe.checkpoints
+    if training.algorithm == "dpo":
+        raise PolicyError(f"{recipe.file} is for preference optimisation; this is supervised fine-tuning")
+    if recipe.model_parallel > 1:
+        raise PolicyError(f"{recipe.file} splits a model over {recipe.model_parallel} ranks; here each batch is split")
+    found = {
+        "model": recipe.model or None,
+        "steps": None if "epochs" in said else training.steps,
+        "length": training.length,
+        "lora": (training.lora or _LORA) if training.method == "lora" else None,
+        "lora_alpha": training.lora_alpha,
+        "weight_decay": training.weight_decay,
+        "beta1": training.beta1,
+        "beta2": training.beta2,
+        "eps": training.eps,
+        "clip": training.clip,
+        "warmup": training.warmup,
+        "min_lr": training.min_rate,
+        "every": checkpoints.every,
+        "durable": checkpoints.durable or None,
+        "durable_every": checkpoints.durable_every,
+        "keep_last": checkpoints.keep_last,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _name(said: Mapping[str, Any], recipe: Recipe | None) -> str:
+    if "name" in said:
+        return str(said["name"])
+    if "output" in said:
+        text = Path(said["output"]).name
+    elif recipe is not None:
+        text = recipe.name
+    else:
+        text = Path(said.get("model") or said.get("config") or "model").stem
+    return re.sub(r"[^a-zA-Z0-9-]+", "-", text).strip("-")[:63] or "finetune"
 
 
 @click.command("worker")
 @training_options
 @click.option("--from", "job_file", type=click.Path(path_type=Path), hidden=True, help="A job that is written down.")
-def worker(*, job_file: Path | None, **options: Any) -> int:
+def worker_command(*, job_file: Path | None, **options: Any) -> int:
     """Be one rank of a fine-tuning."""
-    job = read_job(job_file) if job_file is not None else job_from(options)
-    print(fine_tune(job), flush=True)
+    job = read_job_file(job_file) if job_file is not None else job_from_options(options)
+    print(run_rank(job), flush=True)
     return 0
 
 
-def fine_tune(job: Job) -> object:
+def run_rank(job: FinetuneJob) -> object:
     """What became of this rank. Imports, tokenizer and data are there before it asks for a place."""
     from transformers.utils.logging import disable_progress_bar
 
-    from elastic.workers.loop import run
-    from integration.finetune.pretrained import prepared
-    from integration.finetune.training import train
+    from elastic.workers.train_loop import run
+    from integration.finetune.inputs import open_job_inputs
+    from integration.finetune.training import train_finetune
 
     quiet: Any = disable_progress_bar
     quiet()
-    brought = prepared(job)
+    brought = open_job_inputs(job)
     job.folder.mkdir(parents=True, exist_ok=True)
-    return run(lambda world: train(world, job, brought))
+    return run(lambda world: train_finetune(world, job, brought))
 
 
-def read_job(path: Path) -> Job:
+def read_job_file(path: Path) -> FinetuneJob:
     try:
-        return from_json(path.read_bytes(), Job)
+        return from_json(path.read_bytes(), FinetuneJob)
     except (OSError, msgspec.DecodeError) as error:
         raise PolicyError(f"{path} is no job: {error}") from error
 
@@ -57,7 +178,7 @@ def read_job(path: Path) -> Job:
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
-        return int(worker.main(args=None if argv is None else list(argv), standalone_mode=False) or 0)
+        return int(worker_command.main(args=None if argv is None else list(argv), standalone_mode=False) or 0)
     except click.exceptions.Exit as done:
         return int(done.exit_code)
     except click.ClickException as wrong:

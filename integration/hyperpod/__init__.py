@@ -1,1 +1,1 @@
-"""SageMaker HyperPod: what its operator, its elastic agent and AWS's own clients speak, spoken here."""
+"""SageMaker HyperPod: its operator, its elastic agent, its job resource and its command-line tools."""

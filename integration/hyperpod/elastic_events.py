@@ -1,4 +1,4 @@
-"""``elastic_event_detected()`` of HyperPod's agent package, for scripts that import it: one line is changed.
+"""``elastic_event_detected()`` for scripts written for HyperPod's agent package. Importing it has an effect.
 
 ::
 
@@ -28,10 +28,15 @@ import os
 import signal
 import sys
 
-from integration.hyperpod.agent.modes import Mode, mode_of
-from integration.hyperpod.environment import Coordination, coordination, patience_s
-from integration.hyperpod.group_signal import GroupSignal, agents_signal
-from integration.hyperpod.progress import agents_account
+from integration.hyperpod.elastic_agent.checkpoint_reporter import agent_checkpoint_reporter
+from integration.hyperpod.elastic_agent.environment import (
+    AgentMode,
+    SignalCoordination,
+    agent_mode,
+    signal_coordination,
+    stop_patience_s,
+)
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener, agent_stop_signal
 
 __all__ = ["NOT_RELEASED", "elastic_event_detected"]
 
@@ -41,10 +46,10 @@ NOT_RELEASED = 75
 """The status of a rank that has stopped for a change of the world while its own agent was never asked to."""
 
 
-class Leaving:
+class ExitAfterStop:
     """How this process ends once it was told to stop."""
 
-    def __init__(self, asked: GroupSignal, patience_s: float) -> None:
+    def __init__(self, asked: GroupSignalListener, patience_s: float) -> None:
         self._asked = asked
         self._patience_s = patience_s
         self.stopped = False
@@ -70,7 +75,7 @@ class Leaving:
             os._exit(status)
 
 
-_leaving: list[Leaving] = []
+_leaving: list[ExitAfterStop] = []
 
 
 def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
@@ -78,10 +83,10 @@ def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
 
     Only ``SIGUSR1`` is an elastic event. The first call of a process waits for that of all others.
     """
-    if sig != signal.SIGUSR1 or coordination() is Coordination.DISABLED:
+    if sig != signal.SIGUSR1 or signal_coordination() is SignalCoordination.DISABLED:
         return False
-    from elastic.workers.detected import elastic_event_detected as detected
-    from elastic.workers.loop import current_world
+    from elastic.workers.event_detector import elastic_event_detected as detected
+    from elastic.workers.train_loop import current_world
 
     found = detected(sig)
     if found and current_world() is None:
@@ -91,10 +96,10 @@ def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
 
 
 def _listen() -> None:
-    if mode_of() is Mode.PROCESS and not _leaving:
-        _leaving.append(Leaving(agents_signal(), patience_s()))
+    if agent_mode() is AgentMode.PROCESS and not _leaving:
+        _leaving.append(ExitAfterStop(agent_stop_signal(), stop_patience_s()))
         atexit.register(_leaving[0].at_exit)
-        agents_account()
+        agent_checkpoint_reporter()
 
 
 _listen()

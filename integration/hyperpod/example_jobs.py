@@ -1,24 +1,23 @@
-"""The HyperPod jobs in ``manifests/examples``: ``python -m integration.hyperpod.example_jobs`` writes them anew."""
+"""The example manifests, and ``python -m`` to regenerate them. A development tool."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from elastic.world.policy import ScalingPolicy
-from integration.hyperpod.job import TrainingJob, as_yaml, resource
-from integration.hyperpod.memory import Memory
-from tieredckpt.settings import settings_from
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.job_manifest import MemoryLocation, TrainingJob, job_manifest, manifest_yaml
+from tieredckpt.settings import settings_from_mapping
 
-FOLDER = Path(__file__).parent / "manifests" / "examples"
-RUN = (
+EXAMPLES_FOLDER = Path(__file__).parent / "manifests" / "examples"
+EXAMPLE_COMMAND = (
     "hyperpodrun",
     "--nproc-per-node=auto",
     "--tee=3",
     "--log-dir=/tmp/hyperpod",
     "/opt/training/train.py",
 )
-POLICY = ScalingPolicy(
+EXAMPLE_POLICY = ScalingPolicy(
     min_replicas=2,
     max_replicas=8,
     replica_increment_step=2,
@@ -27,19 +26,19 @@ POLICY = ScalingPolicy(
     faulty_scale_down_timeout_s=60,
     startup_timeout_s=1800,
 )
-SETTINGS = settings_from({"durable": {"url": "s3://bucket/llama", "every": 200}})
-GPUS = {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}
+EXAMPLE_SETTINGS = settings_from_mapping({"durable": {"url": "s3://bucket/llama", "every": 200}})
+EXAMPLE_RESOURCES = {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}
 
-JOBS = {
+EXAMPLE_JOBS = {
     "hyperpod-job.yaml": (
         "Elastic from 2 to 8 nodes; checkpoints in the memory of the node agents (../node-agent).",
         TrainingJob(
             name="llama",
             image="training:1",
-            command=RUN,
-            policy=POLICY,
-            settings=SETTINGS,
-            resources=GPUS,
+            command=EXAMPLE_COMMAND,
+            policy=EXAMPLE_POLICY,
+            settings=EXAMPLE_SETTINGS,
+            resources=EXAMPLE_RESOURCES,
             secret="llama-peers",  # noqa: S106 - the name of one
             instance_type="ml.p5.48xlarge",
             topology="topology.k8s.aws/network-node-layer-3",
@@ -50,12 +49,12 @@ JOBS = {
         TrainingJob(
             name="llama",
             image="training:1",
-            command=RUN,
-            policy=POLICY,
-            settings=SETTINGS,
-            memory=Memory.SIDECAR,
+            command=EXAMPLE_COMMAND,
+            policy=EXAMPLE_POLICY,
+            settings=EXAMPLE_SETTINGS,
+            memory=MemoryLocation.SIDECAR,
             memory_size="512GiB",
-            resources=GPUS,
+            resources=EXAMPLE_RESOURCES,
             secret="llama-peers",  # noqa: S106 - the name of one
             instance_type="ml.p5.48xlarge",
         ),
@@ -63,13 +62,13 @@ JOBS = {
 }
 
 
-def written(about: str, document: dict[str, Any]) -> str:
-    return f"# {about}\n# Made by integration/hyperpod/example_jobs.py.\n{as_yaml(document)}"
+def example_text(about: str, document: dict[str, Any]) -> str:
+    return f"# {about}\n# Made by integration/hyperpod/example_jobs.py.\n{manifest_yaml(document)}"
 
 
 def main() -> None:
-    for name, (about, job) in JOBS.items():
-        (FOLDER / name).write_text(written(about, resource(job)), encoding="utf-8")
+    for name, (about, job) in EXAMPLE_JOBS.items():
+        (EXAMPLES_FOLDER / name).write_text(example_text(about, job_manifest(job)), encoding="utf-8")
 
 
 if __name__ == "__main__":

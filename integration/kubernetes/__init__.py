@@ -1,1 +1,1 @@
-"""Plain Kubernetes clusters: a controller for ``HyperPodPyTorchJob``, and what it needs to be installed."""
+"""A controller for HyperPodPyTorchJob on plain Kubernetes."""

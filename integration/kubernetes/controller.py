@@ -1,4 +1,4 @@
-"""``python -m integration.kubernetes.controller``: the controller of ``HyperPodPyTorchJob`` on a plain cluster.
+"""The controller process: kopf watches, a work queue with one task per job, the command line.
 
 Watches keep what is known of jobs, pods, Workloads and nodes; what changes wakes the job it is about. Each job has a
 thread of its own, and its agents' calls a bound of their own: what one job waits for no other one does. No finalizers
@@ -20,13 +20,13 @@ from typing import Any
 
 import click
 
-from integration.hyperpod.operator.client import AgentClient
-from integration.kubernetes.cached import CachedCluster, HealthLabels
-from integration.kubernetes.cluster import connect
-from integration.kubernetes.errors import ClusterError, ConflictError
-from integration.kubernetes.passing import Passing
-from peerstore.signals import heed
-from peerstore.transport.addresses import split_address
+from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
+from integration.kubernetes.api_client import connect_api_server
+from integration.kubernetes.cached_client import CachedApiClient, NodeHealthCache
+from integration.kubernetes.errors import ApiServerError, ResourceConflictError
+from integration.kubernetes.reconciler import JobReconciler
+from peerstore.daemon_process import handle_signals
+from peerstore.network_addresses import split_address
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, str]
@@ -34,17 +34,17 @@ _END_S = 5.0
 """So long passes that are under way may take to end."""
 
 
-class Controller:
+class JobController:
     """One thread per job, which makes passes over it."""
 
     def __init__(self, *, retry_s: float) -> None:
-        self._passing: Passing | None = None
+        self._passing: JobReconciler | None = None
         self._retry_s = retry_s
         self._lock = threading.Lock()
         self._jobs: dict[_Key, _Job] = {}
         self._closed = False
 
-    def begin(self, passing: Passing) -> None:
+    def begin(self, passing: JobReconciler) -> None:
         """Before anything is heard."""
         self._passing = passing
 
@@ -92,9 +92,9 @@ class Controller:
         assert self._passing is not None  # noqa: S101 - it has begun
         try:
             return self._passing.once(*key).again_in_s
-        except ConflictError:
+        except ResourceConflictError:
             return 0.1  # somebody has written: the next pass reads it
-        except ClusterError as error:
+        except ApiServerError as error:
             _log.warning("job %s/%s: %s", *key, error)
         except Exception:  # noqa: BLE001 - the top of a job's thread: the others go on, and this one is tried again
             _log.exception("job %s/%s: this pass has failed", *key)
@@ -184,15 +184,15 @@ def main(
     _log_to_stderr(log_format, verbose=verbose)
     settings = _settings(silent_s, master_ports)
     stop = threading.Event()
-    undo = heed({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
-    plain = connect()
-    controller = Controller(retry_s=max(every_s, 1.0))
-    nodes = HealthLabels(controller.wake_all)
-    cluster = CachedCluster(plain, namespaces or [""], controller.heard_of)
+    undo = handle_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
+    plain = connect_api_server()
+    controller = JobController(retry_s=max(every_s, 1.0))
+    nodes = NodeHealthCache(controller.wake_all)
+    cluster = CachedApiClient(plain, namespaces or [""], controller.heard_of)
     try:
-        with AgentClient() as agents, contextlib.ExitStack() as stack:
+        with ElasticAgentClient() as agents, contextlib.ExitStack() as stack:
             controller.begin(
-                Passing(cluster, agents, health=nodes.said, clock=time.time, every_s=every_s, settings=settings)
+                JobReconciler(cluster, agents, health=nodes.said, clock=time.time, every_s=every_s, settings=settings)
             )
             stack.callback(controller.close)
             watched = nodes.informer(plain).start()

@@ -1,11 +1,11 @@
-"""What the API server can answer, by what follows from it.
+"""Errors of the API server, grouped by what the caller can do about each.
 
 ::
 
-    ClusterError
-    ├── UnreachableError   nothing is known: the same again later
-    ├── ConflictError      somebody else has written since it was read: read again, decide again
-    ├── AbsentError        it is not there (any more)
+    ApiServerError
+    ├── ApiServerUnreachableError   nothing is known: the same again later
+    ├── ResourceConflictError      somebody else has written since it was read: read again, decide again
+    ├── ResourceNotFoundError        it is not there (any more)
     ├── ExpiredError       what changed since then is not known any more: list again
     └── RefusedError       it will not be done, however often it is asked for
 """
@@ -13,25 +13,25 @@
 from __future__ import annotations
 
 
-class ClusterError(Exception):
+class ApiServerError(Exception):
     """The root of what can go wrong between the controller and the API server."""
 
 
-class UnreachableError(ClusterError):
+class ApiServerUnreachableError(ApiServerError):
     """No answer, or one that says nothing about what was asked."""
 
 
-class ConflictError(ClusterError):
+class ResourceConflictError(ApiServerError):
     """The object has changed since it was read, or one of that name is there already."""
 
 
-class AbsentError(ClusterError):
+class ResourceNotFoundError(ApiServerError):
     """There is no such object."""
 
 
-class ExpiredError(ClusterError):
+class ExpiredError(ApiServerError):
     """A watch, or the next page of a list, of a revision that the server has forgotten."""
 
 
-class RefusedError(ClusterError):
+class ApiServerRefusedError(ApiServerError):
     """The server's words say what is wrong with it."""

@@ -1,26 +1,29 @@
-"""The pods of a job: what is asked of Kubernetes for one seat of one replica spec. Pure."""
+"""A job's pods: the manifest for one replica, the effect of an admission, pods as ObservedJob. Pure."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from integration.kubernetes.grants import Grant
-from integration.kubernetes.names import (
-    HEALTH_LABEL,
+import msgspec
+
+from integration.hyperpod.operator import AgentStatus, DesiredPods, JobState, ObservedJob, ObservedPod
+from integration.kubernetes.labels import (
     HOST_LABEL,
     INDEX_LABEL,
     JOB_LABEL,
     KUEUE_PREFIX,
+    NODE_HEALTH_STATUS_LABEL,
     REPLICA_SPEC_LABEL,
-    UNHEALTHY,
-    owned_by,
+    UNHEALTHY_STATUSES,
+    WORKLOAD_LABEL,
+    KubeObject,
+    owned_metadata,
 )
-
-Object = Mapping[str, Any]
 
 _FROM_POD = {
     "POD_NAME": "metadata.name",
@@ -32,7 +35,7 @@ _FROM_POD = {
 
 
 @dataclass(frozen=True, order=True)
-class Seat:
+class ReplicaSlot:
     """One place of one replica spec: whatever pod fills it has the same name."""
 
     replica_spec: str
@@ -42,18 +45,18 @@ class Seat:
         return f"{job}-{self.replica_spec}-{self.index}"
 
 
-def seat_of(pod: Object) -> Seat:
+def slot_of(pod: KubeObject) -> ReplicaSlot:
     """Which place a pod fills, as its labels say."""
     labels = pod["metadata"]["labels"]
-    return Seat(labels[REPLICA_SPEC_LABEL], int(labels[INDEX_LABEL]))
+    return ReplicaSlot(labels[REPLICA_SPEC_LABEL], int(labels[INDEX_LABEL]))
 
 
-def belongs_to(pod: Object, job_uid: str) -> bool:
+def is_owned_by(pod: KubeObject, job_uid: str) -> bool:
     """Whether this very job made it, and not one of the same name before it."""
     return any(owner["uid"] == job_uid for owner in pod["metadata"].get("ownerReferences", ()))
 
 
-def port_of(pod: Object) -> int:
+def agent_port(pod: KubeObject) -> int:
     """Where its agent listens: ``--server-port`` of its command, or a port that is called ``agent``, or 8080."""
     container = pod["spec"]["containers"][0]
     for port in container.get("ports") or ():
@@ -67,8 +70,8 @@ def port_of(pod: Object) -> int:
     return 8080
 
 
-def pod_for(
-    job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = (), grant: Grant | None = None
+def build_pod(
+    job: KubeObject, seat: ReplicaSlot, *, nodes: int, avoid: Sequence[str] = (), grant: PodAdmission | None = None
 ) -> dict[str, Any]:
     """The pod for a seat of ``job``, in a job of so many nodes, on none of the machines to ``avoid``.
 
@@ -85,14 +88,14 @@ def pod_for(
     pod["containers"] = [
         _with_environment(container, job["spec"].get("nprocPerNode", "auto"), nodes) for container in pod["containers"]
     ]
-    pod["affinity"] = _keeping_away(pod.get("affinity") or {}, avoid)
+    pod["affinity"] = _with_anti_affinity(pod.get("affinity") or {}, avoid)
     labels = {
-        **_carried(meta.get("labels"), about.get("labels"), grant),
+        **_pod_annotations(meta.get("labels"), about.get("labels"), grant),
         JOB_LABEL: meta["name"],
         REPLICA_SPEC_LABEL: seat.replica_spec,
         INDEX_LABEL: str(seat.index),
     }
-    annotations = _carried(meta.get("annotations"), about.get("annotations"), grant)
+    annotations = _pod_annotations(meta.get("annotations"), about.get("annotations"), grant)
     if grant is not None:
         labels |= grant.labels
         annotations |= grant.annotations
@@ -106,13 +109,15 @@ def pod_for(
             "namespace": meta["namespace"],
             "labels": labels,
             "annotations": annotations,
-            "ownerReferences": [owned_by(meta)],
+            "ownerReferences": [owned_metadata(meta)],
         },
         "spec": pod,
     }
 
 
-def _carried(of_job: Object | None, of_template: Object | None, grant: Grant | None) -> dict[str, str]:
+def _pod_annotations(
+    of_job: KubeObject | None, of_template: KubeObject | None, grant: PodAdmission | None
+) -> dict[str, str]:
     """A job's queue, priority and topology are its pods' where each of them is admitted, or asked back, by itself."""
     if grant is not None:
         return {name: value for name, value in (of_template or {}).items() if not name.startswith(KUEUE_PREFIX)}
@@ -120,7 +125,7 @@ def _carried(of_job: Object | None, of_template: Object | None, grant: Grant | N
     return {**for_kueue, **(of_template or {})}
 
 
-def _with_environment(container: Object, nproc: str, nodes: int) -> dict[str, Any]:
+def _with_environment(container: KubeObject, nproc: str, nodes: int) -> dict[str, Any]:
     """What the agent needs to start. What the template sets itself is left as it is."""
     given = list(container.get("env") or ())
     known = {variable["name"] for variable in given}
@@ -135,12 +140,12 @@ _HEAVIEST = 100
 """Of the wishes that Kubernetes takes."""
 
 
-def _keeping_away(affinity: Object, avoid: Sequence[str]) -> dict[str, Any]:
+def _with_anti_affinity(affinity: KubeObject, avoid: Sequence[str]) -> dict[str, Any]:
     """The same wishes, and no node that is said to be unhealthy. Terms are alternatives, so each of them says it.
 
     Nodes to avoid are taken where there is no other: one that failed twice is better than a job that waits for ever.
     """
-    rule: dict[str, Any] = {"key": HEALTH_LABEL, "operator": "NotIn", "values": list(UNHEALTHY)}
+    rule: dict[str, Any] = {"key": NODE_HEALTH_STATUS_LABEL, "operator": "NotIn", "values": list(UNHEALTHY_STATUSES)}
     on_nodes = dict(affinity.get("nodeAffinity") or {})
     required = dict(on_nodes.get("requiredDuringSchedulingIgnoredDuringExecution") or {})
     terms = required.get("nodeSelectorTerms") or [{}]
@@ -156,3 +161,131 @@ def _keeping_away(affinity: Object, avoid: Sequence[str]) -> dict[str, Any]:
             {"weight": _HEAVIEST, "preference": others},
         ]
     return {**affinity, "nodeAffinity": on_nodes}
+
+
+@dataclass(frozen=True)
+class PodAdmission:
+    """For the pods of one replica spec in one Workload."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    node_selector: Mapping[str, str]
+    tolerations: tuple[KubeObject, ...] = ()
+
+
+def flavor_names(workload: KubeObject, replica_spec: str) -> list[str]:
+    """Names of the ResourceFlavors whose quota was given."""
+    admission = (workload.get("status") or {}).get("admission") or {}
+    for one in admission.get("podSetAssignments") or ():
+        if one["name"] == replica_spec:
+            return sorted(set((one.get("flavors") or {}).values()))
+    return []
+
+
+def pod_admission(workload: KubeObject, replica_spec: str, flavors: Sequence[KubeObject]) -> PodAdmission:
+    """Nodes of those flavors, and whatever admission checks want added; every pod says which Workload it is for."""
+    checks = (workload.get("status") or {}).get("admissionChecks") or ()
+    updates = [one for check in checks for one in check.get("podSetUpdates") or () if one["name"] == replica_spec]
+    specs = [flavor.get("spec") or {} for flavor in flavors]
+    selectors = [*(one.get("nodeLabels") for one in specs), *(one.get("nodeSelector") for one in updates)]
+    tolerated = [toleration for one in (*specs, *updates) for toleration in one.get("tolerations") or ()]
+    return PodAdmission(
+        labels={**_joined(one.get("labels") for one in updates), WORKLOAD_LABEL: workload["metadata"]["name"]},
+        annotations=_joined(one.get("annotations") for one in updates),
+        node_selector=_joined(selectors),
+        tolerations=tuple(one for at, one in enumerate(tolerated) if one not in tolerated[:at]),
+    )
+
+
+def _joined(tables: Any) -> dict[str, str]:
+    return {name: value for table in tables for name, value in (table or {}).items()}
+
+
+_ENDED = ("Succeeded", "Failed")
+_HEALTHY = ("", "Schedulable")
+
+
+def has_ended(pod: KubeObject) -> bool:
+    """Its container will never run again."""
+    return (pod.get("status") or {}).get("phase") in _ENDED
+
+
+def has_begun(pod: KubeObject) -> bool:
+    """All of its containers have been started."""
+    return (pod.get("status") or {}).get("phase", "Pending") != "Pending"
+
+
+def is_terminating(thing: KubeObject) -> bool:
+    """It is being deleted."""
+    return bool(thing["metadata"].get("deletionTimestamp"))
+
+
+def pod_address(pod: KubeObject) -> str:
+    return (pod.get("status") or {}).get("podIP") or ""
+
+
+def observe_job(
+    pods: Sequence[KubeObject],
+    answers: Mapping[str, AgentStatus | None],
+    health: Mapping[str, str],
+    *,
+    capacity: int | None = None,
+    asked_back: Collection[str] = (),
+) -> ObservedJob:
+    """``answers`` and ``asked_back`` by pod's name; ``health``: what the label of each node says.
+
+    Pods that have ended are no pods.
+    """
+    return ObservedJob(
+        pods=tuple(_observed_pod(pod, answers, health, asked_back) for pod in pods if not has_ended(pod)),
+        capacity=capacity,
+        can_replace=True,
+    )
+
+
+def node_health_status(node: KubeObject) -> str:
+    return (node["metadata"].get("labels") or {}).get(NODE_HEALTH_STATUS_LABEL, "")
+
+
+def missing_slots(job_name: str, wanted: DesiredPods, state: JobState, pods: Sequence[KubeObject]) -> list[ReplicaSlot]:
+    """Places to be filled, so that as many pods live as are wanted.
+
+    The operator knows pods by their names, so a new one takes the first name that neither its state nor the API server
+    knows yet. Asked again before the pod is there it is the same name, and two are never made.
+    """
+    remembered = msgspec.json.encode(state).decode()
+    known = " ".join(pod["metadata"]["name"] for pod in pods)
+    found = []
+    for group, count in wanted.pods.items():
+        alive = sum(_counts(pod, group, state) for pod in pods)
+        used = {*_indices(job_name, group, remembered), *_indices(job_name, group, known)}
+        free = (index for index in range(len(used) + count) if index not in used)
+        found += [ReplicaSlot(group, index) for _, index in zip(range(count - alive), free, strict=False)]
+    return found
+
+
+def _counts(pod: KubeObject, group: str, state: JobState) -> bool:
+    """Whether a pod is one of those that are wanted."""
+    going = is_terminating(pod) or pod["metadata"]["name"] in state.replaced
+    return slot_of(pod).replica_spec == group and not going and not has_ended(pod)
+
+
+def _indices(job_name: str, group: str, text: str) -> Iterator[int]:
+    for found in re.finditer(rf"(?<![a-z0-9-]){re.escape(job_name)}-{re.escape(group)}-(\d+)(?![a-z0-9-])", text):
+        yield int(found[1])
+
+
+def _observed_pod(
+    pod: KubeObject, answers: Mapping[str, AgentStatus | None], health: Mapping[str, str], asked_back: Collection[str]
+) -> ObservedPod:
+    name, node = pod["metadata"]["name"], pod["spec"].get("nodeName") or ""
+    said = health.get(node, "")
+    return ObservedPod(
+        name=name,
+        group=slot_of(pod).replica_spec,
+        node=node,
+        ip=pod_address(pod),
+        answer=answers.get(name),
+        node_fault="" if said in _HEALTHY else said,
+        leaving=is_terminating(pod) or name in asked_back,
+    )

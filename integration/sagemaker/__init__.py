@@ -1,4 +1,4 @@
-"""AWS's managed tiered checkpointing: its classes by their names over this project's store, and what its library wrote.
+"""AWS's managed tiered checkpointing: its class names over this project's store, and its own format.
 
 ::
 
@@ -16,7 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from integration.sagemaker.config import SageMakerCheckpointConfig
+    from integration.sagemaker.checkpoint_config import (
+        DefaultS3PathStrategy,
+        RayS3PathStrategy,
+        S3PathStrategy,
+        SageMakerCheckpointConfig,
+    )
     from integration.sagemaker.errors import (
         SageMakerInMemoryTierError,
         SageMakerS3TierError,
@@ -24,9 +29,7 @@ if TYPE_CHECKING:
         SageMakerTieredStorageError,
     )
     from integration.sagemaker.format_writer import SageMakerFormatWriter
-    from integration.sagemaker.layouts import DefaultS3PathStrategy, RayS3PathStrategy, S3PathStrategy
-    from integration.sagemaker.reader import SageMakerTieredStorageReader
-    from integration.sagemaker.writer import SageMakerTieredStorageWriter
+    from integration.sagemaker.tiered_storage import SageMakerTieredStorageReader, SageMakerTieredStorageWriter
 
 __all__ = [
     "DefaultS3PathStrategy",
@@ -43,17 +46,17 @@ __all__ = [
 ]
 
 _WHERE = {
-    "DefaultS3PathStrategy": "layouts",
-    "RayS3PathStrategy": "layouts",
-    "S3PathStrategy": "layouts",
-    "SageMakerCheckpointConfig": "config",
+    "DefaultS3PathStrategy": "checkpoint_config",
+    "RayS3PathStrategy": "checkpoint_config",
+    "S3PathStrategy": "checkpoint_config",
+    "SageMakerCheckpointConfig": "checkpoint_config",
     "SageMakerFormatWriter": "format_writer",
     "SageMakerInMemoryTierError": "errors",
     "SageMakerS3TierError": "errors",
     "SageMakerTieredStorageConfigError": "errors",
     "SageMakerTieredStorageError": "errors",
-    "SageMakerTieredStorageReader": "reader",
-    "SageMakerTieredStorageWriter": "writer",
+    "SageMakerTieredStorageReader": "tiered_storage",
+    "SageMakerTieredStorageWriter": "tiered_storage",
 }
 
 

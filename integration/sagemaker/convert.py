@@ -1,4 +1,4 @@
-"""``python -m integration.sagemaker.convert SRC DST``: what AWS's library wrote, in this project's format."""
+"""``python -m integration.sagemaker.convert``: an AWS checkpoint in this project's format, verified equal."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from elastic.reshard.place import parse_target
+from elastic.reshard.checkpoint_urls import parse_target_url
 from peerstore.errors import InvalidNameError, PeerStoreError
-from peerstore.names import JobName, job_name
-from peerstore.units import show_seconds, show_size
-from tieredckpt.cli.exits import Exit
-from tieredckpt.cli.options import pass_screen, printing, with_exits
-from tieredckpt.cli.screen import Screen, count
+from peerstore.shard_records import JobName, validate_job_name
+from peerstore.sizes_and_durations import show_seconds, show_size
+from tieredckpt.cli.command_output import CommandOutput, pluralized
+from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.errors import TieredCheckpointError, UsageError
-from tieredckpt.settings import load_settings, override
+from tieredckpt.settings import load_settings, override_settings
 
 if TYPE_CHECKING:
-    from elastic.reshard.cutting import Cut
-    from integration.sagemaker.places import Place
-    from integration.sagemaker.source import WrittenSource
+    from elastic.reshard.offline import ReshardPlan
+    from integration.sagemaker.checkpoint_stores import CheckpointStore
+    from integration.sagemaker.format_reader import SageMakerFormatSource
     from tieredckpt.settings import Settings
 
 _STEP = re.compile(r"step_([0-9]{1,18})")
 
 
-class Where(NamedTuple):
+class NamespaceUrl(NamedTuple):
     """A namespace, and where it is."""
 
     url: str
@@ -44,7 +44,7 @@ class Where(NamedTuple):
         return self.url.startswith(("http://", "https://"))
 
 
-def parse_where(text: str) -> Where:
+def parse_namespace_url(text: str) -> NamespaceUrl:
     """``s3://bucket/prefix/NAMESPACE[/step_N]``, or the same with the URL of a memory service in front."""
     url, _, last = text.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(last)
@@ -55,7 +55,7 @@ def parse_where(text: str) -> Where:
             f"{text!r} names no namespace: write s3://BUCKET/PREFIX/NAMESPACE[/step_N] or http://HOST:PORT/…"
         )
     try:
-        return Where(url, job_name(last), int(match[1]) if match else None)
+        return NamespaceUrl(url, validate_job_name(last), int(match[1]) if match else None)
     except InvalidNameError as error:
         raise UsageError(f"{text!r}: {error}") from error
 
@@ -69,12 +69,12 @@ def parse_where(text: str) -> Where:
 @click.option("--force", is_flag=True, help="Replace what is there.")
 @click.option("--trust-objects", is_flag=True, help="Take objects that run code when they are loaded, too.")
 @click.option("--token", metavar="TOKEN", default="", help="For a memory service that wants one.")
-@printing
-@pass_screen
-@with_exits
-def convert(
-    screen: Screen, *, source: str, target: str, ranks: int | None, force: bool, trust_objects: bool, token: str
-) -> Exit:
+@output_options
+@pass_output
+@with_exit_code_help
+def convert_command(
+    screen: CommandOutput, *, source: str, target: str, ranks: int | None, force: bool, trust_objects: bool, token: str
+) -> ExitCode:
     """Write the checkpoint SRC, which AWS's library wrote, to DST, and prove that it is the same.
 
     SRC is s3://BUCKET/PREFIX/NAMESPACE[/step_N] (either of its layouts; any other durable URL will do) or
@@ -84,18 +84,18 @@ def convert(
     DST is there when both sides have the same checksum, which does not depend on how they are cut, and not before.
     Metadata is read as data: nothing that was pickled runs.
     """
-    from elastic.reshard.offline import reshard
-    from elastic.reshard.opening import open_target
-    from integration.sagemaker.places import newest
-    from integration.sagemaker.source import WrittenSource
+    from elastic.reshard.offline import reshard_checkpoint
+    from elastic.reshard.targets import open_target
+    from integration.sagemaker.checkpoint_stores import newest_checkpoint
+    from integration.sagemaker.format_reader import SageMakerFormatSource
 
     began = time.monotonic()
     settings = load_settings()
-    where, place = parse_where(source), parse_target(target)
+    where, place = parse_namespace_url(source), parse_target_url(target)
     with contextlib.closing(_open(where, settings, token)) as opened:
-        written = WrittenSource(newest([opened], where.step), trust_objects=trust_objects)
+        written = SageMakerFormatSource(newest_checkpoint([opened], where.step), trust_objects=trust_objects)
         with contextlib.closing(written), open_target(place, written.step, settings, force=force) as destination:
-            done = reshard(written, destination, _cut(written, ranks), screen.progress)
+            done = reshard_checkpoint(written, destination, _cut(written, ranks), screen.progress)
             passed = written.checkpoint.passed_over
             name = destination.name
     value = {
@@ -113,35 +113,35 @@ def convert(
         "seconds": round(time.monotonic() - began, 3),
     }
     screen.result(value, lambda out: _show(out, value))
-    return Exit.OK
+    return ExitCode.OK
 
 
-def _open(where: Where, settings: Settings, token: str) -> Place:
-    from integration.sagemaker.bucket import BucketPlace
-    from integration.sagemaker.memory import MemoryPlace
+def _open(where: NamespaceUrl, settings: Settings, token: str) -> CheckpointStore:
+    from integration.sagemaker.checkpoint_stores import MemoryServiceStore, S3CheckpointStore
 
     if where.is_memory:
-        return MemoryPlace(where.url, where.namespace, token=token)
+        return MemoryServiceStore(where.url, where.namespace, token=token)
     changes: dict[str, Any] = {"url": where.url}
     if where.url.startswith("file:"):
         changes["options"] = {}
-    return BucketPlace.open(where.url, where.namespace, override(settings, durable=changes).durable)
+    return S3CheckpointStore.open(where.url, where.namespace, override_settings(settings, durable=changes).durable)
 
 
-def _cut(source: WrittenSource, ranks: int | None) -> Cut:
-    from elastic.reshard import cutting
+def _cut(source: SageMakerFormatSource, ranks: int | None) -> ReshardPlan:
+    from elastic.reshard import offline
 
     if ranks is not None:
-        return cutting.fsdp(source.tensors, ranks)
-    return cutting.like(source.tensors, source.tensors, source.parts)
+        return offline.plan_fsdp(source.tensors, ranks)
+    return offline.plan_like(source.tensors, source.tensors, source.parts)
 
 
 def _show(out: Console, value: dict[str, Any]) -> None:
     for reason in value["passed_over"]:
         out.print(f"passed over: {escape(reason)}")
-    objects = f" and {count(value['objects'], 'object')}" if value["objects"] else ""
+    objects = f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
     out.print(
-        f"{escape(value['source'])} is at {escape(value['target'])}: {count(value['tensors'], 'tensor')}{objects}, "
+        f"{escape(value['source'])} is at {escape(value['target'])}: "
+        f"{pluralized(value['tensors'], 'tensor')}{objects}, "
         f"{show_size(value['size_bytes'])}, in {show_seconds(value['seconds'])}"
     )
     out.print(f"verified: checksum {value['checksum']}, {value['size_bytes']} bytes equal on both sides")
@@ -149,10 +149,10 @@ def _show(out: Console, value: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; its exit code."""
-    screen = Screen("convert")
+    screen = CommandOutput("convert")
     try:
         arguments = None if argv is None else list(argv)
-        return int(convert.main(args=arguments, prog_name="convert", standalone_mode=False, obj=screen) or 0)
+        return int(convert_command.main(args=arguments, prog_name="convert", standalone_mode=False, obj=screen) or 0)
     except click.exceptions.Exit as done:
         return int(done.exit_code)
     except click.ClickException as wrong:
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(wrong.exit_code)
     except (click.Abort, KeyboardInterrupt):
         screen.err.print("interrupted")
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     except (TieredCheckpointError, PeerStoreError, OSError) as error:
         return int(screen.failed(error))
 

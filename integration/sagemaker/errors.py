@@ -1,4 +1,4 @@
-"""The errors of AWS's library by their names, and what each of them is in this project's terms.
+"""AWS's error names, and the mapping from this project's errors.
 
 ::
 
@@ -30,11 +30,11 @@ from contextlib import contextmanager
 from peerstore.errors import (
     ArenaFullError,
     FencedError,
-    NotUnderstoodError,
     PeerStoreError,
     RequestError,
     ShardDamagedError,
     UnavailableError,
+    UnsupportedFormatError,
 )
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -122,7 +122,7 @@ _BY_CAUSE: tuple[tuple[type[Exception], type[SageMakerTieredStorageError]], ...]
     (TierUnavailableError, MemoryTierUnreachableError),
     (ShardDamagedError, DamagedCheckpointError),
     (RequestError, SageMakerTieredStorageConfigError),
-    (NotUnderstoodError, SageMakerTieredStorageConfigError),
+    (UnsupportedFormatError, SageMakerTieredStorageConfigError),
     (UnavailableError, MemoryTierUnreachableError),
     (ArenaFullError, MemorySaveFailedError),
     (FencedError, MemorySaveFailedError),
@@ -131,7 +131,7 @@ _BY_CAUSE: tuple[tuple[type[Exception], type[SageMakerTieredStorageError]], ...]
 """The first one that an error is. A shard that is absent from one node is not a checkpoint that is nowhere."""
 
 
-def named(error: Exception) -> SageMakerTieredStorageError:
+def to_sagemaker_error(error: Exception) -> SageMakerTieredStorageError:
     """``error`` under the name that AWS's library has for it."""
     if isinstance(error, SageMakerTieredStorageError):
         return error
@@ -140,12 +140,12 @@ def named(error: Exception) -> SageMakerTieredStorageError:
 
 
 @contextmanager
-def renamed() -> Iterator[None]:
+def sagemaker_errors() -> Iterator[None]:
     """What this project raises inside the block comes out under AWS's names."""
     try:
         yield
     except (TieredCheckpointError, PeerStoreError) as error:
-        found = named(error)
+        found = to_sagemaker_error(error)
         if found is error:
             raise
         raise found from error

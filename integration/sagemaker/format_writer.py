@@ -1,4 +1,4 @@
-"""DCP's StorageWriter in AWS's format, so that AWS's own reader loads what was saved here: for going back.
+"""DCP's StorageWriter in AWS's format, for moving back.
 
 It waits for S3 and for the memory service, one after the other, as AWS's does. Nothing of this project's tiers takes
 part.
@@ -23,11 +23,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from integration.sagemaker.config import SageMakerCheckpointConfig, checked, step_of
-from integration.sagemaker.errors import MemorySaveFailedError, SageMakerTieredStorageConfigError, renamed
-from integration.sagemaker.layouts import METADATA, SHARD
-from integration.sagemaker.metadata import Extent
-from tieredckpt.durable.open import open_store
+from integration.sagemaker.aws_format import BlobRange
+from integration.sagemaker.checkpoint_config import (
+    METADATA_FILE,
+    SHARD_FILE,
+    SageMakerCheckpointConfig,
+    step_from_path,
+    validated_config,
+)
+from integration.sagemaker.errors import MemorySaveFailedError, SageMakerTieredStorageConfigError, sagemaker_errors
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.settings import Settings, load_settings
 
@@ -52,8 +57,8 @@ class SageMakerFormatWriter(StorageWriter):
         settings: Settings | None = None,
     ) -> None:
         super().__init__()
-        self.checkpoint_config = checked(checkpoint_config)
-        self.step = step_of(step, path)
+        self.checkpoint_config = validated_config(checkpoint_config)
+        self.step = step_from_path(step, path)
         if not checkpoint_config.memory_url and not checkpoint_config.save_to_s3:
             raise SageMakerTieredStorageConfigError("nowhere to save to: give memory_url, or save_to_s3")
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -79,7 +84,7 @@ class SageMakerFormatWriter(StorageWriter):
         config = self.checkpoint_config
         if is_coordinator and config.memory_url:
             asked = f"?num_ranks={config.world_size + 1}&steps_retained={_STEPS_RETAINED}"
-            with renamed():
+            with sagemaker_errors():
                 self._post(
                     f"/v1/cp/namespaces/{quote(config.namespace)}{asked}", b"", {}, also=http.HTTPStatus.CONFLICT
                 )
@@ -93,7 +98,7 @@ class SageMakerFormatWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         blob = io.BytesIO()
         results = [self._write(item, planner, blob) for item in plan.items]
-        self._keep(blob.getvalue(), self.rank, SHARD, self.rank)
+        self._keep(blob.getvalue(), self.rank, SHARD_FILE, self.rank)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -104,7 +109,7 @@ class SageMakerFormatWriter(StorageWriter):
         data = io.BytesIO()
         _Pickler(data, protocol=4).dump(metadata)
         # AWS's reader looks for it beside rank 0's shard, whoever coordinates.
-        self._keep(data.getvalue(), self.checkpoint_config.world_size, METADATA, 0)
+        self._keep(data.getvalue(), self.checkpoint_config.world_size, METADATA_FILE, 0)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -119,11 +124,11 @@ class SageMakerFormatWriter(StorageWriter):
             view = tensor.untyped_storage().nbytes() != tensor.nbytes
             torch.save(tensor.clone() if view else tensor, blob)
         size = blob.tell() - start
-        return WriteResult(item.index, size, Extent(self.rank, start, size))
+        return WriteResult(item.index, size, BlobRange(self.rank, start, size))
 
     def _keep(self, data: bytes, memory_rank: int, filename: str, s3_rank: int) -> None:
         config = self.checkpoint_config
-        with renamed():
+        with sagemaker_errors():
             if config.memory_url:
                 digest = base64.b64encode(xxhash.xxh3_128_digest(data)).decode()
                 meta = json.dumps({"checksum": digest, "algorithm": "xxh3_128"})
@@ -158,11 +163,11 @@ class SageMakerFormatWriter(StorageWriter):
 
 
 class _Pickler(pickle._Pickler):  # C's takes no opcodes from outside
-    """Writes an :class:`Extent` as AWS's class, which need not be installed."""
+    """Writes an :class:`BlobRange` as AWS's class, which need not be installed."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT002 - as in pickle
         python: Any = super()
-        if type(obj) is not Extent:
+        if type(obj) is not BlobRange:
             python.save(obj, save_persistent_id)
             return
         write: Any = getattr(self, "write")  # noqa: B009 - typeshed does not know it

@@ -1,4 +1,4 @@
-"""AWS's module paths for scripts that nobody may change, where AWS's library is not installed.
+"""``python -m integration.sagemaker.shim``: run a script with AWS's module paths bound to these classes.
 
 ::
 
@@ -40,7 +40,7 @@ _NAMES = {
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
+def aws_modules_replaced() -> Iterator[None]:
     """While the block runs, AWS's public module paths lead to this package."""
     if _ROOT in sys.modules or importlib.util.find_spec(_ROOT) is not None:
         raise UsageError(
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv:
         print("which script? python -m integration.sagemaker.shim SCRIPT [ARGS]", file=sys.stderr)
         return 2
-    with standing_in():
+    with aws_modules_replaced():
         sys.argv = list(argv)
         runpy.run_path(argv[0], run_name="__main__")
     return 0

@@ -1,1 +1,1 @@
-"""What one node's agent does with the agents of other nodes: keep copies there, take theirs, read from all of them."""
+"""Calls between the node agents of a job: heartbeats, replicas, ranged reads, inventory."""

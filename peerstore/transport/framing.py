@@ -1,28 +1,40 @@
-"""Messages on a stream of bytes.
+"""Messages framed on a byte stream, with size limits and timeouts, and plain sockets as such streams.
 
 ::
 
     "tPS" | version, 1 byte | header length, uint32 | payload length, uint64 | header | payload     (big endian)
 
-What moves the bytes is a :class:`Stream`; limits, timeouts and what ends a channel are the same for all of them.
+What moves the bytes is a :class:`ByteStream`; limits, timeouts and what ends a channel are the same for all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
+import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
-from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice, Incoming, Payload, Seen
-from peerstore.transport.views import Cursor
+from peerstore.transport.base import (
+    MAX_MESSAGE_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    BufferCursor,
+    FileSlice,
+    IncomingMessage,
+    Payload,
+    ProgressCallback,
+)
 
-VERSION = 1
-MAGIC = b"tPS"
-PREFIX = struct.Struct(">3sBIQ")
+FRAME_VERSION = 1
+FRAME_MAGIC = b"tPS"
+FRAME_PREFIX = struct.Struct(">3sBIQ")
 
 _WINDOW_BYTES = 256 << 10
 """Most bytes in one call to the kernel: what has just been copied is still in the cache when it is copied again."""
@@ -31,7 +43,7 @@ _SLOWEST_BYTES_PER_S = 64 << 10
 _STEP_BYTES = 1 << 20
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """Bytes to and from one peer. ``within_s`` is how long to wait for any progress at all.
 
     Whatever goes wrong is a :class:`~peerstore.errors.PeerUnreachableError` or a
@@ -57,11 +69,11 @@ class Stream(Protocol):
 
 
 class FramedChannel:
-    """A :class:`~peerstore.transport.seam.Channel` over a stream of bytes."""
+    """A :class:`~peerstore.transport.base.MessageChannel` over a stream of bytes."""
 
-    def __init__(self, stream: Stream, peer: str, timeout_s: float) -> None:
+    def __init__(self, stream: ByteStream, peer: str, timeout_s: float) -> None:
         self.peer = peer
-        self.max_header_bytes = MAX_HEADER_BYTES
+        self.max_header_bytes = MAX_MESSAGE_HEADER_BYTES
         self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self.timeout_s = timeout_s
         self.on_proven: Callable[[], None] = lambda: None
@@ -79,12 +91,13 @@ class FramedChannel:
 
     def send(self, header: bytes, payload: Payload = ()) -> None:
         size = payload_size(payload)
-        if len(header) > MAX_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
+        if len(header) > MAX_MESSAGE_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
             raise ProtocolError(
-                f"a message of {len(header)} + {size} bytes is above the limit of {MAX_HEADER_BYTES} for its header or "
+                f"a message of {len(header)} + {size} bytes is above the limit of {MAX_MESSAGE_HEADER_BYTES} for its "
+                f"header or "
                 f"{MAX_PAYLOAD_BYTES} for its payload"
             )
-        run = [memoryview(PREFIX.pack(MAGIC, VERSION, len(header), size)), memoryview(header)]
+        run = [memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(header), size)), memoryview(header)]
         with self._sending:
             self._check()
             with self._or_over():
@@ -97,7 +110,7 @@ class FramedChannel:
                         run.append(part)
                 self._send_views(run, more=False)
 
-    def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> Incoming | None:
+    def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> IncomingMessage | None:
         latest = None if within_s is None else self._stream.now() + within_s
         patience_s = min((limit for limit in (idle_s, within_s) if limit is not None), default=None)
         with self._receiving:
@@ -105,7 +118,7 @@ class FramedChannel:
             if self._left:
                 raise RequestError(f"{self._left} bytes of the message before have not been taken")
             with self._or_over():
-                prefix = bytearray(PREFIX.size)
+                prefix = bytearray(FRAME_PREFIX.size)
                 with memoryview(prefix) as view:
                     count = self._stream.receive([view], within_s=patience_s)
                     if count == 0:
@@ -118,10 +131,10 @@ class FramedChannel:
                 header_bytes, payload_bytes = self._announced(prefix)
                 header = self._header(header_bytes, deadline)
                 self._left = payload_bytes
-                return Incoming(header, payload_bytes)
+                return IncomingMessage(header, payload_bytes)
 
-    def receive_into(self, views: Sequence[memoryview], seen: Seen | None = None) -> None:
-        with self._receiving, Cursor(views, seen) as cursor:
+    def receive_into(self, views: Sequence[memoryview], seen: ProgressCallback | None = None) -> None:
+        with self._receiving, BufferCursor(views, seen) as cursor:
             self._check()
             if cursor.left != self._left:
                 raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
@@ -176,7 +189,7 @@ class FramedChannel:
             raise
 
     def _send_views(self, views: list[memoryview], *, more: bool) -> None:
-        with Cursor(views) as cursor:
+        with BufferCursor(views) as cursor:
             while cursor.left:
                 window = cursor.window(_WINDOW_BYTES)
                 cursor.advance(self._stream.send(window, more=more, within_s=self.timeout_s))
@@ -192,7 +205,7 @@ class FramedChannel:
             start, left = start + count, left - count
 
     def _announced(self, prefix: bytearray) -> tuple[int, int]:
-        return announced(
+        return parse_frame_prefix(
             prefix, self.peer, max_header_bytes=self.max_header_bytes, max_payload_bytes=self.max_payload_bytes
         )
 
@@ -230,15 +243,15 @@ class FramedChannel:
         return count
 
 
-def announced(
+def parse_frame_prefix(
     prefix: bytes | bytearray, peer: str, *, max_header_bytes: int, max_payload_bytes: int
 ) -> tuple[int, int]:
     """How many bytes of header and of payload follow this prefix, or :class:`ProtocolError`."""
-    magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
-    if magic != MAGIC:
+    magic, version, header_bytes, payload_bytes = FRAME_PREFIX.unpack(prefix)
+    if magic != FRAME_MAGIC:
         raise ProtocolError(f"{peer} sent something else than a message: {bytes(prefix)!r}")
-    if version != VERSION:
-        raise ProtocolError(f"{peer} sends messages of version {version}, this is version {VERSION}")
+    if version != FRAME_VERSION:
+        raise ProtocolError(f"{peer} sends messages of version {version}, this is version {FRAME_VERSION}")
     if header_bytes > max_header_bytes:
         raise ProtocolError(f"{peer} announced a header of {header_bytes} bytes, the limit is {max_header_bytes}")
     if payload_bytes > max_payload_bytes:
@@ -264,3 +277,85 @@ def payload_size(payload: Payload) -> int:
         if (found := os.fstat(fd).st_size) < end:
             raise ShardDamagedError(f"a file has {found} bytes, {end} of which were to be sent")
     return total
+
+
+_ALIVE_IDLE_S = 15
+_ALIVE_EVERY_S = 5
+_ALIVE_PROBES = 4
+_FILE_BYTES = 256 << 10
+
+
+class TcpStream:
+    """A :class:`~peerstore.transport.framing.ByteStream` over a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def send(self, views: list[memoryview], *, more: bool, within_s: float) -> int:
+        flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if more else 0)
+        return self._attempt(lambda: self._sock.sendmsg(views, (), flags), select.POLLOUT, within_s)
+
+    def send_file(self, piece: FileSlice, *, within_s: float) -> int:
+        return self._attempt(partial(self._send_file, piece), select.POLLOUT, within_s)
+
+    def receive(self, views: list[memoryview], *, within_s: float | None) -> int:
+        if len(views) == 1:
+            return self._attempt(lambda: self._sock.recv_into(views[0]), select.POLLIN, within_s)
+        return self._attempt(lambda: self._sock.recvmsg_into(views)[0], select.POLLIN, within_s)
+
+    def shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _attempt(self, action: Callable[[], int], events: int, within_s: float | None) -> int:
+        while True:
+            try:
+                return action()
+            except BlockingIOError:
+                wait_until_ready(self._sock.fileno(), events, within_s)
+            except OSError as error:
+                raise PeerUnreachableError(str(error)) from error
+
+    def _send_file(self, piece: FileSlice) -> int:
+        fd, start, size = piece
+        try:
+            return os.sendfile(self._sock.fileno(), fd, start, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+        data = os.pread(fd, min(size, _FILE_BYTES), start)  # a file that the kernel does not send by itself
+        return self._sock.send(data) if data else 0
+
+
+def wait_until_ready(fd: int, events: int, within_s: float | None) -> None:
+    """Until ``fd`` is ready, or :class:`PeerUnreachableError` when it is not for so long."""
+    poller = select.poll()
+    poller.register(fd, events)
+    if not poller.poll(None if within_s is None else max(0.0, within_s) * 1000):
+        raise PeerUnreachableError(f"silent for {within_s:.3g} s")
+
+
+def set_tcp_options(sock: socket.socket, timeout_s: float) -> None:
+    """Small messages go at once, and a peer that is gone is noticed. Buffers are the kernel's affair."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
+
+
+@contextlib.contextmanager
+def close_on_error(sock: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise

@@ -1,39 +1,48 @@
-"""Messages over TCP, with or without TLS: the transport that works everywhere."""
+"""TCP transport: connect, listen, admit connections before they authenticate, one thread per connection.
+
+A connection is a stranger's until its peer has proven something: a secret, or a token. Strangers share a small budget,
+whatever they do, and have a short time. Where it is used up, the oldest of the address that has most of it gives
+way, so that nobody is kept out by those who only hold connections open.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from peerstore.errors import PeerUnreachableError, RequestError
-from peerstore.transport.addresses import (
+from peerstore import daemon_process
+from peerstore.errors import PeerStoreError, PeerUnreachableError, RequestError
+from peerstore.network_addresses import (
     AddressInfo,
-    address_for,
-    addresses_of,
-    is_any,
+    interface_address,
+    interface_addresses,
+    is_wildcard_host,
     join_address,
-    outward_address,
-    resolve,
+    outbound_address,
+    resolve_host,
     split_address,
 )
-from peerstore.transport.admission import WITHIN_S, Admission
-from peerstore.transport.certificates import TlsFiles
-from peerstore.transport.framing import FramedChannel
-from peerstore.transport.seam import Channel
-from peerstore.transport.serving import Serving
-from peerstore.transport.sockets import TcpStream, closed_unless_used, tune
+from peerstore.transport.authentication import TlsFiles
+from peerstore.transport.base import MessageChannel
+from peerstore.transport.framing import FramedChannel, TcpStream, close_on_error, set_tcp_options
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _PAUSE_S = 0.1
 _HANDSHAKE_S = 10.0
+
+
+AUTHENTICATION_TIMEOUT_S = 20.0
+"""A whole greeting, or a whole request: TLS and the proof after it each have half of it."""
 
 
 class TcpTransport:
@@ -52,7 +61,7 @@ class TcpTransport:
         tls: TlsFiles | None = None,
         timeout_s: float = 30.0,
         most: int = 1024,
-        proof_s: float = WITHIN_S,
+        proof_s: float = AUTHENTICATION_TIMEOUT_S,
     ) -> None:
         self._interface = interface
         self._tls = tls
@@ -60,31 +69,31 @@ class TcpTransport:
         self._most = most
         self._proof_s = proof_s
         if interface:
-            addresses_of(interface)
+            interface_addresses(interface)
         if tls is not None:
             tls.context(server=True)
 
-    def listen(self, address: str, serve: Callable[[Channel], None]) -> TcpListener:
+    def listen(self, address: str, serve: Callable[[MessageChannel], None]) -> TcpListener:
         """``address`` is ``host:port``; port 0 is any free one, and no host is the interface's (or every) address."""
         host, port = split_address(address)
-        if is_any(host) and self._interface:
-            host = addresses_of(self._interface)[0]
-        if is_any(host):
+        if is_wildcard_host(host) and self._interface:
+            host = interface_addresses(self._interface)[0]
+        if is_wildcard_host(host):
             both = host != "0.0.0.0" and socket.has_dualstack_ipv6()  # noqa: S104 - compared, not bound
             family = socket.AF_INET6 if both else socket.AF_INET
             sock = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-            host = outward_address()
+            host = outbound_address()
         else:
-            found = resolve(host, port, within_s=self._timeout_s)[0]
+            found = resolve_host(host, port, within_s=self._timeout_s)[0]
             sock = socket.create_server(found[4], family=found[0], backlog=_BACKLOG)
-        serving = Serving(partial(self._welcome, serve), most=self._most)
+        serving = ConnectionThreads(partial(self._welcome, serve), most=self._most)
         return TcpListener(sock, host, serving, self._accepted, self._proof_s)
 
-    def connect(self, address: str, *, timeout_s: float = 5.0) -> Channel:
+    def connect(self, address: str, *, timeout_s: float = 5.0) -> MessageChannel:
         deadline = time.monotonic() + timeout_s
         host, port = split_address(address)
         failures = []
-        for found in resolve(host, port, within_s=timeout_s):
+        for found in resolve_host(host, port, within_s=timeout_s):
             try:
                 sock = self._dial(found, max(0.001, deadline - time.monotonic()))
             except (OSError, RequestError) as error:
@@ -101,7 +110,7 @@ class TcpTransport:
         sock = socket.socket(family, kind, protocol)
         try:
             if self._interface:
-                sock.bind((address_for(self._interface, family), 0))
+                sock.bind((interface_address(self._interface, family), 0))
             sock.settimeout(within_s)
             sock.connect(where)
         except BaseException:
@@ -109,9 +118,9 @@ class TcpTransport:
             raise
         return sock
 
-    def _connected(self, sock: socket.socket, host: str, address: str, deadline: float) -> Channel:
-        with closed_unless_used(sock):
-            tune(sock, self._timeout_s)
+    def _connected(self, sock: socket.socket, host: str, address: str, deadline: float) -> MessageChannel:
+        with close_on_error(sock):
+            set_tcp_options(sock, self._timeout_s)
             if self._tls is None:
                 return TcpChannel(sock, address, self._timeout_s)
             from peerstore.transport.tls import TlsChannel, TlsStream
@@ -126,8 +135,8 @@ class TcpTransport:
         return channel
 
     def _accepted(self, sock: socket.socket, peer: str) -> FramedChannel:
-        with closed_unless_used(sock):
-            tune(sock, self._timeout_s)
+        with close_on_error(sock):
+            set_tcp_options(sock, self._timeout_s)
             if self._tls is None:
                 return TcpChannel(sock, peer, self._timeout_s)
             from peerstore.transport.tls import TlsChannel, TlsStream
@@ -135,7 +144,7 @@ class TcpTransport:
             stream = TlsStream(sock, self._tls.context(server=True), server=True)
         return TlsChannel(stream, peer, self._timeout_s)
 
-    def _welcome(self, serve: Callable[[Channel], None], channel: Channel) -> None:
+    def _welcome(self, serve: Callable[[MessageChannel], None], channel: MessageChannel) -> None:
         """On the connection's own thread: who is slow to show a certificate keeps nobody else waiting."""
         if self._tls is not None:
             from peerstore.transport.tls import TlsChannel
@@ -165,7 +174,7 @@ class TcpListener:
         self,
         sock: socket.socket,
         host: str,
-        serving: Serving,
+        serving: ConnectionThreads,
         accepted: Callable[[socket.socket, str], FramedChannel],
         proof_s: float,
     ) -> None:
@@ -173,7 +182,7 @@ class TcpListener:
         self._sock = sock
         self._serving = serving
         self._accepted = accepted
-        self._admission = Admission(f"the listener on {self.address}", within_s=proof_s)
+        self._admission = ConnectionAdmission(f"the listener on {self.address}", within_s=proof_s)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._accept_loop, name="peerstore-peers", daemon=True)
         self._thread.start()
@@ -209,3 +218,226 @@ class TcpListener:
                 self._admission.turned_away("there are too many connections", where[0])
                 stranger.leave()
                 sock.close()
+
+
+_FAREWELL_S = 5.0
+
+
+class ConnectionThreads:
+    def __init__(self, serve: Callable[[MessageChannel], None], *, most: int) -> None:
+        self._serve = serve
+        self._most = most
+        self._lock = threading.Lock()
+        self._ended = False
+        self._channels: dict[threading.Thread, MessageChannel | None] = {}
+
+    def take(
+        self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None = None
+    ) -> bool:
+        """Serve one more channel; ``False`` when there are too many, or no more threads."""
+        thread = threading.Thread(target=self._run, args=(accepted, peer, stranger), name="peerstore-peer", daemon=True)
+        with self._lock:
+            if self._ended or len(self._channels) >= self._most:
+                return False
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("no thread for a connection of %s: %s", peer, error)
+                return False
+            self._channels[thread] = None
+        return True
+
+    def end(self) -> None:
+        """End all channels, and wait for who serves them (unless that is who asks)."""
+        with self._lock:
+            self._ended = True
+            channels = dict(self._channels)
+        for channel in channels.values():
+            if channel is not None:
+                channel.close()
+        until = time.monotonic() + _FAREWELL_S
+        others = channels.keys() - {threading.current_thread()}
+        for thread in others:
+            thread.join(max(0.0, until - time.monotonic()))
+        still = sum(thread.is_alive() for thread in others)
+        if still:
+            log.warning("the work of %d connections goes on %g s after they were ended", still, _FAREWELL_S)
+
+    def _run(
+        self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None
+    ) -> None:
+        me = threading.current_thread()
+        channel: FramedChannel | None = None
+        try:
+            channel = accepted()
+            try:
+                if stranger is not None:
+                    channel.on_proven = stranger.proven
+                with self._lock:
+                    self._channels[me] = channel
+                    ended = self._ended
+                if not ended:
+                    self._serve(channel)
+            finally:
+                channel.close()
+        except (PeerStoreError, OSError) as error:
+            known = stranger is None or (channel is not None and channel.is_proven)
+            log.log(logging.INFO if known else logging.DEBUG, "the connection of %s ended: %s", peer, error)
+        except Exception:  # one connection's trouble is nobody else's
+            log.exception("the connection of %s ended unexpectedly", peer)
+        finally:
+            if stranger is not None:
+                stranger.leave()
+            with self._lock:
+                self._channels.pop(me, None)
+
+
+MAX_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED_PER_HOST = 8
+"""Of one address. More than that are let in for a moment, as when many nodes behind one address start together."""
+_SHARE = 8
+"""Strangers have at most this part of the files that the process may open."""
+_GRACE_S = 1.0
+"""Nobody gives way who came less than this ago: whoever is honest needs a few milliseconds."""
+_SAY_EVERY_S = 60.0
+
+
+class UnauthenticatedConnection:
+    """One connection that has proven nothing yet."""
+
+    def __init__(self, admission: ConnectionAdmission, sock: socket.socket, host: str, now: float) -> None:
+        self.host = host
+        self.since = now
+        self._admission = admission
+        # Its own descriptor: who serves the connection may close his, and the number would be somebody else's then.
+        self._sock = socket.socket(fileno=os.dup(sock.fileno()))
+
+    def proven(self) -> None:
+        """It has shown who it is: it has no deadline any more, and takes nobody's place. Doing it again is fine."""
+        self._admission._leaves(self)
+
+    leave = proven
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class ConnectionAdmission:
+    """The strangers of one listener. ``enter`` and ``sweep`` are for the thread that accepts, the rest for any."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        strangers: int = MAX_UNAUTHENTICATED,
+        of_one: int = MAX_UNAUTHENTICATED_PER_HOST,
+        within_s: float = AUTHENTICATION_TIMEOUT_S,
+        limit: Callable[[], int] = daemon_process.open_file_limit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._most = max(2, min(strangers, limit() // _SHARE))
+        self._of_one = of_one
+        self._within_s = within_s
+        self._clock = clock
+        self._fewer = threading.Condition()
+        self._strangers: dict[UnauthenticatedConnection, None] = {}
+        """In the order in which they came."""
+        self._closed = False
+        self._turned_away: Counter[str] = Counter()
+        self._said_at = float("-inf")
+
+    def enter(self, sock: socket.socket, host: str) -> UnauthenticatedConnection | None:
+        """A place for this connection, waiting for one if there is none; ``None`` when the listener is being closed."""
+        with self._fewer:
+            while not self._closed:
+                left_s = self._make_room(host)
+                if left_s <= 0:
+                    try:
+                        found = UnauthenticatedConnection(self, sock, host, self._clock())
+                    except OSError as error:  # no descriptor is left
+                        self._say(host, str(error))
+                        return None
+                    self._strangers[found] = None
+                    return found
+                self._fewer.wait(left_s)
+            return None
+
+    def sweep(self) -> float | None:
+        """End those whose time is over; when to come again, in seconds (``None``: when somebody new is there)."""
+        with self._fewer:
+            now = self._clock()
+            for one in [one for one in self._strangers if now - one.since >= self._within_s]:
+                self._give_way(one, f"nothing was proven within {self._within_s:g} s")
+            return next((max(0.01, one.since + self._within_s - now) for one in self._strangers), None)
+
+    def close(self) -> None:
+        """End all strangers."""
+        with self._fewer:
+            self._closed = True
+            for one in list(self._strangers):
+                self._drop(one)
+
+    def turned_away(self, why: str, host: str = "") -> None:
+        """Of a connection that the listener did not take, for another reason than those here."""
+        with self._fewer:
+            self._say(host, why)
+
+    def __len__(self) -> int:
+        with self._fewer:
+            return len(self._strangers)
+
+    # -- with the lock ------------------------------------------------------------------------------------------------
+
+    def _make_room(self, host: str) -> float:
+        """0 when there is room for one more of this address, else for how long there will be none."""
+        now, counted = self._clock(), Counter(one.host for one in self._strangers)
+        if counted[host] >= self._of_one:
+            mine = next(one for one in self._strangers if one.host == host)
+            if now - mine.since >= _GRACE_S:
+                self._give_way(mine, "its address has too many connections that prove nothing")
+        if len(self._strangers) < self._most:
+            return 0.0
+        crowd, count = counted.most_common(1)[0]
+        oldest = next(one for one in self._strangers if one.host == crowd)
+        crowds = crowd != host and count > self._of_one
+        if crowds or now - oldest.since >= _GRACE_S:
+            self._give_way(oldest, "too many connections prove nothing")
+            return 0.0
+        return oldest.since + _GRACE_S - now
+
+    def _give_way(self, one: UnauthenticatedConnection, why: str) -> None:
+        self._drop(one)
+        self._say(one.host, why)
+
+    def _drop(self, one: UnauthenticatedConnection) -> None:
+        del self._strangers[one]
+        one._end()
+        self._fewer.notify_all()
+
+    def _leaves(self, one: UnauthenticatedConnection) -> None:
+        with self._fewer:
+            if one in self._strangers:
+                del self._strangers[one]
+                one._sock.close()
+                self._fewer.notify_all()
+
+    def _say(self, host: str, why: str) -> None:
+        """One line a minute: a log must not grow by what strangers do."""
+        self._turned_away[host] += 1
+        now = self._clock()
+        if now - self._said_at < _SAY_EVERY_S:
+            return
+        most, of_most = self._turned_away.most_common(1)[0]
+        log.warning(
+            "%s: %d connections were turned away or ended, %d of them from %s; the last one: %s",
+            self._name,
+            self._turned_away.total(),
+            of_most,
+            most or "nobody knows where",
+            why,
+        )
+        self._said_at = now
+        self._turned_away.clear()

@@ -1,4 +1,4 @@
-"""Encrypted connections between agents that trust one certificate authority."""
+"""TLS stream and channel. Imported only when TLS is configured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from peerstore.errors import PeerRefusedError, PeerUnreachableError
-from peerstore.transport.framing import FramedChannel
-from peerstore.transport.seam import FileSlice
-from peerstore.transport.sockets import wait_for
+from peerstore.transport.base import FileSlice
+from peerstore.transport.framing import FramedChannel, wait_until_ready
 
 T = TypeVar("T")
 _RECORD_BYTES = 16 << 10
@@ -24,7 +23,7 @@ _FAREWELL_S = 5.0
 
 
 class TlsStream:
-    """A :class:`~peerstore.transport.framing.Stream` over TLS.
+    """A :class:`~peerstore.transport.framing.ByteStream` over TLS.
 
     OpenSSL does not let two threads into one connection, so each call holds a lock, but never while it waits.
     """
@@ -94,7 +93,7 @@ class TlsStream:
         with contextlib.suppress(OSError, PeerUnreachableError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
             while True:
-                wait_for(self._sock.fileno(), select.POLLIN, deadline - time.monotonic())
+                wait_until_ready(self._sock.fileno(), select.POLLIN, deadline - time.monotonic())
                 if not socket.socket.recv(self._sock, _RECORD_BYTES):
                     return
 
@@ -111,7 +110,7 @@ class TlsStream:
                 raise _failure(error) from error
             except OSError as error:
                 raise PeerUnreachableError(str(error)) from error
-            wait_for(self._sock.fileno(), events, patience())
+            wait_until_ready(self._sock.fileno(), events, patience())
 
 
 class TlsChannel(FramedChannel):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.arena import Arena, MemfdArena, TmpfsArena
 from peerstore.errors import ArenaFullError, ShardDamagedError
-from peerstore.pages import Mapping, closing
+from peerstore.store.arena import Arena, FileMapping, MemfdArena, TmpfsArena, closing_fd
 from tests.support.stores import flip, store_directory
 
 
@@ -53,12 +52,12 @@ def test_a_slot_has_exactly_the_size_asked_for(arena, size):
 def test_a_slot_is_opened_for_reading_or_for_writing_too(arena):
     arena.create("slot.a", 8192)
     with (
-        closing(arena.open("slot.a", writable=True)) as fd,
-        Mapping(fd, 8192, writable=True) as mapping,
+        closing_fd(arena.open("slot.a", writable=True)) as fd,
+        FileMapping(fd, 8192, writable=True) as mapping,
         mapping.view as view,
     ):
         view[:5] = b"hello"
-    with closing(arena.open("slot.a")) as fd:
+    with closing_fd(arena.open("slot.a")) as fd:
         assert os.pread(fd, 5, 0) == b"hello"
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(fd, b"other", 0)
@@ -68,7 +67,7 @@ def test_a_slot_is_opened_for_reading_or_for_writing_too(arena):
 def test_who_has_a_slot_open_keeps_it_when_it_is_removed(arena):
     arena.create("slot.a", 8192)
     write(arena.path("slot.a"), b"kept")
-    with closing(arena.open("slot.a")) as fd:
+    with closing_fd(arena.open("slot.a")) as fd:
         arena.remove("slot.a")
         arena.create("slot.b", 8192)
         write(arena.path("slot.b"), b"next")
@@ -294,5 +293,5 @@ def test_the_path_of_a_removed_slot_leads_nowhere(arena):
     arena.remove("old")
     for number in range(8):
         arena.create(f"new{number}", 4096)
-    with pytest.raises((OSError, ValueError)), closing(os.open(path, os.O_RDWR)) as fd:
-        Mapping(fd, 4096, writable=True)
+    with pytest.raises((OSError, ValueError)), closing_fd(os.open(path, os.O_RDWR)) as fd:
+        FileMapping(fd, 4096, writable=True)

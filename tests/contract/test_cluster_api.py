@@ -8,11 +8,16 @@ import pytest
 from botocore.loaders import JSONFileLoader
 from botocore.stub import Stubber
 
-from integration.hyperpod.cluster.api import Clusters, region_of
-from integration.hyperpod.cluster.flag import Mode, TieredStorageConfig, flag_at
+from integration.hyperpod.cluster.tiered_storage_config import (
+    HyperPodClusterApi,
+    TieredStorageConfig,
+    TieredStorageMode,
+    read_tiered_storage_config,
+    region_of_arn,
+)
 from tests.support.sagemaker_api import ARN, SageMaker, serving
-from tieredckpt.cli import groups
-from tieredckpt.cli.exits import CommandError, Exit
+from tieredckpt import cli
+from tieredckpt.cli.exit_codes import CommandError, ExitCode
 
 ON = {"Mode": "Enable", "InstanceMemoryAllocationPercentage": 30}
 
@@ -54,13 +59,13 @@ def cluster(capsys):
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch):
     """The command, wherever this package is installed from."""
-    from integration.hyperpod.cluster.command import cluster
+    from integration.hyperpod.cluster.cluster_cli import cluster_group
 
-    found = groups.Commands.get_command
+    found = cli.LazyCommandGroup.get_command
     monkeypatch.setattr(
-        groups.Commands,
+        cli.LazyCommandGroup,
         "get_command",
-        lambda self, ctx, name: cluster if name == "cluster" else found(self, ctx, name),
+        lambda self, ctx, name: cluster_group if name == "cluster" else found(self, ctx, name),
     )
 
 
@@ -118,7 +123,7 @@ def test_what_show_prints_is_what_agents_read(cluster, tmp_path):
     code, out, _ = cluster(SageMaker(TieredStorageConfig=ON), "show", "--json", name=ARN)
     assert code == 0
     (tmp_path / "cluster.json").write_text(out)
-    assert flag_at(tmp_path / "cluster.json") == TieredStorageConfig(Mode.ENABLE, 30)
+    assert read_tiered_storage_config(tmp_path / "cluster.json") == TieredStorageConfig(TieredStorageMode.ENABLE, 30)
     _, out, _ = cluster(SageMaker(), "show")
     assert "off: nothing is kept" in out
 
@@ -126,11 +131,15 @@ def test_what_show_prints_is_what_agents_read(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("refusal", "code", "words"),
     [
-        ((400, "AccessDeniedException", "User is not authorized"), Exit.REFUSED, "sagemaker:DescribeCluster"),
-        ((403, "UnrecognizedClientException", "The security token is invalid"), Exit.REFUSED, "get-caller-identity"),
-        ((400, "ValidationException", "no"), Exit.USAGE, "no"),
-        ((400, "ConflictException", "busy"), Exit.FAILED, "InService"),
-        ((400, "ResourceLimitExceeded", "full"), Exit.FAILED, "full"),
+        ((400, "AccessDeniedException", "User is not authorized"), ExitCode.REFUSED, "sagemaker:DescribeCluster"),
+        (
+            (403, "UnrecognizedClientException", "The security token is invalid"),
+            ExitCode.REFUSED,
+            "get-caller-identity",
+        ),
+        ((400, "ValidationException", "no"), ExitCode.USAGE, "no"),
+        ((400, "ConflictException", "busy"), ExitCode.FAILED, "InService"),
+        ((400, "ResourceLimitExceeded", "full"), ExitCode.FAILED, "full"),
     ],
 )
 def test_refusals_are_told_apart(cluster, refusal, code, words):
@@ -144,27 +153,27 @@ def test_refusals_are_told_apart(cluster, refusal, code, words):
 
 def test_a_cluster_that_is_not_there_and_a_name_that_cannot_be(cluster):
     code, _, err = cluster(SageMaker(), "enable", "--percent", 30, name="other")
-    assert code == Exit.NOT_FOUND
+    assert code == ExitCode.NOT_FOUND
     assert "there is no cluster other" in err
     code, _, err = cluster(SageMaker(), "show", name="_")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
 
 
 def test_without_credentials_or_region(cluster, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     code, _, err = cluster(SageMaker(), "show")
-    assert code == Exit.REFUSED
+    assert code == ExitCode.REFUSED
     assert "credentials" in err
     assert "aws sso login" in err
     code, _, err = cluster(SageMaker(), "show", "--profile", "absent")
-    assert code == Exit.REFUSED
+    assert code == ExitCode.REFUSED
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     code, _, err = cluster(SageMaker(), "show")
-    assert code == Exit.USAGE
+    assert code == ExitCode.USAGE
     assert "--region" in err
-    assert region_of(ARN) == "us-west-2"
-    assert region_of("ml") is None
+    assert region_of_arn(ARN) == "us-west-2"
+    assert region_of_arn("ml") is None
 
 
 def test_nobody_answers(capsys, monkeypatch):
@@ -172,18 +181,18 @@ def test_nobody_answers(capsys, monkeypatch):
     from tieredckpt.cli import main
 
     code = main(["cluster", "show", "--cluster", "ml", "--endpoint-url", "http://127.0.0.1:9", "--json"])
-    assert code == Exit.UNAVAILABLE
+    assert code == ExitCode.UNAVAILABLE
     assert json.loads(capsys.readouterr().out)["error"]["exit"] == 5
 
 
 def test_words_that_make_no_sense_are_usage(cluster, capsys, tmp_path):
     from tieredckpt.cli import main
 
-    assert cluster(SageMaker(), "enable")[0] == Exit.USAGE
-    assert cluster(SageMaker(), "enable", "--percent", 0)[0] == Exit.USAGE
-    assert cluster(SageMaker(NodeRecovery=None), "enable", "--percent", 30)[0] == Exit.USAGE
-    assert main(["cluster", "show"]) == Exit.USAGE
-    assert main(["cluster", "show", "--file", str(tmp_path / "absent")]) == Exit.USAGE
+    assert cluster(SageMaker(), "enable")[0] == ExitCode.USAGE
+    assert cluster(SageMaker(), "enable", "--percent", 0)[0] == ExitCode.USAGE
+    assert cluster(SageMaker(NodeRecovery=None), "enable", "--percent", 30)[0] == ExitCode.USAGE
+    assert main(["cluster", "show"]) == ExitCode.USAGE
+    assert main(["cluster", "show", "--file", str(tmp_path / "absent")]) == ExitCode.USAGE
     assert "AWS's guide asks for 20" in cluster(SageMaker(), "enable", "--percent", 10)[2]
 
 
@@ -202,9 +211,9 @@ class Clock:
 def test_waiting_until_it_is_so(keeps):
     aws, clock = SageMaker(), Clock()
     aws.keeps = keeps
-    wanted = TieredStorageConfig(Mode.ENABLE, 30)
+    wanted = TieredStorageConfig(TieredStorageMode.ENABLE, 30)
     with serving(aws) as url:
-        clusters = Clusters(endpoint_url=url)
+        clusters = HyperPodClusterApi(endpoint_url=url)
         clusters.update("ml", {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"})
         aws.updating = ["Updating", "Updating", "SystemUpdating"]
         if keeps:
@@ -219,10 +228,10 @@ def test_waiting_until_it_is_so(keeps):
 def test_waiting_ends_when_time_is_up():
     aws, clock = SageMaker(ClusterStatus="Updating"), Clock()
     with serving(aws) as url, pytest.raises(CommandError, match="still Updating after 60 s") as late:
-        Clusters(endpoint_url=url).wait(
-            "ml", TieredStorageConfig(Mode.ENABLE, 30), timeout_s=60, sleep=clock.sleep, clock=clock
+        HyperPodClusterApi(endpoint_url=url).wait(
+            "ml", TieredStorageConfig(TieredStorageMode.ENABLE, 30), timeout_s=60, sleep=clock.sleep, clock=clock
         )
-    assert late.value.code is Exit.UNAVAILABLE
+    assert late.value.code is ExitCode.UNAVAILABLE
 
 
 def test_botocores_own_double_takes_the_requests():
@@ -232,7 +241,7 @@ def test_botocores_own_double_takes_the_requests():
         stub.add_response("describe_cluster", answer, {"ClusterName": "ml"})
         request = {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"}
         stub.add_response("update_cluster", {"ClusterArn": ARN}, request)
-        clusters = Clusters(client=client)
-        assert clusters.describe("ml").flag == TieredStorageConfig(Mode.ENABLE, 30)
+        clusters = HyperPodClusterApi(client=client)
+        assert clusters.describe("ml").flag == TieredStorageConfig(TieredStorageMode.ENABLE, 30)
         clusters.update("ml", request)
         stub.assert_no_pending_responses()

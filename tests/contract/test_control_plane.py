@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from elastic.control.plane import Dismissed, Notice, Progress, Want
-from elastic.errors import ControlLostError, DeadlineError, ElasticError, GaveUpError, StaleEpochError
+from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankProgress
+from elastic.errors import (
+    ControlDeadlineError,
+    ControlPlaneUnavailableError,
+    ElasticError,
+    JobFailedError,
+    StaleEpochError,
+)
 from tests.support.hyperpod_double import agent_job
 from tests.support.launched_jobs import launched_job, process_level_job
 from tests.support.neighbours import until
@@ -53,7 +59,7 @@ def next_world(job: Job, seats: list[Any], *, size: int | None = None) -> list[A
     if not job.starts_anew:
         return all_ready(seats)
     for seat in seats:
-        with pytest.raises(GaveUpError, match="whoever started it has to start the next one"):
+        with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
             seat.ready(timeout_s=PATIENCE_S)
     return all_ready(job.again(size or len(seats)))
 
@@ -63,7 +69,7 @@ def assert_left_over(job: Job, seat: Any, coming: Future[Any]) -> None:
     if job.ends_leftovers:
         assert not coming.done()
         job.lose(seat)  # the operator ends its pod
-        assert isinstance(coming.exception(PATIENCE_S), ControlLostError)
+        assert isinstance(coming.exception(PATIENCE_S), ControlPlaneUnavailableError)
     else:
         assert isinstance(coming.exception(PATIENCE_S), Dismissed)
 
@@ -109,7 +115,7 @@ def test_nothing_is_wanted_of_a_world_that_is_well(start):
 
 def test_a_wait_for_a_world_ends_in_time(start):
     job = start(2)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(ControlDeadlineError):
         job.seats[0].ready(timeout_s=0.01)
     assert [place.world_size for place in all_ready(job.seats)] == [2, 2]
 
@@ -174,7 +180,7 @@ def test_one_that_came_is_in_the_next_world(start):
     newcomer = job.join()
     coming = at_once(lambda: newcomer.ready(timeout_s=PATIENCE_S))
     job.resize(2)
-    until(lambda: wants(job.seats[0]) is Want.RESIZE)
+    until(lambda: wants(job.seats[0]) is NoticeKind.RESIZE)
     _seal_all(job.seats[:1], 7)
     places = [*all_ready(job.seats[:1]), *results(coming)]
     assert [place.world_size for place in places] == [2, 2]
@@ -188,7 +194,7 @@ def test_a_later_notice_replaces_an_earlier_one_and_pauses_stay(start):
     until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
     waiting = at_once(*(lambda s=seat: s.pause(5) for seat in job.seats[:2]))
     job.stop()
-    until(lambda: wants(job.seats[2]) is Want.STOP and "stopped" in job.seats[2].notice().reason)
+    until(lambda: wants(job.seats[2]) is NoticeKind.STOP and "stopped" in job.seats[2].notice().reason)
     assert results([*waiting, *at_once(lambda: job.seats[2].pause(6))]) == [6, 6, 6]
 
 
@@ -205,7 +211,7 @@ def test_who_is_lost_ends_the_wait_of_others(start):
     if job.starts_anew:
         places = all_ready(job.again(2))
     else:
-        until(lambda: all(wants(seat) is Want.RESTART for seat in job.seats[:2]))
+        until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.seats[:2]))
         places = all_ready(job.seats[:2])
     assert [place.world_size for place in places] == [2, 2]
 
@@ -215,11 +221,11 @@ def test_a_fault_is_told_to_all_and_runs_what_aborts(start):
     heard: dict[int, threading.Event] = {}
     for number, seat in enumerate(job.seats):
         heard[number] = threading.Event()
-        seat.on_broken(lambda notice, number=number: heard[number].set() if notice.want is Want.RESTART else None)
+        seat.on_broken(lambda notice, number=number: heard[number].set() if notice.want is NoticeKind.RESTART else None)
     before = all_ready(job.seats)
     job.seats[0].fault("its loss is not finite")
     assert all(event.wait(PATIENCE_S) for event in heard.values())
-    until(lambda: all(wants(seat) is Want.RESTART for seat in job.seats))
+    until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.seats))
     with pytest.raises(StaleEpochError):
         job.seats[1].pause(3)
     after = next_world(job, job.seats)
@@ -239,8 +245,8 @@ def test_who_comes_late_to_a_broken_epoch_is_told(start):
     job = start(2)
     all_ready(job.seats)
     job.seats[0].fault("lost")
-    until(lambda: wants(job.seats[1]) is Want.RESTART)
-    heard: list[Notice] = []
+    until(lambda: wants(job.seats[1]) is NoticeKind.RESTART)
+    heard: list[ControlNotice] = []
     job.seats[1].on_broken(heard.append)
     until(lambda: heard)
 
@@ -250,13 +256,13 @@ def test_a_closed_rank_is_a_lost_rank(start):
     if job.starts_anew:  # and has no spares: it sees that a process has ended, ends the others and starts all
         places = all_ready(job.seats)
         job.lose(job.seats[1])
-        with pytest.raises((GaveUpError, StaleEpochError)):
+        with pytest.raises((JobFailedError, StaleEpochError)):
             job.seats[0].ready(timeout_s=PATIENCE_S)
         assert [place.rank for place in all_ready(job.again(2))] == [place.rank for place in places]
         return
     places = results(at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats[:2])))
     job.seats[1].close()
-    until(lambda: wants(job.seats[0]) is Want.RESTART)
+    until(lambda: wants(job.seats[0]) is NoticeKind.RESTART)
     after = all_ready([job.seats[0], job.seats[2]])
     assert {place.world_size for place in after} == {2}
     assert after[0].rank == places[0].rank
@@ -269,7 +275,7 @@ def test_who_ignores_a_resize_is_lost(start):
     until(lambda: wants(job.seats[0]) is not None)
     good = job.seats[0]
     if job.starts_anew or job.ends_leftovers:  # by the platform alone
-        with pytest.raises(DeadlineError):
+        with pytest.raises(ControlDeadlineError):
             good.pause(2, timeout_s=1.0)
         job.lose(job.seats[1])
         with pytest.raises(StaleEpochError):
@@ -289,7 +295,7 @@ def test_who_ignores_a_resize_is_lost(start):
 def test_a_rank_asks_for_a_change(start):
     job = start(2)
     all_ready(job.seats)
-    job.seats[1].request(Want.RESIZE, "half is enough", nodes=1)
+    job.seats[1].request(NoticeKind.RESIZE, "half is enough", nodes=1)
     until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
     assert "half is enough" in job.seats[0].notice().reason
 
@@ -297,7 +303,7 @@ def test_a_rank_asks_for_a_change(start):
 def test_a_rank_whose_machine_goes_away_is_not_in_the_next_world(start):
     job = start(2)
     all_ready(job.seats)
-    job.seats[0].request(Want.RESIZE, "asked back", deadline_s=60.0)
+    job.seats[0].request(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
     until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
     assert 0 < job.seats[1].notice().deadline_s <= 60.0
     _seal_all(job.seats, 4)
@@ -310,7 +316,7 @@ def test_a_rank_whose_machine_goes_away_is_not_in_the_next_world(start):
     if job.ends_leftovers:  # with its pod, which the operator does not count any more
         (goes,) = coming_back(job.seats[:1])
         job.lose(job.seats[0])
-        assert isinstance(goes.exception(PATIENCE_S), (ControlLostError, StaleEpochError))
+        assert isinstance(goes.exception(PATIENCE_S), (ControlPlaneUnavailableError, StaleEpochError))
         assert job.seats[1].ready(timeout_s=PATIENCE_S).world_size == 1
         return
     stays, goes = at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in reversed(job.seats)))
@@ -323,9 +329,9 @@ def test_after_a_stop_there_is_no_next_world(start):
     job = start(2)
     all_ready(job.seats)
     for seat in job.seats:
-        seat.progress(Progress(3))
+        seat.progress(RankProgress(3))
     job.stop()
-    until(lambda: all(wants(seat) is Want.STOP for seat in job.seats))
+    until(lambda: all(wants(seat) is NoticeKind.STOP for seat in job.seats))
     _seal_all(job.seats, 4)
     for one in at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats)):
         with pytest.raises(Dismissed):

@@ -1,4 +1,6 @@
-"""What every :class:`tieredckpt.device.Device` promises: without a device, late ones, and what torch reports."""
+"""What every :class:`tieredckpt.tensors.device.DeviceBackend` promises: without a device, late ones, and what torch
+reports.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,32 @@ import torch
 
 from tests.support.late_device import POISON, LateDevice
 from tests.support.late_staging import laid, slot
-from tieredckpt.copying import Copier
-from tieredckpt.device import Accelerator, Copy, Device, NoDevice, accelerator, installed, work_so_far
-from tieredckpt.staging_buffers import StagingBuffers
+from tieredckpt.tensors.device import (
+    AcceleratorBackend,
+    CpuBackend,
+    DeviceBackend,
+    DeviceCopy,
+    accelerator,
+    record_device_work,
+    use_device_backend,
+)
+from tieredckpt.tensors.slot_copy import Copier, StagingBuffers
 
 ELEMENTS = 100_000
 REAL = accelerator()
-KINDS = [NoDevice, LateDevice, *([lambda: REAL] if isinstance(REAL, Accelerator) else [])]
+KINDS = [CpuBackend, LateDevice, *([lambda: REAL] if isinstance(REAL, AcceleratorBackend) else [])]
 
 
 @pytest.fixture(params=KINDS, ids=["none", "late", "real"][: len(KINDS)])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with installed(request.param()) as device:
+def device(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
+    with use_device_backend(request.param()) as device:
         yield device
     if isinstance(device, LateDevice):
         device.close()
         assert (device.violations, device.races) == ([], [])
 
 
-def on(device: Device, tensor: torch.Tensor) -> torch.Tensor:
+def on(device: DeviceBackend, tensor: torch.Tensor) -> torch.Tensor:
     return device.put(tensor) if isinstance(device, LateDevice) else tensor.to(device.current())
 
 
@@ -42,8 +51,8 @@ def test_copies_both_ways_are_done_when_the_stream_is_synchronized(device):
     back = [torch.zeros(one.shape, dtype=one.dtype) for one in sources]
     stream = device.new_stream(place)
     stream.wait_stream(device.current_stream(place))
-    device.copy([Copy(*pair) for pair in zip(there, sources, strict=True)], stream)
-    device.copy([Copy(*pair) for pair in zip(back, there, strict=True)], stream)
+    device.copy([DeviceCopy(*pair) for pair in zip(there, sources, strict=True)], stream)
+    device.copy([DeviceCopy(*pair) for pair in zip(back, there, strict=True)], stream)
     stream.synchronize()
     for one, other in zip(sources, back, strict=True):
         assert torch.equal(one, other)
@@ -54,9 +63,9 @@ def test_a_stream_that_waits_for_another_s_event_finds_what_was_copied_there(dev
     source, there, back = torch.randn(ELEMENTS), on(device, torch.zeros(ELEMENTS)), torch.zeros(ELEMENTS)
     first, second = device.new_stream(place), device.new_stream(place)
     first.wait_stream(device.current_stream(place))
-    device.copy([Copy(there, source)], first)
+    device.copy([DeviceCopy(there, source)], first)
     second.wait_event(first.record_event())
-    device.copy([Copy(back, there)], second)
+    device.copy([DeviceCopy(back, there)], second)
     event = second.record_event()
     event.synchronize()
     assert event.query()
@@ -66,15 +75,15 @@ def test_a_stream_that_waits_for_another_s_event_finds_what_was_copied_there(dev
 def test_work_so_far_has_completed_once_it_was_waited_for_whoever_asks(device):
     place = device.current()
     source, there = torch.randn(ELEMENTS), on(device, torch.zeros(ELEMENTS))
-    device.copy([Copy(there, source)], device.current_stream(place))
-    work = work_so_far([there])
+    device.copy([DeviceCopy(there, source)], device.current_stream(place))
+    work = record_device_work([there])
     found = []
     thread = threading.Thread(target=lambda: (work.wait(), found.append(work.has_completed())))
     thread.start()
     thread.join()
     assert found == [True]
     device.synchronize(place)
-    assert work_so_far().has_completed()
+    assert record_device_work().has_completed()
 
 
 def contents() -> list[torch.Tensor]:
@@ -102,7 +111,7 @@ def test_a_device_is_filled_from_buffers_by_turns_bit_by_bit(device):
         for target, source in zip(there, sources, strict=True):
             part = buffers.next().tensor(0, source.dtype, source.shape)
             part.copy_(source)
-            buffers.send({place: [Copy(target, part)]})
+            buffers.send({place: [DeviceCopy(target, part)]})
         buffers.finish()
         for target, source in zip(there, sources, strict=True):
             assert torch.equal(target.cpu(), source)
@@ -164,8 +173,8 @@ def test_there_is_memory_to_account_for_and_to_give_back(device):
 
 def test_what_is_installed_is_asked_by_all_threads_until_the_block_ends():
     before = accelerator()
-    with installed(NoDevice()) as outer:
-        with installed(NoDevice()) as inner:
+    with use_device_backend(CpuBackend()) as outer:
+        with use_device_backend(CpuBackend()) as inner:
             found = []
             thread = threading.Thread(target=lambda: found.append(accelerator()))
             thread.start()
@@ -184,15 +193,15 @@ def test_a_broken_device_s_work_is_not_taken_for_done():
         def record_event(self):
             return Broken()
 
-    class BrokenDevice(NoDevice):
+    class BrokenDevice(CpuBackend):
         def place_of(self, tensor):
             return torch.device("cpu")
 
         def current_stream(self, place):
             return BrokenStream()
 
-    with installed(BrokenDevice()):
-        assert not work_so_far([torch.zeros(1)]).has_completed()
+    with use_device_backend(BrokenDevice()):
+        assert not record_device_work([torch.zeros(1)]).has_completed()
 
 
 # -- the late devices are what they say --------------------------------------------------------------------------
@@ -200,7 +209,7 @@ def test_a_broken_device_s_work_is_not_taken_for_done():
 
 @pytest.fixture
 def late() -> Iterator[LateDevice]:
-    with installed(LateDevice(seed=1)) as device:
+    with use_device_backend(LateDevice(seed=1)) as device:
         yield device
 
 
@@ -213,7 +222,7 @@ def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
     late.register(target.data_ptr(), target.nbytes, late.current())
     stream = late.new_stream(late.current())
-    late.copy([Copy(target, source)], stream)
+    late.copy([DeviceCopy(target, source)], stream)
     assert set(target.numpy().tobytes()) == {POISON}
     late.reads([target])
     assert late.violations == ["memory is read that a device has not filled yet"]
@@ -225,8 +234,8 @@ def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_
 def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_the_bytes(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
     late.register(target.data_ptr(), target.nbytes, late.current())
-    late.copy([Copy(target, source)], late.current_stream(late.current()))
-    work, halves = work_so_far([source]), 0
+    late.copy([DeviceCopy(target, source)], late.current_stream(late.current()))
+    work, halves = record_device_work([source]), 0
     while not work.has_completed():
         halves += 0 < int((target == source).sum()) < ELEMENTS
     assert halves > 10
@@ -236,10 +245,10 @@ def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_th
 def test_late_memory_that_is_not_registered_is_copied_before_the_call_returns(late):
     source, target = late.put(torch.randn(ELEMENTS)), torch.zeros(ELEMENTS)
     stream = late.new_stream(late.current())
-    late.copy([Copy(target, source)], stream)
+    late.copy([DeviceCopy(target, source)], stream)
     assert torch.equal(target, source)
     given, there = target.clone(), late.put(torch.zeros(ELEMENTS))
-    late.copy([Copy(there, given)], stream)
+    late.copy([DeviceCopy(there, given)], stream)
     given.zero_()
     assert torch.equal(late.get(there), source)
 
@@ -249,7 +258,7 @@ def test_late_a_source_that_changes_before_its_copy_is_done_is_copied_as_it_is_t
     late.register(target.data_ptr(), target.nbytes, late.current())
     side = late.new_stream(late.current())
     side.wait_stream(late.current_stream(late.current()))
-    late.copy([Copy(target, source)], side)
+    late.copy([DeviceCopy(target, source)], side)
     late.launch(torch.Tensor.zero_, [source])  # and the compute stream does not wait for the copy
     assert late.races
     late.current_stream(late.current()).synchronize()
@@ -270,7 +279,7 @@ def test_late_a_registration_is_not_undone_under_a_copy_nor_is_memory_cut(late, 
             target = torch.frombuffer(mmap.mmap(file.fileno(), source.nbytes), dtype=torch.float32)
             late.violations.clear()
             assert not late.register(target.data_ptr(), target.nbytes, late.current())
-            late.copy([Copy(target, source)], stream)
+            late.copy([DeviceCopy(target, source)], stream)
             if action == "unregister":
                 late.unregister(target.data_ptr(), late.current())
                 stream.synchronize()
@@ -290,7 +299,7 @@ def test_late_a_tensor_that_ends_under_another_stream_s_copy_is_a_violation_unle
         source = late.put(torch.randn(ELEMENTS))
         if is_said:
             late.record_stream(source, side)
-        late.copy([Copy(target, source)], side)
+        late.copy([DeviceCopy(target, source)], side)
         del source
         side.synchronize()
         assert bool(late.violations) == (not is_said)

@@ -12,19 +12,30 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from peerstore.cluster.addresses import check_address, node_at
-from peerstore.cluster.discovery import HeadlessDns, StaticList, parse_discovery
-from peerstore.cluster.node_files import HYPERPOD_FILE, NodesFile, PodResourceConfig
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.topology import labels_from_kubernetes, read_labels
 from peerstore.errors import InvalidNameError, RequestError, UnavailableError
+from peerstore.membership.discovery import (
+    HYPERPOD_FILE,
+    HeadlessServiceDns,
+    MembersFile,
+    PodResourceConfig,
+    StaticMembers,
+    parse_discovery,
+)
+from peerstore.membership.topology import (
+    NodeId,
+    PeerNode,
+    labels_from_kubernetes,
+    load_node_labels,
+    node_from_ip,
+    validate_address,
+)
 from tests.support.examples import examples
 
 ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
 
 
-def plain(addresses=ADDRESSES) -> list[Node]:
-    return [Node(NodeId(one), f"{one}:7070") for one in sorted(addresses)]
+def plain(addresses=ADDRESSES) -> list[PeerNode]:
+    return [PeerNode(NodeId(one), f"{one}:7070") for one in sorted(addresses)]
 
 
 class Source:
@@ -85,7 +96,7 @@ class Dns(Source):
         return self.addresses
 
     def open(self):
-        return HeadlessDns("agents.svc", 7070, resolve=self.resolve, clock=lambda: 1e9)
+        return HeadlessServiceDns("agents.svc", 7070, resolve=self.resolve, clock=lambda: 1e9)
 
 
 SOURCES = {"static": Static, "file": File, "hyperpod": HyperPod, "dns": Dns}
@@ -151,8 +162,8 @@ def test_a_static_list_has_names_addresses_and_failure_domains():
     roster = parse_discovery("static:n2=host-2:7071, n1=[fd00::1]:7070/rack=r1/zone=a/b,").roster()
     assert roster.version == 1
     assert roster.nodes == (
-        Node(NodeId("n1"), "[fd00::1]:7070", (("rack", "r1"), ("zone", "a/b"))),
-        Node(NodeId("n2"), "host-2:7071"),
+        PeerNode(NodeId("n1"), "[fd00::1]:7070", (("rack", "r1"), ("zone", "a/b"))),
+        PeerNode(NodeId("n2"), "host-2:7071"),
     )
 
 
@@ -173,16 +184,16 @@ def test_a_static_list_has_names_addresses_and_failure_domains():
 )
 def test_what_is_wrong_with_a_list_names_the_entry(entry, says):
     with pytest.raises(RequestError, match="node '") as error:
-        StaticList(f"n1=host:7070,{entry}")
+        StaticMembers(f"n1=host:7070,{entry}")
     assert entry in str(error.value)
     assert says in str(error.value)
 
 
 def test_a_list_with_one_name_twice_or_no_name_is_refused():
     with pytest.raises(RequestError, match="'n1' is listed twice"):
-        StaticList("n1=a:1,n1=b:1")
+        StaticMembers("n1=a:1,n1=b:1")
     with pytest.raises(RequestError, match="without a node"):
-        StaticList(" , ")
+        StaticMembers(" , ")
 
 
 @pytest.mark.parametrize("text", ["", "static", "file:", "hyperpod:", "dns:", "etcd:host:1", "dns:a:b:c", "dns:name:x"])
@@ -197,7 +208,7 @@ def test_a_line_of_configuration_says_where_to_ask():
     with pytest.raises(UnavailableError, match=r"/nowhere/x\.json"):
         parse_discovery("hyperpod:/nowhere/x.json").roster()
     (local,) = parse_discovery("dns:127.0.0.1:7171").roster().nodes  # by the system's own resolver
-    assert local == Node(NodeId("127.0.0.1"), "127.0.0.1:7171")
+    assert local == PeerNode(NodeId("127.0.0.1"), "127.0.0.1:7171")
     assert parse_discovery("dns:127.0.0.1").roster().nodes[0].address == "127.0.0.1:7070"
 
 
@@ -208,8 +219,8 @@ def test_a_file_tells_labels_and_memory(tmp_path):
     path = tmp_path / "nodes.json"
     told = {"id": "n1", "address": "a:1", "labels": {"zone": "a", "rack": "r"}, "memory_bytes": 5}
     path.write_text(json.dumps({"version": 4, "nodes": [told]}))
-    roster = NodesFile(path).roster()
-    assert (roster.version, roster.nodes) == (4, (Node(NodeId("n1"), "a:1", (("rack", "r"), ("zone", "a")), 5),))
+    roster = MembersFile(path).roster()
+    assert (roster.version, roster.nodes) == (4, (PeerNode(NodeId("n1"), "a:1", (("rack", "r"), ("zone", "a")), 5),))
 
 
 @pytest.mark.parametrize(
@@ -230,14 +241,14 @@ def test_a_file_that_cannot_be_right_is_not_asked_again(tmp_path, told):
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps(told))
     with pytest.raises(RequestError, match=str(path)):
-        NodesFile(path).roster()
+        MembersFile(path).roster()
 
 
 @pytest.mark.parametrize("half", [b"", b"{", b'{"version": 1, "nodes": [{"id": "n1", "addr', b"\xff\xfe"])
 def test_a_half_written_file_is_unknown(tmp_path, half):
     path = tmp_path / "nodes.json"
     path.write_bytes(half)
-    for discovery in (NodesFile(path), PodResourceConfig(path)):
+    for discovery in (MembersFile(path), PodResourceConfig(path)):
         with pytest.raises(UnavailableError, match=str(path)):
             discovery.roster()
 
@@ -320,7 +331,7 @@ def test_whatever_the_file_holds_is_a_roster_or_unknown_or_wrong(told):
             roster = PodResourceConfig(path).roster()
         except (RequestError, UnavailableError):
             return
-    assert {one.id for one in roster.nodes} == {node_at(ip, 7070).id for ip in told["ips"]}
+    assert {one.id for one in roster.nodes} == {node_from_ip(ip, 7070).id for ip in told["ips"]}
 
 
 def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
@@ -349,7 +360,7 @@ def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
 
 def test_a_change_in_dns_has_the_time_it_was_seen_and_never_a_lower_version():
     answers, times = [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.3"], ["10.0.0.3"]], [100.0, 50.0]
-    discovery = HeadlessDns("x", resolve=lambda *_: answers.pop(0), clock=lambda: times.pop(0))
+    discovery = HeadlessServiceDns("x", resolve=lambda *_: answers.pop(0), clock=lambda: times.pop(0))
     assert [discovery.roster().version for _ in range(4)] == [1, 100_000, 100_001, 100_001]
 
 
@@ -359,11 +370,11 @@ def test_no_addresses_and_no_such_name_are_unknown():
 
     for resolve in (absent, lambda *_: []):
         with pytest.raises(UnavailableError, match="agents"):
-            HeadlessDns("agents", resolve=resolve).roster()
+            HeadlessServiceDns("agents", resolve=resolve).roster()
 
 
 def test_a_pod_with_addresses_of_both_families_is_one_node():
-    discovery = HeadlessDns("x", resolve=lambda *_: ["fd00::1", "10.0.0.1", "10.0.0.1"])
+    discovery = HeadlessServiceDns("x", resolve=lambda *_: ["fd00::1", "10.0.0.1", "10.0.0.1"])
     assert [one.id for one in discovery.roster().nodes] == ["10.0.0.1"]
 
 
@@ -372,12 +383,12 @@ def test_a_pod_with_addresses_of_both_families_is_one_node():
 
 def test_addresses():
     for good in ("host:1", "10.0.0.1:65535", "[::1]:7070", "a.b-c.svc:80"):
-        assert check_address(good) == good
+        assert validate_address(good) == good
     for bad in ("host", ":1", "host:", "host:+1", "host:१", "ho st:1", "::1:7070", "a/b:1"):
         with pytest.raises(RequestError):
-            check_address(bad)
+            validate_address(bad)
     with pytest.raises(RequestError, match="not an IP"):
-        node_at("host", 1)
+        node_from_ip("host", 1)
 
 
 LAYER = "topology.k8s.aws/network-node-layer-"
@@ -424,7 +435,7 @@ def test_a_label_that_is_no_name_is_refused():
 )
 def test_labels_stand_in_a_file(tmp_path, written):
     (tmp_path / "labels").write_text(written)
-    assert read_labels(f"file:{tmp_path}/labels") == (("rack", "nn-3"), ("zone", "a"))
+    assert load_node_labels(f"file:{tmp_path}/labels") == (("rack", "nn-3"), ("zone", "a"))
 
 
 @pytest.mark.parametrize(
@@ -445,10 +456,10 @@ def test_a_file_without_labels_is_told_by_name(tmp_path, written, said):
     if written is not None:
         path.write_bytes(written if isinstance(written, bytes) else written.encode())
     with pytest.raises(RequestError, match=said) as raised:
-        read_labels(f"file:{path}")
+        load_node_labels(f"file:{path}")
     assert str(path) in str(raised.value)
 
 
 def test_labels_may_be_written_out():
-    assert read_labels("zone=a,rack=r1") == (("rack", "r1"), ("zone", "a"))
-    assert read_labels("") == ()
+    assert load_node_labels("zone=a,rack=r1") == (("rack", "r1"), ("zone", "a"))
+    assert load_node_labels("") == ()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.kubernetes.cluster import Cluster, connected, jobs_in, pods_in, pods_of
-from integration.kubernetes.errors import AbsentError, ConflictError
+from integration.kubernetes.api_client import ApiServerClient, connected, jobs_in, pods_in, pods_of
+from integration.kubernetes.errors import ResourceConflictError, ResourceNotFoundError
 from integration.kubernetes.informer import Informer
-from integration.kubernetes.pods import Seat, pod_for
+from integration.kubernetes.pods import ReplicaSlot, build_pod
 from tests.support.kube_api import ImaginedApi, client_of
 from tests.support.kube_jobs import JOBS, ROOT
 from tests.support.kube_objects import job_object
@@ -24,12 +24,12 @@ pytest.importorskip("kubernetes.client")
 
 
 @pytest.fixture(scope="module", params=["imagined", pytest.param("real", marks=pytest.mark.system)])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServerClient]:
     with contextlib.ExitStack() as stack:
         if request.param == "imagined":
             api = stack.enter_context(ImaginedApi().started())
             api.forget_the_past()
-            yield Cluster(stack.enter_context(client_of(api.url)))
+            yield ApiServerClient(stack.enter_context(client_of(api.url)))
             return
         if reason := why_not():
             pytest.skip(reason)
@@ -44,13 +44,13 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def job(server: Cluster, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+def job(server: ApiServerClient, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     name = f"j{abs(hash(request.node.name)) % 10**8}"
     wanted = job_object(name)
     wanted["metadata"] = {"name": name, "namespace": "default"}
     made = server.ask("POST", JOBS, wanted)
     yield made
-    with contextlib.suppress(AbsentError):
+    with contextlib.suppress(ResourceNotFoundError):
         server.delete_job(made)
 
 
@@ -69,7 +69,7 @@ class Heard:
 
 
 def pod(job: dict[str, Any], index: int = 0) -> dict[str, Any]:
-    return pod_for(job, Seat("workers", index), nodes=2)
+    return build_pod(job, ReplicaSlot("workers", index), nodes=2)
 
 
 def names(items: list[dict[str, Any]]) -> list[str]:
@@ -77,7 +77,7 @@ def names(items: list[dict[str, Any]]) -> list[str]:
 
 
 def until_events(
-    server: Cluster, what: Any, since: str, count: int, kinds: Sequence[str] = ("ADDED", "DELETED")
+    server: ApiServerClient, what: Any, since: str, count: int, kinds: Sequence[str] = ("ADDED", "DELETED")
 ) -> list[tuple[str, str]]:
     """The first ``count`` of these kinds: a scheduler writes to pods, too."""
     found: list[tuple[str, str]] = []
@@ -91,21 +91,21 @@ def until_events(
     return found
 
 
-def test_a_status_is_written_once(server: Cluster, job: dict[str, Any]) -> None:
+def test_a_status_is_written_once(server: ApiServerClient, job: dict[str, Any]) -> None:
     written = server.write_status(job, {"restartCount": 1})
     assert int(written["metadata"]["resourceVersion"]) > int(job["metadata"]["resourceVersion"])
     assert written["status"]["restartCount"] == 1
-    with pytest.raises(ConflictError):
+    with pytest.raises(ResourceConflictError):
         server.write_status(job, {"restartCount": 2})
-    with pytest.raises(ConflictError):
+    with pytest.raises(ResourceConflictError):
         server.confirm(job)
     server.confirm(written)
 
 
-def test_a_pod_is_made_once_and_only_this_very_one_goes(server: Cluster, job: dict[str, Any]) -> None:
+def test_a_pod_is_made_once_and_only_this_very_one_goes(server: ApiServerClient, job: dict[str, Any]) -> None:
     made = server.create_pod(pod(job))
     assert made["metadata"]["uid"]
-    with pytest.raises(ConflictError):
+    with pytest.raises(ResourceConflictError):
         server.create_pod(pod(job))
     server.delete_pod({"metadata": {**made["metadata"], "uid": "another"}})
     assert names(server.pods("default", job["metadata"]["name"])) == names([made])
@@ -114,7 +114,7 @@ def test_a_pod_is_made_once_and_only_this_very_one_goes(server: Cluster, job: di
     server.delete_pod(made)
 
 
-def test_a_list_and_what_a_watch_says_after_it(server: Cluster, job: dict[str, Any]) -> None:
+def test_a_list_and_what_a_watch_says_after_it(server: ApiServerClient, job: dict[str, Any]) -> None:
     before, revision = server.list_all(pods_in("default"))
     made = server.create_pod(pod(job))
     second = server.create_pod(pod(job, 1))
@@ -127,7 +127,7 @@ def test_a_list_and_what_a_watch_says_after_it(server: Cluster, job: dict[str, A
     assert int(later) > int(revision) >= max([0, *(int(one["metadata"]["resourceVersion"]) for one in before)])
 
 
-def test_what_goes_has_a_newer_version_than_it_ever_had(server: Cluster, job: dict[str, Any]) -> None:
+def test_what_goes_has_a_newer_version_than_it_ever_had(server: ApiServerClient, job: dict[str, Any]) -> None:
     made = server.create_pod(pod(job))
     server.delete_pod(made, grace_s=0)
     with server.watch(pods_in(""), made["metadata"]["resourceVersion"], 30) as events:
@@ -136,13 +136,13 @@ def test_what_goes_has_a_newer_version_than_it_ever_had(server: Cluster, job: di
     assert int(gone["object"]["metadata"]["resourceVersion"]) > int(made["metadata"]["resourceVersion"])
 
 
-def test_a_watch_of_jobs(server: Cluster, job: dict[str, Any]) -> None:
+def test_a_watch_of_jobs(server: ApiServerClient, job: dict[str, Any]) -> None:
     server.write_status(job, {"restartCount": 1})
     found = until_events(server, jobs_in(""), job["metadata"]["resourceVersion"], 1, ["MODIFIED"])
     assert found == [("MODIFIED", job["metadata"]["name"])]
 
 
-def test_a_watch_from_too_long_ago(server: Cluster, request: pytest.FixtureRequest) -> None:
+def test_a_watch_from_too_long_ago(server: ApiServerClient, request: pytest.FixtureRequest) -> None:
     if "imagined" not in request.node.name:
         pytest.skip("a real server forgets after minutes, and many changes")
     heard = Heard()
@@ -154,6 +154,6 @@ def test_a_watch_from_too_long_ago(server: Cluster, request: pytest.FixtureReque
     assert heard.lists == 2, "all is listed again"
 
 
-def test_what_is_not_there(server: Cluster) -> None:
-    with pytest.raises(AbsentError):
+def test_what_is_not_there(server: ApiServerClient) -> None:
+    with pytest.raises(ResourceNotFoundError):
         server.job("default", "no-such-job")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control.leadership import LeaderRecord, Leadership, leadership_at
-from elastic.control.testing import MemoryLeadership
-from elastic.errors import ControlLostError, RefusedError
+from elastic.control.leader_election import LeaderRecord, LeaderRecordStore, open_leader_record
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
+from elastic.testing import MemoryLeadership
 from tests.support import leadership_contract as contract
 
 
 class Place:
-    def __init__(self, open_one: Callable[[], Leadership], delete: Callable[[], None]) -> None:
+    def __init__(self, open_one: Callable[[], LeaderRecordStore], delete: Callable[[], None]) -> None:
         self.open, self.delete = open_one, delete
 
 
@@ -27,7 +27,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         memory = MemoryLeadership()
         return Place(lambda: memory, lambda: setattr(memory, "record", None))
     path = tmp_path / "who leads"
-    return Place(lambda: leadership_at(f"file://{tmp_path}/who%20leads?lease=2.5"), path.unlink)
+    return Place(lambda: open_leader_record(f"file://{tmp_path}/who%20leads?lease=2.5"), path.unlink)
 
 
 def test_it_keeps_what_is_written(place: Place) -> None:
@@ -48,7 +48,7 @@ def test_one_of_many_writes_at_a_time(place: Place) -> None:
 
 def count(url: str, times: int) -> None:
     """In a process of its own."""
-    place = leadership_at(url)
+    place = open_leader_record(url)
     done = 0
     while done < times:
         record = place.read()
@@ -58,7 +58,7 @@ def count(url: str, times: int) -> None:
 
 def test_a_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/leader"
-    place = leadership_at(url)
+    place = open_leader_record(url)
     place.write(LeaderRecord("", 0), None)
     context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
     processes = [context.Process(target=count, args=(url, 50)) for _ in range(3)]
@@ -71,13 +71,13 @@ def test_a_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_record_is_unknown_and_not_nobody(tmp_path: Path) -> None:
-    place = leadership_at(f"file://{tmp_path}/leader")
+    place = open_leader_record(f"file://{tmp_path}/leader")
     (tmp_path / "leader").write_text('{"holder": 7}')
-    with pytest.raises(ControlLostError, match="does not say who leads"):
+    with pytest.raises(ControlPlaneUnavailableError, match="does not say who leads"):
         place.read()
     (tmp_path / "leader").unlink()
     os.mkfifo(tmp_path / "leader")
-    with pytest.raises(ControlLostError):
+    with pytest.raises(ControlPlaneUnavailableError):
         place.read()
 
 
@@ -85,10 +85,10 @@ def test_a_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(RefusedError, match="nobody else can write to"):
-        leadership_at(f"file://{folder}/leader").read()
+    with pytest.raises(ControlPlaneRefusedError, match="nobody else can write to"):
+        open_leader_record(f"file://{folder}/leader").read()
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="No such file or directory"):
-        leadership_at(f"file://{tmp_path}/away/leader").read()
+    with pytest.raises(ControlPlaneRefusedError, match="No such file or directory"):
+        open_leader_record(f"file://{tmp_path}/away/leader").read()

@@ -13,12 +13,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.object_store_contract import ObjectStoreContract, Opener
 from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
-from tieredckpt.durable.account import Account, S3Options
-from tieredckpt.durable.cloud import CloudBackend
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.reliable import ReliableStore
-from tieredckpt.durable.retry import Retry
-from tieredckpt.durable.store import Capabilities
+from tieredckpt.durable.object_backend import RetryPolicy
+from tieredckpt.durable.object_store import StoreCapabilities
+from tieredckpt.durable.obstore_backend import ObstoreBackend
+from tieredckpt.durable.retrying_store import RetryingStore, open_store
+from tieredckpt.durable.s3 import S3Account, S3Options
 from tieredckpt.settings import DurableSettings
 
 
@@ -49,8 +48,8 @@ def file(request: pytest.FixtureRequest, place: Path) -> Opener:
 def memory(request: pytest.FixtureRequest, place: Path) -> Opener:
     """Two stores on ``memory://`` share nothing, so the second is the first at another speed."""
     first = open_store("memory://", DurableSettings(part_size="5MiB"))
-    return lambda bandwidth: ReliableStore(
-        first._backend, retry=Retry(1.0), bandwidth=bandwidth, fetch_bytes=5 << 20, fetch_threads=4
+    return lambda bandwidth: RetryingStore(
+        first._backend, retry=RetryPolicy(1.0), bandwidth=bandwidth, fetch_bytes=5 << 20, fetch_threads=4
     )
 
 
@@ -69,12 +68,12 @@ def obstore(request: pytest.FixtureRequest, place: Path) -> Opener:
     """The backend of gs:// and az://, on the server there is."""
     server: S3Server = request.getfixturevalue("moto")
     root = secrets.token_hex(4)
-    account = Account(BUCKET, root, S3Options(endpoint=server.endpoint, region=REGION), timeout_s=10.0)
+    account = S3Account(BUCKET, root, S3Options(endpoint=server.endpoint, region=REGION), timeout_s=10.0)
     request.addfinalizer(account.close)
     store = account.connection().objects._store
-    backend = CloudBackend(f"s3://{BUCKET}/{root}", store, store, part_bytes=5 << 20, concurrency=4)
-    return lambda bandwidth: ReliableStore(
-        backend, retry=Retry(5.0), bandwidth=bandwidth, fetch_bytes=5 << 20, fetch_threads=4
+    backend = ObstoreBackend(f"s3://{BUCKET}/{root}", store, store, part_bytes=5 << 20, concurrency=4)
+    return lambda bandwidth: RetryingStore(
+        backend, retry=RetryPolicy(5.0), bandwidth=bandwidth, fetch_bytes=5 << 20, fetch_threads=4
     )
 
 
@@ -108,5 +107,5 @@ def opener(kind: Kind, request: pytest.FixtureRequest, tmp_path: Path) -> Opener
 
 
 class TestObjectStore(ObjectStoreContract):
-    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: ReliableStore, kind: Kind):
-        assert store.capabilities() == Capabilities(kind.conditional_put, kind.resumable_upload)
+    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: RetryingStore, kind: Kind):
+        assert store.capabilities() == StoreCapabilities(kind.conditional_put, kind.resumable_upload)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from peerstore.peers.plan import TeamSettings
-from peerstore.records import CHUNK_BYTES, Group
+from peerstore.settings import ReplicationSettings
+from peerstore.shard_records import CHUNK_BYTES, VersionId
 from tests.support.stores import MIB, content, fill, flip, key, save
 from tests.support.streets import JOB, PATIENT, street, until
 
 NAMES = ("n0", "n16", "n24", "n8")
 SETTINGS = {
-    "mirror": TeamSettings(copies=2, levels=("rack",)),
-    "parity": TeamSettings(mode="parity", group=3, levels=("rack",)),
+    "mirror": ReplicationSettings(copies=2, levels=("rack",)),
+    "parity": ReplicationSettings(mode="parity", group=3, levels=("rack",)),
 }
 SIZES = (3 * MIB + 17, 5 * MIB, 1, 4 * MIB - 1)
 
@@ -213,7 +213,7 @@ def test_bytes_that_change_on_the_way_are_noticed(nodes):
         for other in NAMES:
             nodes.network.heal(name, other)
     for node in nodes.living:
-        for record in node.store.records(JOB, Group(1, 1, 0, "a")):
+        for record in node.store.records(JOB, VersionId(1, 1, 0, "a")):
             assert node.store.verify(record.key) == ()
     nodes.lose("n8")
     until(lambda: all(nodes.holders(record.key) for record in records))
@@ -243,7 +243,7 @@ def test_nobody_who_counts_parts_is_shown_what_is_kept_beside_them(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
-    group = Group(1, 1, 0, "a")
+    group = VersionId(1, 1, 0, "a")
     keys = {record.key for record in records}
     for node in nodes.living:
         assert {fact.key for fact in node.store.inventory(JOB)} <= keys

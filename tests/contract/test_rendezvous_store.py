@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic.rootless.store import RootlessStore
-from elastic.workers.cutting import cut_store
+from elastic.rendezvous.rootless_tcpstore import RootlessStore
+from elastic.workers.process_groups import close_store_connections
 from tests.support.planes import at_once, results
 from tests.support.store_servers import StoreServer, server_processes
 from tests.support.zygote import Zygote
@@ -36,7 +36,7 @@ def bare(request: pytest.FixtureRequest, servers: list[StoreServer]) -> Iterator
 
     def rootless(count: int) -> RootlessStore:
         addresses = [server.address for server in servers[:count]]
-        made.append(RootlessStore(addresses, cut=cut_store, timeout=_LONG))
+        made.append(RootlessStore(addresses, cut=close_store_connections, timeout=_LONG))
         return made[-1]
 
     def tcp() -> dist.TCPStore:

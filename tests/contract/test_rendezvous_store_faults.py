@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment
-from elastic.rootless.holders import Holder, Patience
-from elastic.rootless.placement import holders_of
-from elastic.rootless.store import RootlessStore
-from elastic.rootless.sweeping import Sweep, is_past, prefix_of
-from elastic.workers.cutting import cut_store
-from elastic.workers.groups import Groups
+from elastic.control.control_plane import RankAssignment
+from elastic.rendezvous.rootless_tcpstore import (
+    OldKeyCleanup,
+    RootlessStore,
+    StoreServerClient,
+    StoreTimeouts,
+    epoch_prefix,
+    is_old_key,
+)
+from elastic.rendezvous.store_servers import key_holders
+from elastic.workers.process_groups import ProcessGroups, close_store_connections
 from tests.support.neighbours import until
 from tests.support.planes import at_once, results
 from tests.support.store_servers import StoreServer, server_processes
@@ -28,7 +32,7 @@ from tests.support.zygote import Zygote
 pytestmark = pytest.mark.slow
 
 _LONG = timedelta(seconds=120)
-_HASTY = Patience(look_s=0.2, answer_s=2.0, connect_s=2.0, again_s=60.0)
+_HASTY = StoreTimeouts(look_s=0.2, answer_s=2.0, connect_s=2.0, again_s=60.0)
 _COUNT = 3
 
 
@@ -42,9 +46,9 @@ def servers(zygote: Zygote) -> Iterator[list[StoreServer]]:
 def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]]:
     made: list[RootlessStore] = []
 
-    def new(patience: Patience | None = None) -> RootlessStore:
+    def new(patience: StoreTimeouts | None = None) -> RootlessStore:
         addresses = [server.address for server in servers]
-        made.append(RootlessStore(addresses, cut=cut_store, timeout=_LONG, patience=patience))
+        made.append(RootlessStore(addresses, cut=close_store_connections, timeout=_LONG, patience=patience))
         return made[-1]
 
     yield new
@@ -56,7 +60,7 @@ def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]
 def key_at(first: int, second: int | None = None) -> str:
     """One that these members hold, in this order."""
     for number in range(1000):
-        held = holders_of(f"key {number}", _COUNT)
+        held = key_holders(f"key {number}", _COUNT)
         if held[0] == first and second in (None, held[1]):
             return f"key {number}"
     raise AssertionError("there is no such key")
@@ -206,7 +210,7 @@ def test_one_rank_s_cut_is_no_other_s(connect, servers, zygote):
 
 
 def _waits(say: Callable[[str], object], addresses: list[str], key: str) -> bytes:
-    store = RootlessStore(addresses, cut=cut_store, timeout=_LONG)
+    store = RootlessStore(addresses, cut=close_store_connections, timeout=_LONG)
     say("waiting")
     value = store.get(key)
     store.close()
@@ -229,28 +233,28 @@ def test_an_idle_connection_that_somebody_else_cut_costs_nothing(servers, connec
     key, store = key_at(1, 2), connect()
     for count in range(1, 6):
         assert store.add(key, 1) == count
-        cut_store(store._holders[1]._addresses)
+        close_store_connections(store._holders[1]._addresses)
     assert connect().add(key, 0) == 5
 
 
 def test_a_connection_that_is_cut_as_it_is_made_is_not_the_one_that_asks(servers, connect, monkeypatch):
-    made, connected = [], Holder._connected
+    made, connected = [], StoreServerClient._connected
 
     def and_cut_at_once(self):
         client = connected(self)
         if not made:
-            assert cut_store(self._addresses)
+            assert close_store_connections(self._addresses)
         made.append(client)
         return client
 
-    monkeypatch.setattr(Holder, "_connected", and_cut_at_once)
+    monkeypatch.setattr(StoreServerClient, "_connected", and_cut_at_once)
     assert connect().add(key_at(0), 1) == 1
     assert connect().add(key_at(0), 0) == 1
 
 
 def test_an_answer_that_came_as_its_connection_was_ended_is_an_answer(servers, connect):
     """It took too long, and was there all the same: the next one is asked over another connection."""
-    short = Patience(look_s=0.2, answer_s=2.0)
+    short = StoreTimeouts(look_s=0.2, answer_s=2.0)
     (holder,) = [one for one in connect(short)._holders if one.port == servers[0].port]
 
     def late(client):
@@ -305,14 +309,14 @@ def _meets(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from elastic.rootless import holders
+    from elastic.rendezvous import rootless_tcpstore
 
     if when == "stopped":
-        holders.Patience.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # the same, in a hurry
-    place = Assignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
-    groups = Groups(place, backend="gloo", timeout=_LONG)
+        rootless_tcpstore.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # the same, in a hurry
+    place = RankAssignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
+    groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
     if when == "during" and rank == 0:
-        looked = RootlessStore(addresses, cut=cut_store, timeout=_LONG)
+        looked = RootlessStore(addresses, cut=close_store_connections, timeout=_LONG)
         until(lambda: len(looked.list_keys()) >= size - 1)
         looked.close()
         say("the others wait")
@@ -341,11 +345,11 @@ def test_a_store_does_not_grow_over_a_thousand_worlds(servers, connect):
     store, most = connect(), 0
     store.set("of somebody else", "1")
     for epoch in range(1000):
-        world = dist.PrefixStore(prefix_of(epoch), store)
+        world = dist.PrefixStore(epoch_prefix(epoch), store)
         for rank in range(2):
             world.set(f"default_pg/0//cpu//{rank}", "an address")
         if epoch % 50 == 49:  # and nobody swept in between
-            sweeps = [Sweep(server.address, epoch, cut=cut_store) for server in servers]
+            sweeps = [OldKeyCleanup(server.address, epoch, cut=close_store_connections) for server in servers]
             assert all(sweep.join(60) for sweep in sweeps)
             for sweep in sweeps:
                 sweep.end()
@@ -359,8 +363,8 @@ def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind)
     addresses = tuple(server.address for server in servers[: 3 if kind == "rootless" else 1])
     sizes = []
     for epoch in range(5):
-        place = Assignment(epoch, 0, 1, 0, 1, 0, 1, addresses[0], stores=addresses if kind == "rootless" else ())
-        groups = Groups(place, backend="gloo", timeout=_LONG)
+        place = RankAssignment(epoch, 0, 1, 0, 1, 0, 1, addresses[0], stores=addresses if kind == "rootless" else ())
+        groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
         groups.enter()
         dist.new_group([0])
         if groups._sweeping is not None:
@@ -370,12 +374,12 @@ def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind)
     if kind == "one":
         assert max(sizes[1:]) == sizes[1]
     else:  # one rank sweeps one of the three
-        assert len([key for key in _keys_of(servers[0]) if is_past(key, 4)]) == 0
+        assert len([key for key in _keys_of(servers[0]) if is_old_key(key, 4)]) == 0
 
 
 def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
     servers[0].stop()
-    sweep = Sweep(servers[0].address, 5, cut=cut_store)
+    sweep = OldKeyCleanup(servers[0].address, 5, cut=close_store_connections)
     assert not sweep.join(0.05)
     sweep.end()
     servers[0].go_on()
@@ -388,10 +392,10 @@ def test_a_sweep_that_was_ended_cuts_nobody_any_more(servers):
 
     def cut(addresses):
         after.append(ended.is_set())
-        return cut_store(addresses)
+        return close_store_connections(addresses)
 
     servers[0].stop()
-    sweep = Sweep(servers[0].address, 5, cut=cut)
+    sweep = OldKeyCleanup(servers[0].address, 5, cut=cut)
     assert not sweep.join(0.05)
     sweep.end()
     ended.set()
@@ -407,16 +411,16 @@ def test_a_process_ends_well_although_it_sweeps(servers, ends):
     """Whatever is in torch's C++ when an interpreter ends aborts the process."""
     client = dist.TCPStore(servers[0].host, servers[0].port, is_master=False, wait_for_workers=False, timeout=_LONG)
     for number in range(5000):
-        client.set(f"{prefix_of(1)}/{number}", "x")
+        client.set(f"{epoch_prefix(1)}/{number}", "x")
     command = [sys.executable, "-c", _SWEEPS, servers[0].address, str(ends)]
     assert subprocess.run(command, timeout=120, check=False).returncode == 0
 
 
 _SWEEPS = """
 import sys
-from elastic.rootless.sweeping import Sweep
-from elastic.workers.cutting import cut_store
-sweep = Sweep(sys.argv[1], 5, cut=cut_store)
+from elastic.rendezvous.rootless_tcpstore import OldKeyCleanup
+from elastic.workers.process_groups import close_store_connections
+sweep = OldKeyCleanup(sys.argv[1], 5, cut=close_store_connections)
 while not sweep.deleted and not sweep.join(0.001):
     pass
 if sys.argv[2] == "True":

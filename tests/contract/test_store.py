@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from peerstore import deadlines
-from peerstore.arena import TmpfsArena
+from peerstore.daemon_process import current_process, process_identity
 from peerstore.errors import (
     ArenaBusyError,
     ArenaFullError,
@@ -23,11 +23,10 @@ from peerstore.errors import (
     RequestError,
     ShardNotFoundError,
 )
-from peerstore.operations import Store
-from peerstore.owners import myself, owner_of
-from peerstore.pages import Mapping, closing
+from peerstore.server.store_api import Store
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import FileMapping, TmpfsArena, closing_fd
+from peerstore.store.node_store import NodeStore
 from peerstore.testing import memory_store
 from tests.support.stores import MIB, content, fill, flip, key, load, pinned_file, save, store_agent, store_directory
 
@@ -235,7 +234,7 @@ def test_a_save_of_another_size_gets_another_file(store):
 
 def test_only_a_slot_that_is_leased_or_free_is_opened_for_writing(store):
     lease = store.lease(key(), MIB, 1)
-    with closing(store.open_slot(lease.slot)) as fd:
+    with closing_fd(store.open_slot(lease.slot)) as fd:
         assert os.fstat(fd).st_size == lease.slot_bytes
         os.pwrite(fd, content(key(), MIB), 0)
     store.seal(lease.id, MIB)
@@ -325,7 +324,7 @@ def test_the_budget_that_is_named_is_enough_for_all_that_take_part():
     others = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
 
     def use(store):
-        for part, owner in enumerate((myself(), *(owner_of(other.pid) for other in others))):
+        for part, owner in enumerate((current_process(), *(process_identity(other.pid) for other in others))):
             store.arrived(owner, "job")
             if not part:
                 store.arrived(owner, "job")  # it may have several connections
@@ -365,7 +364,7 @@ def test_a_pinned_shard_never_changes(store):
     pin = store.pin(key(0))
     for version in range(1, 6):
         save(store, key(version))
-    with Mapping(pin.fd, MIB) as mapping, mapping.view as view:
+    with FileMapping(pin.fd, MIB) as mapping, mapping.view as view:
         assert bytes(view) == content(key(0), MIB)
     assert store.unpin(pin.id) is True
     assert store.unpin(pin.id) is False
@@ -407,7 +406,7 @@ def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store)
         store.pin(key(0))
     for version in range(1, 4):
         save(store, key(version))
-    with Mapping(pin.fd, MIB) as mapping, mapping.view as view:
+    with FileMapping(pin.fd, MIB) as mapping, mapping.view as view:
         assert bytes(view) == content(key(0), MIB)
     assert store.unpin(pin.id) is True
     assert store.status().arena.free_slots == 1
@@ -493,7 +492,11 @@ def test_a_newer_incarnation_fences_the_older(store):
 
 def test_the_slot_of_a_fenced_writer_is_not_given_to_others_while_it_may_still_write(store):
     old = store.lease(key(1), 4096, 1)
-    with closing(store.open_slot(old.slot)) as fd, Mapping(fd, 4096, writable=True) as mapping, mapping.view as view:
+    with (
+        closing_fd(store.open_slot(old.slot)) as fd,
+        FileMapping(fd, 4096, writable=True) as mapping,
+        mapping.view as view,
+    ):
         record = save(store, key(1, epoch=2, name="newer"), 4096)
         view[:] = b"z" * 4096
         assert load(store, record.key) == content(record.key, 4096)
@@ -636,7 +639,7 @@ def test_a_wait_ends_with_the_time_that_the_caller_has(store):
         lambda: store.grow(lease.id, 40 * MIB, wait_s=60),
     ):
         began = time.monotonic()
-        with deadlines.within(0.3), pytest.raises(ArenaBusyError):
+        with deadlines.timeout_scope(0.3), pytest.raises(ArenaBusyError):
             wait()
         assert time.monotonic() - began < 20
 

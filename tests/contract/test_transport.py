@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
-from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice
+from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice
 from tests.support.wires import PATIENCE_S, wire, without_nixl
 
 MIB = 1 << 20
@@ -288,7 +288,7 @@ def test_what_is_too_large_for_anybody_is_not_sent_at_all(line):
     with pytest.raises(ProtocolError, match="above the limit"):
         near.send(b"", [piece] * (MAX_PAYLOAD_BYTES // MIB + 1))
     with pytest.raises(ProtocolError, match="above the limit"):
-        near.send(bytes(MAX_HEADER_BYTES + 1))
+        near.send(bytes(MAX_MESSAGE_HEADER_BYTES + 1))
     near.send(b"next")
     assert take(far) == (b"next", b"")
 

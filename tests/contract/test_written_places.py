@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from integration.sagemaker.bucket import BucketPlace
-from integration.sagemaker.layouts import DefaultS3PathStrategy, RayS3PathStrategy
-from integration.sagemaker.memory import MemoryPlace
+from integration.sagemaker.checkpoint_config import DefaultS3PathStrategy, RayS3PathStrategy
+from integration.sagemaker.checkpoint_stores import MemoryServiceStore, S3CheckpointStore
 from tests.support.memory_service import memory_service
 from tests.support.written import FakePlace, pickled, write
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError, UsageError
@@ -28,7 +27,7 @@ class InBucket:
         self.root.mkdir()
 
     def open(self):
-        return BucketPlace.open(f"file://{self.root}", NAMESPACE, DurableSettings(retry_s=0.2))
+        return S3CheckpointStore.open(f"file://{self.root}", NAMESPACE, DurableSettings(retry_s=0.2))
 
     def path(self, rank, step, file):
         found = self.root / NAMESPACE / self.layout.name(rank, step, file)
@@ -62,7 +61,7 @@ class InMemory:
         service.shards[NAMESPACE] = {}
 
     def open(self):
-        return MemoryPlace(self.service.url, NAMESPACE)
+        return MemoryServiceStore(self.service.url, NAMESPACE)
 
     def put(self, step, blobs, metadata):
         for rank, blob in enumerate([*blobs, *([metadata] if metadata is not None else [])]):
@@ -200,7 +199,7 @@ def test_a_blob_without_a_checksum_is_not_believed(in_memory, meta):
 def test_metadata_is_found_whatever_world_is_guessed(in_memory, guess, said):
     """Its key is one more than the last rank that saved, and neither reader nor namespace need to know that."""
     in_memory.service.namespaces[NAMESPACE] = (said, 3)
-    assert MemoryPlace(in_memory.service.url, NAMESPACE, world_size=guess).written(4).tensors
+    assert MemoryServiceStore(in_memory.service.url, NAMESPACE, world_size=guess).written(4).tensors
 
 
 def test_metadata_is_found_behind_a_lost_shard(in_memory):
@@ -213,13 +212,13 @@ def test_no_service_at_all():
     with memory_service() as service:
         url = service.url
     with pytest.raises(TierUnavailableError, match="cannot be asked"):
-        MemoryPlace(url, NAMESPACE).steps()
+        MemoryServiceStore(url, NAMESPACE).steps()
 
 
 @pytest.mark.parametrize("url", ["", "here:9200", "ftp://here", "http://"])
 def test_what_is_no_service(url):
     with pytest.raises(UsageError):
-        MemoryPlace(url, NAMESPACE)
+        MemoryServiceStore(url, NAMESPACE)
 
 
 def test_its_checksum_is_the_one_of_the_wire():

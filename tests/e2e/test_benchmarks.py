@@ -16,7 +16,7 @@ from benchmarks import hydrate, replicate, reshard
 from benchmarks.__main__ import main
 from benchmarks.peer_memory import row_names
 from benchmarks.summary import _peers
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -38,7 +38,7 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 def left_behind() -> set[str]:
     """Folders whose makers are gone: others may be measuring beside this."""
     names = {path.name for path in Path("/dev/shm").glob("tieredckpt-bench-*-*")}
-    return {name for name in names if started_at(int(name.split("-")[2])) < 0}
+    return {name for name in names if process_start_time(int(name.split("-")[2])) < 0}
 
 
 _PARTS = {"one node": ("P1,P2,P3,P7,P8,P10,P11", "A,B,C"), "several nodes": ("P4,P5,P6", "B,C,U")}

@@ -21,7 +21,7 @@ SCRIPTS = [
     one.name for one in importlib.metadata.distribution("tieredckpt").entry_points if one.group == "console_scripts"
 ]
 MODULES = [
-    "tieredckpt", "tieredckpt.agent", "peerstore.cli", "elastic", "integration.hyperpod.launching",
+    "tieredckpt", "tieredckpt.agent", "peerstore.cli", "elastic", "integration.hyperpod.hyperpodrun",
     "integration.hyperpod.operator", "integration.hyperpod.demo", "integration.finetune.worker",
     "integration.kubernetes.controller",
 ]  # fmt: skip
@@ -42,7 +42,7 @@ def test_a_command_by_its_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_by_its_name(name: str, tmp_path: Path) -> None:
-    if name == "integration.hyperpod.launching":
+    if name == "integration.hyperpod.hyperpodrun":
         pytest.importorskip("hyperpod_elastic_agent")
     assert "usage: " in usage([sys.executable, "-m", name], tmp_path)
 

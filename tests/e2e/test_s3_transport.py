@@ -18,16 +18,15 @@ from tests.support.journals import DictJournal
 from tests.support.ports import free_port
 from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
 from tests.support.tls import server_context
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.reliable import ReliableStore
-from tieredckpt.durable.store import ObjectExistsError
+from tieredckpt.durable.object_store import ObjectExistsError
+from tieredckpt.durable.retrying_store import RetryingStore, open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError, UsageError
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.e2e
 SIZE = 11 << 20
 
-Opener = Callable[..., ReliableStore]
+Opener = Callable[..., RetryingStore]
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def secure(rclone: S3Server, tmp_path: Path) -> Iterator[tuple[FaultProxy, Path]
         yield proxy, trusted
 
 
-def goes_both_ways(store: ReliableStore, source: Path) -> None:
+def goes_both_ways(store: RetryingStore, source: Path) -> None:
     store.upload("large", source, SIZE, journal=DictJournal())
     store.put("small", b"1")
     assert store.get("large") == source.read_bytes()
@@ -189,7 +188,7 @@ def test_unknown_options_are_errors(options: dict[str, str], message: str):
 def test_nothing_heavy_is_loaded_before_it_is_used():
     heavy = {"boto3", "botocore", "obstore", "fsspec", "urllib3", "torch"}
     code = (
-        "import sys; from tieredckpt.durable.open import open_store; "
+        "import sys; from tieredckpt.durable.retrying_store import open_store; "
         "from tieredckpt.settings import DurableSettings; "
         f"open_store('s3://{BUCKET}/x', DurableSettings()); "
         f"print(sorted({heavy!r} & set(sys.modules)))"

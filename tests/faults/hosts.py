@@ -10,10 +10,10 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from elastic.control.link import ask
-from elastic.control.messages import Answer, Question
+from elastic.control.control_messages import CoordinatorRequest, ElasticJobStatus
+from elastic.control.coordinator_client import call_coordinator
 from elastic.errors import ElasticError
-from peerstore.transport.secret import new_secret, read_secret
+from peerstore.transport.authentication import generate_secret, read_secret
 from tests.faults.job import TRAINER, FaultJob, mount, unmount
 from tests.faults.judge import Run
 from tests.faults.schedule import Plan
@@ -37,7 +37,7 @@ class HostJob(FaultJob):
         self._head = self.net.host(HEAD)
         self._secret = folder / "secret"
         self._secret.touch(0o600)
-        self._secret.write_bytes(new_secret())
+        self._secret.write_bytes(generate_secret())
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._leader: subprocess.Popen[bytes] | None = None
         self._over: int | None = None
@@ -127,11 +127,11 @@ class HostJob(FaultJob):
         self.forget(node)
         return len(there)
 
-    def ask(self, question: Question) -> Answer | None:
+    def ask(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
         secret = read_secret(self._secret)
 
-        def asked() -> Answer:
-            return ask(f"{self._head.address}:{PORT}", question, job=JOB, secret=secret, timeout_s=5.0)
+        def asked() -> ElasticJobStatus:
+            return call_coordinator(f"{self._head.address}:{PORT}", question, job=JOB, secret=secret, timeout_s=5.0)
 
         with suppress(ElasticError, OSError):
             return namespaces.inside(self._head.namespace, asked)

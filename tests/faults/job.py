@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic.control.link import ask
-from elastic.control.messages import Answer, Question
-from elastic.control.runs import RunPlace, secret_of
+from elastic.control.control_messages import CoordinatorRequest, ElasticJobStatus
+from elastic.control.coordinator_client import call_coordinator
+from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ElasticError
-from elastic.reshard.checksum import Part, StateChecksum, combine
-from peerstore.owners import started_at
+from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
+from peerstore.daemon_process import process_start_time
 from tests.faults.judge import Run, Safe, Step, World
 from tests.faults.schedule import Plan
 from tests.faults.training import JOB
@@ -62,7 +62,7 @@ class Process(NamedTuple):
         except ProcessLookupError:
             return False
         try:
-            if started_at(self.pid) != self.started:
+            if process_start_time(self.pid) != self.started:
                 return False
             signal.pidfd_send_signal(fd, number)
             if number == signal.SIGKILL:
@@ -80,7 +80,7 @@ _ROLES = (
     ('"type":"coordinator"', "coordinator"),
     ('"type":"node"', "supervisor"),
     ("tieredckpt.agent", "agent"),
-    ("elastic.storing", "store"),
+    ("elastic.rendezvous.store_process", "store"),
     ("-m elastic ", "launcher"),
     (str(TRAINER), "rank"),
 )
@@ -103,7 +103,7 @@ def processes(mark: str) -> list[Process]:
         node = names.get(b"ELASTIC_NODE", names.get(b"TIEREDCKPT_AGENT_NODE", b"")).decode()
         if role == "supervisor" and (task := _TASK_NODE.search(command)):
             node = task[1]
-        if (started := started_at(pid)) >= 0:
+        if (started := process_start_time(pid)) >= 0:
             found.append(Process(pid, started, role, node, command))
     return found
 
@@ -251,11 +251,11 @@ class FaultJob:
         self.launcher = None
         return run
 
-    def ask(self, question: Question) -> Answer | None:
+    def ask(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
         """``None`` while nobody answers."""
         with contextlib.suppress(ElasticError, OSError):
-            run = RunPlace(self.folder / "run", JOB).read()
-            return ask(run.coordinator, question, job=run.job, secret=secret_of(run), timeout_s=5.0)
+            run = RunDirectory(self.folder / "run", JOB).read()
+            return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run), timeout_s=5.0)
         return None
 
     # -- how far it is ------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def _is_complete(ranks: dict[int, Step]) -> bool:
 
 
 def _sum(ranks: list[Step]) -> int | str:
-    whole = combine(StateChecksum(msgspec.convert(one.share, dict[str, Part])) for one in ranks)
+    whole = combine_checksums(RankChecksum(msgspec.convert(one.share, dict[str, ChecksumPart])) for one in ranks)
     return f"replicas differ in {whole.diverged}" if whole.diverged else whole.value
 
 
@@ -401,5 +401,5 @@ def unmount_leftovers(prefix: str) -> None:
     for line in Path("/proc/mounts").read_text().splitlines():
         place = line.split()[1]
         owner = re.search(rf"/{re.escape(prefix)}-(\d+)-", place)
-        if owner and started_at(int(owner[1])) < 0:
+        if owner and process_start_time(int(owner[1])) < 0:
             unmount(Path(place))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.samples import Order
+from elastic.samples import SampleOrder
 from tests.faults.hosts import HostJob
 from tests.faults.job import AHEAD_STEPS, Ended, FaultJob, Hung, until
 from tests.faults.judge import Evidence, Fault, Known, Run, Violation, judge
@@ -23,10 +23,10 @@ from tests.support.fault_proxy import FaultProxy
 from tests.support.golden_training import SAMPLES, SEED
 from tests.support.leaks import own_name
 from tests.support.s3 import BUCKET
-from tieredckpt.errors import LedgerNotFoundError
+from tieredckpt.errors import EventLogNotFoundError
+from tieredckpt.event_log.log_reader import read_event_log
 from tieredckpt.goodput import analyse
-from tieredckpt.goodput.model import Category, Interval
-from tieredckpt.ledger.reading import read_ledger
+from tieredckpt.goodput.analysis_result import TimeCategory, TimeInterval
 
 PREFIX = "faults-test"
 ELSE = "not on a way"
@@ -80,7 +80,7 @@ def undisturbed(steps: int, within_s: float) -> list[Known]:
         sums = job.sums()
         if run.status != 0 or len(job.steps) != steps or not all(isinstance(one, int) for one in sums.values()):
             raise RuntimeError(f"the undisturbed run ended with {run.status}: {run.words}; see {folder}")
-        order = [int(index) for index in Order(SAMPLES, SEED, "full").indices(0, steps * BATCH)]
+        order = [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, steps * BATCH)]
         known = []
         for one in sorted(job.steps, key=lambda one: one.step):
             if one.samples != order[one.step * BATCH : (one.step + 1) * BATCH]:
@@ -215,7 +215,7 @@ def run_seed(
     )
 
 
-def _took(job: FaultJob, fault: Fault, timeline: Sequence[Interval]) -> Took:
+def _took(job: FaultJob, fault: Fault, timeline: Sequence[TimeInterval]) -> Took:
     if fault.kind is Kind.JOB_STOPPED:
         return Took(fault, None)
     new = min((one.at for one in job.steps if one.step > fault.step and one.at > fault.at), default=None)
@@ -224,19 +224,19 @@ def _took(job: FaultJob, fault: Fault, timeline: Sequence[Interval]) -> Took:
     return Took(fault, new - fault.at, _stages(timeline, fault.at, new) if timeline else {})
 
 
-def _timeline(ledger: Path) -> Sequence[Interval]:
+def _timeline(ledger: Path) -> Sequence[TimeInterval]:
     try:
-        return analyse(read_ledger(ledger).events).timeline
-    except (LedgerNotFoundError, OSError):
+        return analyse(read_event_log(ledger).events).timeline
+    except (EventLogNotFoundError, OSError):
         return ()
 
 
-def _stages(timeline: Sequence[Interval], began: float, ended: float) -> dict[str, float]:
+def _stages(timeline: Sequence[TimeInterval], began: float, ended: float) -> dict[str, float]:
     """The parts of that time that the job was on its way into another world, by what its slowest ranks were at."""
     first, last = int(began * 1e6), int(ended * 1e6)
     found: dict[str, float] = {}
     for one in timeline:
-        if one.category in (Category.RECOVERY, Category.RESIZE) and one.end_us > first and one.start_us < last:
+        if one.category in (TimeCategory.RECOVERY, TimeCategory.RESIZE) and one.end_us > first and one.start_us < last:
             seconds = (min(one.end_us, last) - max(one.start_us, first)) / 1e6
             found[one.stage] = found.get(one.stage, 0.0) + seconds
     return {**found, ELSE: max(0.0, ended - began - sum(found.values()))}

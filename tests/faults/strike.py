@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elastic.cli.injecting import named
-from elastic.control.messages import Inject, Resize
-from elastic.inject.plan import Injection
-from elastic.inject.plan import Kind as Injected
-from peerstore.arena import TmpfsArena
-from peerstore.notes import SEAL
+from elastic.cli.job_control import with_unique_name
+from elastic.control.control_messages import InjectRequest, ResizeRequest
+from elastic.fault_injection.fault_spec import FaultInjection
+from elastic.fault_injection.fault_spec import InjectionKind as Injected
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.slots import SEAL_METADATA
 from tests.faults.hosts import HEAD, HostJob
 from tests.faults.job import FaultJob, Process
 from tests.faults.judge import Fault
@@ -127,7 +127,7 @@ def _out_of_memory(job: FaultJob, planned: Planned) -> Struck | None:
     if not newest:
         return None
     rank = int(planned.pick * newest[0].size)
-    if job.ask(Inject(named(Injection(kind=Injected.OOM, rank=rank)))) is None:
+    if job.ask(InjectRequest(with_unique_name(FaultInjection(kind=Injected.OOM, rank=rank)))) is None:
         return None
     return Struck(planned, next((one.node for one in newest if one.rank == rank), ""), f"rank {rank}")
 
@@ -158,7 +158,7 @@ def _damage(job: FaultJob, planned: Planned) -> Struck | None:
     try:
         for one in stopped:
             _wait_stopped(one)
-        sealed = sorted(note.removeprefix(SEAL) for note in TmpfsArena(place).notes(SEAL))
+        sealed = sorted(note.removeprefix(SEAL_METADATA) for note in TmpfsArena(place).notes(SEAL_METADATA))
         sealed = [name for name in sealed if (place / "slots" / name).is_file()]
         some = [name for number, name in enumerate(sealed) if (number + int(planned.other * 2)) % 2 == 0]
         for name in some:
@@ -224,7 +224,7 @@ def _set_clock(job: FaultJob, planned: Planned) -> Struck:
 
 def _resize(job: FaultJob, planned: Planned) -> Struck | None:
     nodes = 1 + int(planned.pick * job.shape.nodes)
-    if job.ask(Resize(nodes, "a random resize")) is None:
+    if job.ask(ResizeRequest(nodes, "a random resize")) is None:
         return None
     return Struck(planned, "", f"to {nodes} nodes")
 

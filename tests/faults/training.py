@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
-from elastic.workers.loop import Policy
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic.workers.train_loop import RecoveryPolicy
 from peerstore.errors import PeerStoreError
 from tests.support.golden_training import SEED, Diary, Numbers, bare_model, refuse, share_of, warmed, wrapped
 from tieredckpt import Checkpointer
+from tieredckpt.checkpointer.save_handle import SaveHandle
 from tieredckpt.errors import TieredCheckpointError
-from tieredckpt.saved import Saved
 
 BATCH, MICROBATCH = 16, 2
 """Eight microbatches: a world of seven ranks has one that computes two."""
@@ -51,9 +51,9 @@ class Safe:
 
     def __init__(self, diary: Diary, place: dict[str, int], durable_every: int) -> None:
         self._diary, self._place, self._durable_every = diary, place, durable_every
-        self._uploading: list[Saved] = []
+        self._uploading: list[SaveHandle] = []
 
-    def saved(self, saved: Saved, step: int) -> None:
+    def saved(self, saved: SaveHandle, step: int) -> None:
         if step % ASKED_EVERY == 0 and saved.ok:
             copies = 2 if self._place["size"] > int(os.environ["LOCAL_WORLD_SIZE"]) else 1
             with contextlib.suppress(TieredCheckpointError, PeerStoreError):
@@ -67,7 +67,7 @@ class Safe:
                     self._say(one.step, 0)
                     self._uploading.remove(one)
 
-    def last(self, saved: Saved) -> None:
+    def last(self, saved: SaveHandle) -> None:
         """Nobody needs memory for it any more."""
         with contextlib.suppress(TieredCheckpointError, PeerStoreError):
             if saved.wait("durable", timeout_s=LAST_S).name == "DURABLE":
@@ -87,7 +87,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
     diary, limit = Diary(folder), Limit(folder)
     run = int(os.environ.get("FAULTS_RUN", "0"))
 
-    @recoverable(policy=Policy(settle_s=SETTLE_S))
+    @recoverable(policy=RecoveryPolicy(settle_s=SETTLE_S))
     def train(world: World) -> None:
         bare = bare_model()
         model = wrapped(bare, how, world)
@@ -96,7 +96,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = ExactGradients(model, tree=True, on_nonfinite=refuse)
         place = {"run": run, "epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(Numbers(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         durable = {"durable": os.environ["FAULTS_DURABLE"], "durable_every": durable_every} if durable_every else {}
         with ExitStack() as ending, Checkpointer(f"tiered://{JOB}", every=every, **durable) as ckpt, loader:

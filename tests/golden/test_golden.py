@@ -12,8 +12,8 @@ from safetensors.torch import load as load_safetensors
 from tests.golden.write import HERE, JOB, STORED, state_of, write
 from tests.support.bits import assert_same, raw, zeroed
 from tieredckpt import Checkpointer
-from tieredckpt.agent.catalog import manifest_from
-from tieredckpt.manifest import FORMAT, decode_manifest, decode_shard_file, encode_manifest
+from tieredckpt.agent.durable_catalog import manifest_from_shard_files
+from tieredckpt.format.manifest import FORMAT_VERSION, decode_manifest, decode_shard_file, encode_manifest
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -47,7 +47,7 @@ def is_digest(text):
 
 
 def test_the_newest_format_is_todays():
-    assert FORMATS[-1].name == f"format-{FORMAT}"
+    assert FORMATS[-1].name == f"format-{FORMAT_VERSION}"
 
 
 @pytest.mark.parametrize("step", STORED)
@@ -87,7 +87,7 @@ def test_its_manifests_are_what_its_indexes_make(golden):
         indexes = sorted((golden / JOB / "steps" / f"{manifest.step:012d}").rglob("*.index"))
         files = [decode_shard_file(index.read_bytes()) for index in indexes]
         assert len(files) == manifest.parts == 2
-        again = manifest_from(files, created_ns=manifest.created_ns, writer=manifest.writer)
+        again = manifest_from_shard_files(files, created_ns=manifest.created_ns, writer=manifest.writer)
         assert again == manifest
         assert decode_manifest(encode_manifest(again)) == manifest
 
@@ -100,7 +100,7 @@ def test_todays_writer_writes_todays_format(tmp_path, ranks):
         assert len(written) == len(kept)
         for new, old in zip(written, kept, strict=True):
             assert new.read_bytes()[:4] == b"TCKP"
-            assert inside(new)["format"] == FORMAT
+            assert inside(new)["format"] == FORMAT_VERSION
             assert form(inside(new)) == form(inside(old))
     for pattern in ("golden/steps/*/*/*.safetensors", "*/golden/steps/*/*/*.zst"):
         sizes = [sorted(path.stat().st_size for path in root.glob(pattern)) for root in (tmp_path, today)]

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.agents import agent_directory
 from tests.support.ranks import RankPool
 from tieredckpt import Checkpointer
-from tieredckpt.manifest import FORMAT
-from tieredckpt.settings import settings_from
+from tieredckpt.format.manifest import FORMAT_VERSION
+from tieredckpt.settings import settings_from_mapping
 
 HERE = Path(__file__).parent
 JOB = "golden"
@@ -57,7 +57,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 def save(directory: str, step: int, durable: dict[str, Any]) -> None:
     """Two ranks; the rows are cut unevenly between them, everything else is replicated."""
-    settings = settings_from({"agent": {"directory": os.environ["GOLDEN_AGENT"]}, "durable": durable})
+    settings = settings_from_mapping({"agent": {"directory": os.environ["GOLDEN_AGENT"]}, "durable": durable})
     state = state_of(step)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state["model"]["rows"] = distribute_tensor(state["model"]["rows"], mesh, [Shard(0)])
@@ -72,7 +72,7 @@ def write(directory: Path, pool: RankPool) -> None:
 
 
 if __name__ == "__main__":
-    target = HERE / f"format-{FORMAT}"
+    target = HERE / f"format-{FORMAT_VERSION}"
     shutil.rmtree(target, ignore_errors=True)
     with contextlib.closing(RankPool()) as processes:
         write(target, processes)

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.devices import is_real, where
 from tests.gpu.report import Check, Figure, Finding
-from tieredckpt.device import Copy, Device, accelerator
+from tieredckpt.tensors.device import DeviceBackend, DeviceCopy, accelerator
 
 _BYTES, _CPU_BYTES, _ROUNDS = 1 << 30, 64 << 20, 5
 
@@ -31,7 +31,7 @@ def run(device: str, out: Path, limit_s: float) -> Iterator[Finding]:
     yield from _of_devices(accelerator(), size)
 
 
-def _of_devices(device: Device, size: int) -> Iterator[Finding]:
+def _of_devices(device: DeviceBackend, size: int) -> Iterator[Finding]:
     memory = mmap.mmap(-1, size)
     memory[:] = b"\1" * size
     host = torch.frombuffer(memory, dtype=torch.uint8)
@@ -49,12 +49,12 @@ def _of_devices(device: Device, size: int) -> Iterator[Finding]:
                 device.unregister(address, device.current())
 
 
-def _both_ways(device: Device, place: torch.device, host: torch.Tensor, kind: str) -> Iterator[Finding]:
+def _both_ways(device: DeviceBackend, place: torch.device, host: torch.Tensor, kind: str) -> Iterator[Finding]:
     there = torch.full_like(host, 2, device=place)
     stream = device.new_stream(place)
-    for way, copy in (("host to", Copy(there, host)), ("device to host from", Copy(host, there))):
+    for way, copy in (("host to", DeviceCopy(there, host)), ("device to host from", DeviceCopy(host, there))):
 
-        def moved(copy: Copy = copy) -> None:
+        def moved(copy: DeviceCopy = copy) -> None:
             stream.wait_stream(device.current_stream(place))
             device.copy([copy], stream)
             stream.synchronize()

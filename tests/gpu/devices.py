@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tieredckpt.device import Accelerator, accelerator
+from tieredckpt.tensors.device import AcceleratorBackend, accelerator
 
 
 def is_real() -> bool:
     """Whether this process has an accelerator."""
     device = accelerator()
-    return isinstance(device, Accelerator) and device.count() > 0
+    return isinstance(device, AcceleratorBackend) and device.count() > 0
 
 
 def device_kind() -> str:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.machine import facts
 from tests.gpu.devices import is_real, model_name
 from tests.gpu.report import Check, Fact, Finding
-from tieredckpt.device import nccl_version
+from tieredckpt.tensors.device import nccl_version
 
 _PACKAGES = ("torch", "numpy", "msgspec", "xxhash", "isal", "zstandard", "pytest", "hypothesis")
 _REVISION = "TEST_GPU_REVISION"

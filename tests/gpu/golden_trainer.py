@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic import World, recoverable
-from elastic.workers.loop import Policy
+from elastic.workers.train_loop import RecoveryPolicy
 from tests.support import nccl_like
 from tieredckpt import Checkpointer
 
@@ -92,7 +92,7 @@ def main(folder: Path, how: str, kind: str, total: int, fault_step: int, when: s
     def at_gradient(_module: torch.nn.Module, _given: Any, out: torch.Tensor) -> None:
         out.register_hook(lambda _gradient: die())
 
-    @recoverable(policy=Policy(backend=nccl_like.NAME if is_fake else None), warm=warm)
+    @recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME if is_fake else None), warm=warm)
     def train(world: World) -> None:
         named = {"epoch": world.epoch, "rank": world.rank}
         events.write("entered", **named)

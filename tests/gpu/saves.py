@@ -18,13 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 from benchmarks.sandbox import sandbox
-from peerstore.units import parse_size
+from peerstore.sizes_and_durations import parse_size
 from tests.gpu.devices import is_real, where
 from tests.gpu.report import Check, Figure, Finding
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
-from tieredckpt.device import accelerator
-from tieredckpt.session import close_sessions
-from tieredckpt.settings import Settings, settings_from
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import Settings, settings_from_mapping
+from tieredckpt.tensors.device import accelerator
 
 SIZE = "TEST_GPU_SIZE"
 """Environment variable with the size of the state; ``--size`` sets it."""
@@ -56,7 +56,7 @@ def run(device: str, out: Path, limit_s: float) -> Iterator[Finding]:
     limit = yield from _limits(state, size)
     with sandbox() as folder:
         budget = str(_SLOTS * size + (256 << 20))
-        settings = settings_from({"agent": {"directory": str(folder / "agent"), "budget": budget}})
+        settings = settings_from_mapping({"agent": {"directory": str(folder / "agent"), "budget": budget}})
         try:
             yield from _checkpointer(state, settings, limit)
             yield from _through_dcp(state, settings, limit)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from integration.hyperpod.operator.client import AgentClient, Heard
+from integration.hyperpod.operator.elastic_agent_client import AgentReply, ElasticAgentClient
 from tests.support.neighbours import until
 
 MIB = 1 << 20
@@ -76,7 +76,7 @@ SLOW = {
 
 @pytest.mark.parametrize("how", SLOW.values(), ids=SLOW)
 def test_a_call_is_over_at_its_deadline_whatever_arrives(how):
-    with agent(**how) as address, AgentClient(timeout_s=LIMIT_S) as client:
+    with agent(**how) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
         before = time.monotonic()
         heard = client.ask_all({"a": address})["a"]
         assert time.monotonic() - before < LONG_S / 2
@@ -95,7 +95,7 @@ def test_a_call_is_over_at_its_deadline_whatever_arrives(how):
     ids=["a long body", "a body without length", "interim answers", "chunk extensions"],
 )
 def test_no_answer_is_read_further_than_a_mebibyte(how):
-    with agent(**how) as address, AgentClient(timeout_s=LONG_S) as client:
+    with agent(**how) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.ask_all({"a": address})["a"]
     assert heard.answer is None
     assert f"more than {MIB} bytes" in heard.problem
@@ -110,7 +110,7 @@ def test_what_is_kept_of_an_answer_is_not_larger_than_it():
         data,
     )
     assert len(body) < MIB
-    with agent(first=answer(body)) as address, AgentClient(timeout_s=LONG_S) as client:
+    with agent(first=answer(body)) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         client.ask_all({"a": address})
         tracemalloc.start()
         try:
@@ -138,14 +138,14 @@ def test_what_is_kept_of_an_answer_is_not_larger_than_it():
 )
 def test_what_would_go_into_the_jobs_status_is_bounded(said):
     first = answer(json.dumps({"status": "running", **said}).encode())
-    with agent(first=first) as address, AgentClient(timeout_s=LONG_S) as client:
+    with agent(first=first) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.ask_all({"a": address})["a"]
     assert heard.answer is None
     assert "is no agent" in heard.problem
 
 
 def test_one_jobs_silent_agents_leave_threads_for_the_next_job():
-    with agent(first=GOOD) as good, AgentClient(timeout_s=LONG_S) as client:
+    with agent(first=GOOD) as good, ElasticAgentClient(timeout_s=LONG_S) as client:
         with agent() as silent:
             addresses = {str(number): silent for number in range(64)}
             many = threading.Thread(target=client.ask_all, args=(addresses,))
@@ -170,12 +170,12 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
         accepting = threading.Thread(target=accept)
         accepting.start()
         addresses = {str(number): f"127.0.0.1:{nobody.getsockname()[1]}" for number in range(32)}
-        with AgentClient(timeout_s=10 * LONG_S) as client:
+        with ElasticAgentClient(timeout_s=10 * LONG_S) as client:
             jobs = [threading.Thread(target=client.ask_all, args=(addresses,)) for _ in range(12)]
             for job in jobs:
                 job.start()
             until(lambda: len(silent) >= 256, "they are all asked")
-            heard: dict[str, Heard] = {}
+            heard: dict[str, AgentReply] = {}
             other = threading.Thread(target=lambda: heard.update(client.ask_all({"a": good})))
             other.start()
             try:
@@ -192,8 +192,8 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
 
 
 def test_the_answers_of_one_job_have_a_bound_together(monkeypatch):
-    monkeypatch.setattr("integration.hyperpod.operator.client._JOB_BYTES", 10 * len(GOOD))
-    with agent(first=GOOD) as address, AgentClient(timeout_s=LONG_S) as client:
+    monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._JOB_BYTES", 10 * len(GOOD))
+    with agent(first=GOOD) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.ask_all({str(number): address for number in range(100)})
     refused = [one for one in heard.values() if "together" in one.problem]
     assert 0 < len(refused) < 100

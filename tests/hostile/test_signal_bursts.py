@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from elastic.control.runs import write_private
-from elastic.control.tasks import CoordinatorTask, command_of, environ_for
-from elastic.world.policy import ScalingPolicy
-from peerstore.transport.secret import new_secret
+from elastic.control.run_directory import write_private_file
+from elastic.launcher import CoordinatorSpec, child_environ, spec_command
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore.transport.authentication import generate_secret
 from tests.support.stores import StoreAgent, store_directory
 
 MANY, SIGNALS, WITHIN_S = 8, 2000, 30.0
@@ -58,11 +58,11 @@ def test_agents_end():
 
 
 def test_coordinators_end(tmp_path):
-    write_private(tmp_path / "secret", new_secret())
+    write_private_file(tmp_path / "secret", generate_secret())
     with contextlib.ExitStack() as cleanup:
         processes = []
         for number in range(MANY):
-            task = CoordinatorTask(
+            task = CoordinatorSpec(
                 job="job",
                 secret_file=str(tmp_path / "secret"),
                 listen="127.0.0.1:0",
@@ -72,7 +72,7 @@ def test_coordinators_end(tmp_path):
                 address_file=str(tmp_path / f"address-{number}"),
                 end_file=str(tmp_path / f"end-{number}"),
             )
-            processes.append(subprocess.Popen(command_of(task), env=environ_for(), stderr=subprocess.DEVNULL))
+            processes.append(subprocess.Popen(spec_command(task), env=child_environ(), stderr=subprocess.DEVNULL))
             cleanup.callback(processes[-1].kill)
         until = time.monotonic() + WITHIN_S
         while not all((tmp_path / f"address-{number}").exists() for number in range(MANY)):
@@ -84,21 +84,21 @@ def test_coordinators_end(tmp_path):
 
 IN_A_PROCESS = {
     "the operator": """
-from integration.hyperpod.operator.command import _interrupted
+from integration.hyperpod.operator.sim_cli import _interrupted
 with _interrupted() as stop:
     ready()
     assert stop.wait(60)
     done()
 """,
     "a rank that is told so": """
-from elastic.workers.watching import Watch, Wish, signals_to
-from elastic.control.plane import Want
+from elastic.workers.step_barrier import NoticeWatcher, SignalRequest, forward_signals
+from elastic.control.control_plane import NoticeKind
 class Plane:
     asked = 0
     def on_broken(self, call): pass
     def request(self, want, reason, deadline_s): Plane.asked += 1
-watch = Watch(Plane(), print)
-with signals_to(watch, {signal.SIGTERM: Wish(Want.RESIZE, "SIGTERM")}):
+watch = NoticeWatcher(Plane(), print)
+with forward_signals(watch, {signal.SIGTERM: SignalRequest(NoticeKind.RESIZE, "SIGTERM")}):
     ready()
     while not Plane.asked:
         time.sleep(0.001)
@@ -118,7 +118,7 @@ def test_handlers_that_interrupt_each_other_do_not_wait_for_each_other(who):
     code = AROUND + IN_A_PROCESS[who]
     with contextlib.ExitStack() as cleanup:
         processes = [
-            subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ_for())
+            subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=child_environ())
             for _ in range(MANY)
         ]
         for process in processes:

@@ -13,26 +13,24 @@ from typing import NamedTuple
 
 import pytest
 
-from elastic.control.coordinator import Coordinator
-from elastic.control.desk import DeskSettings
-from elastic.control.link import ask
-from elastic.control.messages import Status
-from elastic.world.policy import ScalingPolicy
-from peerstore.arena import MemfdArena
-from peerstore.cluster.nodes import NodeId
+from elastic.control.control_messages import StatusRequest
+from elastic.control.coordinator_client import call_coordinator
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.sagemaker.memory_service.http_frontend import TokenCheck, serve_shards
+from peerstore.membership.topology import NodeId
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
-from peerstore.transport.admission import Admission
-from peerstore.transport.handshake import admit, greet
-from peerstore.transport.tcp import TcpTransport
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
+from peerstore.transport.authentication import authenticate_client, authenticate_to_server
+from peerstore.transport.tcp import ConnectionAdmission, TcpTransport
 from tests.support.memory_servers import our_service
 from tests.support.neighbours import until
 from tests.support.planes import SECRET
 from tests.support.tls import node_files
-from tieredckpt.agent import http as metrics
-from tieredckpt.agent.memory_service.access import Access
-from tieredckpt.agent.memory_service.front import serving
-from tieredckpt.agent.service import NodeService
+from tieredckpt.agent import agent_http as metrics
+from tieredckpt.agent.agent_service import NodeAgentService
 
 STRANGERS = 64
 MANY = 130
@@ -52,7 +50,7 @@ def peers(tls=None, **limits) -> Iterator[Served]:
     transport = TcpTransport(timeout_s=30, tls=tls, **limits)
 
     def serve(channel):
-        admit(channel, me=NodeId("n2"), secret_of={"job": SECRET}.get)
+        authenticate_client(channel, me=NodeId("n2"), secret_of={"job": SECRET}.get)
         while channel.receive() is not None:
             channel.send(b"yes")
 
@@ -60,7 +58,7 @@ def peers(tls=None, **limits) -> Iterator[Served]:
 
     def use() -> bool:
         with contextlib.closing(transport.connect(listener.address)) as channel:
-            greet(channel, job="job", me=NodeId("n1"), secret=SECRET)
+            authenticate_to_server(channel, job="job", me=NodeId("n1"), secret=SECRET)
             channel.send(b"are you there")
             answer = channel.receive(within_s=30)
             return answer is not None and answer.header == b"yes"
@@ -71,10 +69,16 @@ def peers(tls=None, **limits) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def coordinator(**limits) -> Iterator[Served]:
-    one = Coordinator(DeskSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1"), SECRET, farewell_s=1.0)
+    one = Coordinator(
+        CoordinatorSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1"), SECRET, farewell_s=1.0
+    )
     thread = threading.Thread(target=one.run)
     thread.start()
-    yield Served(one.address, lambda: ask(one.address, Status(), job="job", secret=SECRET).job == "job", b"tPS")
+    yield Served(
+        one.address,
+        lambda: call_coordinator(one.address, StatusRequest(), job="job", secret=SECRET).job == "job",
+        b"tPS",
+    )
     one.end()
     thread.join()
 
@@ -84,8 +88,8 @@ def status(**limits) -> Iterator[Served]:
     limits = {"within_s": limits["proof_s"]} if limits else {}
     with (
         contextlib.closing(NodeStore(MemfdArena(), StoreSettings(budget="8MiB"))) as store,
-        contextlib.closing(NodeService(store)) as node,
-        metrics.serving(node, "127.0.0.1:0", **limits) as address,
+        contextlib.closing(NodeAgentService(store)) as node,
+        metrics.serve_metrics(node, "127.0.0.1:0", **limits) as address,
     ):
         yield Served(address, lambda: get(address, "/status") == 200, b"GET /status HTTP/1.1\r\nA: ")
 
@@ -95,7 +99,7 @@ def memory(token=b"", **limits) -> Iterator[Served]:
     limits = {"within_s": limits["proof_s"]} if limits else {}
     with (
         our_service("8MiB") as (service, _),
-        serving(service, "127.0.0.1", 0, Access(token), None, **limits) as address,
+        serve_shards(service, "127.0.0.1", 0, TokenCheck(token), None, **limits) as address,
     ):
         shown = {"Authorization": f"Bearer {token.decode()}"} if token else {}
         yield Served(
@@ -198,7 +202,7 @@ def test_who_has_proven_itself_stays_whatever_strangers_do(knock):
     with peers(proof_s=0.5) as served:
         transport = TcpTransport(timeout_s=30)
         with contextlib.closing(transport.connect(served.address)) as channel:
-            greet(channel, job="job", me=NodeId("n1"), secret=SECRET)
+            authenticate_to_server(channel, job="job", me=NodeId("n1"), secret=SECRET)
             silent = [knock(served.address, "127.0.0.1") for _ in range(MANY)]
             until(lambda: not any(map(is_open, silent)), "all strangers are ended")
             channel.send(b"are you there")
@@ -236,7 +240,7 @@ class Door:
 
     def __init__(self, stack: contextlib.ExitStack, **options: int) -> None:
         self.now = 0.0
-        self.rule = Admission("a listener", clock=lambda: self.now, **options)
+        self.rule = ConnectionAdmission("a listener", clock=lambda: self.now, **options)
         self._stack = stack
         stack.callback(self.rule.close)
 

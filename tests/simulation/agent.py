@@ -6,28 +6,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from peerstore.adoption import Adoption
-from peerstore.cluster.gossip import Standing
-from peerstore.cluster.lookouts import Districts, Errand
-from peerstore.cluster.membership import Membership
-from peerstore.cluster.roster import Roster
-from peerstore.commit import Decided, Reports, Settling, told_at_once
-from peerstore.copies import Copies
+from peerstore.commit_protocol import CommitDecision, CommitReports, PartsReport, broadcast_targets
+from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import NoQuorumError, PeerStoreError, PeerUnreachableError, ShardNotFoundError
-from peerstore.jobs import Jobs
-from peerstore.keeping import Keeping
-from peerstore.leasing import Leasing
-from peerstore.ledger import Limits
-from peerstore.owners import Owner
-from peerstore.peers import tending
-from peerstore.peers.accounts import Accounts, Outlook, Protection
-from peerstore.peers.afar import WITHIN_S
-from peerstore.peers.duties import Duty, inherited, remembered, worth_mending
-from peerstore.peers.looking import DEAD_S, LOOK_S
-from peerstore.peers.messages import Looked, Ping
-from peerstore.peers.newcomers import Newcomers
-from peerstore.records import Group, ShardKey, ShardRecord
-from peerstore.shelf import Shelf
+from peerstore.membership.swim import MemberState, SwimMembership
+from peerstore.membership.topology import DelegateCandidates, MemberList, NodePartitions
+from peerstore.peers import heartbeat_loop
+from peerstore.peers.heartbeat_loop import PendingMembers
+from peerstore.peers.peer_inventory import DEAD_NODE_TIMEOUT_S, DELEGATE_TIMEOUT_S, NODE_INVENTORY_TIMEOUT_S
+from peerstore.peers.peer_messages import NodeInventory, PingMessage
+from peerstore.replication.replication_policy import (
+    ReplicationPolicy,
+    ReplicationState,
+    ReplicationTask,
+    ReplicationView,
+    original_holders,
+    shards_to_take_over,
+    should_retry_repair,
+)
+from peerstore.shard_records import ShardKey, ShardRecord, VersionId
+from peerstore.store.crash_recovery import CrashRecovery
+from peerstore.store.job_table import JobTable
+from peerstore.store.leases import LeaseManager
+from peerstore.store.received_replicas import ReplicaStore
+from peerstore.store.shards import ShardRemoval
+from peerstore.store.slot_eviction import SlotLimits
+from peerstore.store.slots import SlotTable
 from tests.simulation.memory import BURST, SLOTS, SimulatedSealing, damaged_chunks
 from tests.simulation.parity import SimulatedSharing
 from tests.simulation.transfers import Incoming, Outgoing
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import Machine, World
 
 JOB = "job"
-TRAINER, COPIER = Owner(0, 0), Owner(-1, 0)
+TRAINER, COPIER = ProcessIdentity(0, 0), ProcessIdentity(-1, 0)
 CALL_S = 1.0
 DISCOVER_S = 10.0
 
@@ -49,30 +53,30 @@ class Later:
 
 
 class Agent:
-    """What :mod:`peerstore.peers` and :class:`peerstore.store.NodeStore` are the threads and sockets of."""
+    """What :mod:`peerstore.peers` and :class:`peerstore.store.node_store.NodeStore` are the threads and sockets of."""
 
     def __init__(self, world: World, machine: Machine) -> None:
         self.world, self.machine, self.name = world, machine, machine.name
-        self.shelf = Shelf(machine.arena, Limits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
-        self.jobs = Jobs(self.shelf, ttl_s=float("inf"))
-        self.keeping = Keeping(self.shelf, self.jobs)
-        self.leasing = Leasing(self.shelf, self.jobs, lambda *_: False, self.keeping.expire)
+        self.shelf = SlotTable(machine.arena, SlotLimits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
+        self.jobs = JobTable(self.shelf, ttl_s=float("inf"))
+        self.keeping = ShardRemoval(self.shelf, self.jobs)
+        self.leasing = LeaseManager(self.shelf, self.jobs, lambda *_: False, self.keeping.expire)
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
-        self.copies = Copies(self.shelf, self.jobs, self.leasing, self.keeping)
-        self.adoption = Adoption(self.shelf, self.jobs, self.leasing)
+        self.copies = ReplicaStore(self.shelf, self.jobs, self.leasing, self.keeping)
+        self.adoption = CrashRecovery(self.shelf, self.jobs, self.leasing)
         with self.shelf.lock:
             self.adoption.read_notes()
             for slot in list(self.shelf.slots.values()):
                 if slot.lease is not None and slot.owner == COPIER:
                     self.shelf.end_lease(slot, "the agent that took this copy in is gone")
-        self.members = Membership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
-        self.newcomers = Newcomers(world.membership)
-        self.accounts = Accounts(machine.node.id, Protection(world.copies, ("zone", "rack")))
+        self.members = SwimMembership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
+        self.newcomers = PendingMembers(world.membership)
+        self.accounts = ReplicationState(machine.node.id, ReplicationPolicy(world.copies, ("zone", "rack")))
         self.sharing = SimulatedSharing(self) if world.shape.parity else None
         """In the place of the accounts, where parities are kept."""
         self.incoming, self.outgoing = Incoming(self), Outgoing(self)
         self.copies.guard(JOB, guarded=world.redundant, permit=self.permit)
-        self._districts: tuple[Roster | None, Districts] = (None, Districts(()))
+        self._districts: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
         """At this node's district, for others."""
         self._ask_near: list[Callable[[Any], None]] = []
@@ -135,7 +139,8 @@ class Agent:
     ) -> None:
         self.world.call(self, node, op, body, done, failed, timeout_s)
 
-    # -- membership, as in peers/tending.py ---------------------------------------------------------------------------
+    # -- membership, as in peerstore/peers/heartbeat_loop.py
+    # ---------------------------------------------------------------------------
 
     def permit(self) -> None:
         if not self.members.quorum:
@@ -154,7 +159,7 @@ class Agent:
             self.call(
                 node,
                 "ping",
-                tending.ping_with(ping.gossip, self.copies, JOB),
+                heartbeat_loop.build_ping(ping.gossip, self.copies, JOB),
                 partial(self._ponged, node),
                 partial(self._unpinged, node),
                 self.members.settings.ping_timeout_s,
@@ -169,20 +174,20 @@ class Agent:
     def _share(self) -> None:
         self.members.advance_fence(self.copies.owner_of(JOB))
 
-    def _pinged(self, sender: str, ping: Ping) -> Ping:
+    def _pinged(self, sender: str, ping: PingMessage) -> PingMessage:
         before = self.members.changes
         self._share()
         self.members.heard(self.clock(), sender, ping.gossip)  # type: ignore[arg-type]
         answer = self.members.gossip_for(sender)  # type: ignore[arg-type]
-        tending.take_over(self.copies, JOB, self.members.fence, ping)
+        heartbeat_loop.apply_ping(self.copies, JOB, self.members.fence, ping)
         self._noticed(before)
-        return tending.ping_with(answer, self.copies, JOB)
+        return heartbeat_loop.build_ping(answer, self.copies, JOB)
 
-    def _ponged(self, node: Any, answer: Ping) -> None:
+    def _ponged(self, node: Any, answer: PingMessage) -> None:
         before = self.members.changes
         self.members.answered(self.clock(), node)
         self.members.heard(self.clock(), node, answer.gossip)
-        tending.take_over(self.copies, JOB, self.members.fence, answer)
+        heartbeat_loop.apply_ping(self.copies, JOB, self.members.fence, answer)
         self._noticed(before)
 
     def _heard_of(self, node: Any, reached: bool) -> None:
@@ -212,17 +217,18 @@ class Agent:
         dead = {
             node
             for node in heads
-            if self.members.standing(node) is Standing.DEAD and not self.newcomers.waits_for(now, node)
+            if self.members.standing(node) is MemberState.DEAD and not self.newcomers.waits_for(now, node)
         }
-        for fact in inherited(facts, me=self.name, living=self.living, dead=dead):
+        for fact in shards_to_take_over(facts, me=self.name, living=self.living, dead=dead):
             self.world.say(f"{self.name} takes over {self.world.short(fact.key)} from {fact.holders[0]}")
             self.copies.relist(fact.key, ())
 
-    # -- copies, as in peers/protecting.py ----------------------------------------------------------------------------
+    # -- copies, as in peerstore/replication/replicator.py
+    # ----------------------------------------------------------------------------
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> ReplicationView:
         epoch, _ = self.copies.owner_of(JOB)
-        return Outlook(
+        return ReplicationView(
             self.world.now,
             self.living,
             self.copies.facts(JOB),
@@ -253,7 +259,7 @@ class Agent:
             return
         look = self.outlook()
         found = self.accounts.next(look)
-        if isinstance(found, Duty):  # what is to be told is told once there is nothing to send
+        if isinstance(found, ReplicationTask):  # what is to be told is told once there is nothing to send
             self.outgoing.begin(found, look)
             return
         self.wake(max(found, 0.01))
@@ -261,7 +267,7 @@ class Agent:
             return
         self.tell(*self.accounts.unreported(look), self.accounts.reports)
 
-    def tell(self, teller: str, notes: Iterable[Settling], reports: Reports) -> None:
+    def tell(self, teller: str, notes: Iterable[PartsReport], reports: CommitReports) -> None:
         for note in notes:
             if teller == self.name:
                 reports.count(note)
@@ -277,10 +283,10 @@ class Agent:
         self._tally()
 
     @property
-    def reports(self) -> Reports:
+    def reports(self) -> CommitReports:
         return self.accounts.reports if self.sharing is None else self.sharing.reports
 
-    def settling(self, note: Settling) -> None:
+    def settling(self, note: PartsReport) -> None:
         self.reports.count(note)
         self._tally()
 
@@ -296,16 +302,16 @@ class Agent:
         self.world.say(f"{self.name} says that {self._in_words(found)}")
         self.world.truth.decided(self, found)
         self._decided(found)
-        for node in told_at_once(self.living, self.name):
+        for node in broadcast_targets(self.living, self.name):
             self.call(node, "decided", found)
 
-    def _in_words(self, found: Decided) -> str:
+    def _in_words(self, found: CommitDecision) -> str:
         whole = f"{self.world.short(found.whole)} is whole" if found.whole is not None else ""
         settled = f"{self.world.short(found.settled)} is settled" if found.settled is not None else ""
         torn = ", ".join(map(self.world.short, found.torn)) + " is torn" if found.torn else ""
         return ", ".join(filter(None, (whole, settled, torn)))
 
-    def _decided(self, found: Decided) -> None:
+    def _decided(self, found: CommitDecision) -> None:
         self.copies.decide(JOB, found)
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ class Agent:
                 self.keeping.forget(JOB, [key.group])
         self.wake()
 
-    def call_whole(self, group: Group) -> None:
+    def call_whole(self, group: VersionId) -> None:
         with self.shelf.lock:
             news = self.jobs.call_whole(JOB, group)
         if news:
@@ -332,11 +338,11 @@ class Agent:
             self.world.truth.left_out(key)
             self.wake()
 
-    def look(self) -> Looked:
+    def look(self) -> NodeInventory:
         epoch, incarnation = self.copies.owner_of(JOB)
         facts = tuple(self.copies.facts(JOB))
         parities = tuple(one.fact for one in self.sharing.kept) if self.sharing is not None else ()
-        return Looked(facts, epoch, incarnation, self.copies.settled(JOB), self.adoption.left(), parities)
+        return NodeInventory(facts, epoch, incarnation, self.copies.settled(JOB), self.adoption.left(), parities)
 
     def read(self, key: ShardKey) -> tuple[ShardRecord, bytes]:
         slot, record = self.shelf.sealed(key)
@@ -374,20 +380,22 @@ class Agent:
             self.damaged,
         )
 
-    # -- other nodes' shards, as in peers/team.py ---------------------------------------------------------------------
+    # -- other nodes' shards, as in peerstore/server/job_peers.py
+    # ---------------------------------------------------------------------
 
-    def sight(self, done: Callable[[dict[str, Looked], dict[str, str]], None]) -> None:
+    def sight(self, done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
         """What every node of the roster holds; those that do not answer are named.
 
-        In a large job only this node's district is asked, and a lookout in each of the others, as in peers/looking.py.
+        In a large job only this node's district is asked, and a lookout in each of the others, as in
+        peerstore/peers/peer_inventory.py.
         """
         districts = self._cut()
         beyond = districts.beyond(self.name)
-        nodes: dict[str, Looked] = {}
+        nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
         waiting, lives = 1 + len(beyond), self._lives(name for members in beyond for name in members)
 
-        def seen(found: Mapping[str, Looked], unknown: Mapping[str, str]) -> None:
+        def seen(found: Mapping[str, NodeInventory], unknown: Mapping[str, str]) -> None:
             nonlocal waiting
             nodes.update(found)
             silent.update(unknown)
@@ -395,7 +403,7 @@ class Agent:
             if not waiting:
                 done(nodes, silent)
 
-        def looked(members: tuple[str, ...], answer: tuple[Mapping[str, Looked], Mapping[str, str]]) -> None:
+        def looked(members: tuple[str, ...], answer: tuple[Mapping[str, NodeInventory], Mapping[str, str]]) -> None:
             """By a lookout. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
             told = {node: answer[0][node] for node in members if node in answer[0]}
             for one in told.values():
@@ -409,22 +417,22 @@ class Agent:
             else:
                 seen(told, dead)
 
-        def ask_next(errand: Errand) -> None:
+        def ask_next(errand: DelegateCandidates) -> None:
             lookout = errand.next()
             if lookout is None:
                 self._look_at(errand.members, seen)
             else:
                 heard = partial(looked, errand.members)
-                self.call(lookout, "look_for", None, heard, lambda _: ask_next(errand), WITHIN_S)
+                self.call(lookout, "look_for", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
 
         for members in beyond:
-            ask_next(Errand(members, gone=lambda node: node not in self.living))
+            ask_next(DelegateCandidates(members, gone=lambda node: node not in self.living))
         self._look_at(sorted({self.name, *districts.of(self.name)}), seen)
 
-    def _cut(self) -> Districts:
+    def _cut(self) -> NodePartitions:
         roster = self.members.roster
         if self._districts[0] is not roster:
-            self._districts = roster, Districts([node.id for node in roster.nodes] if roster is not None else [])
+            self._districts = roster, NodePartitions([node.id for node in roster.nodes] if roster is not None else [])
         return self._districts[1]
 
     def _near(self, done: Callable[[Any], None]) -> None:
@@ -434,7 +442,7 @@ class Agent:
             return
         self._looking, asking, self._ask_near = True, self._ask_near, []
 
-        def seen(found: Mapping[str, Looked], silent: Mapping[str, str]) -> None:
+        def seen(found: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> None:
             self._looking = False
             for one in asking:
                 one((found, silent))
@@ -443,16 +451,16 @@ class Agent:
 
         self._look_at(sorted({self.name, *self._cut().of(self.name)}), seen)
 
-    def _look_at(self, names: Sequence[str], done: Callable[[dict[str, Looked], dict[str, str]], None]) -> None:
+    def _look_at(self, names: Sequence[str], done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
         """What these hold, as they say themselves."""
-        nodes: dict[str, Looked] = {}
+        nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
         waiting, living, lives = set(names), self.living, self._lives(names)
         began = self.world.now
 
-        def got(node: str, found: Looked | PeerStoreError) -> None:
-            if isinstance(found, Looked):
-                if found.verifying and self.world.now - began < LOOK_S:
+        def got(node: str, found: NodeInventory | PeerStoreError) -> None:
+            if isinstance(found, NodeInventory):
+                if found.verifying and self.world.now - began < NODE_INVENTORY_TIMEOUT_S:
                     self.later(0.2, partial(ask, node))
                     return
                 nodes[node] = found
@@ -470,7 +478,7 @@ class Agent:
             if node == self.name:
                 got(node, self.look())
             else:
-                within_s = LOOK_S if node in living else DEAD_S
+                within_s = NODE_INVENTORY_TIMEOUT_S if node in living else DEAD_NODE_TIMEOUT_S
                 self.call(node, "look", None, partial(got, node), partial(got, node), within_s)
 
         for node in names:
@@ -480,7 +488,7 @@ class Agent:
         """In which of its lives each node is asked."""
         return {name: self.members.life(name) for name in names}  # type: ignore[arg-type]
 
-    def _note_holders(self, found: Mapping[str, Looked], lives: Mapping[str, int]) -> None:
+    def _note_holders(self, found: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
         mine = {fact.key for fact in self.copies.facts(JOB)}
         if self.sharing is not None:
             mine |= self.sharing.protected
@@ -494,7 +502,7 @@ class Agent:
     def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
         """Fetch a shard that was dropped from a node that has it."""
 
-        def seen(nodes: dict[str, Looked], _silent: dict[str, str]) -> None:
+        def seen(nodes: dict[str, NodeInventory], _silent: dict[str, str]) -> None:
             said = {
                 node: fact.holders
                 for node, looked in nodes.items()
@@ -507,12 +515,12 @@ class Agent:
 
     def _put_off(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
         self.world.say(f"{self.name} could not mend {self.world.short(record.key)}: {str(error)[:100]}")
-        if worth_mending(record, error, self.copies.settled(JOB)):
+        if should_retry_repair(record, error, self.copies.settled(JOB)):
             self.later(wait_s, partial(self.mend, record, min(60.0, 2 * wait_s)))
 
     def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:
         if not sources and self.sharing is not None:
-            self.world.turns.begin(partial(self._rebuild, record, remembered(self.name, said), wait_s))
+            self.world.turns.begin(partial(self._rebuild, record, original_holders(self.name, said), wait_s))
             return
         if not sources:
             self._put_off(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
@@ -523,7 +531,7 @@ class Agent:
                 self.call(sources[0], "suspect", record.key)
                 self._fetch(record, said, sources[1:], wait_s)
             else:
-                self._put(record, found[1], remembered(self.name, said), wait_s)
+                self._put(record, found[1], original_holders(self.name, said), wait_s)
 
         self.call(sources[0], "read", record.key, got, lambda _: self._fetch(record, said, sources[1:], wait_s))
 

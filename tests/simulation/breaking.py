@@ -12,22 +12,28 @@ from typing import Any
 
 import msgspec
 
-from peerstore import ledger
-from peerstore.cluster.membership import Membership
-from peerstore.cluster.placement import Placement, place
-from peerstore.commit import Decided, Reports, Settling, Tally, Versions, newest_whole
+from peerstore.commit_protocol import (
+    CommitDecision,
+    CommitReports,
+    JobVersions,
+    PartsReport,
+    PartsTally,
+    newest_committed,
+)
 from peerstore.errors import FencedError
-from peerstore.jobs import Jobs
-from peerstore.peers import duties
-from peerstore.peers.accounts import Accounts
-from peerstore.peers.duties import Held
-from peerstore.peers.keeping import Keeping
-from peerstore.peers.sharing import Sharing
-from peerstore.records import Group, ShardKey
+from peerstore.membership.swim import SwimMembership
+from peerstore.parity.parity_replicator import ParityReplicator
+from peerstore.parity.parity_store import ParityStore
+from peerstore.replication import replication_policy
+from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
+from peerstore.replication.replication_policy import HeldShard, ReplicationState
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store import slot_eviction
+from peerstore.store.job_table import JobTable
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import Shape
-from tieredckpt import resolve
+from tieredckpt import resolve_step
 
 _FEW_RANKS = Shape(nodes=4, copies=3, parts=2)
 """Either half of the machines may have a whole version: the job may go on in one, and the other not know of it."""
@@ -51,63 +57,68 @@ class Broken:
         return schedule_of(seed, self.kinds, self.shape)
 
 
-_add, _check_fence, _complete, _plan = Tally.add, Jobs.check_fence, Reports.complete, duties.plan
-_torn, _leave_out = Tally.torn, Versions.leave_out
+_add, _check_fence, _complete, _plan = (
+    PartsTally.add,
+    JobTable.check_fence,
+    CommitReports.complete,
+    replication_policy.target_holders,
+)
+_torn, _leave_out = PartsTally.torn, JobVersions.leave_out
 
 
-def _what_one_tells_is_all(tally: Tally, note: Settling) -> None:
+def _what_one_tells_is_all(tally: PartsTally, note: PartsReport) -> None:
     _add(tally, msgspec.structs.replace(note, parts_in_all=len(note.parts)))
 
 
-def _all_may_write(jobs: Jobs, key: ShardKey) -> None:
+def _all_may_write(jobs: JobTable, key: ShardKey) -> None:
     with contextlib.suppress(FencedError):
         _check_fence(jobs, key)
 
 
-def _settle_alone(reports: Reports, *, quorum: bool, **known: Any) -> Decided:
+def _settle_alone(reports: CommitReports, *, quorum: bool, **known: Any) -> CommitDecision:
     return _complete(reports, quorum=True, **known)
 
 
-def _left_out_is_there(tally: Tally, note: Settling) -> None:
+def _left_out_is_there(tally: PartsTally, note: PartsReport) -> None:
     _add(tally, msgspec.structs.replace(note, sealed=(*note.sealed, *note.left_out), left_out=()))
 
 
-def _believe_the_writer(versions: Versions, group: Group, part: int, _here: Any) -> bool:
+def _believe_the_writer(versions: JobVersions, group: VersionId, part: int, _here: Any) -> bool:
     return _leave_out(versions, group, part, ())
 
 
-def _tear_alone(jobs: Jobs, job: str, groups: Any) -> list[Group]:
+def _tear_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
     jobs.of(job).tear(groups)
     return []
 
 
-def _what_is_on_its_way_is_torn(tally: Tally) -> tuple[Group, ...]:
+def _what_is_on_its_way_is_torn(tally: PartsTally) -> tuple[VersionId, ...]:
     tally._torn |= {group: False for group, said in tally._said.items() if not said.whole}
     return _torn(tally)
 
 
-def _what_is_whole_is_torn(tally: Tally) -> tuple[Group, ...]:
+def _what_is_whole_is_torn(tally: PartsTally) -> tuple[VersionId, ...]:
     tally._torn |= {group: False for group, said in tally._said.items() if said.whole}
     return _torn(tally)
 
 
-def _no_new_partner(held: Held, *, partners: Any, **known: Any) -> tuple[str, ...]:
+def _no_new_partner(held: HeldShard, *, partners: Any, **known: Any) -> tuple[str, ...]:
     return _plan(held, partners=partners if len(held.listed) < 2 else (), **known)
 
 
-def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> Placement:
-    return place([msgspec.structs.replace(node, labels=()) for node in nodes], copies=copies, levels=levels)
+def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
+    return place_replicas([msgspec.structs.replace(node, labels=()) for node in nodes], copies=copies, levels=levels)
 
 
 BROKEN = {
     "evict below whole": Broken(
-        Jobs, "settled", lambda _, whole, mending=None: newest_whole(whole), "the last copy of a part of what"
+        JobTable, "settled", lambda _, whole, mending=None: newest_committed(whole), "the last copy of a part of what"
     ),
-    "keep all of the past": Broken(ledger, "stranded", lambda *_, **__: [], "cannot go on"),
+    "keep all of the past": Broken(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot go on"),
     "count what was not compared": Broken(transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"),
     "load what was not compared": Broken(restoring, "damaged_chunks", lambda *_: (), "was loaded with bytes"),
     "let the past write": Broken(
-        Jobs,
+        JobTable,
         "check_fence",
         _all_may_write,
         "although the job belongs to",
@@ -115,7 +126,7 @@ BROKEN = {
         Shape(nodes=5, copies=3, parts=2),
     ),
     "begin without a quorum": Broken(
-        Membership,
+        SwimMembership,
         "_objection",
         lambda _: "",
         "let an incarnation begin",
@@ -123,29 +134,37 @@ BROKEN = {
         _FEW_RANKS,
     ),
     "settle without a quorum": Broken(
-        Reports,
+        CommitReports,
         "complete",
         _settle_alone,
         "both halves of a partition settle",
         ("save", "wait", "part", *["wait"] * 2, "restart all", "wait", *["save"] * 3, "wait", *["save"] * 2, "wait"),
         Shape(nodes=3, copies=2, parts=1),
     ),
-    "settle with what one tells": Broken(Tally, "add", _what_one_tells_is_all, "is settled, but part"),
-    "count what was left out": Broken(Tally, "add", _left_out_is_there, "is whole without"),
-    "tear what is on its way": Broken(Tally, "torn", _what_is_on_its_way_is_torn, "and nobody left a part out"),
-    "tear what is whole": Broken(Tally, "torn", _what_is_whole_is_torn, "two answers"),
-    "believe who did not hear": Broken(Versions, "leave_out", _believe_the_writer, "for left out, and was sealed"),
-    "keep what is torn": Broken(Jobs, "tear", _tear_alone, "what is torn still takes room"),
+    "settle with what one tells": Broken(PartsTally, "add", _what_one_tells_is_all, "is settled, but part"),
+    "count what was left out": Broken(PartsTally, "add", _left_out_is_there, "is whole without"),
+    "tear what is on its way": Broken(PartsTally, "torn", _what_is_on_its_way_is_torn, "and nobody left a part out"),
+    "tear what is whole": Broken(PartsTally, "torn", _what_is_whole_is_torn, "two answers"),
+    "believe who did not hear": Broken(JobVersions, "leave_out", _believe_the_writer, "for left out, and was sealed"),
+    "keep what is torn": Broken(JobTable, "tear", _tear_alone, "what is torn still takes room"),
     "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),
     "seek no new partner": Broken(
-        duties, "plan", _no_new_partner, "took the last copy", ("save", "wait", "crash", *["wait"] * 4, "crash")
+        replication_policy,
+        "target_holders",
+        _no_new_partner,
+        "took the last copy",
+        ("save", "wait", "crash", *["wait"] * 4, "crash"),
     ),
     "mend never": Broken(
-        agent, "worth_mending", lambda *_: False, "its copies again", ("save", "wait", "part", *["corrupt"] * 2, "heal")
+        agent,
+        "should_retry_repair",
+        lambda *_: False,
+        "its copies again",
+        ("save", "wait", "part", *["corrupt"] * 2, "heal"),
     ),
-    "believe who started again": Broken(Membership, "life", lambda *_: 1, "its copies again"),
+    "believe who started again": Broken(SwimMembership, "life", lambda *_: 1, "its copies again"),
     "believe parity's members who started again": Broken(
-        Sharing,
+        ParityReplicator,
         "_holding",
         lambda sharing, key: list(sharing._holders.get(key, ())),
         "is not made again from parity",
@@ -153,25 +172,25 @@ BROKEN = {
         _PARITY,
     ),
     "count on two parts of one node": Broken(
-        Keeping,
+        ParityStore,
         "_useful",
         lambda _, kept: list(kept),
         "does not get its copies again",
         ("save", "wait", "crash and return"),
         _PARITY,
     ),
-    "ask for ever": Broken(Accounts, "done", lambda *_: None, "and no end"),
-    "choose what is torn": Broken(resolve.Candidate, "whole", True, "never was whole"),
+    "ask for ever": Broken(ReplicationState, "done", lambda *_: None, "and no end"),
+    "choose what is torn": Broken(resolve_step.Candidate, "whole", True, "never was whole"),
     "choose alone": Broken(
         restoring,
-        "elect",
+        "elect_step",
         lambda votes: max(votes[0], default=None),
         "do not load the same step",
         ("save", "wait", "save", "noise", *["restart all", "wait", "wait"] * 3),
     ),
-    "choose the oldest": Broken(resolve, "_order", lambda group: (-group.version,), "could be reached"),
+    "choose the oldest": Broken(resolve_step, "_order", lambda group: (-group.version,), "could be reached"),
     "choose what was left": Broken(
-        resolve.Branches,
+        resolve_step.IncarnationBranches,
         "leave",
         lambda *_: False,
         "had left it behind",
@@ -179,7 +198,7 @@ BROKEN = {
         _FEW_RANKS,
     ),
     "take silence for absence": Broken(
-        resolve.Resolution, "unreachable", property(lambda _: (), lambda *_: None), "starts from nothing"
+        resolve_step.Resolution, "unreachable", property(lambda _: (), lambda *_: None), "starts from nothing"
     ),
 }
 

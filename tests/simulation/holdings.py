@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from peerstore.notes import SealNote
-from peerstore.peers.striping import Kept, kept_parity
-from peerstore.records import Group, ShardKey
+from peerstore.parity.stripes import StoredParity, parse_stored_parity
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store.slots import SealMetadata
 from tests.simulation.memory import content
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Violation(AssertionError):
     """Something happened that must never happen."""
 
 
-def mixed(kept: Kept) -> bytes:
+def mixed(kept: StoredParity) -> bytes:
     """What a parity of what the trainers have is to be."""
     stripe = kept.parity.stripe
     parity = stripe.parity(kept.parity.keeper)
@@ -43,13 +43,13 @@ class Holdings:
         self._held: dict[ShardKey, dict[str, str]] = {}
         """The slots of undamaged copies, by machine."""
         self._keys: dict[tuple[str, str], ShardKey] = {}
-        self._parities: dict[tuple[str, str], Kept] = {}
+        self._parities: dict[tuple[str, str], StoredParity] = {}
         self._hidden: set[tuple[str, str]] = set()
         """Damaged copies and parities that nobody has noticed."""
-        self._parts: dict[Group, int] = {}
+        self._parts: dict[VersionId, int] = {}
         """Of versions that were saved by another number of ranks than the first ones."""
-        self._whole_at: dict[Group, float] = {}
-        self._sealed_once: dict[Group, set[int]] = {}
+        self._whole_at: dict[VersionId, float] = {}
+        self._sealed_once: dict[VersionId, set[int]] = {}
         """The parts that were sealed, whatever became of them."""
         self._taken: set[ShardKey] = set()
         """Of which a fault took the last copy."""
@@ -61,10 +61,10 @@ class Holdings:
         machine.arena.unsealed = partial(self._unsealed, machine.name)
 
     def _sealed(self, machine: str, slot: str, note: bytes) -> None:
-        record = msgspec.msgpack.decode(note, type=SealNote).record
+        record = msgspec.msgpack.decode(note, type=SealMetadata).record
         key, data = record.key, self._world.machines[machine].arena.bytes[slot]
         if key.kind:
-            self._parities[machine, slot] = kept_parity(record)
+            self._parities[machine, slot] = parse_stored_parity(record)
         else:
             self._sealed_once.setdefault(key.group, set()).add(key.part)
         if (machine, slot) in self._hidden:
@@ -102,14 +102,14 @@ class Holdings:
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
-    def parts_of(self, group: Group) -> int:
+    def parts_of(self, group: VersionId) -> int:
         return self._parts.get(group, self._world.shape.parts)
 
-    def holders(self, group: Group, part: int) -> set[str]:
+    def holders(self, group: VersionId, part: int) -> set[str]:
         key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
         return set(self._held.get(key, ()))
 
-    def whole(self, group: Group, among: Collection[str] | None = None) -> bool:
+    def whole(self, group: VersionId, among: Collection[str] | None = None) -> bool:
         """Whether every part has an undamaged copy (on one of the machines ``among``)."""
         parts = range(self.parts_of(group))
         if among is None:
@@ -117,24 +117,24 @@ class Holdings:
         names = set(among)
         return all(self.holders(group, part) & names for part in parts)
 
-    def there(self, group: Group, among: Collection[str] | None = None) -> bool:
+    def there(self, group: VersionId, among: Collection[str] | None = None) -> bool:
         """Whether every part is held there, or can be made again of what is held there."""
         names = set(self._world.machines if among is None else among)
         return all(self._part_there(group, part, names) for part in range(self.parts_of(group)))
 
-    def _part_there(self, group: Group, part: int, among: set[str]) -> bool:
+    def _part_there(self, group: VersionId, part: int, among: set[str]) -> bool:
         return bool(self.holders(group, part) & among) or self._given_back(group, part, among)
 
-    def _given_back(self, group: Group, part: int, among: set[str]) -> bool:
+    def _given_back(self, group: VersionId, part: int, among: set[str]) -> bool:
         """Whether undamaged parities on these machines give a part back, with what else is held there."""
-        rows: dict[tuple[object, int, str], dict[str, list[Kept]]] = defaultdict(lambda: defaultdict(list))
+        rows: dict[tuple[object, int, str], dict[str, list[StoredParity]]] = defaultdict(lambda: defaultdict(list))
         for (machine, slot), kept in self._parities.items():
             if machine in among and (machine, slot) not in self._hidden and kept.key.group == group:
                 for member, shard in kept.shards.items():
                     if shard.key.part == part:
                         rows[kept.members, kept.parity.stripe.number, member][machine].append(kept)
 
-        def useful(kept: Kept, member: str) -> bool:
+        def useful(kept: StoredParity, member: str) -> bool:
             others = [shard.key for other, shard in kept.shards.items() if other != member]
             return all(self.holders(group, key.part) & among for key in others)
 
@@ -145,7 +145,7 @@ class Holdings:
                 return True
         return False
 
-    def groups(self, among: Collection[str] | None = None) -> list[Group]:
+    def groups(self, among: Collection[str] | None = None) -> list[VersionId]:
         return [group for group in self._whole_at if self.whole(group, among)]
 
     def living(self) -> set[str]:
@@ -153,7 +153,7 @@ class Holdings:
         names = {node.id for node in self._world.roster.nodes}
         return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
 
-    def describe(self, group: Group) -> str:
+    def describe(self, group: VersionId) -> str:
         """Who holds what of a version."""
         parts = range(self.parts_of(group))
         return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from peerstore.commit import Decided
-from peerstore.notes import CLAIM, ClaimNote
-from peerstore.records import Group, ShardKey
+from peerstore.commit_protocol import CommitDecision
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store.slots import JOB_METADATA, JobMetadata
 from tests.simulation.holdings import Holdings, Violation
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS
 
@@ -31,12 +31,12 @@ NOTICED_S = 8.0
 class _WentBack:
     """The job went on from ``base`` as incarnation ``epoch``, which left what is newer and older than that."""
 
-    base: Group
+    base: VersionId
     epoch: int
     told: set[str]
     """The machines that did, and have not crashed since."""
 
-    def leaves(self, group: Group) -> bool:
+    def leaves(self, group: VersionId) -> bool:
         return group > self.base and group.epoch < self.epoch
 
 
@@ -45,30 +45,30 @@ class Truth(Holdings):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._bases: dict[Group, int | None] = {}
-        self._saved_in_calm: set[Group] = set()
+        self._bases: dict[VersionId, int | None] = {}
+        self._saved_in_calm: set[VersionId] = set()
         self._owner: dict[str, tuple[tuple[int, str], float]] = {}
         """The newest incarnation that each machine has let write in its memory's life, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
-        self._declared: list[tuple[float, str, Group]] = []
+        self._declared: list[tuple[float, str, VersionId]] = []
         """Who said of which version that it is settled, and when."""
         self._went_back: list[_WentBack] = []
-        self._unsaid: set[tuple[int, Group]] = set()
+        self._unsaid: set[tuple[int, VersionId]] = set()
         """Incarnations that may say what they went on from only once they are let write."""
-        self.floor: Group | None = None
+        self.floor: VersionId | None = None
         """The version that must stay recoverable: the last one that was settled, or that the job went on from."""
         self._floor_at = 0.0
         self._floor_lost = False
         self._troubled_at = 0.0
-        self.settled: list[Group] = []
-        self._left_out: set[Group] = set()
+        self.settled: list[VersionId] = []
+        self._left_out: set[VersionId] = set()
         """Versions of which a rank has left out its part, and told its agent so."""
-        self._answers: dict[Group, str] = {}
+        self._answers: dict[VersionId, str] = {}
         """What was told of versions: whole, or torn."""
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def saved(self, group: Group, base: int | None, parts: int) -> None:
+    def saved(self, group: VersionId, base: int | None, parts: int) -> None:
         self._bases[group] = base
         self._parts[group] = parts
         if self.calm:
@@ -160,11 +160,11 @@ class Truth(Holdings):
         living = self.living()
         return self.whole(self.floor, living) or not self.there(self.floor, living)
 
-    def _survives_one(self, group: Group, part: int, living: set[str]) -> bool:
+    def _survives_one(self, group: VersionId, part: int, living: set[str]) -> bool:
         """Whether any one machine may be lost, as far as another one is there."""
         return len(living) < 2 or all(self._part_there(group, part, living - {one}) for one in living)
 
-    def _kept_well(self, group: Group, part: int, living: set[str]) -> bool:
+    def _kept_well(self, group: VersionId, part: int, living: set[str]) -> bool:
         """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
         and newer ones that may yet be whole are not given up for another copy of this one."""
         newer = Counter(
@@ -202,7 +202,7 @@ class Truth(Holdings):
         if torn:
             raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
 
-    def _whole_but_for(self, group: Group, gone: set[ShardKey]) -> bool:
+    def _whole_but_for(self, group: VersionId, gone: set[ShardKey]) -> bool:
         just = {key.part for key in gone if key.group == group}
         return all(part in just or self.holders(group, part) for part in range(self.parts_of(group)))
 
@@ -216,7 +216,7 @@ class Truth(Holdings):
             raise Violation(f"{self._world.short(key)} is taken for left out, and was sealed")
         self._left_out.add(key.group)
 
-    def decided(self, agent: Agent, found: Decided) -> None:
+    def decided(self, agent: Agent, found: CommitDecision) -> None:
         """The one that counts has come to an answer."""
         for group in found.torn:
             self._answered(agent, group, "torn")
@@ -230,7 +230,7 @@ class Truth(Holdings):
         if found.settled is not None:
             self.declared(agent, found.settled)
 
-    def _answered(self, agent: Agent, group: Group, answer: str) -> None:
+    def _answered(self, agent: Agent, group: VersionId, answer: str) -> None:
         if self._answers.setdefault(group, answer) != answer:
             raise Violation(f"two answers: {agent.name} says that {self._world.short(group)} is {answer} after all")
 
@@ -242,7 +242,7 @@ class Truth(Holdings):
         held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
         return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
 
-    def declared(self, agent: Agent, group: Group) -> None:
+    def declared(self, agent: Agent, group: VersionId) -> None:
         """The scribe says that all parts of a version have their copies."""
         self.settled.append(group)
         world = self._world
@@ -273,7 +273,7 @@ class Truth(Holdings):
         ):
             self._set_floor(group)
 
-    def _on_one_side_only(self, scribe: str, group: Group) -> None:
+    def _on_one_side_only(self, scribe: str, group: VersionId) -> None:
         """What is settled makes older versions superfluous: never may both halves of a partition say it."""
         began = self._parted_since()
         here = self._side_of(scribe)
@@ -294,14 +294,14 @@ class Truth(Holdings):
     def _side_of(self, machine: str) -> Collection[str] | None:
         return next((side for side in self._world.network.sides if machine in side), None)
 
-    def _crowded(self, group: Group, part: int) -> bool:
+    def _crowded(self, group: VersionId, part: int) -> bool:
         """Whether one rack has all copies of a part although every node could have a partner in another one."""
         racks = {name: machine.node.label("rack") for name, machine in self._world.machines.items()}
         sizes = Counter(racks[name] for name in self.living())
         there = {racks[name] for name in self.holders(group, part)}
         return self._world.copies > 1 and len(there) == 1 and 2 * max(sizes.values()) <= sizes.total()
 
-    def _left(self, group: Group) -> bool:
+    def _left(self, group: VersionId) -> bool:
         """Whether the job has gone back to an older version since this one was written."""
         return any(restart.leaves(group) for restart in self._went_back)
 
@@ -318,13 +318,13 @@ class Truth(Holdings):
                 if self.floor == restart.base and max(kept, default=self.floor) > self.floor:
                     self._set_floor(max(kept))
 
-    def _bases_heard(self) -> set[Group]:
+    def _bases_heard(self) -> set[VersionId]:
         """What the job went on from, as it is noted on the machines that are there."""
-        notes = [machine.arena.get_note(f"{CLAIM}job") for machine in self._world.machines.values()]
-        bases = [msgspec.msgpack.decode(note, type=ClaimNote).base for note in notes if note is not None]
+        notes = [machine.arena.get_note(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
+        bases = [msgspec.msgpack.decode(note, type=JobMetadata).base for note in notes if note is not None]
         return {base.group for base in bases if base is not None}
 
-    def _set_floor(self, group: Group) -> None:
+    def _set_floor(self, group: VersionId) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
 
     def started_afresh(self, restore: Restore) -> None:
@@ -336,7 +336,7 @@ class Truth(Holdings):
                 f"there: {self.describe(max(there))}"
             )
 
-    def restored(self, restore: Restore, group: Group) -> None:
+    def restored(self, restore: Restore, group: VersionId) -> None:
         """All ranks have loaded ``group``."""
         reach = restore.answered() & self.living()
         there = [one for one in self._known(reach, restore.began) if self._all_along(one, reach, restore.photo)]
@@ -356,19 +356,19 @@ class Truth(Holdings):
             self._floor_lost = True
             self._unsaid.add((restore.epoch, group))
 
-    def _goes_on_from(self, group: Group, epoch: int, nodes: Iterable[str]) -> None:
+    def _goes_on_from(self, group: VersionId, epoch: int, nodes: Iterable[str]) -> None:
         self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
         self._went_back.append(_WentBack(group, epoch, set(nodes)))
         self._set_floor(group)
         self._floor_lost = not self.whole(group)
 
-    def _all_along(self, group: Group, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
+    def _all_along(self, group: VersionId, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
         """Whether who answered held all of it from when they were asked until now."""
         keys = [key for key in photo if key.group == group]
         held = [photo[key] & self.holders(group, key.part) & reach for key in keys]
         return len(keys) == self.parts_of(group) and all(held)
 
-    def committed(self, group: Group) -> None:
+    def committed(self, group: VersionId) -> None:
         """All parts of a version are sealed: with one copy of each that is all there can be.
 
         A fault that takes it before its version is committed takes as much as one does that comes right after that,
@@ -381,15 +381,15 @@ class Truth(Holdings):
         elif any(key.group == group and not self._held[key] for key in self._taken):
             self._floor_lost = True
 
-    def _known(self, among: Iterable[str], before: float) -> list[Group]:
+    def _known(self, among: Iterable[str], before: float) -> list[VersionId]:
         return [group for group in self.groups(set(among)) if self._whole_at[group] < before]
 
-    def _best(self, groups: list[Group]) -> Group | None:
+    def _best(self, groups: list[VersionId]) -> VersionId | None:
         """The newest of those that no later incarnation has left behind. Told anew, not by calling the resolver."""
         kept = [group for group in groups if not any(self._leaves(later, group) for later in groups)]
         return max(kept, key=_order, default=None)
 
-    def _leaves(self, later: Group, earlier: Group) -> bool:
+    def _leaves(self, later: VersionId, earlier: VersionId) -> bool:
         base = self._bases.get(later)
         return later.epoch > earlier.epoch and base is not None and base < earlier.version
 
@@ -429,5 +429,5 @@ class Truth(Holdings):
                 )
 
 
-def _order(group: Group) -> tuple[int, int, int, str]:
+def _order(group: VersionId) -> tuple[int, int, int, str]:
     return group.version, group.epoch, group.attempt, group.incarnation

@@ -4,7 +4,7 @@ Each node is a real store, membership and account of copies, as in the schedules
 other all that they say in a job: ranks seal, copies are made, the first node counts and tells the others. Then that
 node is lost, what it held is copied again, and the job goes on from memory with fewer ranks. Nodes know each other when
 it begins. Every node looks around as in production; of what they see a few come to a step and plan all that their
-ranks read, by the maps of :mod:`tieredckpt.agent.step_map`.
+ranks read, by the maps of :mod:`tieredckpt.agent.step_locator`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from peerstore.cluster.gossip import Gossip, Rumour, Standing
-from peerstore.cluster.members import MembershipSettings
 from peerstore.errors import PeerStoreError
-from peerstore.peers.looking import Sight
-from peerstore.peers.messages import Looked
-from peerstore.records import Group, ShardKey
+from peerstore.membership.swim import GossipMessage, MembershipSettings, MemberState, MemberUpdate
+from peerstore.peers.peer_inventory import JobInventory
+from peerstore.peers.peer_messages import NodeInventory
+from peerstore.shard_records import ShardKey, VersionId
 from tests.simulation.agent import JOB, Agent
 from tests.simulation.memory import content, damaged_chunks, predictable
 from tests.simulation.restoring import Restore
 from tests.simulation.trainers import Trainers
 from tests.simulation.world import Shape, World
-from tieredckpt.agent.others import Others
-from tieredckpt.agent.step_map import StepLayouts, StepMap
-from tieredckpt.agent.views import elsewhere, memory_views
-from tieredckpt.boxes import Box
-from tieredckpt.layout import TensorEntry, encode, lay_out
-from tieredckpt.manifest import ShardMeta, encode_meta
-from tieredckpt.resolve import elect, resolve
+from tieredckpt.agent.peer_tier import PeerTier, memory_step_statuses, peer_facts
+from tieredckpt.agent.step_locator import StepLayoutCache, StepLocator
+from tieredckpt.format.manifest import ShardMeta, encode_meta
+from tieredckpt.format.shard_layout import TensorEntry, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box
+from tieredckpt.resolve_step import elect_step, resolve_step
 
 RACK = 32
 TENSORS, COLUMNS = 12, 4
@@ -108,10 +106,10 @@ class LargeWorld(World):
 
     def meet(self) -> None:
         """Everybody has heard of everybody."""
-        rumours = [Rumour(agent.machine.node, agent.members.number, Standing.ALIVE) for agent in self.agents]
+        rumours = [MemberUpdate(agent.machine.node, agent.members.number, MemberState.ALIVE) for agent in self.agents]
         for agent in self.agents:
             others = tuple(rumour for rumour in rumours if rumour.node.id != agent.name)
-            agent.members.heard(agent.clock(), others[0].node.id, Gossip(others, None, (0, "")))
+            agent.members.heard(agent.clock(), others[0].node.id, GossipMessage(others, None, (0, "")))
 
     def rows_of(self, part: int, parts: int) -> Box:
         each = self.rows // parts
@@ -121,8 +119,8 @@ class LargeWorld(World):
         """What a rank says of its shard; its layout is kept as its node would."""
         box, shape = self.rows_of(part, parts), (self.rows, COLUMNS)
         entries = [TensorEntry(name, "float32", shape, box, 4, sharded=True) for name in names()]
-        layout = lay_out(entries, (), {name: tuple(name.split(".")) for name in names()})
-        self.layouts[layout.digest] = encode(layout)
+        layout = build_layout(entries, (), {name: tuple(name.split(".")) for name in names()})
+        self.layouts[layout.digest] = encode_layout(layout)
         return encode_meta(ShardMeta(layout.digest, (), base=-1 if base is None else base))
 
     def until(self, what: str, done: Callable[[], bool]) -> Phase:
@@ -154,7 +152,7 @@ class LargeRestore(Restore):
         self.read = 0
         """Shards that ranks of these nodes took pieces of, all of them looked at."""
 
-    def _seen(self, name: str, attempt: int, nodes: dict[str, Looked], silent: dict[str, str]) -> None:
+    def _seen(self, name: str, attempt: int, nodes: dict[str, NodeInventory], silent: dict[str, str]) -> None:
         self._sights[name] = nodes, silent
         if len(self._sights) == len(self.agents):
             self._decide()
@@ -163,7 +161,7 @@ class LargeRestore(Restore):
         ranks = self.places.count(self.nodes[0])
         deciding = self.nodes[:: max(1, len(self.nodes) // DECIDING)]
         votes = [self._vote_of(name) for name in deciding]
-        chosen = elect([vote for vote in votes for _ in range(ranks)])
+        chosen = elect_step([vote for vote in votes for _ in range(ranks)])
         if chosen is None:
             raise WentWrong("the nodes do not come to one step")
         self.choices = dict.fromkeys(self.nodes, chosen)
@@ -172,13 +170,13 @@ class LargeRestore(Restore):
             self._plan(self.agents[name], chosen)
         self._go_on(chosen)
 
-    def _vote_of(self, name: str) -> list[Group]:
+    def _vote_of(self, name: str) -> list[VersionId]:
         nodes, silent = self._sights[name]
-        views = memory_views(nodes[name].facts, elsewhere(nodes, name), lambda _: False)
-        found = resolve([view.candidate for view in views], unreachable=["peer"] if silent else ())
+        views = memory_step_statuses(nodes[name].facts, peer_facts(nodes, name), lambda _: False)
+        found = resolve_step([view.candidate for view in views], unreachable=["peer"] if silent else ())
         return [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
 
-    def _plan(self, agent: Agent, group: Group) -> None:
+    def _plan(self, agent: Agent, group: VersionId) -> None:
         """All that the ranks of one node read, as its agent finds it, and where that is."""
         began = time.process_time()
         nodes, silent = self._sights[agent.name]
@@ -194,7 +192,7 @@ class LargeRestore(Restore):
             used.update(digests)
             return {digest: self.world.layouts[digest] for digest in digests}
 
-        step = StepMap(
+        step = StepLocator(
             group,
             here=here,
             elsewhere=facts,
@@ -203,7 +201,7 @@ class LargeRestore(Restore):
             layouts=layouts,
             records=lambda _: {},
             table=lambda _: None,
-            known=StepLayouts(),
+            known=StepLayoutCache(),
         )
         parts = set[int]()
         for rank in (rank for rank, place in enumerate(self.places) if place == agent.name):
@@ -234,14 +232,14 @@ def _refused(error: PeerStoreError) -> None:
     raise WentWrong(f"a shard that was seen is not read: {error}")
 
 
-def others_seen(agent: Agent, nodes: Mapping[str, Looked], silent: Mapping[str, str]) -> Others:
+def others_seen(agent: Agent, nodes: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> PeerTier:
     """The part of the agent that says where shards are, over what was seen."""
     team = SimpleNamespace(
         me=agent.machine.node,
-        sight=lambda: Sight(nodes, silent),
+        sight=lambda: JobInventory(nodes, silent),
         tending=SimpleNamespace(peer=lambda node: agent.world.machines[node].node),
     )
-    return Others(SimpleNamespace(team=lambda _: team))  # type: ignore[arg-type]
+    return PeerTier(SimpleNamespace(team=lambda _: team))  # type: ignore[arg-type]
 
 
 def names() -> list[str]:
@@ -306,7 +304,7 @@ def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda
     return story
 
 
-def _settled(world: LargeWorld, group: Group | None) -> Callable[[], bool]:
+def _settled(world: LargeWorld, group: VersionId | None) -> Callable[[], bool]:
     def settled() -> bool:
         return group in world.truth.settled and all(one.copies.settled(JOB) == group for one in world.agents)
 

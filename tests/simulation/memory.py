@@ -11,21 +11,21 @@ from typing import Any
 
 import xxhash
 
-from peerstore import adoption, leasing, notes, shelf
-from peerstore.checksum import checksums, mismatches
-from peerstore.cluster.grouping import groups
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.placement import Placement, place
+from peerstore.checksums import chunk_checksums, mismatched_chunks
 from peerstore.errors import ArenaFullError
-from peerstore.peers import accounts, keeping, mixing, recovering, sharing
-from peerstore.peers.duties import stand_ins
-from peerstore.records import Lease, ShardKey, ShardRecord
-from peerstore.sealing import Sealing
+from peerstore.membership.topology import NodeId, PeerNode
+from peerstore.parity import parity_replicator, parity_store, stripes
+from peerstore.replication import replication_policy
+from peerstore.replication.replica_placement import ReplicaPlacement, parity_groups, place_replicas
+from peerstore.replication.replication_policy import substitute_partners
+from peerstore.shard_records import Lease, ShardKey, ShardRecord
+from peerstore.store import crash_recovery, leases, slots
+from peerstore.store.shards import ShardSealer
 
 CHUNK_BYTES = 8
 CHUNKS = 3
 SHARD_BYTES = CHUNK_BYTES * CHUNKS
-SEALED = notes.SEAL
+SEALED = slots.SEAL_METADATA
 SLOTS, BURST = 2, 1
 
 
@@ -89,14 +89,14 @@ class DictArena:
         pass
 
 
-class SimulatedSealing(Sealing):
+class SimulatedSealing(ShardSealer):
     """The store's sealing; only the bytes are read from a :class:`DictArena`."""
 
     now_ns = 0
 
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
         data = memoryview(self._shelf.arena.bytes[lease.slot])[:size_bytes]
-        sums = checksums(data, chunk_bytes=CHUNK_BYTES)
+        sums = chunk_checksums(data, chunk_bytes=CHUNK_BYTES)
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)
 
 
@@ -108,22 +108,22 @@ def content(key: ShardKey) -> bytes:
 
 def damaged_chunks(data: bytes | bytearray, record: ShardRecord) -> tuple[int, ...]:
     view = memoryview(data)[: record.size_bytes]
-    return mismatches(view, record.checksums, chunk_bytes=record.chunk_bytes)
+    return mismatched_chunks(view, record.checksums, chunk_bytes=record.chunk_bytes)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _placed(nodes: tuple[Node, ...], copies: int, levels: tuple[str, ...]) -> Placement:
-    return place(nodes, copies=copies, levels=levels)
+def _placed(nodes: tuple[PeerNode, ...], copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
+    return place_replicas(nodes, copies=copies, levels=levels)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _grouped(nodes: tuple[Node, ...], size: int, levels: tuple[str, ...]) -> tuple[tuple[NodeId, ...], ...]:
-    return groups(nodes, size, levels=levels)
+def _grouped(nodes: tuple[PeerNode, ...], size: int, levels: tuple[str, ...]) -> tuple[tuple[NodeId, ...], ...]:
+    return parity_groups(nodes, size, levels=levels)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _standing_in(me: NodeId, nodes: tuple[Node, ...], partners: tuple[str, ...], levels: tuple[str, ...]) -> Any:
-    return stand_ins(me, nodes, partners, levels)
+def _standing_in(me: NodeId, nodes: tuple[PeerNode, ...], partners: tuple[str, ...], levels: tuple[str, ...]) -> Any:
+    return substitute_partners(me, nodes, partners, levels)
 
 
 @contextlib.contextmanager
@@ -137,15 +137,22 @@ def predictable(rng: random.Random) -> Iterator[None]:
     fake = SimpleNamespace(
         randbits=rng.getrandbits, token_hex=lambda count: f"{rng.getrandbits(8 * count):0{2 * count}x}"
     )
-    instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (shelf, leasing, notes, adoption)]
+    instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (slots, leases, crash_recovery)]
     instead += [
-        (mixing, "_written", parity.write),
-        (mixing, "time", SimpleNamespace(time_ns=lambda: 0)),
-        (keeping, "Ranges", parity.SimulatedRanges),
-        (recovering, "Ranges", parity.SimulatedRanges),
-        (sharing, "groups", lambda nodes, size, *, levels: _grouped(tuple(nodes), size, tuple(levels))),
-        (accounts, "place", lambda nodes, *, copies, levels: _placed(tuple(nodes), copies, tuple(levels))),
-        (accounts, "stand_ins", lambda me, *given: _standing_in(me, *map(tuple, given))),
+        (stripes, "_written", parity.write),
+        (stripes, "time", SimpleNamespace(time_ns=lambda: 0)),
+        (parity_store, "ShardSources", parity.SimulatedRanges),
+        (
+            parity_replicator,
+            "parity_groups",
+            lambda nodes, size, *, levels: _grouped(tuple(nodes), size, tuple(levels)),
+        ),
+        (
+            replication_policy,
+            "place_replicas",
+            lambda nodes, *, copies, levels: _placed(tuple(nodes), copies, tuple(levels)),
+        ),
+        (replication_policy, "substitute_partners", lambda me, *given: _standing_in(me, *map(tuple, given))),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in instead]
     for module, name, double in instead:

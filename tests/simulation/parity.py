@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from peerstore import checksum
-from peerstore.bandwidth import Bandwidth
-from peerstore.commit import Settling
+from peerstore import checksums
+from peerstore.commit_protocol import PartsReport
 from peerstore.errors import LeaseLostError, PeerStoreError, PeerUnreachableError, ShardDamagedError, ShardNotFoundError
-from peerstore.peers.accounts import Protection
-from peerstore.peers.looking import Sight
-from peerstore.peers.messages import AskParities, AskRecords
-from peerstore.peers.sharing import Sharing
-from peerstore.records import Lease, ShardKey, ShardRecord
+from peerstore.parity.parity_replicator import ParityReplicator
+from peerstore.peers.peer_inventory import JobInventory
+from peerstore.peers.peer_messages import GetParities, GetShardRecords
+from peerstore.rate_limiter import RateLimiter
+from peerstore.replication.replication_policy import ReplicationPolicy
+from peerstore.shard_records import Lease, ShardKey, ShardRecord
 from tests.simulation.memory import damaged_chunks
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedStore:
-    """What :class:`peerstore.store.NodeStore` is for whoever keeps parities."""
+    """What :class:`peerstore.store.node_store.NodeStore` is for whoever keeps parities."""
 
     def __init__(self, agent: Agent) -> None:
         from tests.simulation.agent import COPIER
@@ -60,19 +60,19 @@ class SimulatedStore:
         *,
         stopped: Callable[[], bool],
     ) -> bytes:
-        """Chunk by chunk into the slot, as in peers/mixing.py."""
+        """Chunk by chunk into the slot, as in peerstore/parity/stripes.py."""
         sums = bytearray()
         for number, data in chunks:
             slot = self.agent.machine.arena.bytes.get(lease.slot)
             if slot is None or stopped():
                 raise LeaseLostError(f"the lease of {lease.key} was taken back")
             slot[number * chunk_bytes : number * chunk_bytes + len(data)] = data
-            sums += checksum.digest(data).to_bytes(8, "little")
+            sums += checksums.chunk_checksum(data).to_bytes(8, "little")
         return bytes(sums)
 
 
 class SimulatedTending:
-    """What :class:`peerstore.peers.tending.Tending` knows, and whom it calls."""
+    """What :class:`peerstore.peers.heartbeat_loop.HeartbeatLoop` knows, and whom it calls."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -115,9 +115,9 @@ class SimulatedPeer:
 
 
 class SimulatedRanges:
-    """Shards and parities, read whole from the first that has them undamaged, as in peers/ranges.py."""
+    """Shards and parities, read whole from the first that has them undamaged, as in peerstore/parity/stripes.py."""
 
-    def __init__(self, store: SimulatedStore, _puller: object, _pace: Bandwidth, *, me: str, sources: int) -> None:
+    def __init__(self, store: SimulatedStore, _puller: object, _pace: RateLimiter, *, me: str, sources: int) -> None:
         self._agent = store.agent
         self.bytes_read = 0
 
@@ -165,15 +165,15 @@ class SimulatedRanges:
 class SimulatedSettlement:
     """The scribe is told by messages that nobody waits for, as with copies."""
 
-    def __init__(self, agent: Agent, sharing: Sharing) -> None:
+    def __init__(self, agent: Agent, sharing: ParityReplicator) -> None:
         self._agent, self._reports = agent, sharing._reports
 
-    def tell(self, teller: str, notes: Iterable[Settling]) -> bool:
+    def tell(self, teller: str, notes: Iterable[PartsReport]) -> bool:
         self._agent.tell(teller, notes, self._reports)
         return True
 
 
-class SimulatedSharing(Sharing):
+class SimulatedSharing(ParityReplicator):
     """One agent's parities. What its thread would do is done whenever the agent is woken."""
 
     def __init__(self, agent: Agent) -> None:
@@ -184,8 +184,8 @@ class SimulatedSharing(Sharing):
             store,
             "job",
             tending,
-            Protection(1, ("zone", "rack"), group=world.shape.parity),
-            pace=Bandwidth(0),
+            ReplicationPolicy(1, ("zone", "rack"), group=world.shape.parity),
+            pace=RateLimiter(0),
             blobs_of=lambda _: (),
             fetch_blob=_no_blob,
             sight=self._looked,
@@ -224,16 +224,16 @@ class SimulatedSharing(Sharing):
             self._steps = False
         self._agent.wake(self._rest_s())
 
-    def _looked(self) -> Sight:
+    def _looked(self) -> JobInventory:
         nodes, silent = self._agent.world.turns.wait(
             lambda answered: self._agent.sight(lambda nodes, silent: answered((nodes, silent)))
         )
-        return Sight(dict(sorted(nodes.items(), key=lambda one: one[0] != self._agent.name)), silent)
+        return JobInventory(dict(sorted(nodes.items(), key=lambda one: one[0] != self._agent.name)), silent)
 
-    def _records(self, asked: AskRecords) -> list[ShardRecord]:
+    def _records(self, asked: GetShardRecords) -> list[ShardRecord]:
         return [record for _, record in self._agent.shelf.offered("job") if record.key.group == asked.group]
 
-    def _parities(self, asked: AskParities) -> list[ShardRecord]:
+    def _parities(self, asked: GetParities) -> list[ShardRecord]:
         return [record for record in self._agent.copies.parities("job") if record.key.group == asked.group]
 
 

@@ -1,6 +1,7 @@
 """A restart of the job: every rank's node looks around, the ranks vote, all load one step, a new incarnation begins.
 
-As in tieredckpt/reader.py and agent/service.py; the decisions are those of :mod:`tieredckpt.resolve`.
+As in tieredckpt/dcp/tiered_reader.py and tieredckpt/agent/agent_service.py; the decisions are those of
+:mod:`tieredckpt.resolve_step`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from peerstore.errors import PeerStoreError
-from peerstore.peers.messages import Looked
-from peerstore.peers.striping import still_coming
-from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from peerstore.parity.stripes import pending_recovery
+from peerstore.peers.peer_messages import NodeInventory
+from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
 from tests.simulation.agent import JOB, Agent
 from tests.simulation.memory import content, damaged_chunks
 from tests.simulation.trainers import Trainers
-from tieredckpt.resolve import Candidate, Resolution, Tier, elect, resolve
+from tieredckpt.resolve_step import Candidate, Resolution, Tier, elect_step, resolve_step
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -26,10 +27,10 @@ _PATIENCE_S = 15.0
 _REBUILT_S = 0.3
 
 
-def candidates_of(here: Looked, others: dict[str, Looked]) -> list[Candidate]:
+def candidates_of(here: NodeInventory, others: dict[str, NodeInventory]) -> list[Candidate]:
     """What one node's survey says: its own shards and those of the others."""
-    found: dict[Group, dict[int, list[Tier]]] = defaultdict(dict)
-    facts: dict[Group, ShardFact] = {}
+    found: dict[VersionId, dict[int, list[Tier]]] = defaultdict(dict)
+    facts: dict[VersionId, ShardInfo] = {}
     for tier, looked in [(Tier.MEMORY, here), *((Tier.PEER, other) for other in others.values())]:
         for fact in looked.facts:
             facts[fact.key.group] = fact
@@ -61,13 +62,13 @@ class Restore:
         self.outcome = ""
         self.photo: dict[ShardKey, set[str]] = {}
         self.epoch = 0
-        self._sights: dict[str, tuple[dict[str, Looked], dict[str, str]]] = {}
+        self._sights: dict[str, tuple[dict[str, NodeInventory], dict[str, str]]] = {}
         self._resolutions: dict[str, Resolution] = {}
         self._loaded: dict[int, bool] = {}
-        self.choices: dict[str, Group] = {}
+        self.choices: dict[str, VersionId] = {}
         """What the ranks of each node load."""
         self._tries = 0
-        self.refused: set[Group] = set()
+        self.refused: set[VersionId] = set()
 
     def begin(self) -> None:
         self.world.say(f"the job starts again on {','.join(self.nodes)}")
@@ -93,13 +94,13 @@ class Restore:
                 return
             agent.sight(partial(self._seen, name, self._tries))
 
-    def _seen(self, name: str, attempt: int, nodes: dict[str, Looked], silent: dict[str, str]) -> None:
+    def _seen(self, name: str, attempt: int, nodes: dict[str, NodeInventory], silent: dict[str, str]) -> None:
         if self.outcome or attempt != self._tries:
             return
         self._sights[name] = nodes, silent
         others = {node: looked for node, looked in nodes.items() if node != name}
         unreachable = [Tier.PEER] if silent else []
-        self._resolutions[name] = resolve(
+        self._resolutions[name] = resolve_step(
             candidates_of(nodes[name], others), quarantined=self.refused, unreachable=unreachable
         )
         if len(self._sights) < len(self.agents):
@@ -113,7 +114,7 @@ class Restore:
         """With parity, whether a newer version may become whole; for so long it is waited for that."""
         if not self.world.shape.parity or self.world.now - self.began >= _PATIENCE_S:
             return False
-        return any(still_coming(*self._sights[name], agent.living) for name, agent in self.agents.items())
+        return any(pending_recovery(*self._sights[name], agent.living) for name, agent in self.agents.items())
 
     def _look_again(self, attempt: int) -> None:
         if not self.outcome and attempt == self._tries:
@@ -127,7 +128,7 @@ class Restore:
         }
         self.choices.clear()
         for name, vote in votes.items():  # every rank counts them itself, its own first: all come to the same
-            chosen = elect([vote, *(other for node, other in votes.items() if node != name)])
+            chosen = elect_step([vote, *(other for node, other in votes.items() if node != name)])
             if chosen is not None:
                 self.choices[name] = chosen
         if self.choices:
@@ -139,7 +140,7 @@ class Restore:
             self.world.truth.started_afresh(self)
             self._go_on(None)
 
-    def _load(self, group: Group) -> None:
+    def _load(self, group: VersionId) -> None:
         self.world.say(f"the ranks choose {self.world.short(group)}")
         self._loaded.clear()
         for part, name in enumerate(self.places):
@@ -150,10 +151,10 @@ class Restore:
             holders.sort(key=lambda node, name=name: node != name)
             self._read(group, part, holders)
 
-    def _key(self, group: Group, part: int) -> ShardKey:
+    def _key(self, group: VersionId, part: int) -> ShardKey:
         return ShardKey(JOB, group.version, group.epoch, group.incarnation, group.attempt, part)
 
-    def _read(self, group: Group, part: int, holders: list[str]) -> None:
+    def _read(self, group: VersionId, part: int, holders: list[str]) -> None:
         agent, key = self.agents[self.places[part]], self._key(group, part)
         if not agent.running:
             self._end(f"{agent.name} went away")
@@ -184,7 +185,7 @@ class Restore:
         else:
             agent.call(holder, "read", key, got, lambda _: self._read(group, part, rest))
 
-    def _done(self, group: Group, part: int, *, ok: bool) -> None:
+    def _done(self, group: VersionId, part: int, *, ok: bool) -> None:
         self._loaded[part] = ok
         if self.outcome or len(self._loaded) < len(self.places):
             return
@@ -196,7 +197,7 @@ class Restore:
         else:
             self._end("no step could be read whole")
 
-    def _go_on(self, group: Group | None) -> None:
+    def _go_on(self, group: VersionId | None) -> None:
         if self.outcome:
             return
         if any(not agent.running for agent in self.agents.values()) or not self.world.reachable(self.nodes):

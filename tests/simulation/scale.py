@@ -14,21 +14,31 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from peerstore import frames
-from peerstore.cluster.gossip import Gossip, Rumour, Standing
-from peerstore.cluster.lookouts import Districts, Errand
-from peerstore.cluster.members import MembershipSettings, ring_from
-from peerstore.cluster.membership import Membership
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.placement import Placement, place
-from peerstore.cluster.roster import roster_of
-from peerstore.commit import Decided, Reports, Settling, scribe, told_at_once
-from peerstore.peers.duties import Standing as Kept
-from peerstore.peers.messages import Answer, Looked, LookedFor, LookFor, Ping, Request
-from peerstore.records import Group, ShardFact, ShardKey
-from tieredckpt.agent.views import elsewhere, memory_views
-from tieredckpt.manifest import ShardMeta, encode_meta
-from tieredckpt.resolve import Tier, resolve
+from peerstore import message_codec
+from peerstore.commit_protocol import CommitDecision, CommitReports, PartsReport, broadcast_targets, commit_leader
+from peerstore.membership.swim import (
+    GossipMessage,
+    MembershipSettings,
+    MemberState,
+    MemberUpdate,
+    SwimMembership,
+    ring_order,
+)
+from peerstore.membership.topology import DelegateCandidates, NodeId, NodePartitions, PeerNode, member_list
+from peerstore.peers.peer_messages import (
+    GetPartitionInventory,
+    NodeInventory,
+    PartitionInventory,
+    PeerRequest,
+    PeerResponse,
+    PingMessage,
+)
+from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
+from peerstore.replication.replication_policy import ReplicationStatus as Kept
+from peerstore.shard_records import ShardInfo, ShardKey, VersionId
+from tieredckpt.agent.peer_tier import memory_step_statuses, peer_facts
+from tieredckpt.format.manifest import ShardMeta, encode_meta
+from tieredckpt.resolve_step import Tier, resolve_step
 
 JOB = "llama-70b"
 VERSIONS = (11_800, 11_900, 12_000)
@@ -55,9 +65,9 @@ class Looks:
     """How many of a node's answers are about itself, and how many about its district."""
 
 
-def hosts(count: int) -> list[Node]:
+def hosts(count: int) -> list[PeerNode]:
     return [
-        Node(
+        PeerNode(
             NodeId(f"ip-10-{number // 65536}-{number // 256 % 256}-{number % 256}"),
             f"10.{number // 65536}.{number // 256 % 256}.{number % 256}:7070",
             (("rack", f"rack-{number // RACK}"), ("zone", f"zone-{number // ZONE}")),
@@ -69,7 +79,7 @@ def hosts(count: int) -> list[Node]:
 # -- placement --------------------------------------------------------------------------------------------------------
 
 
-def moved(before: Placement, after: Placement) -> int:
+def moved(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
     """Copies that are made anew, of nodes that were there before and are there after."""
     both = before.partners.keys() & after.partners.keys()
     return sum(len(set(after.partners[node]) - set(before.partners[node])) for node in both)
@@ -78,18 +88,18 @@ def moved(before: Placement, after: Placement) -> int:
 # -- membership -------------------------------------------------------------------------------------------------------
 
 
-def pings_of_one(nodes: list[Node]) -> tuple[int, int, float]:
+def pings_of_one(nodes: list[PeerNode]) -> tuple[int, int, float]:
     """What one node of a job where all are well sends in a period, how large a ping is, and how long deciding takes."""
-    members = Membership(nodes[0], 1)
-    members.set_roster(0.0, roster_of(1, nodes))
-    rumours = [Rumour(node, 1, Standing.ALIVE) for node in nodes[1:]]
+    members = SwimMembership(nodes[0], 1)
+    members.set_roster(0.0, member_list(1, nodes))
+    rumours = [MemberUpdate(node, 1, MemberState.ALIVE) for node in nodes[1:]]
     for first in range(0, len(rumours), 48):
-        members.heard(0.0, nodes[1].id, Gossip(tuple(rumours[first : first + 48]), None, (0, "")))
+        members.heard(0.0, nodes[1].id, GossipMessage(tuple(rumours[first : first + 48]), None, (0, "")))
     members.tick(0.0)
     for node in nodes:
         members.answered(0.1, node.id)
     pings, seconds = timed(lambda: members.tick(1.0))
-    size = max(len(_sent("ping", Ping(ping.gossip))) for ping in pings)
+    size = max(len(_sent("ping", PingMessage(ping.gossip))) for ping in pings)
     return len(pings), size, seconds
 
 
@@ -102,12 +112,12 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
     Every node says that its part is sealed, and later that it has its copies.
     """
     living = dict.fromkeys(names)
-    group = Group(7, VERSIONS[-1], 0, "0" * 12)
-    teller = scribe(living)
+    group = VersionId(7, VERSIONS[-1], 0, "0" * 12)
+    teller = commit_leader(living)
     assert teller is not None
-    reports = Reports(teller)
-    own = {name: Reports(name) for name in names}
-    notes: list[Settling] = []
+    reports = CommitReports(teller)
+    own = {name: CommitReports(name) for name in names}
+    notes: list[PartsReport] = []
     for lacking in (1, 0):
         for part, name in enumerate(names):
             kept = Kept(_key(VERSIONS[-1], part), mine=True, copies=2 - lacking, lacking=lacking, short=0)
@@ -117,8 +127,8 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
                 own[name].reported(to, note)
             notes += told
 
-    def count() -> Decided:
-        found = Decided()
+    def count() -> CommitDecision:
+        found = CommitDecision()
         for note in notes:
             reports.count(note)
             found |= reports.complete(living=living, life=lambda _: 1, settled=None, quorum=True)
@@ -126,15 +136,15 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
 
     found, seconds = timed(count)
     assert (found.whole, found.settled) == (group, group)
-    return sum(note.by != teller for note in notes), len(told_at_once(living, teller)), seconds
+    return sum(note.by != teller for note in notes), len(broadcast_targets(living, teller)), seconds
 
 
 def periods_until_known(names: list[str]) -> int:
     """Pings that every node sends, one each period, until all know what the scribe told some of them."""
     first = names[0]
-    ring = [first, *ring_from(NodeId(first), [NodeId(name) for name in names[1:]])]
+    ring = [first, *ring_order(NodeId(first), [NodeId(name) for name in names[1:]])]
     watched, drawn = MembershipSettings().neighbours, random.Random(7)
-    known = {first, *told_at_once(names, first)}
+    known = {first, *broadcast_targets(names, first)}
     for period in range(len(names)):
         if len(known) == len(names):
             return period
@@ -150,7 +160,7 @@ def periods_until_known(names: list[str]) -> int:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def looks(names: list[str], districts: Districts) -> Looks:
+def looks(names: list[str], districts: NodePartitions) -> Looks:
     """Everybody is well."""
     got: Counter[str] = Counter()
     sent: Counter[str] = Counter()
@@ -168,7 +178,7 @@ def looks(names: list[str], districts: Districts) -> Looks:
             if other != me:
                 ask(me, other, ROUNDS)
         for members in districts.beyond(me):
-            lookout = Errand(members, gone=lambda _: False).next()
+            lookout = DelegateCandidates(members, gone=lambda _: False).next()
             assert lookout is not None
             ask(me, lookout)
             for_all[lookout] += 1
@@ -182,10 +192,10 @@ def looks(names: list[str], districts: Districts) -> Looks:
 # -- inventories ------------------------------------------------------------------------------------------------------
 
 
-def inventory(names: list[str], placement: Placement) -> dict[str, Looked]:
+def inventory(names: list[str], placement: ReplicaPlacement) -> dict[str, NodeInventory]:
     """What each node says that it holds: its own parts and those it keeps for another."""
     number = {name: part for part, name in enumerate(names)}
-    held: dict[str, list[ShardFact]] = {name: [] for name in names}
+    held: dict[str, list[ShardInfo]] = {name: [] for name in names}
     for name, part in number.items():
         holders = (name, *placement.partners[NodeId(name)])
         for version in VERSIONS:
@@ -193,13 +203,13 @@ def inventory(names: list[str], placement: Placement) -> dict[str, Looked]:
             held[name].append(own)
             for partner in holders[1:]:
                 held[partner].append(_fact(version, part, len(names), holders))
-    settled = Group(7, VERSIONS[-1], 0, "0" * 12)
-    return {name: Looked(tuple(facts), 7, "0" * 12, settled, 0) for name, facts in held.items()}
+    settled = VersionId(7, VERSIONS[-1], 0, "0" * 12)
+    return {name: NodeInventory(tuple(facts), 7, "0" * 12, settled, 0) for name, facts in held.items()}
 
 
-def _fact(version: int, part: int, parts: int, holders: tuple[str, ...] = ()) -> ShardFact:
+def _fact(version: int, part: int, parts: int, holders: tuple[str, ...] = ()) -> ShardInfo:
     meta = ShardMeta(f"{part:032x}", (1 << 20, 4096), base=11_700, table=f"{7:032x}", saved_ns=time.time_ns())
-    return ShardFact(_key(version, part), parts, SHARD_BYTES, encode_meta(meta), time.time_ns(), True, holders)
+    return ShardInfo(_key(version, part), parts, SHARD_BYTES, encode_meta(meta), time.time_ns(), True, holders)
 
 
 def _key(version: int, part: int) -> ShardKey:
@@ -207,24 +217,24 @@ def _key(version: int, part: int) -> ShardKey:
 
 
 def _sent(op: str, body: object) -> bytes:
-    return frames.encode(Request(op, frames.encode_raw(body)))
+    return message_codec.encode_message(PeerRequest(op, message_codec.encode_raw_message(body)))
 
 
 def _answered(body: object) -> bytes:
-    return frames.encode(Answer("", frames.encode_raw(body)))
+    return message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(body)))
 
 
-def answers_for(me: str, districts: Districts, said: dict[str, Looked]) -> list[bytes]:
+def answers_for(me: str, districts: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
     """What one node is sent in a survey: by its own district's nodes and by the lookouts of the others."""
     near = [_answered(said[node]) for node in districts.of(me) if node != me]
     far = [
-        _answered(LookedFor({node: frames.encode_raw(said[node]) for node in members}, {}))
+        _answered(PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {}))
         for members in districts.beyond(me)
     ]
     return near + far
 
 
-def most_sent(seen: Looks, districts: Districts, said: dict[str, Looked]) -> int:
+def most_sent(seen: Looks, districts: NodePartitions, said: dict[str, NodeInventory]) -> int:
     """Bytes of the answers that one node gives when all survey at one time."""
     own = {name: len(_answered(looked)) for name, looked in said.items()}
     return max(
@@ -233,16 +243,16 @@ def most_sent(seen: Looks, districts: Districts, said: dict[str, Looked]) -> int
     )
 
 
-def taken_in(answers: Iterable[bytes], near: int) -> dict[int, Looked]:
+def taken_in(answers: Iterable[bytes], near: int) -> dict[int, NodeInventory]:
     """All that was said, decoded."""
-    found: dict[int, Looked] = {}
+    found: dict[int, NodeInventory] = {}
     for number, data in enumerate(answers):
-        body = frames.decode(data, Answer).body
+        body = message_codec.decode_message(data, PeerResponse).body
         if number < near:
-            found[len(found)] = frames.decode(body, Looked)
+            found[len(found)] = message_codec.decode_message(body, NodeInventory)
         else:
-            for raw in frames.decode(body, LookedFor).nodes.values():
-                found[len(found)] = frames.decode(raw, Looked)
+            for raw in message_codec.decode_message(body, PartitionInventory).nodes.values():
+                found[len(found)] = message_codec.decode_message(raw, NodeInventory)
     return found
 
 
@@ -258,13 +268,13 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def measure(count: int) -> dict[str, str]:
     """The rows of the table for one size."""
     nodes = hosts(count)
-    placement, placed_s = timed(lambda: place(nodes))
-    joined = place([*nodes, Node(NodeId("one-more"), "", (("rack", "rack-0"), ("zone", "zone-0")))])
-    left = place([node for node in nodes if node is not nodes[count // 2]])
+    placement, placed_s = timed(lambda: place_replicas(nodes))
+    joined = place_replicas([*nodes, PeerNode(NodeId("one-more"), "", (("rack", "rack-0"), ("zone", "zone-0")))])
+    left = place_replicas([node for node in nodes if node is not nodes[count // 2]])
     names = sorted(node.id for node in nodes)
     pings, ping_bytes, tick_s = pings_of_one(nodes)
     reports, told, count_s = settled_by(list(names))
-    districts, cut_s = timed(lambda: Districts(names))
+    districts, cut_s = timed(lambda: NodePartitions(names))
     seen = looks(list(names), districts)
     said = inventory(list(names), placement)
     me = names[0]
@@ -272,13 +282,13 @@ def measure(count: int) -> dict[str, str]:
     near = len(districts.of(me)) - 1
     taken, taken_s = timed(lambda: taken_in(answers, near))
     others = {str(number): looked for number, looked in taken.items()}
-    views, views_s = timed(lambda: memory_views(said[me].facts, elsewhere(others, me), lambda _: False))
-    found, resolve_s = timed(lambda: resolve([view.candidate for view in views], unreachable=()))
+    views, views_s = timed(lambda: memory_step_statuses(said[me].facts, peer_facts(others, me), lambda _: False))
+    found, resolve_s = timed(lambda: resolve_step([view.candidate for view in views], unreachable=()))
     assert found.chosen is not None
     assert found.chosen.group.version == VERSIONS[-1]
     assert Tier.PEER in found.chosen.tiers
     sources = {name for name, looked in said.items() if name != me and looked.facts}
-    question = len(_sent("look_for", LookFor(max(districts.beyond(me), key=len, default=()))))
+    question = len(_sent("look_for", GetPartitionInventory(max(districts.beyond(me), key=len, default=()))))
     received = sum(map(len, answers))
     return {
         "placement, seconds": f"{placed_s:.2f}",
@@ -311,7 +321,7 @@ def measure(count: int) -> dict[str, str]:
     }
 
 
-def _all(districts: Districts, me: str) -> list[tuple[str, ...]]:
+def _all(districts: NodePartitions, me: str) -> list[tuple[str, ...]]:
     return [districts.of(me), *districts.beyond(me)]
 
 

@@ -25,16 +25,15 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.control.changes import NodeEnd
-from elastic.control.link import open_channel
-from elastic.control.messages import NodeSays
-from elastic.control.plane import Progress
-from elastic.control.tasks import CoordinatorTask, command_of, environ_for
-from elastic.world.policy import ScalingPolicy
-from peerstore.cluster.nodes import node_id
-from peerstore.descriptors import raise_limit
+from elastic.control.control_messages import NodeCodec, NodeStatus
+from elastic.control.control_plane import RankProgress
+from elastic.control.coordinator_client import connect_to_coordinator
+from elastic.launcher import CoordinatorSpec, child_environ, spec_command
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore.daemon_process import raise_open_file_limit
 from peerstore.errors import PeerStoreError
-from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+from peerstore.membership.topology import validate_node_id
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 
 SECRET = b"a secret of the simulation, long enough"
 HEARTBEAT_S = 1.0
@@ -84,12 +83,12 @@ class Simulated:
 
     def __init__(self, number: int, nproc: int) -> None:
         self.name = f"ip-10-{number >> 16}-{number >> 8 & 255}-{number & 255}.cluster.local"
-        self.says = NodeSays(0, self.name, 1, nproc, births=nproc, ready=True, steps=(Progress(-1),) * nproc)
+        self.says = NodeStatus(0, self.name, 1, nproc, births=nproc, ready=True, steps=(RankProgress(-1),) * nproc)
         self.quiet_s = (0.1,) * nproc
         self.received = bytearray()
         self.unsent = b""
         self.sock: socket.socket | None = None
-        self.end = NodeEnd()
+        self.end = NodeCodec()
 
     @property
     def epoch(self) -> int:
@@ -101,7 +100,7 @@ class Simulated:
 
     def begin(self, sock: socket.socket) -> None:
         """A new connection."""
-        self.sock, self.unsent, self.end = sock, b"", NodeEnd()
+        self.sock, self.unsent, self.end = sock, b"", NodeCodec()
         self.received.clear()
 
     def beat(self) -> None:
@@ -109,12 +108,12 @@ class Simulated:
         self.says = msgspec.structs.replace(self.says, quiet_s=self.quiet_s)
         if self.is_inside:
             step = 1 + (self.says.steps[0].step if self.says.steps[0] is not None else -1)
-            self.says = msgspec.structs.replace(self.says, steps=(Progress(step, step - 1),) * self.says.seats)
+            self.says = msgspec.structs.replace(self.says, steps=(RankProgress(step, step - 1),) * self.says.seats)
 
     def report(self) -> bytes:
         self.says = msgspec.structs.replace(self.says, number=self.says.number + 1)
         body = self.end.encode(self.says)
-        return PREFIX.pack(MAGIC, VERSION, len(body), 0) + body
+        return FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body
 
     def hear(self, body: bytes) -> bool:
         """Whether there is something new to say."""
@@ -149,7 +148,9 @@ class Crowd:
         """On a thread of the pool."""
         while not self._ended:
             try:
-                channel = open_channel(self._address, job=_JOB, me=node_id(self.nodes[number].name), secret=SECRET)
+                channel = connect_to_coordinator(
+                    self._address, job=_JOB, me=validate_node_id(self.nodes[number].name), secret=SECRET
+                )
             except PeerStoreError:
                 time.sleep(0.05)
                 continue
@@ -224,12 +225,12 @@ class Crowd:
             return False
         node.received += data
         news = False
-        while len(node.received) >= PREFIX.size:
-            _, _, size, _ = PREFIX.unpack_from(node.received)
-            if len(node.received) < PREFIX.size + size:
+        while len(node.received) >= FRAME_PREFIX.size:
+            _, _, size, _ = FRAME_PREFIX.unpack_from(node.received)
+            if len(node.received) < FRAME_PREFIX.size + size:
                 break
-            body = bytes(node.received[PREFIX.size : PREFIX.size + size])
-            del node.received[: PREFIX.size + size]
+            body = bytes(node.received[FRAME_PREFIX.size : FRAME_PREFIX.size + size])
+            del node.received[: FRAME_PREFIX.size + size]
             news |= node.hear(body)
         return news
 
@@ -260,7 +261,7 @@ def coordinator(nodes: int, nproc: int) -> Iterator[tuple[str, int]]:
         place = Path(folder)
         (place / "secret").write_bytes(SECRET)
         (place / "secret").chmod(0o600)
-        task = CoordinatorTask(
+        task = CoordinatorSpec(
             job=_JOB,
             secret_file=str(place / "secret"),
             listen="127.0.0.1:0",
@@ -273,7 +274,7 @@ def coordinator(nodes: int, nproc: int) -> Iterator[tuple[str, int]]:
             dead_after_s=60.0,
             return_s=0.0,
         )
-        process = subprocess.Popen(command_of(task), env=environ_for(), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(spec_command(task), env=child_environ(), stdin=subprocess.DEVNULL)
         try:
             while not (place / "address").exists() or not (place / "address").read_text():
                 if process.poll() is not None:
@@ -363,7 +364,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--rest", type=float, default=10.0)
     parser.add_argument("--patience", type=float, default=120.0)
     given = parser.parse_args(words)
-    raise_limit()
+    raise_open_file_limit()
     for nodes in given.nodes:
         print(measure(nodes, nproc=given.nproc, losses=given.losses, rest_s=given.rest, patience_s=given.patience))
         sys.stdout.flush()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from peerstore.commit import TOLD_AT_ONCE
+from peerstore.commit_protocol import BROADCAST_FANOUT
 from tests.simulation.large import DECIDING, TENSORS, tell
 
 
@@ -13,7 +13,7 @@ def holds(nodes, ranks, fewer):
     saved, lost, copied, chosen, smaller = story.phases
     for save, count in ((saved, nodes), (smaller, nodes - 1)):
         assert save.sent["settling"] <= 3 * ranks * count, "a word for each part sealed, and each copied"
-        assert save.sent["decided"] <= 2 * TOLD_AT_ONCE
+        assert save.sent["decided"] <= 2 * BROADCAST_FANOUT
         assert save.most <= 4 * ranks * count, "all of it is the one that counts"
     own_district, beyond = math.sqrt(nodes), math.sqrt(nodes)
     assert chosen.sent["look"] <= 6 * nodes * own_district

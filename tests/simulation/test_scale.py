@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from peerstore import frames
-from peerstore.cluster.lookouts import Districts
-from peerstore.cluster.placement import place
-from peerstore.commit import TOLD_AT_ONCE
-from peerstore.peers.afar import MOST_BYTES
-from peerstore.peers.messages import MOST_LOOKED_FOR
-from peerstore.transport.seam import MAX_HEADER_BYTES
+from peerstore import message_codec
+from peerstore.commit_protocol import BROADCAST_FANOUT
+from peerstore.membership.topology import NodePartitions
+from peerstore.peers.peer_inventory import MAX_PARTITION_REPLY_BYTES
+from peerstore.peers.peer_messages import MAX_NODES_PER_REQUEST
+from peerstore.replication.replica_placement import place_replicas
+from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES
 from tests.simulation.scale import (
     ROUNDS,
     answers_for,
@@ -35,7 +35,7 @@ def names_of(nodes):
 @pytest.mark.parametrize("count", [64, 100, 300, 1000])
 def test_a_restart_costs_each_node_a_few_times_the_root_of_all(count):
     names = names_of(hosts(count))
-    districts = Districts(names)
+    districts = NodePartitions(names)
     seen = looks(names, districts)
     expected = sum(ROUNDS * (len(districts.of(me)) - 1) + len(districts.beyond(me)) for me in names)
     assert seen.restart == expected
@@ -47,7 +47,7 @@ def test_a_restart_costs_each_node_a_few_times_the_root_of_all(count):
 
 def test_a_job_below_the_limit_asks_everybody_and_nobody_else():
     names = names_of(hosts(63))
-    seen = looks(names, Districts(names))
+    seen = looks(names, NodePartitions(names))
     assert seen.one_survey == 62
     assert seen.restart == ROUNDS * 63 * 62
 
@@ -55,7 +55,7 @@ def test_a_job_below_the_limit_asks_everybody_and_nobody_else():
 def test_all_that_everybody_holds_is_in_the_answers_of_a_survey():
     nodes = hosts(300)
     names = names_of(nodes)
-    districts, said = Districts(names), inventory(names, place(nodes))
+    districts, said = NodePartitions(names), inventory(names, place_replicas(nodes))
     me = names[17]
     taken = taken_in(answers_for(me, districts, said), len(districts.of(me)) - 1)
     assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
@@ -64,21 +64,23 @@ def test_all_that_everybody_holds_is_in_the_answers_of_a_survey():
 def test_answers_of_the_largest_job_are_far_from_the_limits():
     """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
     names = names_of(hosts(MOST_NODES))
-    districts = Districts(names)
+    districts = NodePartitions(names)
     largest = max(len(districts.of(me)) for me in names)
-    assert largest <= MOST_LOOKED_FOR
+    assert largest <= MAX_NODES_PER_REQUEST
     few = hosts(100)
-    one = max(len(frames.encode(looked)) for looked in inventory(names_of(few), place(few)).values())
-    assert 100 * largest * one < MOST_BYTES < MAX_HEADER_BYTES
+    one = max(
+        len(message_codec.encode_message(looked)) for looked in inventory(names_of(few), place_replicas(few)).values()
+    )
+    assert 100 * largest * one < MAX_PARTITION_REPLY_BYTES < MAX_MESSAGE_HEADER_BYTES
 
 
-@pytest.mark.parametrize(("count", "every"), [(2, 1), (100, 1), (1 + TOLD_AT_ONCE, 1), (300, 3)])
+@pytest.mark.parametrize(("count", "every"), [(2, 1), (100, 1), (1 + BROADCAST_FANOUT, 1), (300, 3)])
 def test_a_save_is_one_report_a_node_and_some_who_are_told(count, every):
     names = names_of(hosts(count))
     reports, told, _ = settled_by(names)
     assert reports == 2 * (count - 1)
     assert told == math.ceil((count - 1) / every)
-    assert told <= TOLD_AT_ONCE
+    assert told <= BROADCAST_FANOUT
     assert periods_until_known(names) <= 5
 
 
@@ -91,8 +93,8 @@ def test_pings_do_not_grow_with_the_job(count):
 
 def test_who_comes_or_goes_moves_few_copies():
     nodes = hosts(320)
-    before = place(nodes)
-    assert moved(before, place(nodes[1:])) <= 32
+    before = place_replicas(nodes)
+    assert moved(before, place_replicas(nodes[1:])) <= 32
     assert moved(before, before) == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerstore.descriptors import raise_limit
+from peerstore.daemon_process import raise_open_file_limit
 from tests.simulation.supervisors import Figures, measure
 
 
@@ -23,7 +23,7 @@ def test_nodes_that_are_lost_are_replaced_one_after_the_other():
 @pytest.mark.nightly
 @pytest.mark.parametrize("nodes", [500, 1000, 2000])
 def test_a_large_job(nodes):
-    raise_limit()
+    raise_open_file_limit()
     figures = measure(nodes, losses=5, rest_s=20.0)
     print(f"figure: {figures}")
     _whole(figures, 5)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError, PeerStoreError
-from peerstore.records import Group, Lease, ShardKey
+from peerstore.shard_records import Lease, ShardKey, VersionId
 from tests.simulation.agent import JOB, TRAINER
 from tests.simulation.memory import SHARD_BYTES, content
 
@@ -20,7 +20,7 @@ _WAIT_S = 0.8
 class Trainers:
     """Rank ``part`` runs on ``places[part]``."""
 
-    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, origin: Group | None) -> None:
+    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, origin: VersionId | None) -> None:
         self.world, self.places = world, places
         self.epoch, self.name, self.origin = epoch, name, origin
         self.base = None if origin is None else origin.version
@@ -29,9 +29,9 @@ class Trainers:
         self.refused = ""
         """Why the job cannot go on, once a rank was told."""
         self._gone: set[str] = set()
-        self._sealed: dict[Group, set[int]] = {}
+        self._sealed: dict[VersionId, set[int]] = {}
         self._unheard: set[ShardKey] = set()
-        self.committed: list[Group] = []
+        self.committed: list[VersionId] = []
 
     def __str__(self) -> str:
         return f"{self.epoch % 1000}{self.name} on {','.join(sorted(set(self.places)))}"
@@ -48,12 +48,12 @@ class Trainers:
             self._gone |= set(machines)
             self.running = False
 
-    def save(self, *, without: int | None = None, unheard: bool = False) -> Group | None:
+    def save(self, *, without: int | None = None, unheard: bool = False) -> VersionId | None:
         """``without``: this rank leaves its part out; ``unheard``: it seals it, and does not hear that it has."""
         if not self.running:
             return None
         self.step += 1
-        group = Group(self.epoch, self.step, 0, self.name)
+        group = VersionId(self.epoch, self.step, 0, self.name)
         self.world.say(f"{self} saves step {self.step}")
         self._sealed[group] = set()
         self.world.truth.saved(group, self.base, len(self.places))
@@ -132,7 +132,7 @@ class Trainers:
     def meta(self, _key: ShardKey) -> bytes:
         return b"%d" % (-1 if self.base is None else self.base)
 
-    def _commit(self, group: Group) -> None:
+    def _commit(self, group: VersionId) -> None:
         self.world.say(f"{self} has step {group.version} whole")
         self.committed.append(group)
         self.world.truth.committed(group)

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from peerstore import checksum
-from peerstore.copies import kept_for
+from peerstore import checksums
 from peerstore.errors import LeaseLostError, PeerStoreError, ShardDamagedError, ShardNotFoundError
-from peerstore.peers.accounts import Outlook, is_whole
-from peerstore.peers.duties import Duty
-from peerstore.peers.messages import Offer, Wanted
-from peerstore.records import Base, Lease, ShardRecord
-from peerstore.shelf import Slot
+from peerstore.peers.peer_messages import OfferReplica, OfferReply
+from peerstore.replication.replication_policy import ReplicationTask, ReplicationView, is_committed
+from peerstore.shard_records import Lease, ResumePoint, ShardRecord
+from peerstore.store.received_replicas import holders_to_store
+from peerstore.store.slots import ArenaSlot
 from tests.simulation.memory import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class _Transfer:
 
 
 def arrived_whole(record: ShardRecord, number: int, data: bytes) -> bool:
-    return checksum.digest(data).to_bytes(8, "little") == record.checksums[8 * number : 8 * number + 8]
+    return checksums.chunk_checksum(data).to_bytes(8, "little") == record.checksums[8 * number : 8 * number + 8]
 
 
 class Incoming:
@@ -52,7 +51,7 @@ class Incoming:
             "abort": self._abort,
         }
 
-    def _offer(self, sender: str, offer: Offer) -> Wanted:
+    def _offer(self, sender: str, offer: OfferReplica) -> OfferReply:
         from tests.simulation.agent import COPIER, JOB
 
         if offer.base is not None:
@@ -60,13 +59,13 @@ class Incoming:
         lease = self._agent.copies.begin(offer.record, whole=offer.whole, owner=COPIER)
         if lease is None:
             self._agent.copies.offered(offer.record.key, offer.holders, me=self._agent.name)
-            return Wanted("")
+            return OfferReply("")
         name = f"t{next(_names)}"
-        count = checksum.chunk_count(offer.record.size_bytes, CHUNK_BYTES)
+        count = checksums.chunk_count(offer.record.size_bytes, CHUNK_BYTES)
         self._transfers[name] = _Transfer(
             sender, offer.record, lease, offer.holders, self._agent.world.now, [False] * count
         )
-        return Wanted(name, ((0, count),))
+        return OfferReply(name, ((0, count),))
 
     def _of(self, sender: str, name: str) -> _Transfer | None:
         found = self._transfers.get(name)
@@ -94,7 +93,9 @@ class Incoming:
             return missing
         del self._transfers[name]
         try:
-            self._agent.copies.seal(transfer.lease.id, transfer.record, kept_for(self._agent.name, transfer.holders))
+            self._agent.copies.seal(
+                transfer.lease.id, transfer.record, holders_to_store(self._agent.name, transfer.holders)
+            )
         except PeerStoreError:
             self._agent.leasing.abandon(transfer.lease.id)
             raise
@@ -118,18 +119,18 @@ class Outgoing:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._duty: Duty | None = None
-        self._slot: Slot | None = None
+        self._duty: ReplicationTask | None = None
+        self._slot: ArenaSlot | None = None
         self._record: ShardRecord | None = None
         self._transfer = ""
         self._again = self._life = 0
-        self._base: Base | None = None
+        self._base: ResumePoint | None = None
 
     @property
     def busy(self) -> bool:
         return self._duty is not None
 
-    def begin(self, duty: Duty, look: Outlook) -> None:
+    def begin(self, duty: ReplicationTask, look: ReplicationView) -> None:
         try:
             self._slot, self._record = self._agent.shelf.sealed(duty.key)
         except ShardNotFoundError:
@@ -139,10 +140,10 @@ class Outgoing:
         self._slot.users.add("push")
         self._life, self._base = look.life(duty.to), look.base
         fact = next(fact for fact in look.facts if fact.key == duty.key)
-        offer = Offer(self._record, duty.holders, is_whole(fact, look.settled), base=look.base)
+        offer = OfferReplica(self._record, duty.holders, is_committed(fact, look.settled), base=look.base)
         self._agent.call(duty.to, "offer", offer, self._wanted, self._failed)
 
-    def _wanted(self, wanted: Wanted) -> None:
+    def _wanted(self, wanted: OfferReply) -> None:
         if not wanted.transfer:
             self._done()
             return

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError, PeerUnreachableError
-from peerstore.ledger import Limits
-from peerstore.peers.messages import Looked
-from peerstore.records import Group, ShardKey
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import NodeId, PeerNode, member_list
+from peerstore.peers.peer_messages import NodeInventory
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store.slot_eviction import SlotLimits
 from tests.simulation.agent import Agent, Later
 from tests.simulation.blocking import Turns
 from tests.simulation.holdings import Violation
@@ -54,7 +53,7 @@ class Machine:
     """What a power cut takes: the agent, the trainers, the arena."""
 
     name: str
-    node: Node
+    node: PeerNode
     budget_bytes: int
     arena: DictArena = field(default_factory=DictArena)
     agent: Agent | None = None
@@ -90,10 +89,10 @@ class World:
         self.jobs: list[Trainers] = []
         self.restores: list[Restore] = []
         self._added = itertools.count()
-        self._keys: dict[int, tuple[Looked, frozenset[ShardKey]]] = {}
+        self._keys: dict[int, tuple[NodeInventory, frozenset[ShardKey]]] = {}
         for _ in range(shape.nodes):
             self._add()
-        self.roster = roster_of(1, [machine.node for machine in self.machines.values()])
+        self.roster = member_list(1, [machine.node for machine in self.machines.values()])
         for machine in self.machines.values():
             self.boot(machine)
         self.truth.begin()
@@ -102,7 +101,7 @@ class World:
         number = next(self._added)
         name = f"n{number}"
         labels = (("rack", f"r{number % self.shape.racks}"),) if self.shape.racks else ()
-        node = Node(NodeId(name), f"{name}:1", labels)
+        node = PeerNode(NodeId(name), f"{name}:1", labels)
         machine = self.machines[name] = Machine(name, node, self.shape.budget_shards * SHARD_BYTES)
         return machine
 
@@ -114,7 +113,7 @@ class World:
         if self._say is not None:
             self._say(f"{self.now:9.3f}  {text}")
 
-    def short(self, what: ShardKey | Group) -> str:
+    def short(self, what: ShardKey | VersionId) -> str:
         """A key or group in a few letters."""
         part = f".{what.part}" if isinstance(what, ShardKey) else ""
         return f"{what.epoch % 1000}{what.incarnation}/{what.version}{part}"
@@ -166,9 +165,9 @@ class World:
         self.boot(machine)
         return machine
 
-    def publish(self, nodes: Sequence[Node]) -> None:
+    def publish(self, nodes: Sequence[PeerNode]) -> None:
         """Another roster; agents hear of it one after the other, or from each other."""
-        self.roster = roster_of(self.roster.version + 1, nodes)
+        self.roster = member_list(self.roster.version + 1, nodes)
         for machine in self.machines.values():
             if machine.agent is not None and self.random.random() < 0.7:
                 machine.agent.later(self.random.random() * 2, partial(machine.agent.set_roster, self.roster))
@@ -179,7 +178,7 @@ class World:
     def limit(self, machine: Machine, shards: int) -> None:
         machine.budget_bytes = shards * SHARD_BYTES
         if machine.agent is not None:
-            machine.agent.shelf._limits = Limits(machine.budget_bytes, SLOTS, BURST)
+            machine.agent.shelf._limits = SlotLimits(machine.budget_bytes, SLOTS, BURST)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +246,7 @@ class World:
             return bytes([chunk[0] ^ 1]) + chunk[1:] if chunk else chunk
         return chunk
 
-    def keys_of(self, looked: Looked) -> frozenset[ShardKey]:
+    def keys_of(self, looked: NodeInventory) -> frozenset[ShardKey]:
         """What a node holds: thousands of nodes hear of it."""
         known, keys = self._keys.get(id(looked), (None, frozenset[ShardKey]()))
         if known is not looked:

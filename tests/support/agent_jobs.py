@@ -9,17 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerstore.cluster.nodes import Node
-from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError
-from peerstore.peers.board import Pulled, Wish
-from peerstore.peers.calling import Pass, Peer
-from peerstore.peers.messages import AskRecords
-from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Puller
-from peerstore.peers.spans import Target
-from peerstore.records import ShardKey, ShardRecord
-from peerstore.settings import AgentPlace
+from peerstore.membership.topology import PeerNode, member_list
+from peerstore.peers.peer_client import PeerClient, PeerCredentials
+from peerstore.peers.peer_messages import GetShardRecords
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadResult, ReadTarget
+from peerstore.settings import AgentPaths, JobPeersConfig, ReplicationSettings
+from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.transport.tcp import TcpTransport
 from tests.support.agents import end_agent
 from tests.support.clusters import Host
@@ -35,9 +31,9 @@ class AgentJob:
     """Nodes, each with an agent of its own, and a job whose nodes they are."""
 
     hosts: dict[str, Host]
-    settings: TeamSettings = field(default_factory=TeamSettings)
+    settings: ReplicationSettings = field(default_factory=ReplicationSettings)
     job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, PeerNode] = field(default_factory=dict)
     rosters: int = 0
 
     def __getitem__(self, name: str) -> Host:
@@ -56,8 +52,8 @@ class AgentJob:
             with host.agent(self.job) as agent:
                 self.nodes[name] = agent.me()
         self.rosters += 1
-        roster = roster_of(self.rosters, [self.nodes[name] for name in self.hosts])
-        plan = TeamPlan(SECRET, self.settings, roster=roster)
+        roster = member_list(self.rosters, [self.nodes[name] for name in self.hosts])
+        plan = JobPeersConfig(SECRET, self.settings, roster=roster)
 
         def join(host: Host) -> None:
             with host.agent(self.job) as agent:
@@ -87,7 +83,7 @@ class AgentJob:
         """One part of a version on each node; an agent that dies meanwhile is no reason to fail."""
         keys = self.keys(version, parts)
         for of, name in zip(keys, names or sorted(self.hosts), strict=True):
-            place = AgentPlace(self.hosts[name].directory)
+            place = AgentPaths(self.hosts[name].directory)
             with contextlib.suppress(PeerStoreError), client_of(place.socket, job=self.job, retry_s=0.0) as store:
                 save(store, of, size_bytes, parts=parts)
         return keys
@@ -129,33 +125,35 @@ class AgentJob:
     # -- as a trainer on another node ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def puller(self, me: str = "elsewhere", *, streams: int = 2) -> Iterator[tuple[Puller, dict[str, Peer]]]:
+    def puller(self, me: str = "elsewhere", *, streams: int = 2) -> Iterator[tuple[RangeReader, dict[str, PeerClient]]]:
         peers = {}
         for name, host in self.hosts.items():
             with host.agent() as agent:
-                peers[name] = Peer(TcpTransport(), agent.me().address, Pass(self.job, me, SECRET))  # type: ignore[arg-type]
+                peers[name] = PeerClient(TcpTransport(), agent.me().address, PeerCredentials(self.job, me, SECRET))  # type: ignore[arg-type]
         try:
-            yield Puller(peers.__getitem__, streams=streams), peers
+            yield RangeReader(peers.__getitem__, streams=streams), peers
         finally:
             for peer in peers.values():
                 peer.close()
 
-    def read(self, of: ShardKey, sources: Sequence[str]) -> tuple[bytes, Pulled]:
+    def read(self, of: ShardKey, sources: Sequence[str]) -> tuple[bytes, ReadResult]:
         """A whole shard from these nodes, as a rank on a new node reads it."""
         with self.reading(of, sources) as read:
             return read()
 
     @contextlib.contextmanager
-    def reading(self, of: ShardKey, sources: Sequence[str]) -> Iterator[Callable[[], tuple[bytes, Pulled]]]:
+    def reading(self, of: ShardKey, sources: Sequence[str]) -> Iterator[Callable[[], tuple[bytes, ReadResult]]]:
         """All that is asked before a shard is read; what is given reads it."""
         with self.puller() as (puller, peers):
-            records: list[ShardRecord] = peers[sources[-1]].call("records", AskRecords(of.group), list[ShardRecord])
+            records: list[ShardRecord] = peers[sources[-1]].call(
+                "records", GetShardRecords(of.group), list[ShardRecord]
+            )
             record = next(record for record in records if record.key == of)
 
-            def read() -> tuple[bytes, Pulled]:
+            def read() -> tuple[bytes, ReadResult]:
                 """From whatever is in ``peers`` by then."""
                 data = bytearray(record.size_bytes)
-                pulled = puller.pull([Wish(record, [Target(0, len(data), memoryview(data))], list(sources))])
+                pulled = puller.pull([ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], list(sources))])
                 return bytes(data), pulled
 
             read.peers = peers  # type: ignore[attr-defined]
@@ -165,7 +163,7 @@ class AgentJob:
 @contextlib.contextmanager
 def agent_job(
     *names: str,
-    settings: TeamSettings = TeamSettings(),  # noqa: B008 - it is never changed
+    settings: ReplicationSettings = ReplicationSettings(),  # noqa: B008 - it is never changed
     quick: bool = True,
     crash_at: Mapping[str, str] | None = None,
 ) -> Iterator[AgentJob]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 from tests.support.leaks import own_name
 from tests.support.zygote import has_ended
-from tieredckpt.session import close_sessions, open_session
-from tieredckpt.settings import Settings, load_settings, settings_from
+from tieredckpt.session.session import close_sessions, open_session
+from tieredckpt.settings import Settings, load_settings, settings_from_mapping
 
 
 def agent_pid(directory: Path) -> int | None:
@@ -27,7 +27,7 @@ def agent_pid(directory: Path) -> int | None:
         pid = int((directory / "agent.lock").read_text())
     except (OSError, ValueError):
         return None
-    return pid if started_at(pid) >= 0 else None
+    return pid if process_start_time(pid) >= 0 else None
 
 
 def wait_gone(pid: int, timeout_s: float = 200.0) -> None:
@@ -90,4 +90,4 @@ def agent_of_module(*jobs: str) -> Any:
 
 @pytest.fixture
 def agent_settings(agent_dir: Path) -> Settings:
-    return settings_from({"agent": {"directory": str(agent_dir), "budget": "2GiB"}})
+    return settings_from_mapping({"agent": {"directory": str(agent_dir), "budget": "2GiB"}})

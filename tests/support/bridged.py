@@ -13,9 +13,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from elastic.control.plane import Assignment, Notice, Progress, Want
-from elastic.control.testing import MemoryPlane, MemorySeat
-from elastic.errors import ControlLostError
+from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
+from elastic.errors import ControlPlaneUnavailableError
+from elastic.testing import InMemoryControlPlane, InMemoryCoordinator
 
 _LOOK_S = 0.01
 
@@ -28,8 +28,8 @@ class BridgedPlane:
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
         self._sending = threading.Lock()
-        self._notice: Notice | None = None
-        self._calls: list[Callable[[Notice], None]] = []
+        self._notice: ControlNotice | None = None
+        self._calls: list[Callable[[ControlNotice], None]] = []
         self._told = -1
         threading.Thread(target=self._receive, name="bridge", daemon=True).start()
 
@@ -44,11 +44,11 @@ class BridgedPlane:
                 else:
                     self._waiting.pop(number).set_exception(value)
         for future in list(self._waiting.values()):
-            future.set_exception(ControlLostError("the bridge is down"))
+            future.set_exception(ControlPlaneUnavailableError("the bridge is down"))
 
-    def _heard(self, notice: Notice | None) -> None:
+    def _heard(self, notice: ControlNotice | None) -> None:
         self._notice = notice
-        if notice is not None and notice.want is Want.RESTART and notice.epoch > self._told:
+        if notice is not None and notice.want is NoticeKind.RESTART and notice.epoch > self._told:
             self._told = notice.epoch
             for call in self._calls:
                 threading.Thread(target=call, args=(notice,), name="bridge-broken", daemon=True).start()
@@ -60,11 +60,11 @@ class BridgedPlane:
             self._pipe.send((number, method, args, named))
         return future.result()
 
-    def ready(self, *, timeout_s: float | None = None) -> Assignment:
-        assignment: Assignment = self._ask("ready", timeout_s=timeout_s)
+    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+        assignment: RankAssignment = self._ask("ready", timeout_s=timeout_s)
         return assignment
 
-    def notice(self) -> Notice | None:
+    def notice(self) -> ControlNotice | None:
         return self._notice
 
     def pause(self, step: int, *, timeout_s: float | None = None) -> int:
@@ -73,23 +73,25 @@ class BridgedPlane:
     def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
         self._ask("sealed", step, timeout_s=timeout_s)
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: RankProgress) -> None:
         self._ask("progress", progress)
 
     def fault(self, reason: str, *, final: bool = False) -> None:
         self._ask("fault", reason, final=final)
 
-    def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
+    def request(
+        self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
+    ) -> None:
         self._ask("request", want, reason, deadline_s=deadline_s, nodes=nodes)
 
-    def on_broken(self, call: Callable[[Notice], None]) -> None:
+    def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
         self._calls.append(call)
 
     def finished(self) -> None:
         self._ask("finished")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError, ControlLostError):
+        with contextlib.suppress(OSError, ControlPlaneUnavailableError):
             self._ask("close")
             self._pipe.close()
 
@@ -97,13 +99,13 @@ class BridgedPlane:
 class Bridge:
     """The double's end. A seat whose socket closes is a lost rank."""
 
-    def __init__(self, plane: MemoryPlane, folder: str) -> None:
+    def __init__(self, plane: InMemoryCoordinator, folder: str) -> None:
         self.plane = plane
         self._folder = Path(folder)
         self._ended = False
         self._threads: list[threading.Thread] = []
 
-    def address_of(self, seat: MemorySeat) -> str:
+    def address_of(self, seat: InMemoryControlPlane) -> str:
         """Where the process that sits there is to connect."""
         address = str(self._folder / f"seat-{self.plane.seats.index(seat)}")
         listener = Listener(address, "AF_UNIX")
@@ -115,7 +117,7 @@ class Bridge:
         self._threads.append(thread)
         thread.start()
 
-    def _serve(self, seat: MemorySeat, listener: Listener) -> None:
+    def _serve(self, seat: InMemoryControlPlane, listener: Listener) -> None:
         with listener, listener.accept() as pipe:
             sending = threading.Lock()
             self._start(self._push, seat, pipe, sending)
@@ -126,7 +128,14 @@ class Bridge:
         seat.close()
 
     def _answer(
-        self, seat: MemorySeat, pipe: Connection, sending: Any, number: int, method: str, args: Any, named: Any
+        self,
+        seat: InMemoryControlPlane,
+        pipe: Connection,
+        sending: Any,
+        number: int,
+        method: str,
+        args: Any,
+        named: Any,
     ) -> None:
         try:
             answer = number, True, getattr(seat, method)(*args, **named)
@@ -137,8 +146,8 @@ class Bridge:
                 pipe.send((-1, True, seat.notice()))  # before the new world: what was wanted in the old one is gone
             pipe.send(answer)
 
-    def _push(self, seat: MemorySeat, pipe: Connection, sending: Any) -> None:
-        said: Notice | None = None
+    def _push(self, seat: InMemoryControlPlane, pipe: Connection, sending: Any) -> None:
+        said: ControlNotice | None = None
         with contextlib.suppress(OSError):
             while not self._ended and seat.is_alive:
                 notice = seat.notice()
@@ -159,7 +168,7 @@ class Bridge:
 @contextlib.contextmanager
 def bridged(size: int, store: str) -> Iterator[Bridge]:
     with tempfile.TemporaryDirectory() as folder:
-        bridge = Bridge(MemoryPlane(size, store=store), folder)
+        bridge = Bridge(InMemoryCoordinator(size, store=store), folder)
         try:
             yield bridge
         finally:

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from peerstore.client import connect
 from peerstore.errors import AgentUnreachableError
-from peerstore.launch import connect_or_launch
-from peerstore.settings import AgentPlace
+from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.server.store_client import connect_to_agent
+from peerstore.settings import AgentPaths
 from tests.support import crashes
 from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.leaks import own_name
 from tests.support.ranks import RankPool
-from tieredckpt.agent_node import AgentNode, agent_command
-from tieredckpt.session import close_sessions
-from tieredckpt.settings import Settings, override, settings_from
+from tieredckpt.agent.agent_client import NodeAgentClient, agent_command
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import Settings, override_settings, settings_from_mapping
 
 _QUICK = "tests.support.quick_agent"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ class Host:
     def settings(self) -> Settings:
         prefix = "TIEREDCKPT_AGENT_"
         agent = {name.removeprefix(prefix).lower(): value for name, value in self.environ.items()}
-        return settings_from({"agent": agent})
+        return settings_from_mapping({"agent": agent})
 
     @property
     def pid(self) -> int | None:
@@ -72,13 +72,13 @@ class Host:
         environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_at(crash_at)}
         died = (AgentUnreachableError,) if crash_at else ()
         with contextlib.suppress(*died):
-            connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=_PATIENCE_S).close()
+            connect_or_launch_agent(AgentPaths(self.directory), command, environ=environ, timeout_s=_PATIENCE_S).close()
 
     @contextlib.contextmanager
-    def agent(self, job: str = "") -> Iterator[AgentNode]:
+    def agent(self, job: str = "") -> Iterator[NodeAgentClient]:
         """Its agent, as a trainer of ``job`` reaches it."""
-        settings = override(self.settings, agent={"embedded": False})
-        with contextlib.closing(AgentNode(settings, job)) as node:
+        settings = override_settings(self.settings, agent={"embedded": False})
+        with contextlib.closing(NodeAgentClient(settings, job)) as node:
             yield node
 
     def wait_dead(self) -> None:
@@ -91,7 +91,7 @@ class Host:
     def _answers(self) -> bool:
         """Whether its socket is open: the last threads of a killed process may still have it."""
         try:
-            connect(AgentPlace(self.directory).socket).close()
+            connect_to_agent(AgentPaths(self.directory).socket).close()
         except AgentUnreachableError:
             return False
         return True

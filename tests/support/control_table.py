@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 
-from elastic.control import tidings
-from elastic.control.desk import Desk, DeskSettings
-from elastic.control.messages import Over, RankHears, RankSays, Resize, Stand
-from elastic.control.movement import HangLimits
-from elastic.control.ordering import for_node, refusal
-from elastic.control.plane import Assignment, Progress, Want
-from elastic.control.seats import Cut, End, Inject, Seats, Start
-from elastic.world.policy import ScalingPolicy
+from elastic.control.control_messages import ExitReason, RankDesired, RankPhase, RankStatus, ResizeRequest
+from elastic.control.control_plane import NoticeKind, RankAssignment, RankProgress
+from elastic.control.hang_detector import HangTimeouts
+from elastic.coordinator.desired_state import node_desired, why_refused
+from elastic.coordinator.world_reconciler import CoordinatorSettings, WorldReconciler
+from elastic.supervisor import node_state
+from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
+from elastic.world.scaling_policy import ScalingPolicy
 
 HEARTBEAT_S = 1.0
 STORE_TURNS = 3
@@ -27,7 +27,7 @@ class Rank:
     def __init__(self, table: Table, node: str, token: str) -> None:
         self.table, self.node, self.token = table, node, token
         self.token = token
-        self.stand, self.epoch, self.step = Stand.READY, -1, 0
+        self.stand, self.epoch, self.step = RankPhase.READY, -1, 0
         self.paused: int | None = None
         self.sealed: int | None = None
         self.ignores = False
@@ -35,49 +35,51 @@ class Rank:
         """Nothing in its process runs."""
         self.number = 0
 
-    def says(self) -> RankSays:
+    def says(self) -> RankStatus:
         self.number += 1
-        return RankSays(self.number, self.stand, self.epoch, self.paused, self.sealed, progress=Progress(self.step))
+        return RankStatus(
+            self.number, self.stand, self.epoch, self.paused, self.sealed, progress=RankProgress(self.step)
+        )
 
-    def hears(self, hears: RankHears) -> None:
+    def hears(self, hears: RankDesired) -> None:
         place, notice = hears.assignment, hears.notice
         if hears.over is not None:
             self.table.ends(self, "it was told to")
-        elif self.stand is Stand.READY:
+        elif self.stand is RankPhase.READY:
             if place is not None and place.epoch > self.epoch:
                 self.epoch, self.paused, self.sealed = place.epoch, None, None
-                if notice is None or notice.want is not Want.RESTART:
-                    self.stand = Stand.INSIDE
+                if notice is None or notice.want is not NoticeKind.RESTART:
+                    self.stand = RankPhase.INSIDE
                     self.table.entered(self, place)
         elif self.ignores:
             pass
-        elif (place is not None and place.epoch > self.epoch) or (notice and notice.want is Want.RESTART):
-            self.stand = Stand.READY
+        elif (place is not None and place.epoch > self.epoch) or (notice and notice.want is NoticeKind.RESTART):
+            self.stand = RankPhase.READY
         elif notice is not None:
             if self.paused is None:
                 self.paused = self.step
             if hears.target is not None:
                 self.step = self.sealed = hears.target
-                self.stand = Stand.READY
+                self.stand = RankPhase.READY
                 self.table.stopped(self)
 
 
 class Node:
     def __init__(self, table: Table, name: str, nproc: int, spares: int) -> None:
         self.table, self.name = table, name
-        self.seats = Seats(name, nproc, table.new_token, table.new_life, spares)
+        self.seats = NodeState(name, nproc, table.new_token, table.new_life, spares)
         self.ranks: dict[str, Rank] = {}
         self.linked = True
         self.kept = 0
-        self.injected: list[Cut | Inject] = []
+        self.injected: list[PartitionNode | InjectFault] = []
         self.seats.begin()
         self.act()
 
     def act(self) -> None:
         for effect in self.seats.effects_due():
-            if isinstance(effect, Start):
+            if isinstance(effect, StartProcess):
                 self.ranks[effect.token] = Rank(self.table, self.name, effect.token)
-            elif isinstance(effect, End):
+            elif isinstance(effect, EndProcess):
                 self.ranks.pop(effect.token, None)
             else:
                 self.injected.append(effect)
@@ -93,13 +95,13 @@ class Node:
         self.seats.tick(now)
         self.act()
         for token, rank in [(token, rank) for token, rank in self.ranks.items() if not rank.is_stopped]:
-            rank.step += rank.stand is Stand.INSIDE and rank.paused is None
-            rank.hears(tidings.for_rank(self.seats, token, now))
+            rank.step += rank.stand is RankPhase.INSIDE and rank.paused is None
+            rank.hears(node_state.rank_desired(self.seats, token, now))
         if self.seats.over is not None and not self.ranks:
             self.table.left(self)
 
     def report(self, *, alone: bool = True) -> None:
-        report = tidings.for_coordinator(self.seats, self.table.now)
+        report = node_state.node_status(self.seats, self.table.now)
         self.seats.number = report.number
         hear = self.table.desk.said if alone else self.table.desk.hear
         assert hear(report, self.table.now) == ""
@@ -107,11 +109,11 @@ class Node:
 
 class Table:
     def __init__(
-        self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6, hang: HangLimits | None = None
+        self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6, hang: HangTimeouts | None = None
     ) -> None:
         self.now = 1000.0
-        self.hang = hang or HangLimits()
-        self.assignments: list[Assignment] = []
+        self.hang = hang or HangTimeouts()
+        self.assignments: list[RankAssignment] = []
         self.policy = ScalingPolicy(
             min_replicas=1,
             max_replicas=most,
@@ -140,11 +142,11 @@ class Table:
     def new_token(self) -> str:
         return f"t{next(self._tokens)}"
 
-    def _desk(self, *, fresh: bool) -> Desk:
+    def _desk(self, *, fresh: bool) -> WorldReconciler:
         self.desks += 1
-        settings = DeskSettings("job", self.policy, self.nproc, gather_s=3.0, hang=self.hang)
+        settings = CoordinatorSettings("job", self.policy, self.nproc, gather_s=3.0, hang=self.hang)
         floor = -1 if fresh else max(self.desk.floor, self.desk.world.epoch)
-        return Desk(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
+        return WorldReconciler(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -187,16 +189,16 @@ class Table:
             self._pick(number).seats.asked_back(self.now + 10.0, "asked back")
 
     def resize(self, nodes: int) -> None:
-        question = Resize(nodes, "resized")
-        if not refusal(self.desk, question):
+        question = ResizeRequest(nodes, "resized")
+        if not why_refused(self.desk, question):
             self.desk.asked(question, self.now)
 
     def fault(self, number: int) -> None:
         """A rank leaves its world without being asked."""
         if self.nodes:
             for rank in self._pick(number).ranks.values():
-                if rank.stand is Stand.INSIDE:
-                    rank.stand = Stand.READY
+                if rank.stand is RankPhase.INSIDE:
+                    rank.stand = RankPhase.READY
 
     def deliver(self, number: int) -> None:
         """One node's turn, and a report of it with its answer."""
@@ -236,7 +238,7 @@ class Table:
 
     def _order(self, node: Node) -> None:
         self.desk.due()
-        orders = for_node(self.desk, node.name, self.now)
+        orders = node_desired(self.desk, node.name, self.now)
         if orders.life_over and node.seats.over is None:
             node.seats.reborn()
         else:
@@ -261,7 +263,7 @@ class Table:
                 node.report()
             self.desk.gone(node.name, node.seats.life, self.now)
 
-    def entered(self, rank: Rank, place: Assignment) -> None:
+    def entered(self, rank: Rank, place: RankAssignment) -> None:
         self.assignments.append(place)
         before = self.places.setdefault((place.epoch, place.rank), rank.token)
         assert before == rank.token, f"rank {place.rank} of epoch {place.epoch} was given twice"
@@ -280,7 +282,7 @@ class Table:
         """Everybody who is left is in one world, or stands by."""
         desk = self.desk
         if desk.over is not None:
-            assert desk.over in (Over.STOPPED, Over.GAVE_UP)
+            assert desk.over in (ExitReason.STOPPED, ExitReason.GAVE_UP)
             return
         size = self.policy.at_most(min(len(self.nodes), desk.world.cap or self.policy.max_replicas))
         if size == 0:
@@ -289,6 +291,6 @@ class Table:
             rank
             for node in self.nodes.values()
             for rank in node.ranks.values()
-            if rank.stand is Stand.INSIDE and rank.epoch == desk.world.epoch
+            if rank.stand is RankPhase.INSIDE and rank.epoch == desk.world.epoch
         ]
         assert len(inside) == size * self.nproc, f"{desk.world}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from peerstore import crashpoints
+from peerstore import failpoints
 
 _ARMED = Path(__file__).parent / "armed"
 _ROOT = Path(__file__).parents[2]
@@ -29,4 +29,4 @@ def arm() -> None:
     armed = str(_ARMED) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     named = os.environ.get("PEERSTORE_CRASH_AT", "") if armed else ""
     pairs = (item.partition(":") for item in named.split(",") if item)
-    crashpoints.arm({point: int(count or 1) for point, _, count in pairs})
+    failpoints.arm_failpoints({point: int(count or 1) for point, _, count in pairs})

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elastic.control.link import ask
-from elastic.control.messages import Answer, Status
-from elastic.control.runs import RunPlace, secret_of
-from elastic.errors import ControlLostError
-from peerstore.owners import started_at
+from elastic.control.control_messages import ElasticJobStatus, StatusRequest
+from elastic.control.coordinator_client import call_coordinator
+from elastic.control.run_directory import RunDirectory, run_secret
+from elastic.errors import ControlPlaneUnavailableError
+from peerstore.daemon_process import process_start_time
 from tests.support.agents import end_agent
 from tests.support.neighbours import until
 
@@ -67,12 +67,12 @@ class Job:
         )  # fmt: skip
         return json.loads(done.stdout)
 
-    def status(self) -> Answer | None:
+    def status(self) -> ElasticJobStatus | None:
         """How the job says it is; ``None`` while its coordinator does not answer."""
         try:
-            run = RunPlace(self.folder / "run", self.name).read()
-            return ask(run.coordinator, Status(), job=self.name, secret=secret_of(run))
-        except ControlLostError:
+            run = RunDirectory(self.folder / "run", self.name).read()
+            return call_coordinator(run.coordinator, StatusRequest(), job=self.name, secret=run_secret(run))
+        except ControlPlaneUnavailableError:
             return None
 
     def is_(self, phase: str) -> bool:
@@ -125,7 +125,7 @@ class Job:
                 line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if str(self.folder) in line and all(word in line for word in words):
                     found.append(int(path.parent.name))
-        return [pid for pid in found if started_at(pid) >= 0]
+        return [pid for pid in found if process_start_time(pid) >= 0]
 
     def coordinator(self) -> int:
         (pid,) = self.pids('"type":"coordinator"')

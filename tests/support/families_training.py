@@ -20,10 +20,10 @@ BATCH, MICROBATCH, BROKEN = 8, 2, 2
 
 def job_of(folder: Path, name: str, family: str, steps: int) -> Any:
     """``still`` begins with the model that ``quiet`` has made, and learns nothing."""
-    from integration.finetune.job import Job
+    from integration.finetune.finetune_job import FinetuneJob
 
     still = name == "still"
-    return Job(
+    return FinetuneJob(
         name=f"{name}-{family}",
         data=(str(folder / "data.jsonl"),),
         output=str(folder / name / family),
@@ -64,19 +64,19 @@ class Breaking:
 
 
 def train_all(folder: Path, name: str, steps: int, *, breaks: bool = False) -> str:
-    from elastic.workers.loop import run
-    from integration.finetune.pretrained import prepared
-    from integration.finetune.training import train
+    from elastic.workers.train_loop import run
+    from integration.finetune.inputs import open_job_inputs
+    from integration.finetune.training import train_finetune
 
     jobs = {family: job_of(folder, name, family, steps) for family in CONFIGS}
-    brought = {family: prepared(job) for family, job in jobs.items()}
+    brought = {family: open_job_inputs(job) for family, job in jobs.items()}
     first = next(iter(jobs))
 
     def all_of_them(world: Any) -> None:
         for family, job in jobs.items():
             job.folder.mkdir(parents=True, exist_ok=True)
             marker = job.folder / "broken"
-            train(Breaking(world, marker, kill=family == first) if breaks else world, job, brought[family])
+            train_finetune(Breaking(world, marker, kill=family == first) if breaks else world, job, brought[family])
 
     return str(run(all_of_them))
 
@@ -108,16 +108,16 @@ def first_loss(folder: Path, family: str) -> float:
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 
-    from elastic.samples import Order
-    from integration.finetune.pretrained import prepared
+    from elastic.samples import SampleOrder
+    from integration.finetune.inputs import open_job_inputs
 
     job = job_of(folder, "quiet", family, 0)
-    brought = prepared(job)
+    brought = open_job_inputs(job)
     torch.manual_seed(job.seed)
     model = AutoModelForCausalLM.from_config(brought.config, dtype=torch.float32)
     total = weight = 0.0
     with torch.no_grad():
-        for index in Order(len(brought.corpus), job.seed, "full").indices(0, BATCH):
+        for index in SampleOrder(len(brought.corpus), job.seed, "full").indices(0, BATCH):
             sample = brought.encoder(brought.corpus[int(index)], "here")
             logits = model(input_ids=torch.from_numpy(sample.ids)[None].long()).logits[0]
             each = cross_entropy(logits, torch.from_numpy(sample.targets).long(), reduction="none")

@@ -21,7 +21,7 @@ from tests.support.faults import (
     Trickle,
 )
 from tests.support.upload_contract import ALL, MIB, Scene, part
-from tieredckpt.durable.reliable import ReliableStore
+from tieredckpt.durable.retrying_store import RetryingStore
 from tieredckpt.errors import DurableRefusedError, StoreBusyError, TierUnavailableError
 
 PASSING = {
@@ -59,12 +59,12 @@ def by_name(faults: dict[str, object]) -> pytest.MarkDecorator:
 
 class FaultContract:
     @pytest.fixture
-    def hasty(self, open_scene: Callable[..., ReliableStore]) -> ReliableStore:
+    def hasty(self, open_scene: Callable[..., RetryingStore]) -> RetryingStore:
         """Takes a second of silence for an answer."""
         return open_scene(timeout_s=1.0)
 
     @by_name(PASSING_FOR_PARTS)
-    def test_a_part_that_fails_is_sent_again_and_no_other(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_a_part_that_fails_is_sent_again_and_no_other(self, scene: Scene, hasty: RetryingStore, fault: object):
         part(scene.proxy, 2).fail(fault)
         told: list[int] = []
         scene.upload(hasty, progress=told.append)
@@ -73,34 +73,34 @@ class FaultContract:
         assert sum(told) == len(scene.data)
 
     @by_name(PASSING_FOR_PARTS)
-    def test_a_small_upload_is_sent_again(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_a_small_upload_is_sent_again(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("PUT", scene.name).fail(fault)
         hasty.upload(scene.name, scene.source, 3 * MIB, journal=scene.journal)
         assert scene.stored() == scene.data[: 3 * MIB]
         assert len(scene.proxy.seen("PUT", scene.name)) == 2
 
     @by_name(PASSING)
-    def test_an_upload_begins_in_spite_of_it(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_an_upload_begins_in_spite_of_it(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="^uploads").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
 
     @by_name({**PASSING, "answer lost": LoseAnswer()})
-    def test_an_upload_completes_in_spite_of_it(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_an_upload_completes_in_spite_of_it(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="uploadId=").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
         assert scene.unfinished() == []
 
-    def test_an_upload_whose_beginning_got_lost_is_found_later(self, scene: Scene, hasty: ReliableStore):
+    def test_an_upload_whose_beginning_got_lost_is_found_later(self, scene: Scene, hasty: RetryingStore):
         scene.proxy.on("POST", query="^uploads").fail(LoseAnswer())
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert hasty.discard_uploads("", older_than_s=0) == 1
 
-    def test_every_part_fails_once(self, scene: Scene, hasty: ReliableStore):
+    def test_every_part_fails_once(self, scene: Scene, hasty: RetryingStore):
         faults = (Answer(500), Hang(), ResetRequest(MIB), Answer(503, "SlowDown"), LoseAnswer())
         for number, fault in zip(ALL, faults, strict=True):
             part(scene.proxy, number).fail(fault)
@@ -109,7 +109,7 @@ class FaultContract:
         assert scene.proxy.parts_sent() == sorted([*ALL, *ALL])
 
     @by_name({**PASSING, "answer lost": LoseAnswer()})
-    def test_a_put_is_repeated(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_a_put_is_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("PUT", "small").fail(fault)
         hasty.put("small", DATA)
         assert hasty.get("small") == DATA
@@ -123,7 +123,7 @@ class FaultContract:
             "reset in the middle": CutResponse(1000, reset=True),
         }
     )
-    def test_a_read_is_repeated(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_a_read_is_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(fault)
         assert hasty.get("small") == DATA
@@ -132,7 +132,7 @@ class FaultContract:
         assert bytes(got) == DATA[5:200_005]
 
     @by_name(PASSING)
-    def test_list_and_delete_are_repeated(self, scene: Scene, hasty: ReliableStore, fault: object):
+    def test_list_and_delete_are_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
         hasty.put("a/1", b"1")
         scene.proxy.on("GET", query="list-type=2").fail(fault)
         assert [info.name for info in hasty.list("a/")] == ["a/1"]
@@ -140,14 +140,14 @@ class FaultContract:
         hasty.delete(["a/1"])
         assert list(hasty.list("a/")) == []
 
-    def test_a_slow_answer_is_waited_for(self, scene: Scene, hasty: ReliableStore):
+    def test_a_slow_answer_is_waited_for(self, scene: Scene, hasty: RetryingStore):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(Trickle())
         assert hasty.get("small") == DATA
         assert len(scene.proxy.seen("GET", "small")) == 1
 
     def test_a_flipped_bit_in_an_answer_reaches_the_caller_whose_checksums_find_it(
-        self, scene: Scene, hasty: ReliableStore
+        self, scene: Scene, hasty: RetryingStore
     ):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(FlipResponseBit(1000))
@@ -156,7 +156,7 @@ class FaultContract:
         assert [i for i in range(len(DATA)) if got[i] != DATA[i]] == [1000]
 
     def test_a_flipped_bit_in_a_part_is_found_by_its_digest(
-        self, scene: Scene, open_scene: Callable[..., ReliableStore]
+        self, scene: Scene, open_scene: Callable[..., RetryingStore]
     ):
         store = open_scene(options={"checksum": "md5"})
         part(scene.proxy, 4).fail(FlipRequestBit(MIB))
@@ -176,7 +176,7 @@ class FaultContract:
         ids=["internal error", "slow down", "reset"],
     )
     def test_a_store_that_stays_away_is_unknown(
-        self, scene: Scene, open_scene: Callable[..., ReliableStore], fault: object, error: type[Exception]
+        self, scene: Scene, open_scene: Callable[..., RetryingStore], fault: object, error: type[Exception]
     ):
         store = open_scene(retry_s=0.5)
         for method in ("GET", "PUT", "POST"):
@@ -191,7 +191,7 @@ class FaultContract:
                 call()
 
     def test_a_part_that_keeps_failing_ends_the_upload_and_the_rest_is_kept(
-        self, scene: Scene, open_scene: Callable[..., ReliableStore]
+        self, scene: Scene, open_scene: Callable[..., RetryingStore]
     ):
         part(scene.proxy, 5).hold()  # takes part in nothing: the upload must end without it
 
@@ -213,7 +213,7 @@ class FaultContract:
 
     @pytest.mark.parametrize(("fault", "advice"), REFUSED.values(), ids=REFUSED.keys())
     def test_a_refusal_is_final_and_says_what_to_do(
-        self, scene: Scene, store: ReliableStore, fault: object, advice: str
+        self, scene: Scene, store: RetryingStore, fault: object, advice: str
     ):
         for method, call in (
             ("GET", lambda: store.get("x")),
@@ -230,7 +230,7 @@ class FaultContract:
             assert len(scene.proxy.seen(method)) == 1
 
     def test_a_part_that_is_refused_ends_the_upload_at_once(
-        self, scene: Scene, open_scene: Callable[..., ReliableStore]
+        self, scene: Scene, open_scene: Callable[..., RetryingStore]
     ):
         part(scene.proxy, 3).fail(Answer(403, "AccessDenied"))
         with pytest.raises(DurableRefusedError, match="part 3"):
@@ -241,7 +241,7 @@ class FaultContract:
         assert scene.proxy.parts_sent() == [3, 4, 5]
         assert scene.stored() == scene.data
 
-    def test_no_such_bucket(self, scene: Scene, open_scene: Callable[..., ReliableStore], tmp_path: Path):
+    def test_no_such_bucket(self, scene: Scene, open_scene: Callable[..., RetryingStore], tmp_path: Path):
         scene.bucket = "no-such-bucket"
         store = open_scene()
         for call in (
@@ -257,7 +257,7 @@ class FaultContract:
                 call()
 
     def test_wrong_credentials(
-        self, scene: Scene, open_scene: Callable[..., ReliableStore], monkeypatch: pytest.MonkeyPatch
+        self, scene: Scene, open_scene: Callable[..., RetryingStore], monkeypatch: pytest.MonkeyPatch
     ):
         if not scene.server.checks_credentials:
             pytest.skip(f"{scene.server.name} takes any credentials")
@@ -277,7 +277,7 @@ class FaultContract:
     def test_credentials_that_are_replaced_meanwhile_are_used(
         self,
         scene: Scene,
-        open_scene: Callable[..., ReliableStore],
+        open_scene: Callable[..., RetryingStore],
         credentials_file: Callable[[str], None],
     ):
         if not scene.server.checks_credentials:

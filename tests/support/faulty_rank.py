@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.workers.groups import Groups
-from elastic.workers.loop import Policy, run
+from elastic.workers.process_groups import ProcessGroups
+from elastic.workers.train_loop import RecoveryPolicy, run
 from tests.support.launched import build
 from tests.support.training_rank import say
 from tieredckpt import Checkpointer
@@ -41,13 +41,13 @@ def fail(epoch: int, rank: int, stage: str) -> None:
             pass
 
 
-def enter(groups: Groups) -> None:
+def enter(groups: ProcessGroups) -> None:
     place = groups._assignment
     fail(place.epoch, place.rank, "kill-groups")
     entering(groups)
 
 
-entering, Groups.enter = Groups.enter, enter  # type: ignore[method-assign]
+entering, ProcessGroups.enter = ProcessGroups.enter, enter  # type: ignore[method-assign]
 
 
 def train(world: Any) -> None:
@@ -79,4 +79,4 @@ def train(world: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # The same step is one further in each attempt: any step counts.
-    say("ended", how=run(train, policy=Policy(nonfinite_tries=1)).how.value)
+    say("ended", how=run(train, policy=RecoveryPolicy(nonfinite_tries=1)).how.value)

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3Server, moto_server, rclone_server
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.reliable import ReliableStore
+from tieredckpt.durable.retrying_store import RetryingStore, open_store
 from tieredckpt.settings import DurableSettings
 
 pytest.register_assert_rewrite(
@@ -67,11 +66,11 @@ def credentials_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callabl
 
 
 @pytest.fixture
-def open_durable() -> Iterator[Callable[[str, DurableSettings], ReliableStore]]:
+def open_durable() -> Iterator[Callable[[str, DurableSettings], RetryingStore]]:
     """``open_store``, and every store closed when the test ends."""
-    opened: list[ReliableStore] = []
+    opened: list[RetryingStore] = []
 
-    def open_it(url: str, settings: DurableSettings) -> ReliableStore:
+    def open_it(url: str, settings: DurableSettings) -> RetryingStore:
         opened.append(open_store(url, settings))
         return opened[-1]
 

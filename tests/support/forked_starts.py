@@ -55,11 +55,11 @@ _ROOT = Path(__file__).parents[2]
 _OURS = ("tieredckpt", "peerstore", "elastic", "integration", "benchmarks", "tests")
 """Packages whose modules are run with ``-m`` in a fork."""
 _LAUNCHER = "torch.distributed.run"
-_STARTERS = ("elastic", "integration.hyperpod.launching", _LAUNCHER)
+_STARTERS = ("elastic", "integration.hyperpod.hyperpodrun", _LAUNCHER)
 """Those that start others: what they start are their children."""
 _IMPORTED = (
-    "boto3", "elastic.cli", "elastic.control.coordinator", "elastic.control.supervisor", "fsspec", "numpy", "obstore",
-    "fastapi", "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
+    "boto3", "elastic.cli", "elastic.coordinator.coordinator", "elastic.supervisor.supervisor", "fastapi", "fsspec",
+    "numpy", "obstore", "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", _LAUNCHER, "uvicorn",
 )  # fmt: skip
 _IMPORTED_ANEW = ("hyperpod_elastic_agent", "integration.hyperpod")
@@ -327,9 +327,9 @@ def prepare() -> None:
 
 def _warm() -> None:
     """The SDK's own files, which it reads for its first client."""
-    from tieredckpt.durable import account
+    from tieredckpt.durable import s3
 
-    account.aws_session("").create_client("s3", region_name="us-east-1").close()
+    s3.aws_session("").create_client("s3", region_name="us-east-1").close()
 
 
 def install(*closed: Any) -> None:

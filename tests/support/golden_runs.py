@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic.inject import Faults, Kind, Phase
-from elastic.inject.plan import BORNE, NAN_PHASES, WAITED_FOR
-from elastic.inject.reading import INJECT
-from elastic.inject.record import Record
-from elastic.reshard.checksum import Part, StateChecksum, combine
-from elastic.samples import Order
+from elastic.fault_injection import FaultPlan, InjectionKind, InjectionPhase
+from elastic.fault_injection.fault_actions import InjectionRecord
+from elastic.fault_injection.fault_spec import HANG_KINDS, INJECT_VARIABLE, NAN_PHASES, NON_FATAL_KINDS
+from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
+from elastic.samples import SampleOrder
 from tests.support.elastic_runs import ROOT, Job, kill
 from tests.support.golden_training import BATCH, SAMPLES, SEED, Size
 
@@ -49,7 +48,7 @@ leave_timeout_s: 15
 class Golden(Job):
     """One run."""
 
-    def __init__(self, folder: Path, name: str, how: str, faults: Faults, *, backend: str = "gloo") -> None:
+    def __init__(self, folder: Path, name: str, how: str, faults: FaultPlan, *, backend: str = "gloo") -> None:
         super().__init__(folder, name)
         self.how, self.faults, self.backend = how, faults, backend
         steps = [one.step for one in faults.injections if one.step is not None]
@@ -64,7 +63,7 @@ class Golden(Job):
         }
         self.diary = folder / "diary"
         self.diary.mkdir(parents=True)
-        self.record = Record(folder / "run" / name)
+        self.record = InjectionRecord(folder / "run" / name)
         self._back: set[str] = set()
         self._joined = itertools.count()
 
@@ -74,8 +73,8 @@ class Golden(Job):
         plan.write_text(self.faults.encode())
         policy.write_text(POLICY)
         if self.faults.injections:
-            self.environ[INJECT] = f"file:{plan}"
-        hangs = any(one.kind in WAITED_FOR for one in self.faults.injections)
+            self.environ[INJECT_VARIABLE] = f"file:{plan}"
+        hangs = any(one.kind in HANG_KINDS for one in self.faults.injections)
         patience = ("--hang-timeout", str(HANG_S), "--first-step-timeout", str(FIRST_S)) if hangs else ()
         return self.start(
             *("run", "-v", "--job", self.name, "--log-dir", str(self.folder / "logs"), "--policy", str(policy)),
@@ -97,7 +96,7 @@ class Golden(Job):
 
     def bring_back(self) -> None:
         for one in self.record.done():
-            lost = one.injection.kind is Kind.NODE and one.injection.name not in self._back
+            lost = one.injection.kind is InjectionKind.NODE and one.injection.name not in self._back
             if lost and not self.pids('"type":"node"', f'"node":"{one.node}"'):
                 self._back.add(one.injection.name)
                 self.start("join", self.name, "--node", one.node, "-v")
@@ -152,7 +151,7 @@ BITS = ("loss", "norm", "rate")
 
 def sum_of(ranks: Sequence[dict[str, Any]], step: int) -> int:
     """Of all parameters and moments, of which replicas have the same."""
-    whole = combine(StateChecksum(msgspec.convert(one["share"], dict[str, Part])) for one in ranks)
+    whole = combine_checksums(RankChecksum(msgspec.convert(one["share"], dict[str, ChecksumPart])) for one in ranks)
     assert whole.diverged == (), step
     return whole.value
 
@@ -160,7 +159,7 @@ def sum_of(ranks: Sequence[dict[str, Any]], step: int) -> int:
 def assert_same_bits(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]) -> None:
     """Loss, norm, learning rate, parameters and moments after every step, and the samples it was learned from."""
     assert len(disturbed) <= len(quiet)
-    order = [int(index) for index in Order(SAMPLES, SEED, "full").indices(0, len(disturbed) * BATCH)]
+    order = [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(disturbed) * BATCH)]
     for step, (one, other) in enumerate(zip(disturbed, quiet, strict=False)):
         assert [one.get(name) for name in (*BITS, "sum")] == [other.get(name) for name in (*BITS, "sum")], step
         assert one["samples"] == order[step * BATCH : (step + 1) * BATCH], step
@@ -187,36 +186,43 @@ def assert_all_happened_once(job: Golden) -> None:
     assert sorted(done) == sorted(one.name for one in job.faults.injections), job.story()
 
 
-def chained(pairs: Iterable[tuple[Kind, Phase]], ranks: int, *, first: int = 4, gap: int = GAP) -> Faults:
+def chained(
+    pairs: Iterable[tuple[InjectionKind, InjectionPhase]], ranks: int, *, first: int = 4, gap: int = GAP
+) -> FaultPlan:
     """One run through all of them: those between steps in the recovery from one that was in a step."""
     steps, between = [], []
     for pair in pairs:
         (between if pair[1].is_between else steps).append(pair)
-    faults, step, turn = Faults(), first, itertools.count(1)
+    faults, step, turn = FaultPlan(), first, itertools.count(1)
     for kind, phase in steps:
         faults = faults.at(step=step, phase=phase, rank=next(turn) % ranks).be(kind)
         step += gap
-        if between and kind not in BORNE:
+        if between and kind not in NON_FATAL_KINDS:
             next_kind, next_phase = between.pop()
             faults = faults.then(phase=next_phase, rank=next(turn) % ranks).be(next_kind)
     while between:
-        faults = faults.at(step=step, phase=Phase.OPTIMIZER, rank=next(turn) % ranks).exception()
+        faults = faults.at(step=step, phase=InjectionPhase.OPTIMIZER, rank=next(turn) % ranks).exception()
         kind, phase = between.pop()
         faults = faults.then(phase=phase, rank=next(turn) % ranks).be(kind)
         step += gap
     return faults
 
 
-def all_pairs() -> list[tuple[Kind, Phase]]:
+def all_pairs() -> list[tuple[InjectionKind, InjectionPhase]]:
     """Every kind in every phase in which there is one."""
-    return [(kind, phase) for kind in Kind for phase in Phase if kind is not Kind.NAN or phase in NAN_PHASES]
+    return [
+        (kind, phase)
+        for kind in InjectionKind
+        for phase in InjectionPhase
+        if kind is not InjectionKind.NAN or phase in NAN_PHASES
+    ]
 
 
 @pytest.fixture
 def golden(tmp_path):
     made: list[Golden] = []
 
-    def begin(how: str, faults: Faults, *, backend: str = "gloo") -> Golden:
+    def begin(how: str, faults: FaultPlan, *, backend: str = "gloo") -> Golden:
         folder = tmp_path / f"{how}-{len(made)}"
         folder.mkdir()
         made.append(Golden(folder, how, how, faults, backend=backend))
@@ -229,7 +235,7 @@ def golden(tmp_path):
 
 def quiet_run(folder: Path, total: int) -> list[dict[str, Any]]:
     """What one rank alone learns, with the fixed tree: the same as any world does."""
-    one = Golden(folder, "quiet", "fsdp", Faults())
+    one = Golden(folder, "quiet", "fsdp", FaultPlan())
     try:
         one.see_through(one.begin(1, 0, total=total), 120)
         return one.committed()

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
-from elastic.reshard.checksum import OBJECT, checksum
-from elastic.workers.loop import Policy
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic.reshard.state_checksum import OBJECT_DTYPE, state_checksum
+from elastic.workers.train_loop import RecoveryPolicy
 from tests.support import nccl_like
 from tests.support.late_stream import ahead
 from tieredckpt import Checkpointer
-from tieredckpt.state import flatten
+from tieredckpt.tensors.state_dict import flatten_state
 
 AHEAD = f"{nccl_like.NAME}, ahead"
 """Instead of a backend: that one, and the thread that trains does not wait for what it asks for."""
@@ -103,8 +103,8 @@ def refuse(total: Any) -> None:
 
 def share_of(bare: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """This rank's part of the checksum of what it trains."""
-    share = checksum({"model": bare, "optim": optimizer})
-    return msgspec.to_builtins({name: part for name, part in share.parts.items() if part.dtype != OBJECT})
+    share = state_checksum({"model": bare, "optim": optimizer})
+    return msgspec.to_builtins({name: part for name, part in share.parts.items() if part.dtype != OBJECT_DTYPE})
 
 
 def plain_step(model: torch.nn.Module, mine: list[Any], step: int, place: torch.device) -> None:
@@ -129,7 +129,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
     if backend == nccl_like.NAME:
         nccl_like.register()
 
-    @recoverable(policy=Policy(settle_s=settle_s, backend=backend))
+    @recoverable(policy=RecoveryPolicy(settle_s=settle_s, backend=backend))
     def train(world: World) -> None:
         carried = Size.of("self")  # over from other worlds; what this one has comes later
         place = world.device if is_on_device else torch.device("cpu")
@@ -140,7 +140,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = None if how == "plain" else ExactGradients(model, tree=True, on_nonfinite=refuse)
         named = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(Numbers(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader, ExitStack() as stack:
             # It waits: a fault may be in any save.
@@ -148,7 +148,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}
             diary.write("world", first=first, tiers=tiers, reason=world.reason, **named, **carried)
-            own = [*bare.parameters(), *flatten({"": optimizer.state_dict()["state"]}).values()]
+            own = [*bare.parameters(), *flatten_state({"": optimizer.state_dict()["state"]}).values()]
             stream = stack.enter_context(ahead(own)) if is_ahead else None
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 work = next(iter(loader))

@@ -1,4 +1,4 @@
-"""A network of :class:`Membership` objects under one fake clock: messages get lost, late, doubled and out of order.
+"""A network of :class:`SwimMembership` objects under one fake clock: messages get lost, late, doubled and out of order.
 
 Everything follows from the seed. What one run did is in ``seed``, ``now`` and ``messages``.
 """
@@ -14,27 +14,24 @@ from typing import Any
 
 import msgspec
 
-from peerstore.cluster.gossip import Gossip, Standing
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.membership import Membership
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.roster import Roster, roster_of
+from peerstore.membership.swim import GossipMessage, MembershipSettings, MemberState, SwimMembership
+from peerstore.membership.topology import MemberList, NodeId, PeerNode, member_list
 
 SETTINGS = MembershipSettings()
 
 
-def node(name: str, **labels: str) -> Node:
-    return Node(NodeId(name), f"{name}.local:7070", tuple(sorted(labels.items())), 1 << 30)
+def node(name: str, **labels: str) -> PeerNode:
+    return PeerNode(NodeId(name), f"{name}.local:7070", tuple(sorted(labels.items())), 1 << 30)
 
 
-def nodes(count: int) -> tuple[Node, ...]:
+def nodes(count: int) -> tuple[PeerNode, ...]:
     return tuple(node(f"n{number:04d}", rack=f"r{number // 4}") for number in range(count))
 
 
 class Network:
     def __init__(
         self,
-        members: Iterable[Node],
+        members: Iterable[PeerNode],
         seed: int,
         *,
         loss: float = 0.0,
@@ -47,10 +44,10 @@ class Network:
         self.seed, self.settings = seed, settings
         self.loss, self.doubled, self.delay_s = loss, doubled, delay_s
         self.now = 0.0
-        self.roster = roster_of(1, members)
+        self.roster = member_list(1, members)
         self.over_the_wire = len(self.roster.nodes) < 20
         """Messages are encoded and decoded, too; larger networks save the time."""
-        self.up: dict[NodeId, Membership] = {}
+        self.up: dict[NodeId, SwimMembership] = {}
         self.lives: Counter[NodeId] = Counter()
         self.clock: Counter[NodeId] = Counter()  # how far each node's clock is off
         self.cut: Callable[[NodeId, NodeId], bool] = lambda a, b: False
@@ -63,11 +60,11 @@ class Network:
 
     # -- what happens to nodes ----------------------------------------------------------------------------------------
 
-    def start(self, one: Node, roster: Roster | None = None) -> Membership:
+    def start(self, one: PeerNode, roster: MemberList | None = None) -> SwimMembership:
         """A node begins to live, or lives again."""
         self.lives[one.id] += 1
         number = int((self.now + 1) * 1e6) + self.lives[one.id]
-        member = Membership(one, number, self.settings, seed=self.random.getrandbits(32))
+        member = SwimMembership(one, number, self.settings, seed=self.random.getrandbits(32))
         if roster is not None:
             member.set_roster(self._time(one.id), roster)
         self.up[one.id] = member
@@ -126,7 +123,7 @@ class Network:
 
     def alive(self, name: str) -> set[str]:
         standing = self.up[NodeId(name)].standing
-        return {one.id for one in self.roster.nodes if standing(one.id) is Standing.ALIVE}
+        return {one.id for one in self.roster.nodes if standing(one.id) is MemberState.ALIVE}
 
     def with_quorum(self) -> set[str]:
         return {name for name, member in self.up.items() if member.quorum}
@@ -142,7 +139,7 @@ class Network:
     def _time(self, name: NodeId) -> float:
         return self.now + self.clock[name]
 
-    def _tick(self, name: NodeId, member: Membership) -> None:
+    def _tick(self, name: NodeId, member: SwimMembership) -> None:
         if self.up.get(name) is not member:
             return
         for ping in member.tick(self._time(name)):
@@ -165,18 +162,18 @@ class Network:
         if not any(self.random.random() < self.loss for _ in ways):
             self._at(when, answered)
 
-    def _send(self, a: NodeId, b: NodeId, gossip: Gossip, *, answer: bool) -> None:
+    def _send(self, a: NodeId, b: NodeId, gossip: GossipMessage, *, answer: bool) -> None:
         self.messages[a] += 1
         if self.over_the_wire:
             wire = msgspec.msgpack.encode(gossip)
             self.largest = max(self.largest, len(wire))
-            gossip = msgspec.msgpack.decode(wire, type=Gossip)
+            gossip = msgspec.msgpack.decode(wire, type=GossipMessage)
         for _ in range(1 + (self.random.random() < self.doubled)):
             if self.random.random() >= self.loss and not self.cut(a, b):
                 when = self.now + self.random.uniform(*self.delay_s)
                 self._at(when, lambda: self._deliver(a, b, gossip, answer=answer))
 
-    def _deliver(self, a: NodeId, b: NodeId, gossip: Gossip, *, answer: bool) -> None:
+    def _deliver(self, a: NodeId, b: NodeId, gossip: GossipMessage, *, answer: bool) -> None:
         member = self.up.get(b)
         if member is None or self.cut(a, b):
             return

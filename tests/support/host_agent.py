@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peerstore.client import Client, connect
 from peerstore.errors import AgentUnreachableError
-from peerstore.settings import AgentPlace
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.settings import AgentPaths
 
 if TYPE_CHECKING:
     from tests.support.hosts import Host
@@ -28,7 +28,7 @@ class HostAgent:
 
     def __init__(self, host: Host, directory: Path, options: Sequence[object]) -> None:
         self.host = host
-        self.place = AgentPlace(directory)
+        self.place = AgentPaths(directory)
         self.log = host.directory.with_suffix(".log")
         """What all agents of this host have said."""
         command = [sys.executable, "-m", "tieredckpt.agent", "--dir", directory]
@@ -47,7 +47,7 @@ class HostAgent:
 
     def client(self) -> Client:
         """The store over its Unix socket, which every namespace reaches."""
-        return Client(lambda: connect(self.place.socket), retry_s=0.0)
+        return Client(lambda: connect_to_agent(self.place.socket), retry_s=0.0)
 
     def wait_ready(self) -> None:
         for _ in range(int(_ANSWERS_S / _TICK_S)):

@@ -136,7 +136,7 @@ def agents(
     options: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     ready: bool = True,
-    launcher: str = "integration.hyperpod.launching",
+    launcher: str = "integration.hyperpod.hyperpodrun",
 ) -> Iterator[list[Pod]]:
     """So many agents for ``script`` (with its arguments); in process-level mode, or with ``--inprocess-restart``.
 

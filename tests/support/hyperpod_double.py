@@ -10,12 +10,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic.control.plane import ControlPlane, Want
-from integration.hyperpod.agent import words
-from integration.hyperpod.agent.connection import Connection
-from integration.hyperpod.agent.frames import Message
-from integration.hyperpod.agent.in_process import AgentPlane
-from integration.hyperpod.agent.worker import Worker
+from elastic.control.control_plane import ControlPlane, NoticeKind
+from integration.hyperpod.elastic_agent import ipc
+from integration.hyperpod.elastic_agent.in_process_mode import InProcessControlPlane
+from integration.hyperpod.elastic_agent.ipc import AgentConnection, AgentMessage
+from integration.hyperpod.elastic_agent.worker_client import AgentWorker
 from tests.support import hyperpod_socket
 from tests.support.hyperpod_socket import Listener
 from tests.support.ports import free_port
@@ -23,16 +22,16 @@ from tests.support.ports import free_port
 
 @dataclass
 class Node:
-    plane: AgentPlane
+    plane: InProcessControlPlane
     line: hyperpod_socket.Worker
     at_barrier: bool = False
-    heard: list[Message] = field(default_factory=list)
+    heard: list[AgentMessage] = field(default_factory=list)
 
 
 class DoubleJob:
     """An operator that wants so many nodes, and starts the job anew whenever an agent is at fault."""
 
-    starts_anew, ends_leftovers, resize_is = False, True, Want.RESIZE
+    starts_anew, ends_leftovers, resize_is = False, True, NoticeKind.RESIZE
 
     def __init__(self, size: int, spares: int, stack: contextlib.ExitStack, grace_s: float = 60.0) -> None:
         self._size = size
@@ -45,10 +44,10 @@ class DoubleJob:
         self.listener: Listener = stack.enter_context(hyperpod_socket.listening())
         self.seats = [self._node() for _ in range(size + spares)]
 
-    def _node(self) -> AgentPlane:
+    def _node(self) -> InProcessControlPlane:
         environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        connection = Connection(self.listener.path, 0)
-        plane = AgentPlane(Worker(connection), environ=environ)
+        connection = AgentConnection(self.listener.path, 0)
+        plane = InProcessControlPlane(AgentWorker(connection), environ=environ)
         node = Node(plane, self.listener.accept())
         self.nodes.append(node)
         thread = threading.Thread(target=self._listen, args=(node,), daemon=True)
@@ -71,12 +70,12 @@ class DoubleJob:
     def resize(self, nodes: int) -> None:
         with self._lock:
             self._size = nodes
-        self._any_inside().request(Want.RESIZE, "resized", deadline_s=self._grace_s)
+        self._any_inside().request(NoticeKind.RESIZE, "resized", deadline_s=self._grace_s)
 
     def stop(self) -> None:
-        self._any_inside().request(Want.STOP, "stopped")
+        self._any_inside().request(NoticeKind.STOP, "stopped")
 
-    def lose(self, seat: AgentPlane) -> None:
+    def lose(self, seat: InProcessControlPlane) -> None:
         node = next(one for one in self.nodes if one.plane is seat)
         node.line.close()
 
@@ -89,10 +88,10 @@ class DoubleJob:
                 self._runs = False
                 count, self._counted = self._counted, self._counted + 1
                 for node in self.nodes:
-                    self._say(node, words.FAULT, restart_count=count)
+                    self._say(node, ipc.MSG_JOB_FAULT, restart_count=count)
             self._go_on()
 
-    def _any_inside(self) -> AgentPlane:
+    def _any_inside(self) -> InProcessControlPlane:
         return next(node.plane for node in self.nodes if node.plane._inside)
 
     def _listen(self, node: Node) -> None:
@@ -100,10 +99,10 @@ class DoubleJob:
             while (message := node.line.hear()) is not None:
                 with self._lock:
                     node.heard.append(message)
-                    if message["type"] == words.AT_BARRIER:
+                    if message["type"] == ipc.MSG_AT_BARRIER:
                         node.at_barrier = True
                         self._go_on()
-                    elif message["type"] == words.FAULT:
+                    elif message["type"] == ipc.MSG_JOB_FAULT:
                         self.fault()
         with self._lock:
             self.nodes.remove(node)
@@ -120,7 +119,7 @@ class DoubleJob:
         port = free_port()
         for rank, node in enumerate(chosen):
             node.at_barrier = False
-            self._say(node, words.START, worker_envs=envs(rank, len(chosen), port, self._counted))
+            self._say(node, ipc.MSG_JOB_START, worker_envs=envs(rank, len(chosen), port, self._counted))
 
     def _say(self, node: Node, kind: str, **fields: object) -> None:
         with contextlib.suppress(OSError):

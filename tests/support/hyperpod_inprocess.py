@@ -30,18 +30,20 @@ def trains(say: Callable[[str], None], folder: str) -> str:
 
 def _plane() -> Any:
     """By default the one that a rank finds by itself."""
-    from integration.hyperpod.agent import worker
+    from integration.hyperpod.elastic_agent import worker_client
 
-    worker.DEAF_S = float(os.environ.get("STORY_DEAF_S", worker.DEAF_S))
+    worker_client.AGENT_SILENCE_LIMIT_S = float(os.environ.get("STORY_DEAF_S", worker_client.AGENT_SILENCE_LIMIT_S))
     if "STORY_BUDGET" not in os.environ:
         return None
-    from elastic.world.policy import ScalingPolicy
-    from integration.hyperpod.agent.in_process import AgentPlane
-    from integration.hyperpod.progress import agents_account
+    from elastic.world.scaling_policy import ScalingPolicy
+    from integration.hyperpod.elastic_agent.checkpoint_reporter import agent_checkpoint_reporter
+    from integration.hyperpod.elastic_agent.in_process_mode import InProcessControlPlane
 
-    agents_account()
+    agent_checkpoint_reporter()
     budget = int(os.environ["STORY_BUDGET"])
-    return AgentPlane(worker.this_worker(), policy=ScalingPolicy(num_restart_before_full_job_restart=budget))
+    return InProcessControlPlane(
+        worker_client.this_agent_worker(), policy=ScalingPolicy(num_restart_before_full_job_restart=budget)
+    )
 
 
 def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
@@ -104,9 +106,9 @@ def _kill() -> None:
 
 def _tear() -> None:
     """Killed while it speaks to its agent: the length and the beginning of a frame are on their way."""
-    from integration.hyperpod.agent.connection import shared_connection
+    from integration.hyperpod.elastic_agent.ipc import shared_agent_connection
 
-    shared_connection()._sock.sendall(struct.pack(">I", 4096) + b'{"type": "job_fault", "rank": ')
+    shared_agent_connection()._sock.sendall(struct.pack(">I", 4096) + b'{"type": "job_fault", "rank": ')
     _kill()
 
 
@@ -174,7 +176,7 @@ def main() -> None:
     folder = os.environ["STORY"]
     faulthandler.register(signal.SIGUSR1)  # a test that waited in vain asks what its ranks do
     if os.environ["LOCAL_RANK"] == "1" and "STORY_BUDGET" not in os.environ:
-        from integration.hyperpod.agent import wait_rank
+        from integration.hyperpod.elastic_agent import wait_rank
 
         wait_rank()
         assert int(os.environ["RANK"]) % 2 == 1

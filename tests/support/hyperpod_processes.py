@@ -52,9 +52,9 @@ def main() -> None:
 def ours(folder: Path, total: int) -> None:
     import torch
 
-    from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
-    from elastic.reshard.checksum import checksum
-    from elastic.workers.loop import Policy
+    from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+    from elastic.reshard.state_checksum import state_checksum
+    from elastic.workers.train_loop import RecoveryPolicy
     from tests.support import golden_training as golden
     from tieredckpt import Checkpointer
 
@@ -62,7 +62,7 @@ def ours(folder: Path, total: int) -> None:
     diary = golden.Diary(folder / "diary")
     signal.signal(signal.SIGUSR1, lambda *_: diary.write("handler", rank=int(os.environ["RANK"])))
 
-    @recoverable(policy=Policy(settle_s=5.0))
+    @recoverable(policy=RecoveryPolicy(settle_s=5.0))
     def train(world: World) -> None:
         bare = golden.bare_model()
         model = golden.wrapped(bare, "fsdp", world)
@@ -70,7 +70,7 @@ def ours(folder: Path, total: int) -> None:
         plan = BatchPlan(golden.BATCH, world.size, microbatch=golden.MICROBATCH)
         sums = ExactGradients(model, tree=True, on_nonfinite=golden.refuse)
         place: dict[str, Any] = {"rank": world.rank, "size": world.size, "restarts": world.restarts}
-        loader = ElasticDataLoader(golden.Numbers(), PlanShares(plan, world.rank), seed=golden.SEED)
+        loader = ElasticDataLoader(golden.Numbers(), RankShare(plan, world.rank), seed=golden.SEED)
         state = {"model": bare, "optim": optimizer, "data": loader}
         with Checkpointer(JOB, on_busy="wait") as ckpt, loader:
             first = ckpt.restore(state) + 1
@@ -87,7 +87,7 @@ def ours(folder: Path, total: int) -> None:
                 result = sums.finish(clip=1.0)
                 optimizer.step()
                 work.commit()
-                found = checksum({"model": bare, "optim": optimizer}).combined().of_tensors.value
+                found = state_checksum({"model": bare, "optim": optimizer}).combined().of_tensors.value
                 ckpt.save(state, step).wait()
                 diary.write("step", step=step, loss=result.loss.hex(), sum=f"{found:016x}", **place)
 

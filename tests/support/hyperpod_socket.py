@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from integration.hyperpod.agent.frames import Frames, Message, encode
+from integration.hyperpod.elastic_agent.ipc import AgentMessage, FrameDecoder, encode_agent_frame
 
 
 class Worker:
@@ -16,10 +16,10 @@ class Worker:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._frames = Frames()
-        self._heard: list[Message] = []
+        self._frames = FrameDecoder()
+        self._heard: list[AgentMessage] = []
 
-    def hear(self) -> Message | None:
+    def hear(self) -> AgentMessage | None:
         """The next message; ``None`` when the process has gone."""
         while not self._heard:
             data = self.sock.recv(1 << 16)
@@ -30,7 +30,7 @@ class Worker:
         return self._heard.pop(0)
 
     def say(self, kind: str, **fields: object) -> None:
-        self.sock.sendall(encode({"type": kind, **fields}))
+        self.sock.sendall(encode_agent_frame({"type": kind, **fields}))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

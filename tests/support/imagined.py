@@ -6,17 +6,17 @@ import math
 import random
 from collections.abc import Iterator
 
-from tieredckpt.ledger.events import (
-    Began,
-    Ended,
-    Event,
-    Fault,
-    Injected,
-    Notice,
-    Restored,
-    Save,
-    Stage,
-    Step,
+from tieredckpt.event_log.event_types import (
+    FaultEvent,
+    FaultInjected,
+    LogEvent,
+    ProcessBegan,
+    ProcessEnded,
+    RestoreEvent,
+    SaveEvent,
+    StageEvent,
+    StepEvent,
+    StopRequested,
     WorldFormed,
 )
 
@@ -61,7 +61,7 @@ class Imagined:
         self._now = START
         self._epoch = -1
         self._size = ranks
-        self.events: list[Event] = list(self._tell())
+        self.events: list[LogEvent] = list(self._tell())
 
     def _passed(self, seconds: float) -> float:
         began = self._now
@@ -71,8 +71,8 @@ class Imagined:
     def _about(self, seconds: float) -> float:
         return seconds * math.exp(self._random.gauss(0, 0.35))
 
-    def _tell(self) -> Iterator[Event]:
-        yield Began(self._now, job="llama-8b", who="coordinator")
+    def _tell(self) -> Iterator[LogEvent]:
+        yield ProcessBegan(self._now, job="llama-8b", who="coordinator")
         self._passed(2.5 * self._slow)
         yield from self._world("start", -1)
         step = 0
@@ -85,41 +85,43 @@ class Imagined:
                 yield from self._resize(step)
             yield from self._step(step)
             step += 1
-        yield Ended(self._now + 0.4, job="llama-8b", who="coordinator", how="finished", words="all ranks are done")
+        yield ProcessEnded(
+            self._now + 0.4, job="llama-8b", who="coordinator", how="finished", words="all ranks are done"
+        )
 
-    def _step(self, step: int) -> Iterator[Event]:
+    def _step(self, step: int) -> Iterator[LogEvent]:
         took = self._step_s * self._ranks / self._size * self._random.uniform(0.97, 1.06)
         stall = self._about(0.03) * min(1.0, self._step_s) if step % self._every == 0 else 0.0
         began = self._passed(took)
         if stall:
-            yield Save(0, step, "staged", self._now - stall, stall, self._epoch)
+            yield SaveEvent(0, step, "staged", self._now - stall, stall, self._epoch)
         loss = 1.9 + 9 * math.exp(-step / (0.12 * self._steps)) + self._random.gauss(0, 0.05)
         said = {"loss": loss, "tokens": 262_144, "samples": 128} if self._losses else {}
-        yield Step(self._epoch, 0, step, began, took, **said)
+        yield StepEvent(self._epoch, 0, step, began, took, **said)
 
-    def _fault(self, step: int) -> Iterator[Event]:
+    def _fault(self, step: int) -> Iterator[LogEvent]:
         kind, reason = self._random.choice(_KINDS)
         node, local = f"n{self._random.randrange(4)}", self._random.randrange(max(1, self._ranks // 4))
         happened = self._passed(0.4 * self._step_s)
         if self._random.random() < 0.3:
-            yield Injected(happened, kind, self._epoch, node, local, step=step)
+            yield FaultInjected(happened, kind, self._epoch, node, local, step=step)
         waited = self._about({"hang": 30.0, "node": 2.0}.get(kind, 0.3)) * min(1.0, self._slow)
         self._passed(waited)
-        yield Fault(self._now, self._epoch, node, local, kind, reason, since=happened)
+        yield FaultEvent(self._now, self._epoch, node, local, kind, reason, since=happened)
         for rank in range(min(self._size, 4)):
-            yield Stage(self._epoch, rank, "detect", self._now, 0.0)
+            yield StageEvent(self._epoch, rank, "detect", self._now, 0.0)
         how = self._random.choice(("respawn", "respawn", "replace", "shrink"))
         if how == "shrink":
             how = "grow" if self._size < self._ranks else "shrink"
             self._size = self._ranks if how == "grow" else max(self._ranks // 2, 1)
         yield from self._world(how, step - 1, reason)
 
-    def _resize(self, step: int) -> Iterator[Event]:
-        yield Notice(self._now, self._epoch, reason="asked for by a person", by="person")
+    def _resize(self, step: int) -> Iterator[LogEvent]:
+        yield StopRequested(self._now, self._epoch, reason="asked for by a person", by="person")
         self._size = self._ranks if self._size < self._ranks else max(self._ranks // 2, 1)
         yield from self._world("grow" if self._size == self._ranks else "shrink", step - 1, "asked for by a person")
 
-    def _world(self, how: str, restored: int, reason: str = "") -> Iterator[Event]:
+    def _world(self, how: str, restored: int, reason: str = "") -> Iterator[LogEvent]:
         self._epoch += 1
         nodes = tuple(f"n{number}" for number in range(min(4, self._size)))
         told = False
@@ -135,9 +137,9 @@ class Imagined:
                 return
             for rank in range(min(self._size, 4)):
                 lasted = took * (1 if rank == 0 else self._random.uniform(0.6, 1))
-                yield Stage(self._epoch - away, rank, name, self._now, lasted)
+                yield StageEvent(self._epoch - away, rank, name, self._now, lasted)
                 if name == "hydrate":
                     mode = "nothing" if restored < 0 else self._random.choice(("snapshot", "snapshot", "live"))
                     tiers = {} if restored < 0 else {"memory": 3 << 28, "peer": (1 << 28) * (rank == 0)}
-                    yield Restored(rank, restored, mode, self._now, lasted, tiers, epoch=self._epoch)
+                    yield RestoreEvent(rank, restored, mode, self._now, lasted, tiers, epoch=self._epoch)
             self._passed(took)

@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integration.hyperpod.operator import (
-    Action,
+    AgentRestartMode,
     AgentState,
-    Answer,
-    Decision,
+    AgentStatus,
     JobSpec,
     JobState,
-    Pod,
-    Release,
-    Replace,
-    RestartMode,
-    Shutdown,
-    Situation,
-    Start,
-    Stop,
-    Update,
-    decide,
+    ObservedJob,
+    ObservedPod,
+    OperatorAction,
+    OperatorDecision,
+    ReleasePod,
+    ReplacePod,
+    ShutdownAgent,
+    StartAgent,
+    StopAgent,
+    UpdateAgent,
+    decide_job,
 )
-from integration.hyperpod.operator.seen import Progress
+from integration.hyperpod.operator.observed_pods import CheckpointProgress
 
 INIT, READY, RUNNING = AgentState.INIT, AgentState.READY, AgentState.RUNNING
 COMPLETED, FAULTED, STOPPING = AgentState.COMPLETED, AgentState.FAULTED, AgentState.STOPPING
@@ -66,7 +66,7 @@ class Agent:
     version: str | None = None
     fault_count: int | None = None
     updates: list[Any] = field(default_factory=list)
-    asks: RestartMode | None = None
+    asks: AgentRestartMode | None = None
     gone: bool = False
     """It does not exist any more."""
     silent: bool = False
@@ -114,40 +114,40 @@ class Agent:
         if self.state is INIT and (self.ranked or not self.in_process):
             self.to(READY)
         elif self.state is STOPPING and not self.stuck:
-            new = self.in_process and self.asks is RestartMode.PROCESS
+            new = self.in_process and self.asks is AgentRestartMode.PROCESS
             self.to(INIT if new else READY)
             self.asks = None
             if new:
                 self.version, self.ranked = None, False
 
-    def obey(self, action: Action) -> None:
+    def obey(self, action: OperatorAction) -> None:
         """What the agent's server does; an impossible transition is not answered with an error."""
-        if isinstance(action, Start):
+        if isinstance(action, StartAgent):
             self.starts.append((self.state, action.body))
             self.to(RUNNING)
             self._learn(action.body)
-        elif isinstance(action, Update):
+        elif isinstance(action, UpdateAgent):
             self.updates.append((self.state, action.body))
             self._learn(action.body)
-        elif isinstance(action, Stop):
+        elif isinstance(action, StopAgent):
             self.stops.append((self.state, action.body))
-            if action.body.restart_mode == RestartMode.PROCESS.value:
-                self.asks = RestartMode.PROCESS
+            if action.body.restart_mode == AgentRestartMode.PROCESS.value:
+                self.asks = AgentRestartMode.PROCESS
             self.to(STOPPING)
-        elif isinstance(action, Shutdown):
+        elif isinstance(action, ShutdownAgent):
             self.gone = self.to(SHUTDOWN) or self.gone
 
     def _learn(self, body: Any) -> None:
         self.rank, self.nnodes, self.version = body.rank, body.nnodes, body.version
         self.fault_count, self.ranked, self.spare = body.fault_count, True, body.spare
 
-    def answer(self) -> Answer | None:
+    def answer(self) -> AgentStatus | None:
         if self.silent or self.gone:
             return None
-        capability = RestartMode.IN_PROCESS if self.in_process else RestartMode.PROCESS
+        capability = AgentRestartMode.IN_PROCESS if self.in_process else AgentRestartMode.PROCESS
         asked = self.asks if self.state is FAULTED and self.asks is not None else capability
-        progress = {} if self.step is None else {"s3://b": Progress(f"s3://b/{self.step}", self.step)}
-        return Answer(
+        progress = {} if self.step is None else {"s3://b": CheckpointProgress(f"s3://b/{self.step}", self.step)}
+        return AgentStatus(
             state=self.state, reason=self.reason, restart_mode=asked, version=self.version, rank=self.rank,
             progress=progress, spare=self.spare or not self.in_process,
         )  # fmt: skip
@@ -164,28 +164,28 @@ class Cluster:
         self.capacity: int | None = None
         self.room: int | None = None
         """So many pods there can be at all."""
-        self.held: list[Action] = []
+        self.held: list[OperatorAction] = []
         """Calls that were sent and have not arrived."""
-        self.decision: Decision | None = None
+        self.decision: OperatorDecision | None = None
         self.events: list[str] = []
         self._born = 0
 
-    def look(self) -> Decision:
+    def look(self) -> OperatorDecision:
         """One look and one decision, nothing done."""
         pods = tuple(
-            Pod(
+            ObservedPod(
                 name=one.name, group=self.spec.groups[0].name, node=f"node-{one.name}", ip="10.0.0.1",
                 answer=one.answer(), node_fault=one.node_fault, leaving=one.leaving,
             )
             for one in self.agents.values()
             if not one.gone
         )  # fmt: skip
-        seen = Situation(pods=pods, capacity=self.capacity, can_replace=self.can_replace)
-        self.decision = decide(self.spec, self.state, seen, self.now_s)
+        seen = ObservedJob(pods=pods, capacity=self.capacity, can_replace=self.can_replace)
+        self.decision = decide_job(self.spec, self.state, seen, self.now_s)
         self.events += [event.reason for event in self.decision.events]
         return self.decision
 
-    def turn(self, *, late: bool = False, seconds: float = 1.0) -> Decision:
+    def turn(self, *, late: bool = False, seconds: float = 1.0) -> OperatorDecision:
         """Look, store, do; ``late``: what is sent now arrives a turn later."""
         decision = self.look()
         self.state = decision.state
@@ -209,16 +209,16 @@ class Cluster:
             self.turn()
         raise AssertionError(f"it did not happen in {turns} turns: {self.state}\n{self.agents}")
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: OperatorAction) -> None:
         one = self.agents.get(action.pod)
         if one is None or one.gone:
             return
-        if isinstance(action, (Replace, Release)):
+        if isinstance(action, (ReplacePod, ReleasePod)):
             one.gone = True
         elif not one.silent:
             one.obey(action)
 
-    def _keep(self, decision: Decision) -> None:
+    def _keep(self, decision: OperatorDecision) -> None:
         """Pods as wanted, as far as there is room."""
         want = sum(decision.wanted.pods.values())
         if self.room is not None:

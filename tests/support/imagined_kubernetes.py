@@ -1,7 +1,8 @@
 """A cluster and the agents in it, in memory: what controllers do to jobs, played many times a second.
 
-The same answers as :class:`integration.kubernetes.cluster.Cluster` gives, resource versions and preconditions
-included, and agents that go through their published states. Everything that is written counts; :attr:`cut_at` ends
+The same answers as :class:`integration.kubernetes.api_client.ApiServerClient` gives, resource versions and
+preconditions included, and agents that go through their published states. Everything that is written counts;
+:attr:`cut_at` ends
 the controller there, as a SIGKILL does: before it happens, or after it has happened and nobody heard.
 """
 
@@ -14,18 +15,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from integration.hyperpod.operator import (
-    Action,
     AgentState,
-    Answer,
-    Release,
-    Replace,
-    Shutdown,
-    Start,
-    StartBody,
-    Stop,
+    AgentStatus,
+    OperatorAction,
+    ReleasePod,
+    ReplacePod,
+    ShutdownAgent,
+    StartAgent,
+    StartRequest,
+    StopAgent,
 )
-from integration.hyperpod.operator.client import Heard
-from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError, UnreachableError
+from integration.hyperpod.operator.elastic_agent_client import AgentReply
+from integration.kubernetes.errors import (
+    ApiServerRefusedError,
+    ApiServerUnreachableError,
+    ResourceConflictError,
+    ResourceNotFoundError,
+)
 
 
 class Killed(BaseException):
@@ -43,7 +49,7 @@ class ImaginedKubernetes:
         self.cut_after = False
         self.writes = 0
         self.events: list[str] = []
-        self.starts: dict[str, list[StartBody]] = {}
+        self.starts: dict[str, list[StartRequest]] = {}
         """By pod, every ``/start`` that changed something."""
         self._versions = itertools.count(2)
         self._uids = itertools.count()
@@ -118,17 +124,17 @@ class ImaginedKubernetes:
     def job(self, namespace: str, name: str) -> dict[str, Any]:
         self.reach()
         if self._job is None:
-            raise AbsentError(name)
+            raise ResourceNotFoundError(name)
         return copy.deepcopy(self._job)
 
     def confirm(self, job: Mapping[str, Any]) -> None:
         if self.job("", "")["metadata"] != job["metadata"]:
-            raise ConflictError("the object has been modified")
+            raise ResourceConflictError("the object has been modified")
 
     def write_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
         def write() -> None:
             if self._job is None or self._job["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
-                raise ConflictError("the object has been modified")
+                raise ResourceConflictError("the object has been modified")
             self._job["status"] = merged(self._job.get("status", {}), status)
             self._touch()
 
@@ -148,10 +154,10 @@ class ImaginedKubernetes:
     def create_pod(self, pod: Mapping[str, Any]) -> None:
         def create() -> None:
             if self.refusal:
-                raise RefusedError(self.refusal)
+                raise ApiServerRefusedError(self.refusal)
             name = pod["metadata"]["name"]
             if name in self._pods:
-                raise ConflictError(f"{name} exists")
+                raise ResourceConflictError(f"{name} exists")
             made = copy.deepcopy(dict(pod))
             made["metadata"]["uid"] = f"pod-{next(self._uids)}"
             made["status"] = {"phase": "Pending"}
@@ -176,23 +182,23 @@ class ImaginedKubernetes:
 
     # -- the agents ---------------------------------------------------------------------------------------------------
 
-    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, Heard]:
-        return {name: Heard(self._agents[name].answer() if name in self._agents else None) for name in addresses}
+    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, AgentReply]:
+        return {name: AgentReply(self._agents[name].answer() if name in self._agents else None) for name in addresses}
 
-    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> dict[str, str]:
+    def tell_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
         for action in actions:
-            if action.pod in self._agents and not isinstance(action, (Replace, Release)):
+            if action.pod in self._agents and not isinstance(action, (ReplacePod, ReleasePod)):
                 self.write(lambda action=action: self._tell(action))
         return {}
 
-    def _tell(self, action: Action) -> None:
+    def _tell(self, action: OperatorAction) -> None:
         agent = self._agents[action.pod]
-        if isinstance(action, Start):
+        if isinstance(action, StartAgent):
             self.starts.setdefault(action.pod, []).append(action.body)
             agent.start(action.body)
-        elif isinstance(action, Stop):
+        elif isinstance(action, StopAgent):
             agent.stop()
-        elif isinstance(action, Shutdown):
+        elif isinstance(action, ShutdownAgent):
             del self._agents[action.pod]
             self._pods[action.pod]["status"]["phase"] = "Succeeded"
 
@@ -222,7 +228,7 @@ class ImaginedKubernetes:
 
     def reach(self) -> None:
         if self.unreachable:
-            raise UnreachableError("nobody answers")
+            raise ApiServerUnreachableError("nobody answers")
 
     def _touch(self) -> None:
         self.job_now()["metadata"]["resourceVersion"] = str(next(self._versions))
@@ -233,14 +239,14 @@ class _Agent:
 
     def __init__(self) -> None:
         self.state = AgentState.READY
-        self.body: StartBody | None = None
+        self.body: StartRequest | None = None
 
-    def answer(self) -> Answer:
+    def answer(self) -> AgentStatus:
         if self.body is None:
-            return Answer(state=self.state)
-        return Answer(state=self.state, version=self.body.version, rank=self.body.rank)
+            return AgentStatus(state=self.state)
+        return AgentStatus(state=self.state, version=self.body.version, rank=self.body.rank)
 
-    def start(self, body: StartBody) -> None:
+    def start(self, body: StartRequest) -> None:
         self.body = body
         if self.state is AgentState.READY:
             self.state = AgentState.RUNNING
@@ -257,17 +263,17 @@ class ImaginedAgents:
         self._agents: dict[str, _Agent] = {}
         self._lock = threading.Lock()
 
-    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, Heard]:
+    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, AgentReply]:
         with self._lock:
-            return {name: Heard(self._agents.setdefault(name, _Agent()).answer()) for name in addresses}
+            return {name: AgentReply(self._agents.setdefault(name, _Agent()).answer()) for name in addresses}
 
-    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> Mapping[str, str]:
+    def tell_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> Mapping[str, str]:
         with self._lock:
             for action in actions:
                 agent = self._agents.get(action.pod)
-                if agent is not None and isinstance(action, Start):
+                if agent is not None and isinstance(action, StartAgent):
                     agent.start(action.body)
-                elif agent is not None and isinstance(action, Stop):
+                elif agent is not None and isinstance(action, StopAgent):
                     agent.stop()
                     agent.state = AgentState.READY
         return {}

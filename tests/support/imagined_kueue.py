@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError
-from integration.kubernetes.workloads import PriorityClass
+from integration.kubernetes.errors import ApiServerRefusedError, ResourceConflictError, ResourceNotFoundError
+from integration.kubernetes.kueue_admission import PriorityClass
 from tests.support.imagined_kubernetes import ImaginedKubernetes, merged
 
 
@@ -36,14 +36,14 @@ class ImaginedKueue:
     def workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         self._kube.reach()
         if not self.is_installed:
-            raise AbsentError("workloads")
+            raise ResourceNotFoundError("workloads")
         return copy.deepcopy(list(self._there.values()))
 
     def create_workload(self, workload: Mapping[str, Any]) -> None:
         def create() -> None:
             made = copy.deepcopy(dict(workload))
             if made["metadata"]["name"] in self._there:
-                raise ConflictError("it exists")
+                raise ResourceConflictError("it exists")
             self._there[made["metadata"]["name"]] = made
             made["metadata"]["uid"] = f"workload-{next(self._numbers)}"
             self._touch(made)
@@ -62,9 +62,9 @@ class ImaginedKueue:
         def write() -> None:
             there = self._there.get(workload["metadata"]["name"])
             if there is None:
-                raise AbsentError("it is gone")
+                raise ResourceNotFoundError("it is gone")
             if there["metadata"]["resourceVersion"] != workload["metadata"]["resourceVersion"]:
-                raise ConflictError("the object has been modified")
+                raise ResourceConflictError("the object has been modified")
             there["status"] = merged(there.get("status", {}), status)
             self._touch(there)
 
@@ -72,12 +72,12 @@ class ImaginedKueue:
 
     def priority(self, named: PriorityClass) -> int:
         if named.name not in self.classes:
-            raise RefusedError(f"there is no {named.kind} {named.name}")
+            raise ApiServerRefusedError(f"there is no {named.kind} {named.name}")
         return self.classes[named.name]
 
     def flavor(self, name: str) -> dict[str, Any]:
         if name not in self.flavors:
-            raise AbsentError(name)
+            raise ResourceNotFoundError(name)
         return self.flavors[name]
 
     # -- what Kueue does ----------------------------------------------------------------------------------------------

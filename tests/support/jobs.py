@@ -14,8 +14,8 @@ from tests.support.agents import end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.s3 import BUCKET, S3Server
 from tieredckpt import Checkpointer
-from tieredckpt.session import close_sessions
-from tieredckpt.settings import DurableSettings, Settings, load_settings, override
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import DurableSettings, Settings, load_settings, override_settings
 
 
 def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Job:
     def __init__(self, agent_dir: Path, durable: DurableSettings, name: str = "") -> None:
         self.agent_dir = agent_dir
         self.name = name or f"job-{uuid.uuid4().hex[:8]}"
-        self.settings: Settings = override(load_settings(), durable=vars(durable))
+        self.settings: Settings = override_settings(load_settings(), durable=vars(durable))
 
     def checkpointer(self, **arguments: Any) -> Checkpointer:
         return Checkpointer(f"tiered://{self.name}", settings=self.settings, on_sigterm="ignore", **arguments)

@@ -329,7 +329,7 @@ class Kubelets:
 
 
 def client_of(url: str) -> Any:
-    """The official client, for :class:`integration.kubernetes.cluster.Cluster`."""
+    """The official client, for :class:`integration.kubernetes.api_client.ApiServerClient`."""
     from kubernetes import client
 
     configuration = client.Configuration()

@@ -88,7 +88,7 @@ class RunningJob:
 
     def resource(self, **spec: Any) -> dict[str, Any]:
         command = [
-            sys.executable, "-m", "integration.hyperpod.launching", "--server-host=$(POD_IP)",
+            sys.executable, "-m", "integration.hyperpod.hyperpodrun", "--server-host=$(POD_IP)",
             "--resource-config-dir=$(POD_FOLDER)/config", "--server-log-level=warning", "--monitor-interval=0.1",
             "--nnodes=$(NNODES)", "--nproc-per-node=1", "--log-dir=$(POD_FOLDER)/logs", "--redirects=3",
             "--shutdown-timeout=5", *self.options, str(self.script), str(self.folder),

@@ -1,4 +1,5 @@
-"""Devices over this process's memory, as late and as hostile as :class:`tieredckpt.device.Device` lets them be.
+"""Devices over this process's memory, as late and as hostile as :class:`tieredckpt.tensors.device.DeviceBackend` lets
+them be.
 
 Nothing that a stream is given is done before somebody waits for it; who waits (or asks an event) has it done chunk by
 chunk, with chunks of other streams between them, in an order that a seed decides. So a run repeats itself, and what is
@@ -32,8 +33,8 @@ import numpy as np
 import torch
 from torch.cuda._sanitizer import EventHandler
 
-from tieredckpt.copying import memory_at
-from tieredckpt.device import Copy
+from tieredckpt.tensors.device import DeviceCopy
+from tieredckpt.tensors.slot_copy import memory_at_address
 
 POISON = 0xA5
 _PAGE = mmap.PAGESIZE
@@ -203,7 +204,7 @@ class LateDevice:
             self._streams.append(stream)
             return stream
 
-    def copy(self, copies: Sequence[Copy], stream: LateStream) -> None:
+    def copy(self, copies: Sequence[DeviceCopy], stream: LateStream) -> None:
         with self.lock:
             for target, source in copies:
                 if target.numel():
@@ -224,7 +225,7 @@ class LateDevice:
             watched = Span(last, span.stop)
             pipe = os.pipe()
             for at in range(0, watched.stop - watched.start, _PAGE):  # a reference to each page
-                ctypes.memset(watched.start + at, memory_at(watched.start + at, 1)[0], 1)
+                ctypes.memset(watched.start + at, memory_at_address(watched.start + at, 1)[0], 1)
             wanted = _Range(watched.start, watched.stop - watched.start)
             given = _libc.vmsplice(pipe[1], ctypes.byref(wanted), ctypes.c_size_t(1), 0)
             assert given == wanted.size, os.strerror(ctypes.get_errno())
@@ -452,7 +453,7 @@ class LateDevice:
         if not _is_there(known.watched):
             self._violated("memory is gone that is registered: its file was cut")
             return
-        here = bytes(memory_at(known.watched.start, known.watched.stop - known.watched.start))
+        here = bytes(memory_at_address(known.watched.start, known.watched.stop - known.watched.start))
         if _teed(known.pipe[0], len(here)) != here:
             self._violated("registered memory has other pages: its file was cut, and has grown again")
 
@@ -487,7 +488,7 @@ def _span(tensor: torch.Tensor) -> Span:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, without keeping their memory."""
     span = _span(tensor)
-    raw = torch.frombuffer(memory_at(span.start, span.stop - span.start), dtype=torch.uint8)
+    raw = torch.frombuffer(memory_at_address(span.start, span.stop - span.start), dtype=torch.uint8)
     found = raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     found = torch.conj(found) if tensor.is_conj() else found
     return torch._neg_view(found) if tensor.is_neg() else found

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from tests.support.late_device import LateDevice, LateStream
-from tieredckpt.copying import Copier, Piece, SlotMemory
-from tieredckpt.device import installed, work_so_far
+from tieredckpt.tensors.device import record_device_work, use_device_backend
+from tieredckpt.tensors.slot_copy import Copier, MappedSlot, SlotWrite
 
 _SHAPES = ((5000,), (1,), (0,), (), (33, 70), (3, 5, 7), (2, 1024))
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -59,26 +59,26 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def slot(pieces_bytes: int, generation: int = 0) -> Iterator[SlotMemory]:
+def slot(pieces_bytes: int, generation: int = 0) -> Iterator[MappedSlot]:
     size = _HEADER + pieces_bytes + 4096
     fd = os.memfd_create("slot")
     os.ftruncate(fd, size)
-    memory = SlotMemory(fd, size, generation)
+    memory = MappedSlot(fd, size, generation)
     try:
         yield memory
     finally:
         memory.close()
 
 
-def laid(state: list[torch.Tensor]) -> tuple[list[Piece], int]:
+def laid(state: list[torch.Tensor]) -> tuple[list[SlotWrite], int]:
     pieces, at = [], _HEADER
     for tensor in state:
-        pieces.append(Piece(tensor, at))
+        pieces.append(SlotWrite(tensor, at))
         at += -(-tensor.nbytes // 64) * 64
     return pieces, at - _HEADER
 
 
-def stage(device: LateDevice, memory: SlotMemory, trainer: Trainer, copier: Copier, then: bool = True) -> None:
+def stage(device: LateDevice, memory: MappedSlot, trainer: Trainer, copier: Copier, then: bool = True) -> None:
     """Stage, train on at once, and look at what is in the slot only afterwards, as the seal does."""
     pieces, _ = laid(trainer.state)
     expected = [one.clone() for one in trainer.expected]
@@ -96,7 +96,7 @@ def stage(device: LateDevice, memory: SlotMemory, trainer: Trainer, copier: Copi
 
 def run(seed: int) -> LateDevice:
     """One trainer's life: streams of its own, saves into two slots by turns, slots of other sizes, no registration."""
-    with installed(LateDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
+    with use_device_backend(LateDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
         choose = random.Random(seed)
         device.refuses = "out of locked memory" if choose.random() < 0.1 else ""
         mine: list[LateStream] = [device.new_stream(torch.device(device.type, index)) for index in range(2)]
@@ -111,7 +111,7 @@ def run(seed: int) -> LateDevice:
             for turn in range(choose.randrange(1, 5)):
                 for _ in range(choose.randrange(3)):
                     trainer.step()
-                work = work_so_far(trainer.state)
+                work = record_device_work(trainer.state)
                 stage(device, slots[turn % 2], trainer, copier)
                 work.wait()
                 assert work.has_completed()

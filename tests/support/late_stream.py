@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import nccl_like
-from tieredckpt.device import Copy, NoDevice, installed
+from tieredckpt.tensors.device import CpuBackend, DeviceCopy, use_device_backend
 
 _ANSWERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "allclose", "item")
 
@@ -73,7 +73,7 @@ class LateStream:
         self._thread.join()
 
 
-class LateCpu(NoDevice):
+class LateCpu(CpuBackend):
     """The CPU as a device with one stream."""
 
     def __init__(self, stream: LateStream) -> None:
@@ -99,7 +99,7 @@ class LateCpu(NoDevice):
 
     new_stream = current_stream
 
-    def copy(self, copies: Sequence[Copy], stream: Any) -> None:
+    def copy(self, copies: Sequence[DeviceCopy], stream: Any) -> None:
         for target, source in copies:
             stream.enqueue(lambda target=target, source=source: target.copy_(source.detach()))
 
@@ -180,7 +180,7 @@ def ahead(tensors: Iterable[torch.Tensor]) -> Iterator[LateStream]:
         device.put(one)
     nccl_like.stream = stream
     try:
-        with installed(device), _Enqueued(device):
+        with use_device_backend(device), _Enqueued(device):
             yield stream
     finally:
         stream.close()

@@ -94,7 +94,7 @@ def asking(say: Say, folder: str) -> None:
     """A loop that asks once a step, saves when it is told to, and ends."""
     import torch.distributed as dist
 
-    from elastic.workers.detected import close_detectors, elastic_event_detected
+    from elastic.workers.event_detector import close_detectors, elastic_event_detected
     from tieredckpt import Checkpointer
 
     dist.init_process_group("gloo")
@@ -113,7 +113,7 @@ def asking(say: Say, folder: str) -> None:
 
 def looping(folder: str) -> None:
     """A loop for :func:`elastic.run`; says how it ended in files, because who started it keeps what it prints."""
-    from elastic.workers.loop import run
+    from elastic.workers.train_loop import run
     from tieredckpt import Checkpointer
 
     def train(world: Any) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic.control.movement import HangLimits
-from elastic.control.plane import Assignment, ControlPlane, Want
-from elastic.workers.launched import connected
-from elastic.workers.store_plane import StorePlane
-from integration.hyperpod.environment import worker_from
-from integration.hyperpod.group_signal import GroupSignal
-from integration.hyperpod.process_plane import ProcessPlane
+from elastic.control.control_plane import ControlPlane, NoticeKind, RankAssignment
+from elastic.control.hang_detector import HangTimeouts
+from elastic.workers.launch_environment import connect_store
+from elastic.workers.store_control_plane import StoreControlPlane
+from integration.hyperpod.elastic_agent.environment import launched_worker
+from integration.hyperpod.elastic_agent.process_mode import ProcessControlPlane
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
 from tests.support.planes import PATIENCE_S, at_once, results
 from tests.support.ports import free_port
 
@@ -28,7 +28,7 @@ class LaunchedJob:
 
     starts_anew = True
     ends_leftovers = False
-    resize_is = Want.STOP
+    resize_is = NoticeKind.STOP
     """Nothing but a stop, as far as the ranks can tell: the next world is another start."""
 
     def __init__(self, size: int) -> None:
@@ -40,10 +40,10 @@ class LaunchedJob:
     def _start(self, size: int) -> None:
         self.seats = [self._plane(rank, size) for rank in range(size)]
 
-    def _plane(self, rank: int, size: int) -> StorePlane:
+    def _plane(self, rank: int, size: int) -> StoreControlPlane:
         address = f"127.0.0.1:{self._server.port}"
-        place = Assignment(0, rank, size, 0, 1, rank, size, address, restarts=self._restarts, reason="started")
-        return StorePlane(lambda: connected("127.0.0.1", self._server.port), place, limits=HangLimits())
+        place = RankAssignment(0, rank, size, 0, 1, rank, size, address, restarts=self._restarts, reason="started")
+        return StoreControlPlane(lambda: connect_store("127.0.0.1", self._server.port), place, limits=HangTimeouts())
 
     def again(self, size: int, *, fault: bool = True) -> list[Any]:
         """All processes that are left end, and so many begin."""
@@ -61,17 +61,17 @@ class LaunchedJob:
         raise NotImplementedError("a launcher that starts all processes of a world at once has no newcomers")
 
     def resize(self, nodes: int) -> None:
-        self.seats[0].request(Want.RESIZE, "resized", nodes=nodes)
+        self.seats[0].request(NoticeKind.RESIZE, "resized", nodes=nodes)
 
     def stop(self) -> None:
-        self.seats[0].request(Want.STOP, "stopped")
+        self.seats[0].request(NoticeKind.STOP, "stopped")
 
     def lose(self, seat: Any) -> None:
         """The launcher sees that a process has ended, and ends all others."""
         self.close()
 
 
-class Asked(GroupSignal):
+class Asked(GroupSignalListener):
     """An agent's signal, without a process group that gets it."""
 
     def send(self) -> None:
@@ -81,19 +81,19 @@ class Asked(GroupSignal):
 class ProcessLevelJob(LaunchedJob):
     """Two things are different: the first rank keeps the store, and an agent's signal asks for another size."""
 
-    resize_is = Want.RESIZE
+    resize_is = NoticeKind.RESIZE
 
     def _start(self, size: int) -> None:
         self._port, self._asked = free_port(), [Asked() for _ in range(size)]
         super()._start(size)
 
-    def _plane(self, rank: int, size: int) -> StorePlane:
+    def _plane(self, rank: int, size: int) -> StoreControlPlane:
         said = {
             "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank,
             "MASTER_PORT": self._port, "JOB_RESTART_COUNT": self._restarts,
         }  # fmt: skip
-        worker = worker_from({"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in said.items()})
-        return ProcessPlane(worker, self._asked[rank], PATIENCE_S, limits=HangLimits())
+        worker = launched_worker({"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in said.items()})
+        return ProcessControlPlane(worker, self._asked[rank], PATIENCE_S, limits=HangTimeouts())
 
     def resize(self, nodes: int) -> None:
         for asked in self._asked:

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from elastic.control.leadership import UNKNOWN, LeaderRecord, Leadership
+from elastic.control.leader_election import UNKNOWN_HOLDER, LeaderRecord, LeaderRecordStore
 
 replace = msgspec.structs.replace
 FULL = LeaderRecord("n0-7a", 1_790_000_000_123, "[fd00::7]:7400", 41, 2.5, "stopped", 'it was "asked" to\nstop', "")
 
 
-def keeps_what_is_written(place: Leadership) -> None:
+def keeps_what_is_written(place: LeaderRecordStore) -> None:
     assert place.read() is None
     written = place.write(FULL, None)
     assert written is not None
@@ -27,8 +27,8 @@ def keeps_what_is_written(place: Leadership) -> None:
     assert place.read() == released
 
 
-def is_changed_only_by_who_has_read_it(place: Leadership) -> None:
-    first = place.write(LeaderRecord(UNKNOWN, 1), None)
+def is_changed_only_by_who_has_read_it(place: LeaderRecordStore) -> None:
+    first = place.write(LeaderRecord(UNKNOWN_HOLDER, 1), None)
     assert place.write(LeaderRecord("b", 2), None) is None
     second = place.write(LeaderRecord("a", 2), first)
     assert place.write(LeaderRecord("b", 2), first) is None
@@ -36,7 +36,7 @@ def is_changed_only_by_who_has_read_it(place: Leadership) -> None:
     assert place.write(replace(second, epoch=4), second).epoch == 4
 
 
-def one_that_was_deleted_is_not_written_over(place: Leadership, delete: Callable[[], None]) -> None:
+def one_that_was_deleted_is_not_written_over(place: LeaderRecordStore, delete: Callable[[], None]) -> None:
     """Also where another one is there by now that says the same."""
     first = place.write(LeaderRecord("a", 2), None)
     delete()
@@ -48,14 +48,14 @@ def one_that_was_deleted_is_not_written_over(place: Leadership, delete: Callable
     assert place.read() == again
 
 
-def one_of_many_writes_at_a_time(places: list[Leadership]) -> None:
+def one_of_many_writes_at_a_time(places: list[LeaderRecordStore]) -> None:
     """Each round all of them read, and then all try to write over what they have read."""
-    record = places[0].write(LeaderRecord(UNKNOWN, 1), None)
+    record = places[0].write(LeaderRecord(UNKNOWN_HOLDER, 1), None)
     for number in range(5):
         together = threading.Barrier(len(places))
 
         def attempt(
-            place: Leadership, name: str, over: LeaderRecord = record, together=together
+            place: LeaderRecordStore, name: str, over: LeaderRecord = record, together=together
         ) -> LeaderRecord | None:
             assert place.read() == over
             together.wait(200)

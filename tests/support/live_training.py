@@ -100,7 +100,7 @@ def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, t
 
     ``STEP PLACE 1,2`` has ranks 1 and 2 die.
     """
-    from elastic.workers.loop import run
+    from elastic.workers.train_loop import run
     from tests.support.bridged import BridgedPlane
 
     deaths = [_death(*one.split()) for one in at.split(";")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 import integration.hyperpod
-from integration.hyperpod.memory import DIRECTORY
+from integration.hyperpod.job_manifest import ARENA_DIRECTORY
 
 FOLDER = Path(integration.hyperpod.__file__).parent / "manifests"
 REPOSITORY = FOLDER.parents[2]
@@ -24,7 +24,7 @@ def agent_command(directory, config, labels):
     """What the container runs, with a directory, a ConfigMap and labels of this machine; ports are any."""
     (container,) = daemon_pod()["containers"]
     put = {
-        DIRECTORY: str(directory),
+        ARENA_DIRECTORY: str(directory),
         "/etc/tieredckpt/cluster": str(config),
         "/etc/tieredckpt/pod/labels": str(labels),
         "$(POD_IP)": "127.0.0.1",
@@ -52,7 +52,9 @@ def plugged(folder, environ=os.environ):
     info = folder / "manifest_agent-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: manifest-agent\nVersion: 1\n")
-    points = "[tieredckpt.platforms]\nhyperpod = integration.hyperpod.cluster.flag:settings_from\n"
+    points = (
+        "[tieredckpt.platforms]\nhyperpod = integration.hyperpod.cluster.tiered_storage_config:cluster_settings_from\n"
+    )
     (info / "entry_points.txt").write_text(points)
     path = os.pathsep.join(filter(None, (str(folder), str(REPOSITORY), environ.get("PYTHONPATH", ""))))
     return {**environ, "PYTHONPATH": path}

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from integration.kubernetes.cluster import Cluster, pods_in
-from integration.kubernetes.errors import AbsentError, ConflictError
-from integration.kubernetes.index import ObjectIndex
-from integration.kubernetes.informer import Informer
+from integration.kubernetes.api_client import ApiServerClient, pods_in
+from integration.kubernetes.errors import ResourceConflictError, ResourceNotFoundError
+from integration.kubernetes.informer import Informer, ObjectIndex
 from tests.support.ports import free_port
 
 _LOOK_S = 0.1
@@ -30,7 +29,7 @@ class _Server(http.server.ThreadingHTTPServer):
 class ManyAgents:
     """Process-level agents. ``cluster`` is an administrator's."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ApiServerClient) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
         self._agents: dict[str, dict[str, Any]] = {}
@@ -103,7 +102,7 @@ class ManyAgents:
         for name in sorted(due):
             pod = self._pods.get("default", name)
             if pod is not None:
-                with contextlib.suppress(AbsentError, ConflictError):
+                with contextlib.suppress(ResourceNotFoundError, ResourceConflictError):
                     self._care(dict(pod))
 
     def _care(self, pod: dict[str, Any]) -> None:

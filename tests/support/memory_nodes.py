@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from peerstore.client import Client, connect
-from peerstore.launch import connect_or_launch
-from peerstore.records import ShardFact
-from peerstore.settings import AgentPlace
+from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.settings import AgentPaths
+from peerstore.shard_records import ShardInfo
 from tests.support.agents import end_agent
 from tests.support.leaks import own_name
 from tests.support.neighbours import until
 from tests.support.ports import free_ports
-from tieredckpt.agent.memory_service.names import JOB
-from tieredckpt.agent_node import agent_command
-from tieredckpt.settings import settings_from
+from tieredckpt.agent.agent_client import agent_command
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.settings import settings_from_mapping
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 200.0
@@ -39,14 +39,16 @@ class MemoryNode:
     agent: dict[str, str]
 
     def start(self) -> None:
-        settings = settings_from({"agent": {"directory": str(self.directory), "node": self.name, **self.agent}})
+        settings = settings_from_mapping({"agent": {"directory": str(self.directory), "node": self.name, **self.agent}})
         quick = "tests.support.quick_agent"
         command = [quick if word == "tieredckpt.agent" else word for word in agent_command(settings)]
         environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
-        place = AgentPlace(self.directory)
-        launch = partial(connect_or_launch, place, command, environ=environ, timeout_s=_PATIENCE_S)
+        place = AgentPaths(self.directory)
+        launch = partial(connect_or_launch_agent, place, command, environ=environ, timeout_s=_PATIENCE_S)
         with contextlib.closing(Client(launch)) as client:
-            client.inventory(JOB)  # one that was just killed may still take a connection, but answers nothing
+            client.inventory(
+                MEMORY_SERVICE_JOB
+            )  # one that was just killed may still take a connection, but answers nothing
 
     @property
     def address(self) -> str:
@@ -57,9 +59,9 @@ class MemoryNode:
     def url(self) -> str:
         return f"http://{self.address}"
 
-    def holds(self) -> list[ShardFact]:
-        with contextlib.closing(Client(lambda: connect(AgentPlace(self.directory).socket))) as client:
-            return client.inventory(JOB)
+    def holds(self) -> list[ShardInfo]:
+        with contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(self.directory).socket))) as client:
+            return client.inventory(MEMORY_SERVICE_JOB)
 
     def await_shards(self, count: int) -> None:
         """Until it holds so many, of whoever put them."""

@@ -23,12 +23,11 @@ from typing import Any
 
 import pytest
 
-from peerstore.arena import MemfdArena
+from integration.sagemaker.memory_service.http_frontend import TokenCheck, serve_shards
+from integration.sagemaker.memory_service.memory_service import MemoryService
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
-from tieredckpt.agent.memory_service.access import Access
-from tieredckpt.agent.memory_service.front import serving
-from tieredckpt.agent.memory_service.service import MemoryService
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
 
 PACKAGE = "amzn_sagemaker_checkpointing-1.1.3"
 _SHA256 = "c6e88ba0f09932b141305288530262c53914ec4fdd53c70909e469a24bda3794"
@@ -138,10 +137,10 @@ def our_service(budget: str = "256MiB") -> Iterator[tuple[MemoryService, NodeSto
 
 
 @contextlib.contextmanager
-def ours(budget: str = "256MiB", access: Access | None = None) -> Iterator[str]:
+def ours(budget: str = "256MiB", access: TokenCheck | None = None) -> Iterator[str]:
     """Our service on one node, without its process."""
     with (
         our_service(budget) as (service, _),
-        serving(service, "127.0.0.1", 0, access or Access(), None) as address,
+        serve_shards(service, "127.0.0.1", 0, access or TokenCheck(), None) as address,
     ):
         yield address

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 from tests.support.leaks import own_name
 
 PROGRAMS = ("ip", "tc", "iptables", "iptables-restore", "nsenter")
@@ -86,7 +86,7 @@ def remove_leftovers() -> None:
     for place in PLACES:
         for path in place.glob("hosts-test-*"):
             found = _NAME.match(path.name)
-            if found and started_at(int(found[1])) < 0:
+            if found and process_start_time(int(found[1])) < 0:
                 if place == PLACES[0]:
                     remove(path.name)
                 else:

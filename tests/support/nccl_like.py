@@ -1,7 +1,8 @@
 """A backend that does to a training what NCCL does when its world breaks, over gloo and without a device.
 
-``register()`` makes it known to torch as ``nccl-like``, for ``init_process_group`` and ``Policy(backend="nccl-like")``.
-What it has of NCCL (``tests/unit/elastic/test_nccl_like.py`` holds it to that):
+``register()`` makes it known to torch as ``nccl-like``, for ``init_process_group`` and
+``RecoveryPolicy(backend="nccl-like")``. What it has of NCCL (``tests/unit/elastic/test_nccl_like.py`` holds it to
+that):
 
 - A collective whose peer is lost hangs. It raises nothing: the error is seen by the watchdog alone.
 - ``abort`` lets every collective that is pending, and every later one, return as if nothing had happened; its outputs
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elastic.workers.cutting import cut_gloo
+from elastic.workers.process_groups import close_gloo_connections
 
 log = logging.getLogger(__name__)
 
@@ -425,7 +426,7 @@ def forgotten() -> Iterator[None]:
         with _lock:
             for one in list(_LIVE):
                 one._end()
-        cut_gloo()
+        close_gloo_connections()
         _released.set()
         for thread in list(_threads):
             thread.join()

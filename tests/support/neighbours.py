@@ -18,25 +18,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peerstore.arena import TmpfsArena
-from peerstore.cluster.lookouts import SPLIT_FROM
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.nodes import Node, NodeId, parse_labels
-from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError
-from peerstore.peers.board import Pulled, Wish
-from peerstore.peers.neighbourhood import Identity, Neighbourhood
-from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Puller
-from peerstore.peers.spans import Target
-from peerstore.peers.team import Team
-from peerstore.records import ShardFact, ShardKey, ShardRecord
-from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
-from peerstore.transport.memory import MemoryNetwork
-from peerstore.transport.seam import Transport
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import PARTITION_MIN_NODES, NodeId, PeerNode, member_list, parse_labels
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadResult, ReadTarget
+from peerstore.server.job_peers import JobPeers
+from peerstore.server.node_peers import NodeIdentity, NodePeers
+from peerstore.settings import JobPeersConfig, ReplicationSettings, StoreSettings
+from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.testing import MemoryNetwork
+from peerstore.transport.base import Transport
 from tests.support.stores import MIB, content, load, save, store_directory
-from tieredckpt.agent.others import SHARED
+from tieredckpt.agent.peer_tier import SHARED_BLOBS
 
 JOB = "job"
 SECRET = b"a secret of the tests, long enough"
@@ -75,14 +70,14 @@ class Neighbour:
         self.directory = directory
         self._listen = listen or f"{name}:7070"
         self._membership = membership
-        self._plan: TeamPlan | None = None
+        self._plan: JobPeersConfig | None = None
         self.open()
 
     def open(self) -> None:
         """Start its agent, with what lies in its directory."""
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget), threads=1)
-        identity = Identity(NodeId(self.name), self._listen, parse_labels(self.labels), membership=self._membership)
-        self.neighbourhood = Neighbourhood(self.store, identity, self.transport, version="test", shared=SHARED)
+        identity = NodeIdentity(NodeId(self.name), self._listen, parse_labels(self.labels), membership=self._membership)
+        self.neighbourhood = NodePeers(self.store, identity, self.transport, version="test", shared=SHARED_BLOBS)
         self.neighbourhood.start()
         self.is_open = True
 
@@ -101,16 +96,16 @@ class Neighbour:
     # -- with the others ----------------------------------------------------------------------------------------------
 
     @property
-    def node(self) -> Node:
-        return Node(NodeId(self.name), self.neighbourhood.me.address, parse_labels(self.labels))
+    def node(self) -> PeerNode:
+        return PeerNode(NodeId(self.name), self.neighbourhood.me.address, parse_labels(self.labels))
 
     @property
-    def team(self) -> Team:
+    def team(self) -> JobPeers:
         team = self.neighbourhood.team(JOB)
         assert team is not None, f"{self.name} has not joined"
         return team
 
-    def join(self, plan: TeamPlan) -> None:
+    def join(self, plan: JobPeersConfig) -> None:
         self.neighbourhood.join(JOB, plan, wait_s=0.0)
 
     @property
@@ -127,7 +122,7 @@ class Neighbour:
     def write(self, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1) -> ShardRecord:
         return save(self.store, of, size_bytes, parts=parts)
 
-    def facts(self) -> dict[ShardKey, ShardFact]:
+    def facts(self) -> dict[ShardKey, ShardInfo]:
         return {fact.key: fact for fact in self.store.copies.facts(JOB)}
 
     def holds(self, of: ShardKey) -> bool:
@@ -142,7 +137,7 @@ class Neighbour:
     def damages(self) -> list[str]:
         return [damage.reason for damage in self.store.status().damages]
 
-    def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, Pulled]:
+    def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, ReadResult]:
         """A whole shard from other nodes, as a loading rank would get it."""
         team = self.team
         there = sources or [node for node in team.sources(fresh=True).get(of, ()) if node != self.name]
@@ -152,8 +147,8 @@ class Neighbour:
                 said.update((node, record) for record in team.records(node, of.group) if record.key == of)
         record, _ = team.agreed(said)
         data = bytearray(record.size_bytes)
-        wish = Wish(record, [Target(0, len(data), memoryview(data))], there)
-        pulled = Puller(team.tending.peer, streams=streams).pull([wish])
+        wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], there)
+        pulled = RangeReader(team.tending.peer, streams=streams).pull([wish])
         return bytes(data), pulled
 
 
@@ -166,10 +161,10 @@ class Neighbours:
         copies: int = 2,
         capacity_bytes: int = 256 << 10,
         secret: bytes = SECRET,
-        split_from: int = SPLIT_FROM,
+        split_from: int = PARTITION_MIN_NODES,
     ) -> None:
         self.network = MemoryNetwork(capacity_bytes=capacity_bytes)
-        self.settings = TeamSettings(copies=copies, split_from=split_from)
+        self.settings = ReplicationSettings(copies=copies, split_from=split_from)
         self.secret = secret
         self.nodes: dict[str, Neighbour] = {}
         self._rosters = 0
@@ -188,10 +183,10 @@ class Neighbours:
         self.nodes[name] = node
         return node
 
-    def plan(self, **changes: Any) -> TeamPlan:
+    def plan(self, **changes: Any) -> JobPeersConfig:
         self._rosters += 1
-        roster = roster_of(self._rosters, [node.node for node in self if node.is_open])
-        return TeamPlan(**{"secret": self.secret, "settings": self.settings, "roster": roster, **changes})
+        roster = member_list(self._rosters, [node.node for node in self if node.is_open])
+        return JobPeersConfig(**{"secret": self.secret, "settings": self.settings, "roster": roster, **changes})
 
     def meet(self) -> None:
         """All nodes that are open are the job's, and know it."""

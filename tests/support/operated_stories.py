@@ -24,15 +24,14 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from integration.hyperpod.operator.actions import Event
-from integration.hyperpod.operator.client import AgentClient
-from integration.hyperpod.operator.command import _PORTS
-from integration.hyperpod.operator.local_pods import LocalPods
-from integration.hyperpod.operator.operating import Operating
-from integration.hyperpod.operator.seen import Answer
-from integration.hyperpod.operator.sim_place import SimPlace
-from integration.hyperpod.operator.spec import read_job
-from integration.hyperpod.operator.state import JobState
+from integration.hyperpod.operator.decision import OperatorEvent
+from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
+from integration.hyperpod.operator.job_spec import parse_job_resource
+from integration.hyperpod.operator.job_state import JobState
+from integration.hyperpod.operator.observed_pods import AgentStatus
+from integration.hyperpod.operator.sim_cli import _PORTS
+from integration.hyperpod.operator.sim_loop import SimDirectory, SimulatedOperator
+from integration.hyperpod.operator.sim_pods import LocalPods
 from tests.support import hyperpod_inprocess
 from tests.support.agents import agent_directory, agent_pid
 from tests.support.hyperpod_agents import ROOT
@@ -68,7 +67,9 @@ def undisturbed(zygote: Zygote) -> Steps:
 class Operated:
     """Two pods of two ranks each, what is done to them, and what their operator makes of it."""
 
-    def __init__(self, folder: Path, operating: Operating, place: SimPlace, events: list[Event]) -> None:
+    def __init__(
+        self, folder: Path, operating: SimulatedOperator, place: SimDirectory, events: list[OperatorEvent]
+    ) -> None:
         self.folder, self.operating, self.place, self.events = folder, operating, place, events
 
     @property
@@ -120,7 +121,7 @@ class Operated:
         """How often the pod's agent was asked that."""
         return (self.pod(name) / "agent.log").read_text(errors="replace").count(f'"POST {path} HTTP')
 
-    def answer(self, name: str) -> Answer:
+    def answer(self, name: str) -> AgentStatus:
         """What the pod's agent said last."""
         kept = self.place.kept()
         found = [one.answer for one in kept.seen.pods if one.name == name] if kept else []
@@ -193,14 +194,18 @@ def operated(
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "STORY": str(folder),
             "TIEREDCKPT_AGENT_DIRECTORY": str(memory), **(environ or {}),
         }  # fmt: skip
-        spec = read_job(_resource(spares, limits, known, options), master_port=random.choice(_PORTS), silent_s=60.0)
-        place = SimPlace(spec.name, folder / "sim")
+        spec = parse_job_resource(
+            _resource(spares, limits, known, options), master_port=random.choice(_PORTS), silent_s=60.0
+        )
+        place = SimDirectory(spec.name, folder / "sim")
         stack.enter_context(place.held())
-        client = stack.enter_context(AgentClient(30.0))
+        client = stack.enter_context(ElasticAgentClient(30.0))
         pods = PatientPods(spec, 2 + spares, place.folder)
         stack.callback(pods.close)
-        events: list[Event] = []
-        operating = Operating(spec, pods, place, client, told=lambda _, event: events.append(event), every_s=0.1)
+        events: list[OperatorEvent] = []
+        operating = SimulatedOperator(
+            spec, pods, place, client, told=lambda _, event: events.append(event), every_s=0.1
+        )
         stop = threading.Event()
         thread = threading.Thread(target=operating.run, args=(stop,))
         thread.start()

@@ -6,23 +6,24 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from peerstore.arena import TmpfsArena
-from peerstore.server import StoreServer, sole_agent
-from peerstore.settings import AgentPlace, StoreSettings
-from peerstore.store import NodeStore
-from tieredckpt.agent.service import NodeService, node_operations
+from peerstore.server.store_server import StoreServer, hold_agent_lock
+from peerstore.settings import AgentPaths, StoreSettings
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from tieredckpt.agent.agent_operations import agent_operations
+from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.errors import TieredCheckpointError
 
 
 @contextlib.contextmanager
-def paged_agent(directory: Path, *, frame_bytes: int, page_bytes: int) -> Iterator[NodeService]:
-    place = AgentPlace(directory)
-    with sole_agent(place), contextlib.ExitStack() as cleanup:
+def paged_agent(directory: Path, *, frame_bytes: int, page_bytes: int) -> Iterator[NodeAgentService]:
+    place = AgentPaths(directory)
+    with hold_agent_lock(place), contextlib.ExitStack() as cleanup:
         store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
         cleanup.callback(store.close)
-        service = NodeService(store, page_bytes=page_bytes)
+        service = NodeAgentService(store, page_bytes=page_bytes)
         cleanup.callback(service.close)
-        operations = node_operations(service)
+        operations = agent_operations(service)
         server = StoreServer(
             store, place.socket, more=operations, errors=(TieredCheckpointError,), frame_bytes=frame_bytes
         )

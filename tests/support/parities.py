@@ -3,16 +3,15 @@
 import msgspec
 from hypothesis import strategies as st
 
-from peerstore import checksum
-from peerstore.cluster.nodes import NodeId
-from peerstore.cluster.parity import ParityRecord, stripes
-from peerstore.cluster.rebuilding import parity_of
-from peerstore.records import ShardKey, ShardRecord
+from peerstore import checksums
+from peerstore.membership.topology import NodeId
+from peerstore.parity.parity_codec import ParityRecord, encode_parity, stripes
+from peerstore.shard_records import ShardKey, ShardRecord
 
 
 def shard_record(part, data, *, chunk_bytes=4, version=3, meta=b"its owner's notes"):
     key = ShardKey("job", version, 1, "i1", 0, part)
-    sums = checksum.checksums(memoryview(data), chunk_bytes=chunk_bytes)
+    sums = checksums.chunk_checksums(memoryview(data), chunk_bytes=chunk_bytes)
     return ShardRecord(key, 1 << 10, len(data), chunk_bytes, sums, meta, 1)
 
 
@@ -28,10 +27,10 @@ class Kept:
         self.shards = {NodeId(node): bytearray(data) for node, data in shards.items() if data is not None}
         self.parities, self.records = {}, {}
         for keeper in self.stripe.members:
-            chunks = list(parity_of(self.stripe, keeper, self.shard_readers()))
+            chunks = list(encode_parity(self.stripe, keeper, self.shard_readers()))
             assert [number for number, _ in chunks] == list(range(len(chunks)))
             self.parities[keeper] = bytearray(b"".join(data for _, data in chunks))
-            sums = checksum.checksums(memoryview(self.parities[keeper]), chunk_bytes=chunk_bytes)
+            sums = checksums.chunk_checksums(memoryview(self.parities[keeper]), chunk_bytes=chunk_bytes)
             self.records[keeper] = ParityRecord(self.without_own_shard(keeper), keeper, sums)
 
     def without_own_shard(self, keeper):

@@ -13,7 +13,7 @@ from typing import Any
 
 from hyperpod_elastic_agent.ipc.server import InProcessRestartSocketServer
 
-from integration.hyperpod.launching import main
+from integration.hyperpod.hyperpodrun import main
 
 _return_of_ranks = InProcessRestartSocketServer.get_ranks_at_barrier
 

@@ -11,17 +11,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic.control.coordinator import Coordinator
-from elastic.control.desk import DeskSettings
-from elastic.control.link import ask
-from elastic.control.messages import Resize, Stop
-from elastic.control.plane import ControlPlane, Want
-from elastic.control.settings import seat_from
-from elastic.control.supervised import SupervisorPlane
-from elastic.control.supervisor import Supervisor, SupervisorSettings
-from elastic.control.testing import MemoryPlane, MemorySeat
-from elastic.rootless.placement import ROOTLESS
-from elastic.world.policy import ScalingPolicy
+from elastic.control.control_messages import ResizeRequest, StopJobRequest
+from elastic.control.control_plane import ControlPlane, NoticeKind
+from elastic.control.coordinator_client import call_coordinator
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.rendezvous.store_servers import ROOTLESS
+from elastic.settings import supervisor_endpoint
+from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
+from elastic.testing import InMemoryControlPlane, InMemoryCoordinator
+from elastic.world.scaling_policy import ScalingPolicy
 
 PATIENCE_S = 60.0
 SECRET = b"a secret of the tests, long enough"
@@ -35,7 +35,7 @@ class Job(Protocol):
     """After a fault or a resize all processes are new ones, which ``again(size)`` starts."""
     ends_leftovers: bool
     """Who has no place in the next world is not told so: its process is ended from outside."""
-    resize_is: Want
+    resize_is: NoticeKind
     """What a rank hears of one."""
 
     def join(self) -> ControlPlane: ...
@@ -46,12 +46,12 @@ class Job(Protocol):
 
 
 class MemoryJob:
-    starts_anew, ends_leftovers, resize_is = False, False, Want.RESIZE
+    starts_anew, ends_leftovers, resize_is = False, False, NoticeKind.RESIZE
 
     def __init__(self, size: int, spares: int, grace_s: float) -> None:
-        self.plane = MemoryPlane(size, spares=spares)
+        self.plane = InMemoryCoordinator(size, spares=spares)
         self._grace_s = grace_s
-        self.seats: list[MemorySeat] = self.plane.seats
+        self.seats: list[InMemoryControlPlane] = self.plane.seats
 
     def join(self) -> ControlPlane:
         return self.plane.join()
@@ -77,16 +77,16 @@ def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: flo
             seat.close()
 
 
-class Seated(SupervisorPlane):
+class Seated(SupervisorClient):
     """A rank of a test: its process is a thread, and its supervisor a thread too."""
 
     def __init__(self, process: ThreadProcess, supervisor: Supervisor) -> None:
-        super().__init__(seat_from(process.environ))
+        super().__init__(supervisor_endpoint(process.environ))
         self.supervisor = supervisor
 
 
 class ThreadProcess:
-    """A double of :class:`~elastic.control.processes.Running`: a process that a test speaks for."""
+    """A double of :class:`~elastic.control.child_processes.ChildProcess`: a process that a test speaks for."""
 
     def __init__(self, environ: dict[str, str], ended: Callable[[int], None]) -> None:
         self.environ = environ
@@ -115,7 +115,7 @@ class ThreadProcess:
 class SupervisedJob:
     """A coordinator and its supervisors, on threads of this process and with real sockets."""
 
-    starts_anew, ends_leftovers, resize_is = False, False, Want.RESIZE
+    starts_anew, ends_leftovers, resize_is = False, False, NoticeKind.RESIZE
 
     def __init__(
         self, size: int, spares: int, stack: contextlib.ExitStack, *, grace_s: float, grow_s: float, store: str
@@ -130,10 +130,10 @@ class SupervisedJob:
             graceful_shutdown_timeout_s=grace_s,
             faulty_scale_down_timeout_s=0.0,
         )
-        settings = DeskSettings("job", policy, 1, store=store, return_s=0.2)
+        settings = CoordinatorSettings("job", policy, 1, store=store, return_s=0.2)
         self.coordinator = Coordinator(settings, SECRET, farewell_s=1.0)
         self._run(self.coordinator.run, self.coordinator.end)
-        assert self._ask(Resize(size, "so many")).cap == size
+        assert self._ask(ResizeRequest(size, "so many")).cap == size
         self.seats = [self._node(number) for number in range(size + spares)]
 
     def _run(self, run: Callable[[], Any], end: Callable[[], None]) -> None:
@@ -175,17 +175,17 @@ class SupervisedJob:
         return process.plane
 
     def _ask(self, question: Any) -> Any:
-        return ask(self.coordinator.address, question, job="job", secret=SECRET)
+        return call_coordinator(self.coordinator.address, question, job="job", secret=SECRET)
 
     def join(self) -> ControlPlane:
         self.seats.append(self._node(len(self.seats)))
         return self.seats[-1]
 
     def resize(self, nodes: int) -> None:
-        self._ask(Resize(nodes, "resized"))
+        self._ask(ResizeRequest(nodes, "resized"))
 
     def stop(self) -> None:
-        self._ask(Stop("stopped"))
+        self._ask(StopJobRequest("stopped"))
 
     def lose(self, seat: Any) -> None:
         seat.supervisor.kill("lost")
@@ -230,6 +230,6 @@ def all_ready(seats: list[Any]) -> list[Any]:
     return results(at_once(*(lambda seat=seat: seat.ready(timeout_s=PATIENCE_S) for seat in seats)))
 
 
-def wants(seat: Any) -> Want | None:
+def wants(seat: Any) -> NoticeKind | None:
     notice = seat.notice()
     return None if notice is None else notice.want

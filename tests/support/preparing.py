@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic.prepared import BatchCache, Prefetched
-from elastic.prepared.workers import Worker
+from elastic.batch_cache import BatchCache, PrefetchIterator
+from elastic.batch_cache.prefetch import PrepareWorker
 
 FINGERPRINT = "preparing"
 
@@ -98,7 +98,7 @@ def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_byte
     """Prepared by a worker, with less room than is needed."""
     with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
         cache.committed(0)
-        with Prefetched(cache, range(end), tensors_of, workers=1, start_method="fork") as batches:
+        with PrefetchIterator(cache, range(end), tensors_of, workers=1, start_method="fork") as batches:
             found = list(batches)
         assert os.getpid() not in {batch["pid"] for batch in found}
         assert cache.counts.prepared == 0
@@ -108,7 +108,7 @@ def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_byte
 def work_beside_another_child(say: Callable[[str], None], directory: Path) -> None:
     """A worker that was forked, and a child of another kind that has all its pipes."""
     with open_cache(directory) as cache:
-        worker = Worker(cache, batch_of, "fork")
+        worker = PrepareWorker(cache, batch_of, "fork")
         worker.make(0, 0)
         (pid,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         other = os.fork()
@@ -124,7 +124,7 @@ def read_ahead(
     """The same, six ahead; the processes that this one has at the end."""
     with (
         open_cache(directory) as cache,
-        Prefetched(cache, range(end), Logged(log), ahead=6, workers=workers, start_method="fork") as batches,
+        PrefetchIterator(cache, range(end), Logged(log), ahead=6, workers=workers, start_method="fork") as batches,
     ):
         for index, batch in enumerate(batches):
             assert batch == batch_of(index)

@@ -43,7 +43,7 @@ def _worker(_say: Callable[[str], None], address: str) -> None:
 def _run(function: Callable[..., Any], rank: int, world: int, store: str, args: Sequence[Any]) -> Any:
     import torch.distributed as dist
 
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     if world:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)

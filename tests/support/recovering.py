@@ -48,7 +48,7 @@ def footprint() -> str:
 
 def recovers(say: Callable[[str], None], address: str, job: str, faults: int) -> str:
     """Takes part in ``faults`` worlds of which one rank breaks each in its second step, and in one that ends well."""
-    from elastic.workers.loop import run
+    from elastic.workers.train_loop import run
     from tests.support.bridged import BridgedPlane
 
     return str(run(lambda world: _recovers(say, world, job, faults), plane=BridgedPlane(address)).how.value)
@@ -58,13 +58,13 @@ def _recovers(say: Callable[[str], None], world: Any, job: str, faults: int) -> 
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from elastic.workers.randomness import Randomness
+    from elastic.samples.rng import RNGState
     from tieredckpt import Checkpointer
 
     model = build()
     fully_shard(model, mesh=world.mesh())
     optimizer = optimizer_of(model)
-    state = {"model": model, "optim": optimizer, "random": Randomness()}
+    state = {"model": model, "optim": optimizer, "random": RNGState()}
     with Checkpointer(job, every=1) as ckpt:
         first = ckpt.restore(state) + 1
         say(f"world {world.epoch} {first} {footprint()} {time.monotonic()}")
@@ -83,7 +83,7 @@ def _recovers(say: Callable[[str], None], world: Any, job: str, faults: int) -> 
 def tears(say: Callable[[str], None], address: str, job: str, total: int, torn: tuple[int, ...]) -> str:
     """Trains with everything that has a state. In step 3 of the first world the optimizers of the ranks ``torn`` get
     only as far as their first parameter."""
-    from elastic.workers.loop import run
+    from elastic.workers.train_loop import run
     from tests.support.bridged import BridgedPlane
 
     return str(run(lambda world: _tears(say, world, job, total, torn), plane=BridgedPlane(address)).how.value)
@@ -94,7 +94,7 @@ def _tears(say: Callable[[str], None], world: Any, job: str, total: int, torn: t
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from elastic.workers.randomness import Randomness
+    from elastic.samples.rng import RNGState
     from tieredckpt import Checkpointer
 
     model = build()
@@ -102,7 +102,7 @@ def _tears(say: Callable[[str], None], world: Any, job: str, total: int, torn: t
     optimizer = optimizer_of(model)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total + 1)
     scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-    state = {"model": model, "optim": optimizer, "rate": rate, "scaler": scaler, "random": Randomness()}
+    state = {"model": model, "optim": optimizer, "rate": rate, "scaler": scaler, "random": RNGState()}
     seed_all(world.rank)
     with Checkpointer(job, every=1) as ckpt:
         first = ckpt.restore(state) + 1
@@ -158,10 +158,10 @@ def draws(say: Callable[[str], None], job: str, save: bool, before: int) -> list
     import torch
     import torch.distributed as dist
 
-    from elastic.workers.randomness import Randomness
+    from elastic.samples.rng import RNGState
     from tieredckpt import Checkpointer
 
-    state = {"weight": torch.zeros(8), "random": Randomness()}
+    state = {"weight": torch.zeros(8), "random": RNGState()}
     seed_all(dist.get_rank())
     for _ in range(before):
         drawn()

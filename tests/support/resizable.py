@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.gradients import ExactGradients, Share
-from elastic.gradients.exchange import all_gather, bounds
+from elastic.gradients import ExactGradients, MicrobatchShare
+from elastic.gradients.reduction import all_gather_tensor, piece_bounds
 
 MICROBATCHES = 10
 WORDS = 19
@@ -123,7 +123,7 @@ class Training:
             if values:
                 self.optimizer.state[one] = {name: _as(one, value) for name, value in values.items()}
 
-    def step(self, step: int, share: Share) -> Seen:
+    def step(self, step: int, share: MicrobatchShare) -> Seen:
         for microbatch in self.sums.step(share):
             loss, tokens = loss_sum(self.model, step, microbatch.id)
             microbatch.backward(loss, weight=tokens)
@@ -164,7 +164,7 @@ def all_whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     widths = [one.shape[1:].numel() for one in cut]
     piece = max(sum(h[rank] * w for h, w in zip(heights, widths, strict=True)) for rank in range(group.size()))
     gathered = mine.new_zeros(piece * group.size())
-    all_gather(gathered, F.pad(mine, (0, piece - len(mine))), group)
+    all_gather_tensor(gathered, F.pad(mine, (0, piece - len(mine))), group)
     parts = []
     for rank, there in enumerate(gathered.view(group.size(), piece)):
         sizes = [h[rank] * w for h, w in zip(heights, widths, strict=True)]
@@ -174,7 +174,7 @@ def all_whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _rows(tensor: DTensor, ranks: int) -> list[tuple[int, int]]:
-    return [bounds(len(tensor), ranks, rank) for rank in range(ranks)]
+    return [piece_bounds(len(tensor), ranks, rank) for rank in range(ranks)]
 
 
 def digest(tensors: Sequence[Any]) -> str:
@@ -194,7 +194,7 @@ def train(kind: str, sizes: Sequence[int], worlds: Worlds, *, deal: str = "even"
         if step == 0 or size != sizes[step - 1]:
             training = Training(kind, worlds, size, state, **how) if rank < size else None
         if training is not None:
-            seen.append(training.step(step, getattr(Share, deal)(MICROBATCHES, size, rank)))
+            seen.append(training.step(step, getattr(MicrobatchShare, deal)(MICROBATCHES, size, rank)))
             state = training.state()
         if step + 1 < len(sizes) and sizes[step + 1] != size:
             handed = [state, seen]

@@ -21,25 +21,23 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from peerstore.cluster.nodes import node_id
-from peerstore.operations import Store
-from peerstore.peers.board import Pulled, Wish
-from peerstore.peers.calling import Pass, Peer
-from peerstore.peers.messages import AskRecords
-from peerstore.peers.pulling import Puller
-from peerstore.peers.spans import Target
-from peerstore.records import ShardKey, ShardRecord
-from peerstore.transport.secret import new_secret
+from peerstore.membership.topology import validate_node_id
+from peerstore.peers.peer_client import PeerClient, PeerCredentials
+from peerstore.peers.peer_messages import GetShardRecords
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadResult, ReadTarget
+from peerstore.server.store_api import Store
+from peerstore.shard_records import ShardKey, ShardRecord
+from peerstore.transport.authentication import generate_secret
 from peerstore.transport.tcp import TcpTransport
 from tests.support import namespaces
 from tests.support.host_agent import HostAgent
 from tests.support.hosts import Host, Network
 from tests.support.ranks import RankPool
 from tests.support.stores import content, key, load, save
-from tieredckpt.agent_node import AgentNode
-from tieredckpt.node import ClusterView, Durability
-from tieredckpt.settings import Settings, settings_from
-from tieredckpt.teaming import configured_plan
+from tieredckpt.agent.agent_api import ClusterStatus, ShardReplication
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.peer_config import configured_peer_plan
+from tieredckpt.settings import Settings, settings_from_mapping
 
 JOB = "separated"
 PORT = 7070
@@ -69,7 +67,7 @@ class Seat:
         options = ["--node", host.name, "--peers", f"{host.address}:{PORT}", "--labels", label]
         self.listed = f"{host.name}={host.address}:{PORT}/{label}"
         self.agent: HostAgent = host.agent(host.directory, *options)
-        self._node: AgentNode | None = None
+        self._node: NodeAgentClient | None = None
 
     @property
     def environ(self) -> dict[str, str]:
@@ -89,12 +87,12 @@ class Seat:
         for name, value in self.environ.items():
             section, _, rest = name.removeprefix(prefix).lower().partition("_")
             tree[section][rest] = value
-        return settings_from(tree)
+        return settings_from_mapping(tree)
 
     @property
-    def node(self) -> AgentNode:
+    def node(self) -> NodeAgentClient:
         if self._node is None:
-            self._node = AgentNode(self.settings, JOB)
+            self._node = NodeAgentClient(self.settings, JOB)
         return self._node
 
     @property
@@ -102,7 +100,7 @@ class Seat:
         return self.node.store
 
     def join(self) -> None:
-        plan = configured_plan(self.settings.peer)
+        plan = configured_peer_plan(self.settings.peer)
         assert plan is not None
         self.node.join(JOB, plan)
 
@@ -113,7 +111,7 @@ class Seat:
     # -- how things stand ---------------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> ClusterView:
+    def view(self) -> ClusterStatus:
         return self.node.cluster(JOB)
 
     def standing(self, name: str) -> str:
@@ -131,7 +129,7 @@ class Seat:
         found = [job.settled for job in self.store.status().jobs if job.job == JOB]
         return -1 if not found or found[0] is None else found[0]
 
-    def durability(self, of: ShardKey, *, copies: int = 0, timeout_s: float = 0.0) -> Durability:
+    def durability(self, of: ShardKey, *, copies: int = 0, timeout_s: float = 0.0) -> ShardReplication:
         return self.node.durability(of, copies=copies, timeout_s=timeout_s)
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -153,24 +151,26 @@ class Seat:
         data = load(self.store, of)
         return data == content(of, len(data)) and self.store.verify(of) == ()
 
-    def read(self, of: ShardKey, *sources: str, streams: int = 2) -> tuple[bytes, Pulled]:
+    def read(self, of: ShardKey, *sources: str, streams: int = 2) -> tuple[bytes, ReadResult]:
         """A whole shard from other nodes' agents, over this host's network, as a loading rank gets it."""
         return namespaces.inside(self.host.namespace, lambda: self._read(of, sources, streams))
 
-    def _read(self, of: ShardKey, sources: tuple[str, ...], streams: int) -> tuple[bytes, Pulled]:
+    def _read(self, of: ShardKey, sources: tuple[str, ...], streams: int) -> tuple[bytes, ReadResult]:
         passport = self.node.passport(JOB)
         assert passport is not None
-        credentials = Pass(JOB, node_id(passport.node), passport.secret)
+        credentials = PeerCredentials(JOB, validate_node_id(passport.node), passport.secret)
         with contextlib.ExitStack() as cleanup:
             peers = {}
             for name in sources:
                 address = f"{self._job[name].host.address}:{PORT}"
-                peers[name] = cleanup.enter_context(contextlib.closing(Peer(TcpTransport(), address, credentials)))
-            said = peers[sources[0]].call("records", AskRecords(of.group), list[ShardRecord])
+                peers[name] = cleanup.enter_context(
+                    contextlib.closing(PeerClient(TcpTransport(), address, credentials))
+                )
+            said = peers[sources[0]].call("records", GetShardRecords(of.group), list[ShardRecord])
             record = next(record for record in said if record.key == of)
             data = bytearray(record.size_bytes)
-            wish = Wish(record, [Target(0, len(data), memoryview(data))], sources)
-            pulled = Puller(peers.__getitem__, streams=streams).pull([wish])
+            wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
+            pulled = RangeReader(peers.__getitem__, streams=streams).pull([wish])
             return bytes(data), pulled
 
 
@@ -184,7 +184,7 @@ class SeparatedJob:
         path = net.directory / "secret"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file:
-            file.write(new_secret())
+            file.write(generate_secret())
         self.secret = f"file:{path}"
 
     def __getitem__(self, name: str) -> Seat:

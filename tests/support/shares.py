@@ -1,9 +1,9 @@
 """Shares of a batch, as most tests want them."""
 
-from elastic.batch.plan import BatchPlan
-from elastic.samples.shares import PlanShares
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.samples.sample_schedule import RankShare
 
 
 def even(batch, microbatch, rank=0, world=1):
     """Microbatches of one size, the same in every world; ranks may be idle."""
-    return PlanShares(BatchPlan(batch, world, microbatch=microbatch, allow_idle=True), rank)
+    return RankShare(BatchPlan(batch, world, microbatch=microbatch, allow_idle=True), rank)

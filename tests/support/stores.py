@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peerstore.client import Client, connect
 from peerstore.errors import AgentUnreachableError
-from peerstore.operations import Store
-from peerstore.pages import Mapping
-from peerstore.records import Lease, Pin, ShardKey, ShardRecord
-from peerstore.server import StoreServer
-from peerstore.settings import AgentPlace
-from peerstore.store import NodeStore
+from peerstore.server.store_api import Store
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.server.store_server import StoreServer
+from peerstore.settings import AgentPaths
+from peerstore.shard_records import Lease, Pin, ShardKey, ShardRecord
+from peerstore.store.arena import FileMapping
+from peerstore.store.node_store import NodeStore
 from tests.support import crashes
 from tests.support.leaks import own_name
 
@@ -45,7 +45,7 @@ def fill(lease: Lease, data: bytes, start: int = 0) -> None:
         return
     with (
         slot_file(lease.slot).open("r+b") as file,
-        Mapping(file.fileno(), start + len(data), writable=True) as mapping,
+        FileMapping(file.fileno(), start + len(data), writable=True) as mapping,
         mapping.view as view,
     ):
         view[start : start + len(data)] = data
@@ -79,7 +79,7 @@ def save(store: Store, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1, m
 def load(store: Store, of: ShardKey) -> bytes:
     pin = store.pin(of)
     try:
-        with Mapping(pin.fd, pin.record.size_bytes) as mapping, mapping.view as view:
+        with FileMapping(pin.fd, pin.record.size_bytes) as mapping, mapping.view as view:
             return bytes(view)
     finally:
         pin.close()
@@ -109,7 +109,7 @@ def served(store: NodeStore, folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def client_of(path: Path, **options: Any) -> Iterator[Client]:
-    with contextlib.closing(Client(lambda: connect(path), **{"retry_s": 5.0, **options})) as client:
+    with contextlib.closing(Client(lambda: connect_to_agent(path), **{"retry_s": 5.0, **options})) as client:
         yield client
 
 
@@ -127,7 +127,7 @@ class StoreAgent:
     """A ``peerstore serve`` process in the foreground of a test."""
 
     def __init__(self, directory: Path, *options: str, crash_at: str = "", **popen: Any) -> None:
-        self.place = AgentPlace(directory)
+        self.place = AgentPaths(directory)
         environ = {**os.environ, **crashes.crash_at(crash_at)}
         command = [sys.executable, "-m", "peerstore.cli", "serve", "--dir", str(directory), *options]
         self.process = subprocess.Popen(command, env=environ, **{"stderr": subprocess.DEVNULL, **popen})
@@ -137,7 +137,7 @@ class StoreAgent:
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             try:
-                connect(self.place.socket).close()
+                connect_to_agent(self.place.socket).close()
             except AgentUnreachableError:
                 assert time.monotonic() < deadline, "the agent neither answers nor ends"
                 time.sleep(0.01)

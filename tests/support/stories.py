@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.samples import Order
+from elastic.samples import SampleOrder
 from tests.support.elastic_runs import ROOT, Job
 from tests.support.neighbours import until
 from tests.support.whole_training import BATCH, SAMPLES, SEED
@@ -46,9 +46,9 @@ class Story(Job):
 
     def change(self, nodes: str) -> None:
         """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
-        before = self.output().count("Pause(")
+        before = self.output().count("PauseWorld(")
         self.ask("resize", "--nodes", nodes)
-        until(lambda: self.output().count("Pause(") > before, "the ranks are to stop")
+        until(lambda: self.output().count("PauseWorld(") > before, "the ranks are to stop")
 
     def gathered(self, nodes: int) -> None:
         """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""
@@ -110,7 +110,7 @@ def committed(job: Story):
 def assert_each_sample_once(steps) -> None:
     """In the order that the seed gives, over as many epochs of the data as it takes."""
     taken = [index for one in steps for index in one["samples"]]
-    assert taken == [int(index) for index in Order(SAMPLES, SEED, "full").indices(0, len(steps) * BATCH)]
+    assert taken == [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(steps) * BATCH)]
 
 
 def assert_same_bits(moved, undisturbed) -> None:

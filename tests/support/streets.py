@@ -11,24 +11,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerstore.arena import TmpfsArena
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.nodes import NodeId, parse_labels
-from peerstore.cluster.roster import roster_of
 from peerstore.errors import NoQuorumError
-from peerstore.peers.board import Wish
-from peerstore.peers.neighbourhood import Identity, Neighbourhood
-from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Puller
-from peerstore.peers.spans import Target
-from peerstore.peers.team import Team
-from peerstore.records import ShardKey, ShardRecord
-from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
-from peerstore.transport.memory import MemoryNetwork
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import NodeId, member_list, parse_labels
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
+from peerstore.server.job_peers import JobPeers
+from peerstore.server.node_peers import NodeIdentity, NodePeers
+from peerstore.settings import JobPeersConfig, ReplicationSettings, StoreSettings
+from peerstore.shard_records import ShardKey, ShardRecord
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.testing import MemoryNetwork
 from tests.support.leaks import own_name
 from tests.support.stores import load
-from tieredckpt.agent.others import SHARED
+from tieredckpt.agent.peer_tier import SHARED_BLOBS
 
 JOB = "job"
 QUICK = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, suspect_after=2, dead_after_s=0.3)
@@ -51,15 +47,17 @@ class Neighbour:
 
     def start(self) -> None:
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget))
-        identity = Identity(
+        identity = NodeIdentity(
             NodeId(self.name), f"{self.name}:7070", parse_labels(self.labels), membership=self.membership
         )
-        self.hood = Neighbourhood(self.store, identity, self.network.transport(self.name, timeout_s=5.0), shared=SHARED)
+        self.hood = NodePeers(
+            self.store, identity, self.network.transport(self.name, timeout_s=5.0), shared=SHARED_BLOBS
+        )
         self.up = True
         self.hood.start()
 
     @property
-    def team(self) -> Team:
+    def team(self) -> JobPeers:
         team = self.hood.team(JOB)
         assert team is not None
         return team
@@ -86,7 +84,7 @@ class Street:
 
     def __init__(
         self,
-        settings: TeamSettings,
+        settings: ReplicationSettings,
         *names: str,
         labels: Callable[[str], str],
         budgets: dict[str, str],
@@ -106,9 +104,9 @@ class Street:
     def meet(self) -> None:
         """Everybody who is there is told who belongs to the job."""
         here = self.living
-        roster = roster_of(time.time_ns(), [node.hood.me for node in here])
+        roster = member_list(time.time_ns(), [node.hood.me for node in here])
         for node in here:
-            node.hood.join(JOB, TeamPlan(SECRET, self.settings, roster=roster), wait_s=0)
+            node.hood.join(JOB, JobPeersConfig(SECRET, self.settings, roster=roster), wait_s=0)
 
     def begin(self, incarnation: str, epoch: int) -> None:
         """An incarnation of the job owns it from here on, as soon as its nodes see enough of each other."""
@@ -150,8 +148,8 @@ class Street:
                 return load(node.store, record.key)
             if sources:
                 data = bytearray(record.size_bytes)
-                wish = Wish(record, [Target(0, len(data), memoryview(data))], sources)
-                pulled = Puller(node.team.tending.peer).pull([wish])
+                wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
+                pulled = RangeReader(node.team.tending.peer).pull([wish])
                 assert not pulled.failed
                 return bytes(data)
         raise AssertionError(f"nobody has {record.key}")
@@ -177,7 +175,7 @@ def until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def street(
-    settings: TeamSettings,
+    settings: ReplicationSettings,
     *names: str,
     labels: Callable[[str], str] = lambda name: f"rack=r-{name}",
     budgets: dict[str, str] | None = None,

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from peerstore.transport.certificates import TlsFiles
+from peerstore.transport.authentication import TlsFiles
 
 _USAGE = x509.KeyUsage(
     digital_signature=True,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic.workers.loop import run
+from elastic.workers.train_loop import run
 from tests.support.launched import build
 from tieredckpt import Checkpointer
 

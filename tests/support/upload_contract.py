@@ -21,9 +21,8 @@ from tests.support.fault_proxy import FaultProxy, Rule
 from tests.support.faults import Hold
 from tests.support.journals import FileJournal
 from tests.support.s3 import BUCKET, S3Server
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.reliable import ReliableStore
-from tieredckpt.durable.store import UploadCancelledError
+from tieredckpt.durable.object_store import UploadCancelledError
+from tieredckpt.durable.retrying_store import RetryingStore, open_store
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.settings import DurableSettings
 
@@ -58,7 +57,7 @@ class Scene:
     def settings(self, **changes: object) -> DurableSettings:
         return self.server.settings(endpoint=self.proxy.endpoint, **changes)
 
-    def upload(self, store: ReliableStore, *, identity: str = "digest-1", **more: object) -> None:
+    def upload(self, store: RetryingStore, *, identity: str = "digest-1", **more: object) -> None:
         store.upload(self.name, self.source, SIZE, journal=self.journal, identity=identity, **more)
 
     def stored(self) -> bytes:
@@ -116,10 +115,10 @@ def scene(server: S3Server, tmp_path: Path) -> Iterator[Scene]:
 
 
 @pytest.fixture
-def open_scene(scene: Scene) -> Iterator[Callable[..., ReliableStore]]:
-    opened: list[ReliableStore] = []
+def open_scene(scene: Scene) -> Iterator[Callable[..., RetryingStore]]:
+    opened: list[RetryingStore] = []
 
-    def open_it(**changes: object) -> ReliableStore:
+    def open_it(**changes: object) -> RetryingStore:
         opened.append(open_store(scene.url, scene.settings(**changes)))
         return opened[-1]
 
@@ -129,7 +128,7 @@ def open_scene(scene: Scene) -> Iterator[Callable[..., ReliableStore]]:
 
 
 @pytest.fixture
-def store(open_scene: Callable[..., ReliableStore]) -> ReliableStore:
+def store(open_scene: Callable[..., RetryingStore]) -> RetryingStore:
     return open_scene()
 
 
@@ -142,7 +141,7 @@ def others_are_answered(proxy: FaultProxy) -> bool:
 
 
 class UploadContract:
-    def test_no_part_is_sent_twice(self, scene: Scene, store: ReliableStore):
+    def test_no_part_is_sent_twice(self, scene: Scene, store: RetryingStore):
         told: list[int] = []
         scene.upload(store, progress=told.append)
         assert scene.stored() == scene.data
@@ -151,7 +150,7 @@ class UploadContract:
         assert scene.unfinished() == []
 
     @pytest.mark.parametrize("number", ALL)
-    def test_killed_at_a_part_it_goes_on_there(self, scene: Scene, store: ReliableStore, number: int):
+    def test_killed_at_a_part_it_goes_on_there(self, scene: Scene, store: RetryingStore, number: int):
         scene.kill_at(part(scene.proxy, number).hold(), concurrency=1)
         told: list[int] = []
         scene.upload(store, progress=told.append)
@@ -161,26 +160,26 @@ class UploadContract:
         assert scene.journal.get(scene.name) is None
         assert scene.unfinished() == []
 
-    def test_killed_with_one_part_missing_in_the_middle_only_that_is_sent(self, scene: Scene, store: ReliableStore):
+    def test_killed_with_one_part_missing_in_the_middle_only_that_is_sent(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 2).hold(), also=others_are_answered, concurrency=5)
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [2]
 
-    def test_killed_before_it_had_an_upload_it_begins_one(self, scene: Scene, store: ReliableStore):
+    def test_killed_before_it_had_an_upload_it_begins_one(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="^uploads").hold())
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
         assert scene.unfinished() == []
 
-    def test_killed_before_the_completion_it_only_completes(self, scene: Scene, store: ReliableStore):
+    def test_killed_before_the_completion_it_only_completes(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold())
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == []
 
-    def test_killed_after_the_completion_it_finds_its_object(self, scene: Scene, store: ReliableStore):
+    def test_killed_after_the_completion_it_finds_its_object(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold(done=True))
         scene.upload(store)
         assert scene.stored() == scene.data
@@ -188,40 +187,40 @@ class UploadContract:
         assert scene.proxy.seen("POST", query="^uploads") == []
         assert scene.journal.get(scene.name) is None
 
-    def test_killed_twice(self, scene: Scene, store: ReliableStore):
+    def test_killed_twice(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 2).hold(), concurrency=1)
         scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [4, 5]
 
-    def test_a_new_part_size_is_for_new_uploads(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+    def test_a_new_part_size_is_for_new_uploads(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         scene.kill_at(part(scene.proxy, 3).hold(), concurrency=1)
         scene.upload(open_scene(part_size="6MiB"))
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [3, 4, 5]
 
-    def test_parts_of_other_bytes_are_not_used(self, scene: Scene, store: ReliableStore):
+    def test_parts_of_other_bytes_are_not_used(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
         scene.upload(store, identity="digest-2")
         assert scene.proxy.parts_sent() == ALL
         assert scene.stored() == scene.data
         assert scene.unfinished() == []
 
-    def test_a_journal_that_makes_no_sense_is_no_journal(self, scene: Scene, store: ReliableStore):
+    def test_a_journal_that_makes_no_sense_is_no_journal(self, scene: Scene, store: RetryingStore):
         scene.journal.put(scene.name, b'{"upload_id": "of another release"}')
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.journal.get(scene.name) is None
 
-    def test_aborted_while_away_it_starts_over(self, scene: Scene, store: ReliableStore):
+    def test_aborted_while_away_it_starts_over(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
         scene.abort()
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
 
-    def test_aborted_while_sending_it_starts_over(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+    def test_aborted_while_sending_it_starts_over(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         if not scene.server.knows_aborted:
             pytest.skip(f"{scene.server.name} answers with an internal error")
         held = part(scene.proxy, 3).hold()
@@ -235,7 +234,7 @@ class UploadContract:
         assert scene.proxy.parts_sent() == sorted([*ALL, 1, 2, 3])
         assert scene.unfinished() == []
 
-    def test_one_that_is_always_aborted_gives_up(self, scene: Scene, store: ReliableStore):
+    def test_one_that_is_always_aborted_gives_up(self, scene: Scene, store: RetryingStore):
         if not scene.server.knows_aborted:
             pytest.skip(f"{scene.server.name} answers with an internal error")
 
@@ -248,7 +247,7 @@ class UploadContract:
             scene.upload(store)
         assert len(scene.proxy.seen("POST", query="^uploads")) == 3
 
-    def test_cancelled_while_the_store_is_silent(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+    def test_cancelled_while_the_store_is_silent(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         held = part(scene.proxy, 3).hold()
         cancel = threading.Event()
         with ThreadPoolExecutor(1) as pool:
@@ -263,7 +262,7 @@ class UploadContract:
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [3, 4, 5]
 
-    def test_abandoned_uploads_are_discarded(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+    def test_abandoned_uploads_are_discarded(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         store = open_scene(concurrency=1)
         for scene.name in ("a/kept", "a/dropped", "b/other"):
             held = part(scene.proxy, 2).hold()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.support.journals import FileJournal
-from tieredckpt.durable.open import open_store
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.settings import DurableSettings
 
 

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
-from elastic.reshard.checksum import checksum
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic.reshard.state_checksum import state_checksum
 from tieredckpt import Checkpointer
 
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 16, 2, 24
@@ -67,7 +67,7 @@ def main(folder: str, total: int, how: str) -> None:
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = ExactGradients(model, tree=how == "tree")
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(Numbers(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
         with Checkpointer("tiered://whole", every=1) as ckpt, loader:
             first = ckpt.restore(state) + 1
@@ -92,7 +92,7 @@ def main(folder: str, total: int, how: str) -> None:
                     loss=result.loss.hex(),
                     norm=(result.norm or 0.0).hex(),
                     samples=work.indices().tolist(),
-                    sum=f"{checksum({'model': model, 'optim': optimizer}).combined().of_tensors.value:016x}",
+                    sum=f"{state_checksum({'model': model, 'optim': optimizer}).combined().of_tensors.value:016x}",
                     **place,
                 )
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.transport.memory import MemoryNetwork
+from peerstore.testing import MemoryNetwork
+from peerstore.transport.base import Listener, MessageChannel, PartitionableTransport, Transport
 from peerstore.transport.nixl import NixlTransport
-from peerstore.transport.seam import Channel, Listener, Transport
-from peerstore.transport.severable import Severable
 from peerstore.transport.tcp import TcpTransport
 from tests.support.tls import node_files
 
@@ -30,18 +29,18 @@ class Wire:
         self.there = there
         self.address = address
         self._meeting: Listener | None = None
-        self._arrived: queue.Queue[Channel] = queue.Queue()
+        self._arrived: queue.Queue[MessageChannel] = queue.Queue()
         self._done = threading.Event()
         self._stack = contextlib.ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="wire"))
 
-    def listen(self, serve: Callable[[Channel], None]) -> Listener:
+    def listen(self, serve: Callable[[MessageChannel], None]) -> Listener:
         return self._stack.enter_context(contextlib.closing(self.there.listen(self.address, serve)))
 
-    def connect(self, listener: Listener) -> Channel:
+    def connect(self, listener: Listener) -> MessageChannel:
         return self._stack.enter_context(contextlib.closing(self.here.connect(listener.address, timeout_s=PATIENCE_S)))
 
-    def meet(self) -> tuple[Channel, Channel]:
+    def meet(self) -> tuple[MessageChannel, MessageChannel]:
         """A channel's two ends. The far one stays open until the test is over or closes it."""
         if self._meeting is None:
             self._meeting = self.listen(self._hand_over)
@@ -49,7 +48,7 @@ class Wire:
         near = self.connect(self._meeting)
         return near, self._arrived.get(timeout=PATIENCE_S)
 
-    def _hand_over(self, channel: Channel) -> None:
+    def _hand_over(self, channel: MessageChannel) -> None:
         self._arrived.put(channel)
         self._done.wait()
 
@@ -89,7 +88,7 @@ def wire(kind: str, directory: Path, *, timeout_s: float = PATIENCE_S) -> Iterat
     if kind in ("memory", "severable"):
         network = MemoryNetwork()
         ends: list[Transport] = [network.transport(name, timeout_s=timeout_s) for name in ("n1", "n2")]
-        made = Wire(*(map(Severable, ends) if kind == "severable" else ends), "n2:0")
+        made = Wire(*(map(PartitionableTransport, ends) if kind == "severable" else ends), "n2:0")
     elif kind == "nixl":
         with nixl_wire(timeout_s) as made, contextlib.closing(made):
             yield made

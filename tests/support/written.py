@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from integration.sagemaker.aws_format import BlobRange, CheckpointContents, parse_metadata
+from integration.sagemaker.checkpoint_stores import RankBlob
 from integration.sagemaker.format_writer import _Pickler
-from integration.sagemaker.metadata import Extent, Written, read_metadata
-from integration.sagemaker.places import Blob
 from tieredckpt.errors import CheckpointNotFoundError
 
 Piece = tuple[str, tuple[int, ...], torch.Tensor]
@@ -39,7 +39,7 @@ def write(
 ) -> tuple[list[bytes], Metadata]:
     """What each rank wrote, and the metadata; objects are rank 0's."""
     described: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Extent] = {}
+    stored: dict[MetadataIndex, BlobRange] = {}
     blobs = []
     for rank, pieces in enumerate(ranks):
         blob = b""
@@ -50,13 +50,13 @@ def write(
                 name, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(full), [])
             )
             entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
-            stored[MetadataIndex(name, offsets)] = Extent(rank, len(blob), len(data))
+            stored[MetadataIndex(name, offsets)] = BlobRange(rank, len(blob), len(data))
             blob += data
         if rank == 0:
             for name, value in (objects or {}).items():
                 data = archive_of(value)
                 described[name] = BytesStorageMetadata()
-                stored[MetadataIndex(name)] = Extent(0, len(blob), len(data))
+                stored[MetadataIndex(name)] = BlobRange(0, len(blob), len(data))
                 blob += data
         blobs.append(blob)
     paths: Any = {name: (name,) for name in described}
@@ -102,17 +102,17 @@ class FakePlace:
             raise self.down
         return sorted({step for step, _ in self.blobs} | self.metadata.keys() | self.trouble.keys(), reverse=True)
 
-    def written(self, step: int) -> Written:
+    def written(self, step: int) -> CheckpointContents:
         if step in self.trouble:
             raise self.trouble[step]
         if step not in self.metadata:
             raise CheckpointNotFoundError("its metadata was never written")
-        return read_metadata(self.metadata[step], f"{self.name} step {step}")
+        return parse_metadata(self.metadata[step], f"{self.name} step {step}")
 
     def size(self, step: int, rank: int) -> int:
         return self.blob(step, rank).size_bytes
 
-    def blob(self, step: int, rank: int) -> Blob:
+    def blob(self, step: int, rank: int) -> RankBlob:
         if (step, rank) not in self.blobs:
             raise CheckpointNotFoundError(f"nothing of rank {rank} in step {step}")
         return FakeBlob(self.blobs[step, rank])

@@ -46,7 +46,7 @@ def warm() -> None:
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
-    import tieredckpt.checkpointer  # noqa: F401 - warm
+    import tieredckpt.checkpointer.checkpointer  # noqa: F401 - warm
 
     torch.set_num_threads(1)
 
@@ -88,7 +88,7 @@ def _fork(function: Callable[..., Any], args: Sequence[Any], environ: dict[str, 
 def _run(function: Callable[..., Any], args: Sequence[Any], folder: str, world: Any) -> Any:
     import torch.distributed as dist
 
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     lines = (Path(folder) / "lines").open("a", buffering=1)
     if world is not None:

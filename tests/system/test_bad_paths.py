@@ -12,7 +12,7 @@ import pytest
 from tests.support.separated import JOB, separated, until
 from tests.support.stores import MIB, content, key
 from tests.system.test_hosts import retransmitted
-from tieredckpt.saved import show_durability
+from tieredckpt.checkpointer.save_handle import describe_replication
 
 pytestmark = pytest.mark.system
 SIZE = 8 * MIB + 12345
@@ -52,10 +52,10 @@ class TestSlow:
             keys = [key(version, job=JOB) for version in (1, 2)]
             for of in keys:
                 n1.write(of, size, parts=1)
-            assert show_durability(n1.durability(keys[1])) == "1 copy, 1 on the way"
+            assert describe_replication(n1.durability(keys[1])) == "1 copy, 1 on the way"
             assert n1.is_good(keys[0])
             found = n1.durability(keys[1], copies=2, timeout_s=PATIENCE_S)
-            assert show_durability(found) == "2 copies in 2 racks"
+            assert describe_replication(found) == "2 copies in 2 racks"
             job.settle(2)
             job.assert_kept(keys[1:])
 

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from elastic.inject import Faults
+from elastic.fault_injection import FaultPlan
 from tests.faults.job import mount, unmount
 from tests.support.elastic_runs import kill
 from tests.support.golden_runs import Golden, assert_same_bits, assert_worlds_hold, quiet_run
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture
 def job(tmp_path):
     with contextlib.ExitStack() as undo:
-        made = Golden(tmp_path, "job", "ddp", Faults())
+        made = Golden(tmp_path, "job", "ddp", FaultPlan())
         for place in PLACES.values():
             mount(directory(made, place))
             undo.callback(unmount, directory(made, place))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 from tests.support import namespaces
 from tests.support.hosts import network
 
@@ -136,7 +136,7 @@ class TestNothingIsLeft:
         with pytest.raises(KeyboardInterrupt):
             interrupted()
         prefix, orphan = seen
-        assert started_at(orphan) < 0
+        assert process_start_time(orphan) < 0
         assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
 
     def test_what_a_killed_run_left_is_removed_by_the_next(self, net):
@@ -153,9 +153,9 @@ class TestNothingIsLeft:
         prefix, pid = run.stdout.split()
         left = [path.name for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
         assert sorted(left) == [prefix, f"{prefix}-bridge", f"{prefix}-n1"]
-        assert started_at(int(pid)) >= 0
+        assert process_start_time(int(pid)) >= 0
         with network():
-            assert started_at(int(pid)) < 0
+            assert process_start_time(int(pid)) < 0
             assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
             assert namespaces.path_of(net.hub).exists(), "the living keep theirs"
 

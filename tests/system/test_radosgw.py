@@ -12,9 +12,8 @@ from tests.support.object_store_contract import ObjectStoreContract, Opener
 from tests.support.radosgw import missing_programs, radosgw_server
 from tests.support.s3 import BUCKET, S3Server
 from tests.support.upload_contract import UploadContract, open_scene, scene, store  # noqa: F401
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.reliable import ReliableStore
-from tieredckpt.durable.store import Capabilities
+from tieredckpt.durable.object_store import StoreCapabilities
+from tieredckpt.durable.retrying_store import RetryingStore, open_store
 
 pytestmark = [
     pytest.mark.system,
@@ -34,8 +33,8 @@ class TestObjectStore(ObjectStoreContract):
         url = f"s3://{BUCKET}/{secrets.token_hex(4)}"
         return lambda bandwidth: open_store(url, server.settings(), bandwidth=bandwidth)
 
-    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: ReliableStore):  # noqa: F811
-        assert store.capabilities() == Capabilities(conditional_put=True, resumable_upload=True)
+    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: RetryingStore):  # noqa: F811
+        assert store.capabilities() == StoreCapabilities(conditional_put=True, resumable_upload=True)
 
 
 class TestUploads(UploadContract):

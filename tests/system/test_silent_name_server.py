@@ -19,7 +19,7 @@ exec {python} {folder}/asked.py
 """
 ASKED = """
 import os, queue, socket, threading
-from elastic.control.keeping import StoreKeeper
+from elastic.rendezvous.store_servers import StoreProcess
 
 asked, told = [], queue.SimpleQueue()
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -30,7 +30,7 @@ def listen():
         asked.append(server.recvfrom(512)[0])
 
 threading.Thread(target=listen, daemon=True).start()
-keeper = StoreKeeper("10.9.8.7", told.put)
+keeper = StoreProcess("10.9.8.7", told.put)
 keeper.keep(wanted=True)
 host, _, port = told.get(timeout=60).rpartition(":")
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # this process asks, too

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.schedulers.hostlist import host_names
+from elastic.schedulers.slurm import parse_host_list
 from tests.support.elastic_runs import ROOT
 from tests.support.slurm import slurm_cluster
 from tests.support.stories import Story, story, undisturbed
@@ -69,7 +69,7 @@ class Training(Story):
     def is_to_stop(self, signal: str) -> None:
         """Wait until the ranks know that there is an end."""
         self.slurm.until(f"{signal} is heard", lambda: f"{signal}: the ranks seal and end" in self.printed)
-        self.slurm.until("the ranks are to stop", lambda: "Pause(" in self.printed)
+        self.slurm.until("the ranks are to stop", lambda: "PauseWorld(" in self.printed)
 
     def assert_same_bits(self, undisturbed) -> None:
         """Whoever did a step, and however often: to what it came."""
@@ -106,7 +106,7 @@ def training(slurm):
 
 def test_host_lists_mean_what_slurm_says(slurm):
     for text in ("n[1-3,7],gpu-[01-04]", "rack[1-2]n[01,10]", "n[9-11]", "a,b[2],c", "n[098-101]"):
-        assert list(host_names(text)) == slurm.run("scontrol", "show", "hostnames", text).split()
+        assert list(parse_host_list(text)) == slurm.run("scontrol", "show", "hostnames", text).split()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_job_goes_on_without_a_machine_that_is_lost(slurm, training, undisturb
     job.allow(5)
     job.submit()
     job.does(4)
-    slurm.lose(host_names(slurm.shown(job.job)["NodeList"])[1])
+    slurm.lose(parse_host_list(slurm.shown(job.job)["NodeList"])[1])
     job.allow(TOTAL)
     job.does(TOTAL - 1, size=2)
     job.ended_well()
@@ -218,6 +218,6 @@ def test_a_job_whose_first_machine_is_lost_is_started_again_without_it(slurm, tr
     job.ended_well()
     shown = slurm.shown(job.job)
     assert shown["Restarts"] == "1"
-    assert first not in host_names(shown["NodeList"])
+    assert first not in parse_host_list(shown["NodeList"])
     assert job.starts()[1] >= 4
     job.assert_same_bits(undisturbed)

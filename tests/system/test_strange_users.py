@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-import peerstore.server
-from peerstore.client import Client, connect
+import peerstore.server.store_server
+from peerstore.daemon_process import process_identity
 from peerstore.errors import PeerRefusedError
-from peerstore.launch import connect_or_launch
-from peerstore.owners import owner_of
-from peerstore.records import ShardKey
-from peerstore.serve import serve
-from peerstore.settings import AgentPlace, StoreSettings
+from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.server.store_server import run_agent
+from peerstore.settings import AgentPaths, StoreSettings
+from peerstore.shard_records import ShardKey
 from tests.support.leaks import own_name
-from tieredckpt.cli.sight import open_sight
-from tieredckpt.settings import settings_from
+from tieredckpt.cli.tier_client import open_tier_client
+from tieredckpt.settings import settings_from_mapping
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")]
 ATTACKER, VICTIM = 20001, 20002
@@ -64,15 +64,15 @@ def status_of(user, work):
 @pytest.fixture
 def trap():
     """Where a victim's agent would be, and the attacker's is."""
-    place = AgentPlace(Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8]))
+    place = AgentPaths(Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8]))
 
     def everybody(connection):
-        return owner_of(peerstore.server.peer_of(connection)[0])
+        return process_identity(peerstore.server.store_server.peer_credentials(connection)[0])
 
     def lie_in_wait():
-        peerstore.server._peer = everybody
+        peerstore.server.store_server._peer = everybody
         place.directory.mkdir(mode=0o700)
-        serve(place, StoreSettings(budget="64MiB"), version="trap")
+        run_agent(place, StoreSettings(budget="64MiB"), version="trap")
 
     with process_of(ATTACKER, lie_in_wait) as attacker:
         deadline = time.monotonic() + 60
@@ -95,7 +95,7 @@ def test_the_trap_would_work(trap):
     """The attacker himself can use it, so that it is refused for whose it is and not for being broken."""
 
     def use():
-        with contextlib.closing(Client(lambda: connect(trap.socket), job="job", retry_s=0)) as client:
+        with contextlib.closing(Client(lambda: connect_to_agent(trap.socket), job="job", retry_s=0)) as client:
             client.claim("job", "a")
             client.lease(ShardKey("job", 1, 1, "a", 0, 0), 1 << 20, 1)
 
@@ -105,7 +105,7 @@ def test_the_trap_would_work(trap):
 def test_a_trainer_does_not_use_it(trap):
     def train():
         with pytest.raises(PeerRefusedError, match="that nobody else can write to"):
-            connect_or_launch(trap, ["/bin/false"])
+            connect_or_launch_agent(trap, ["/bin/false"])
 
     assert status_of(VICTIM, train) == 0
 
@@ -118,7 +118,7 @@ def test_a_directory_of_a_link_to_the_victims_own_is_refused(trap):
 
     def train():
         with pytest.raises(PeerRefusedError, match="a link is none"):
-            connect_or_launch(AgentPlace(beside), ["/bin/false"])
+            connect_or_launch_agent(AgentPaths(beside), ["/bin/false"])
 
     try:
         assert status_of(ATTACKER, plant) == 0
@@ -129,7 +129,7 @@ def test_a_directory_of_a_link_to_the_victims_own_is_refused(trap):
 
 def test_nor_does_a_command_even_when_the_directory_is_named(trap):
     def look():
-        with open_sight(settings_from({"agent": {"directory": str(trap.directory)}})) as sight:
+        with open_tier_client(settings_from_mapping({"agent": {"directory": str(trap.directory)}})) as sight:
             assert sight.agent is None
             assert "that nobody else can write to" in sight.why_no_agent
 

@@ -24,8 +24,8 @@ from tieredckpt import (
     TieredWriter,
     TierUnavailableError,
 )
-from tieredckpt.reader import RestoreReport
-from tieredckpt.saved import Saved, SaveState, StepInfo
+from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo
+from tieredckpt.dcp.tiered_reader import RestoreReport
 
 
 def plain_dcp(state: dict[str, Any], step: int) -> int:
@@ -51,7 +51,7 @@ def loop(model: torch.nn.Module, total: int, *, off: bool) -> None:
         assert_type(step, int)
         for now in range(step, total):
             saved = ckpt.save(state, now)
-            assert_type(saved, Saved)
+            assert_type(saved, SaveHandle)
             assert_type(saved.ok, bool)
             assert_type(saved.error, BaseException | None)
             if saved.wait("durable", timeout_s=5.0) is SaveState.DURABLE:
@@ -60,7 +60,7 @@ def loop(model: torch.nn.Module, total: int, *, off: bool) -> None:
         assert_type(ckpt.last_restore, RestoreReport | None)
     either = NullCheckpointer() if off else Checkpointer("llama", settings=Settings(), on_busy="wait")
     with either as one:
-        assert_type(one.save(state, 3, force=True), Saved)
+        assert_type(one.save(state, 3, force=True), SaveHandle)
         assert_type(one.restore(state, step=3), int)
 
 

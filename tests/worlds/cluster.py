@@ -1,6 +1,6 @@
 """A small cluster over a fake clock: machines that die, hang, come back and are taken; messages late, twice, unordered.
 
-All that is decided, the same :func:`elastic.world.decide.decide` decides as in a coordinator.
+All that is decided, the same :func:`elastic.world.next_world.next_world` decides as in a coordinator.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from elastic.world.actions import Action, Ask, Break, Form, Pause
-from elastic.world.decide import begun, decide, rebuilt
-from elastic.world.events import CapacityAskedBack, Event, Hang, NodeLost, Tick
-from elastic.world.members import Phase
-from elastic.world.policy import ScalingPolicy
+from elastic.world.next_world import initial_world, next_world, rebuild_world
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
+    FormWorld,
+    HangDetected,
+    NodeLost,
+    NodesPreempted,
+    PauseWorld,
+    RequestNodes,
+    Tick,
+    WorldAction,
+    WorldEvent,
+    WorldPhase,
+)
 from tests.worlds.judging import Judge
 from tests.worlds.supervising import Seat, State, Supervisor, Violation
 
@@ -45,12 +55,12 @@ class Cluster:
         self.machines: dict[str, Supervisor] = {}
         self.cursed: set[str] = set()
         self.standing: dict[int, set[tuple[str, int]]] = {}
-        self.formed: dict[int, Form] = {}
+        self.formed: dict[int, FormWorld] = {}
         self.stops: set[int] = set()
         self.coordinator = self.heard = 0
         self.tick_s: float | None = None
         self.calm = self.done = False
-        self.world = begun(policy, nproc=nproc, now_s=0.0)
+        self.world = initial_world(policy, nproc=nproc, now_s=0.0)
         self.judge = Judge(policy)
         for _ in range(nodes):
             self.boot()
@@ -100,29 +110,29 @@ class Cluster:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def post(self, event: Event) -> None:
+    def post(self, event: WorldEvent) -> None:
         delay_s = self.delay_s()
         to = self.coordinator
         self.after(delay_s, lambda: self._receive(event, to))
         if self.rng.random() < 0.15:
             self.after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._receive(event, to))
 
-    def _receive(self, event: Event, to: int) -> None:
+    def _receive(self, event: WorldEvent, to: int) -> None:
         """A node says to another coordinator again what it has said; one that is gone does not."""
         speaker = self.machines.get(getattr(event, "node", ""))
         lives = speaker is not None and speaker.up and speaker.life == getattr(event, "life", -1)
         if to == self.coordinator or lives or not hasattr(event, "life"):
             self._deliver(event)
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: WorldEvent) -> None:
         before = self.world
         self.heard += 1
-        self.world, actions = decide(before, event, self.policy, self.now_s)
+        self.world, actions = next_world(before, event, self.policy, self.now_s)
         if self.say_aloud is not None and not isinstance(event, Tick):
             self.say(event)
         self._heed(actions, lambda: self.judge.decided(before, event, self.world, actions, self.now_s))
 
-    def _heed(self, actions: tuple[Action, ...], judge: Callable[[], None]) -> None:
+    def _heed(self, actions: tuple[WorldAction, ...], judge: Callable[[], None]) -> None:
         if self.say_aloud is not None:
             for action in actions:
                 self.say(f"    {action}")
@@ -138,28 +148,28 @@ class Cluster:
         if self.world.tick_s == tick_s:
             self._deliver(Tick())
 
-    def _send(self, action: Action) -> None:
-        if isinstance(action, Ask) and self.rng.random() < 0.6 and len(self.machines) < _MOST_MACHINES:
+    def _send(self, action: WorldAction) -> None:
+        if isinstance(action, RequestNodes) and self.rng.random() < 0.6 and len(self.machines) < _MOST_MACHINES:
             self.after(self.rng.choice((1.0, 10.0, 100.0)), self.boot)
-        if isinstance(action, Form):
+        if isinstance(action, FormWorld):
             self.formed[action.epoch] = action
             self.standing.pop(action.epoch, None)
-        if isinstance(action, Pause) and action.stop:
+        if isinstance(action, PauseWorld) and action.stop:
             self.stops.add(action.epoch)
         for machine in self._addressed(action):
             at_s = max(machine.orders_until_s, self.now_s + self.delay_s())
             machine.orders_until_s = at_s
             self.at(at_s, partial(self._arrive, machine, action, self.coordinator))
 
-    def _addressed(self, action: Action) -> list[Supervisor]:
-        if isinstance(action, Form):
+    def _addressed(self, action: WorldAction) -> list[Supervisor]:
+        if isinstance(action, FormWorld):
             return [self.machines[node] for node in action.nodes if node in self.machines]
-        if isinstance(action, (Break, Pause)):
+        if isinstance(action, (BreakWorld, PauseWorld)):
             return list(self.machines.values())
         machine = self.machines.get(getattr(action, "node", ""))
         return [machine] if machine is not None and machine.life == action.life else []
 
-    def _arrive(self, machine: Supervisor, action: Action, coordinator: int) -> None:
+    def _arrive(self, machine: Supervisor, action: WorldAction, coordinator: int) -> None:
         if machine.up and self.machines.get(machine.node) is machine and coordinator == self.coordinator:
             machine.obey(action)
 
@@ -203,14 +213,14 @@ class Cluster:
 
     def _notice(self, machine: Supervisor, seat: Seat) -> None:
         who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
-        hang = Hang(machine.epoch, "no step for 10 s", *who)
+        hang = HangDetected(machine.epoch, "no step for 10 s", *who)
         self.after(10.0, lambda: self.post(hang))
 
     def take(self, nodes: tuple[str, ...], seconds: float) -> None:
         """Asked back; when the time is up, they are taken."""
         deadline_s = self.now_s + seconds
         self.judge.happened()
-        self.post(CapacityAskedBack(nodes, deadline_s, "a job of a higher priority"))
+        self.post(NodesPreempted(nodes, deadline_s, "a job of a higher priority"))
         for node in nodes:
             self.after(seconds + 0.001, lambda machine=self.machines[node]: self._taken(machine, deadline_s))
 
@@ -231,7 +241,7 @@ class Cluster:
         reports = [machine.report() for machine in self.machines.values() if machine.up]
         self.judge.happened(1 + len(self.machines))
         self.judge.begins_again(reports)
-        self.world, actions = rebuilt(reports, self.policy, nproc=self.nproc, now_s=self.now_s)
+        self.world, actions = rebuild_world(reports, self.policy, nproc=self.nproc, now_s=self.now_s)
         self.say("    another coordinator")
         self._heed(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
         for machine in self.machines.values():
@@ -273,7 +283,7 @@ class Cluster:
         if world.epoch < 0:
             self.judge.no_world_yet(world)
             return
-        if world.phase is not Phase.RUNNING:
+        if world.phase is not WorldPhase.RUNNING:
             raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
         for node in world.places:
             states = [seat.state for seat in self.machines[node].seats]

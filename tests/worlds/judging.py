@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from elastic.world.actions import Action, Break, Form, GiveUp, How, Pause, Release, RespawnStragglers, Stop
-from elastic.world.decide import decide
-from elastic.world.events import (
-    CapacityAskedBack,
-    Event,
+from elastic.world.next_world import next_world
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
+    EventBatch,
+    FailJob,
+    FormationKind,
+    FormWorld,
+    JobStopRequested,
     NodeJoined,
     NodeLeft,
     NodeLost,
-    NodeReport,
+    NodesPreempted,
+    PauseWorld,
     RankFault,
     RankLost,
-    ResizeAsked,
-    Several,
-    StopAsked,
+    RejoinReport,
+    ReleaseNode,
+    ResizeRequested,
+    RespawnStragglers,
+    StopJob,
+    WorldAction,
+    WorldEvent,
+    WorldState,
 )
-from elastic.world.members import World
-from elastic.world.policy import ScalingPolicy
 from tests.worlds.supervising import Violation
 
 
@@ -58,7 +66,7 @@ class Judge:
         self.losses: Counter[tuple[str, int]] = Counter()
         self._looked = 0
 
-    def at_most(self, nodes: int, world: World) -> int:
+    def at_most(self, nodes: int, world: WorldState) -> int:
         most = nodes if world.cap is None else min(nodes, world.cap)
         return max((size for size in self.sizes if size <= most), default=0)
 
@@ -68,9 +76,11 @@ class Judge:
 
     # -- what was said ------------------------------------------------------------------------------------------------
 
-    def decided(self, before: World, event: Event, world: World, actions: tuple[Action, ...], now_s: float) -> None:
+    def decided(
+        self, before: WorldState, event: WorldEvent, world: WorldState, actions: tuple[WorldAction, ...], now_s: float
+    ) -> None:
         self._looked += 1
-        if self._looked % 16 == 0 and decide(before, event, self.policy, now_s) != (world, actions):
+        if self._looked % 16 == 0 and next_world(before, event, self.policy, now_s) != (world, actions):
             raise Violation("the same event in the same world is decided on in two ways")
         self._hear(event, now_s)
         if self._is_final(event, before):
@@ -84,13 +94,13 @@ class Judge:
         if world.restarts > self.faults:
             raise Violation(f"{world.restarts} restarts, although only {self.faults} faults have happened")
 
-    def rebuilt(self, world: World, actions: tuple[Action, ...], now_s: float) -> None:
+    def rebuilt(self, world: WorldState, actions: tuple[WorldAction, ...], now_s: float) -> None:
         self.joined_s = dict.fromkeys(self.alive, now_s)
         self.places = world.places
         self.restarts = world.restarts
         self._follow(world, world, actions, now_s)
 
-    def begins_again(self, reports: Iterable[NodeReport]) -> None:
+    def begins_again(self, reports: Iterable[RejoinReport]) -> None:
         """A coordinator that has forgotten all: what it cannot know is not held against it."""
         reports = list(reports)
         self.alive = {report.node: report.life for report in reports}
@@ -101,8 +111,8 @@ class Judge:
         self.restarts_s.clear()
         self.losses.update((report.node, report.life) for report in reports if report.lost)
 
-    def _hear(self, event: Event, now_s: float) -> None:
-        if isinstance(event, Several):
+    def _hear(self, event: WorldEvent, now_s: float) -> None:
+        if isinstance(event, EventBatch):
             for one in event.events:
                 self._hear(one, now_s)
         elif isinstance(event, NodeJoined):
@@ -112,9 +122,9 @@ class Judge:
                 self.asked.pop(event.node, None)
         elif isinstance(event, (NodeLost, NodeLeft)):
             self._bury(event.node, event.life)
-        elif isinstance(event, ResizeAsked):
+        elif isinstance(event, ResizeRequested):
             self.wished = True
-        elif isinstance(event, CapacityAskedBack):
+        elif isinstance(event, NodesPreempted):
             for node in event.nodes:
                 if node in self.alive and event.deadline_s >= self.joined_s[node]:
                     life = self.asked[node] = self.alive[node]
@@ -125,11 +135,11 @@ class Judge:
                         self.asked_since.add(node)
         elif isinstance(event, RankLost):
             self.losses[event.node, event.life] += 1
-        elif isinstance(event, StopAsked):
+        elif isinstance(event, JobStopRequested):
             self.stop_asked = True
 
     @staticmethod
-    def _is_final(event: Event, world: World) -> bool:
+    def _is_final(event: WorldEvent, world: WorldState) -> bool:
         """A fault that no other attempt mends, of a rank of the newest world, also where that is broken by now."""
         if not isinstance(event, RankFault) or not event.final or world.phase.over or event.epoch != world.epoch:
             return False
@@ -155,26 +165,26 @@ class Judge:
 
     # -- what is done -------------------------------------------------------------------------------------------------
 
-    def _follow(self, before: World, world: World, actions: tuple[Action, ...], now_s: float) -> None:
+    def _follow(self, before: WorldState, world: WorldState, actions: tuple[WorldAction, ...], now_s: float) -> None:
         for action in actions:
-            if isinstance(action, Break):
+            if isinstance(action, BreakWorld):
                 self._broken(action, now_s, counted=world.restarts > before.restarts or before is world)
-            elif isinstance(action, Pause):
+            elif isinstance(action, PauseWorld):
                 self._paused(action, before, now_s)
-            elif isinstance(action, Form):
+            elif isinstance(action, FormWorld):
                 self._formed(action, before, world, now_s)
             elif isinstance(action, RespawnStragglers):
                 self.happened()
                 self.respawned_s[action.node, action.life] = now_s
-            elif isinstance(action, Release):
+            elif isinstance(action, ReleaseNode):
                 self._released(action, now_s)
                 self._bury(action.node, action.life)
-            elif isinstance(action, Stop):
+            elif isinstance(action, StopJob):
                 self._stopped(before, now_s)
-            elif isinstance(action, GiveUp):
+            elif isinstance(action, FailJob):
                 self._gave_up(action)
 
-    def _broken(self, action: Break, now_s: float, *, counted: bool) -> None:
+    def _broken(self, action: BreakWorld, now_s: float, *, counted: bool) -> None:
         if action.reason == "it was left behind" and action.epoch < self.epoch:
             return
         if not self.running or action.epoch != self.epoch:
@@ -184,7 +194,7 @@ class Judge:
         self.running = self.pausing = False
         self.broke_s, self.faulted = now_s, counted
 
-    def _paused(self, action: Pause, before: World, now_s: float) -> None:
+    def _paused(self, action: PauseWorld, before: WorldState, now_s: float) -> None:
         if not self.running or action.epoch != self.epoch:
             raise Violation(f"epoch {action.epoch} is to pause, and it does not run")
         if action.deadline_s < now_s:
@@ -198,19 +208,19 @@ class Judge:
         self.stopping = self.stopping or action.stop
 
     @staticmethod
-    def _could_go_on(world: World, node: str) -> bool:
+    def _could_go_on(world: WorldState, node: str) -> bool:
         member = world.members.get(node)
         return member is not None and (member.placed or member.ready)
 
     def _here(self) -> list[str]:
         return [node for node, life in self.alive.items() if self.asked.get(node) != life]
 
-    def _enough(self, what: str, nodes: list[str], world: World) -> None:
+    def _enough(self, what: str, nodes: list[str], world: WorldState) -> None:
         size = self.at_most(len(nodes), world)
         if size:
             raise Violation(f"the job {what}, although {nodes} are there and {size} are enough")
 
-    def _formed(self, form: Form, before: World, world: World, now_s: float) -> None:
+    def _formed(self, form: FormWorld, before: WorldState, world: WorldState, now_s: float) -> None:
         nodes = form.nodes
         if form.epoch != self.epoch + 1:
             raise Violation(f"epoch {form.epoch} follows {self.epoch}")
@@ -235,12 +245,12 @@ class Judge:
         self.wished = False
         self.places = nodes
 
-    def _sized(self, form: Form, world: World, old: int, now_s: float) -> None:
+    def _sized(self, form: FormWorld, world: WorldState, old: int, now_s: float) -> None:
         policy, size = self.policy, len(form.nodes)
         kept = self.at_most(old - len(self.asked_since), world)
         if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
             raise Violation(f"the world shrinks from {old} to {size} nodes, and nobody has waited for a replacement")
-        if form.how is How.GROW:
+        if form.how is FormationKind.GROW:
             if not self.wished and now_s < self.formed_s + policy.scaling_timeout_s:
                 raise Violation(f"the world grows {now_s - self.formed_s:g} s after it began")
             if self.shrunk_s is not None and now_s < self.shrunk_s + policy.scale_up_snooze_s:
@@ -248,7 +258,7 @@ class Judge:
         if self.faulted and size < old:
             self.shrunk_s = now_s
 
-    def avoided(self, world: World, now_s: float) -> set[str]:
+    def avoided(self, world: WorldState, now_s: float) -> set[str]:
         policy = self.policy
         counts = Counter(one.node for one in world.offences if now_s < one.at_s + policy.eval_period_s)
         last = {one.node: one.at_s for one in world.offences}
@@ -256,13 +266,13 @@ class Judge:
         bad.sort(key=lambda node: (-counts[node], -last[node], node))
         return {*world.marked, *bad[: policy.max_num_repeat_offenders_to_avoid]}
 
-    def _offenders(self, form: Form, world: World, now_s: float) -> None:
+    def _offenders(self, form: FormWorld, world: WorldState, now_s: float) -> None:
         avoid = self.avoided(world, now_s)
         others = [one.node for one in world.members.values() if one.ready and not one.placed and one.node not in avoid]
         if avoid.intersection(form.nodes) and others:
             raise Violation(f"{sorted(avoid.intersection(form.nodes))} have ranks again, and {others} have none")
 
-    def _released(self, action: Release, now_s: float) -> None:
+    def _released(self, action: ReleaseNode, now_s: float) -> None:
         if self.asked.get(action.node) == action.life or self.losses[action.node, action.life] >= 3:
             return
         policy = self.policy
@@ -272,14 +282,14 @@ class Judge:
         if since_s is not None and now_s < since_s + patience_s:
             raise Violation(f"{action.node} is sent away, and has had no time")
 
-    def _stopped(self, before: World, now_s: float) -> None:
+    def _stopped(self, before: WorldState, now_s: float) -> None:
         if self.stop_asked or self.stopping:
             return
         self._enough("stops", self._here(), before)
         if self.faulted and now_s < self.broke_s + self.policy.faulty_scale_down_timeout_s:
             raise Violation("the job stops, and nobody has waited for a replacement")
 
-    def _gave_up(self, action: GiveUp) -> None:
+    def _gave_up(self, action: FailJob) -> None:
         each, full = self.policy.num_restart_before_full_job_restart, self.policy.max_full_job_restarts
         most = self.policy.job_max_retry_count
         limits = [(each + 1) * (full + 1)] if each is not None and full is not None else []
@@ -291,7 +301,7 @@ class Judge:
 
     # -- what is seen from outside ------------------------------------------------------------------------------------
 
-    def taken(self, node: str, life: int, deadline_s: float, world: World) -> None:
+    def taken(self, node: str, life: int, deadline_s: float, world: WorldState) -> None:
         member = world.members.get(node)
         if (
             (node, life, deadline_s) in self.told
@@ -301,7 +311,7 @@ class Judge:
         ):
             raise Violation(f"{node} was asked back until {deadline_s:g} s and is still in the job")
 
-    def at_rest(self, world: World, now_s: float) -> None:
+    def at_rest(self, world: WorldState, now_s: float) -> None:
         avoid = self.avoided(world, now_s)
         good = [node for node in self._here() if node not in avoid]
         size = self.at_most(len(good), world)
@@ -310,5 +320,5 @@ class Judge:
         if avoid.intersection(world.places) and set(good) - set(world.places):
             raise Violation(f"{avoid} are to be avoided, and {set(good) - set(world.places)} have no ranks")
 
-    def no_world_yet(self, world: World) -> None:
+    def no_world_yet(self, world: WorldState) -> None:
         self._enough("never begins", self._here(), world)

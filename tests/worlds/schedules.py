@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastic.world.events import CapacityOffered, Offender, ResizeAsked, StopAsked
-from elastic.world.policy import ScalingPolicy
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import CapacityOffered, JobStopRequested, NodeFlagged, ResizeRequested
 from tests.worlds.cluster import Cluster
 from tests.worlds.supervising import State, Supervisor, Violation
 
@@ -210,16 +210,16 @@ def _mark(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening)
     if machine is not None:
         cluster.judge.happened(fault=False)
-        cluster.post(Offender(machine.node, "its memory has errors"))
+        cluster.post(NodeFlagged(machine.node, "its memory has errors"))
 
 
 def _resize(cluster: Cluster, happening: Happening) -> None:
     cluster.judge.happened(fault=False)
-    cluster.post(ResizeAsked((None, 1, 2, 3, 4)[happening.one % 5]))
+    cluster.post(ResizeRequested((None, 1, 2, 3, 4)[happening.one % 5]))
 
 
 def _stop(cluster: Cluster, happening: Happening) -> None:
-    cluster.post(StopAsked("a person", cluster.now_s + 20.0 if happening.one % 2 else None))
+    cluster.post(JobStopRequested("a person", cluster.now_s + 20.0 if happening.one % 2 else None))
 
 
 def _forget(cluster: Cluster, happening: Happening) -> None:

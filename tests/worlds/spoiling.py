@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.world import choosing, happenings, settling
-from elastic.world.members import Member
-from elastic.world.policy import ScalingPolicy
-from elastic.world.turn import Turn
+from elastic.world import next_world, world_transition
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import NodeMember
+from elastic.world.world_transition import WorldTransition
 
 
 @dataclass(frozen=True)
@@ -30,40 +30,46 @@ class Spoilt:
     """What happens in the schedules that look for it, in this order; empty: anything."""
 
 
-def _stop_at_once(turn: Turn, ready: list[Member], missed: list[Member]) -> None:
+def _stop_at_once(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
     turn.stop("too few")
 
 
-def _go_on_at_once(turn: Turn, ready: list[Member], missed: list[Member]) -> None:
-    if not settling._form(turn, ready, at_least=1):
+def _go_on_at_once(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
+    if not next_world._form(turn, ready, at_least=1):
         _wait(turn, ready, missed)
 
 
-def _turned_round(chosen: list[Member], places: tuple[str, ...]) -> tuple[str, ...]:
+def _turned_round(chosen: list[NodeMember], places: tuple[str, ...]) -> tuple[str, ...]:
     return _arranged(chosen, places)[::-1]
 
 
-_wait, _arranged = settling._wait, choosing.arranged
+_wait, _arranged = next_world._wait, world_transition.keep_node_ranks
 
 SPOILT = {
     "allow any size": Spoilt(
         ScalingPolicy, "at_most", lambda policy, nodes: min(nodes, policy.max_replicas), "no size the policy allows"
     ),
-    "grow at once": Spoilt(Turn, "may_grow_s", property(lambda turn: turn.now_s), "the world grows"),
-    "wait for nobody": Spoilt(settling, "_wait", _go_on_at_once, "nobody has waited for a replacement"),
-    "be impatient": Spoilt(settling, "_is_past", lambda time_s, _: time_s is not None, "is sent away, and has had no"),
-    "stop at once": Spoilt(settling, "_wait", _stop_at_once, "the job stops, although"),
-    "count no restarts": Spoilt(Turn, "count", lambda *_: None, "does not come to rest", ("wait", "curse")),
-    "avoid nobody": Spoilt(Turn, "avoided", lambda _: frozenset(), "have ranks again"),
-    "turn round": Spoilt(choosing, "arranged", _turned_round, "change their order"),
-    "take as long as it takes": Spoilt(settling, "_first_to_leave_s", lambda _: math.inf, "a pause goes on after"),
-    "never let go": Spoilt(Turn, "release", lambda turn, member, *_, **__: turn.put(member), "is still in the job"),
-    "replace twice": Spoilt(
-        happenings, "_is_replaced", lambda *_: False, "restarts, although only", ("wait", *["kill rank"] * 3)
+    "grow at once": Spoilt(WorldTransition, "may_grow_s", property(lambda turn: turn.now_s), "the world grows"),
+    "wait for nobody": Spoilt(next_world, "_wait", _go_on_at_once, "nobody has waited for a replacement"),
+    "be impatient": Spoilt(
+        next_world, "_is_past", lambda time_s, _: time_s is not None, "is sent away, and has had no"
     ),
-    "never despair": Spoilt(Turn, "give_up", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)),
-    "forget the dead": Spoilt(Turn, "drop", lambda *_: None, "dead or asked back"),
-    "tick never": Spoilt(settling, "_timers", lambda _: [], "nothing is left to happen"),
+    "stop at once": Spoilt(next_world, "_wait", _stop_at_once, "the job stops, although"),
+    "count no restarts": Spoilt(WorldTransition, "count", lambda *_: None, "does not come to rest", ("wait", "curse")),
+    "avoid nobody": Spoilt(WorldTransition, "avoided", lambda _: frozenset(), "have ranks again"),
+    "turn round": Spoilt(world_transition, "keep_node_ranks", _turned_round, "change their order"),
+    "take as long as it takes": Spoilt(next_world, "_first_to_leave_s", lambda _: math.inf, "a pause goes on after"),
+    "never let go": Spoilt(
+        WorldTransition, "release", lambda turn, member, *_, **__: turn.put(member), "is still in the job"
+    ),
+    "replace twice": Spoilt(
+        next_world, "_is_replaced", lambda *_: False, "restarts, although only", ("wait", *["kill rank"] * 3)
+    ),
+    "never despair": Spoilt(
+        WorldTransition, "give_up", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)
+    ),
+    "forget the dead": Spoilt(WorldTransition, "drop", lambda *_: None, "dead or asked back"),
+    "tick never": Spoilt(next_world, "_timers", lambda _: [], "nothing is left to happen"),
 }
 
 

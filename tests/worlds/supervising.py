@@ -6,8 +6,22 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic.world.actions import Break, Form, Pause, PromoteSpare, Release, Respawn, RespawnStragglers
-from elastic.world.events import NodeFinished, NodeJoined, NodeReady, NodeReport, NodeSealed, RankFault, RankLost
+from elastic.world.world_state import (
+    BreakWorld,
+    FormWorld,
+    NodeFinished,
+    NodeJoined,
+    NodeReady,
+    NodeSealed,
+    PauseWorld,
+    PromoteSpare,
+    RankFault,
+    RankLost,
+    RejoinReport,
+    ReleaseNode,
+    RespawnRanks,
+    RespawnStragglers,
+)
 
 if TYPE_CHECKING:
     from tests.worlds.cluster import Cluster
@@ -75,10 +89,10 @@ class Supervisor:
         for seat in self.seats:
             seat.state, seat.process = State.DEAD, seat.process + 1
 
-    def report(self) -> NodeReport:
+    def report(self) -> RejoinReport:
         lost = tuple(seat.number for seat in self.seats if seat.state is State.DEAD)
         ready = all(seat.state is State.READY for seat in self.seats)
-        return NodeReport(
+        return RejoinReport(
             self.node,
             self.life,
             self.cluster.nproc,
@@ -95,15 +109,15 @@ class Supervisor:
     # -- what it is told ----------------------------------------------------------------------------------------------
 
     def obey(self, action: object) -> None:
-        if isinstance(action, Form):
+        if isinstance(action, FormWorld):
             self._enter(action)
-        elif isinstance(action, Break) and action.epoch == self.epoch:
+        elif isinstance(action, BreakWorld) and action.epoch == self.epoch:
             self._leave()
-        elif isinstance(action, Pause) and action.epoch == self.epoch:
+        elif isinstance(action, PauseWorld) and action.epoch == self.epoch:
             for seat in self.seats:
                 if seat.state is State.TRAINING:
                     self._later(seat, self.cluster.step_s(), self._stand)
-        elif isinstance(action, Respawn):
+        elif isinstance(action, RespawnRanks):
             for number in action.local_ranks:
                 self._respawn(self.seats[number])
         elif isinstance(action, PromoteSpare):
@@ -114,11 +128,11 @@ class Supervisor:
                 if seat.state is not State.READY:
                     self._respawn(seat)
             self._say_ready()
-        elif isinstance(action, Release):
+        elif isinstance(action, ReleaseNode):
             self.die()
             self.cluster.released(self)
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: FormWorld) -> None:
         self.epoch, self.places, self.restarts = form.epoch, form.nodes, form.restarts
         for seat in self.seats:
             if seat.state in INSIDE:

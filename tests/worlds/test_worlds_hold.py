@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from elastic.world.members import Phase
+from elastic.world.world_state import WorldPhase
 from tests.worlds.schedules import KINDS, broken, run, schedule_of, shrunk
 
 IN_A_TEST_RUN = 2_000
@@ -33,8 +33,8 @@ def test_schedules_have_everything_in_them_and_end_in_every_way():
     schedules = [schedule_of(seed) for seed in range(400)]
     assert {happening.kind for schedule in schedules for happening in schedule.happenings} == set(KINDS)
     ends = Counter(run(schedule).world.phase for schedule in schedules)
-    assert set(ends) >= {Phase.RUNNING, Phase.STOPPED, Phase.GAVE_UP, Phase.FINISHED}
-    assert ends[Phase.RUNNING] > sum(ends.values()) // 2
+    assert set(ends) >= {WorldPhase.RUNNING, WorldPhase.STOPPED, WorldPhase.GAVE_UP, WorldPhase.FINISHED}
+    assert ends[WorldPhase.RUNNING] > sum(ends.values()) // 2
 
 
 @pytest.mark.timeout(1800)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from elastic.world.actions import Action
-from elastic.world.decide import begun, decide
-from elastic.world.events import Event, NodeJoined, NodeReady, NodeSealed, Tick
-from elastic.world.policy import ScalingPolicy
+from elastic.world.next_world import initial_world, next_world
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import NodeJoined, NodeReady, NodeSealed, Tick, WorldAction, WorldEvent
 
 A = TypeVar("A")
 
@@ -16,16 +15,16 @@ class Told:
     def __init__(self, policy: ScalingPolicy, nodes: str = "", *, nproc: int = 2, spares: int = 0) -> None:
         """``nodes`` ("abc": three of them) are in the first world."""
         self.policy, self.now_s = policy, 0.0
-        self.world = begun(policy, nproc=nproc, now_s=0.0)
-        self.actions: tuple[Action, ...] = ()
+        self.world = initial_world(policy, nproc=nproc, now_s=0.0)
+        self.actions: tuple[WorldAction, ...] = ()
         for node in nodes:
             self.tell(NodeJoined(node, 1, nproc, spares=spares))
         for node in nodes:
             self.ready(node, spares=spares)
 
-    def tell(self, event: Event, *, at_s: float | None = None) -> tuple[Action, ...]:
+    def tell(self, event: WorldEvent, *, at_s: float | None = None) -> tuple[WorldAction, ...]:
         self.now_s = self.now_s if at_s is None else at_s
-        self.world, self.actions = decide(self.world, event, self.policy, self.now_s)
+        self.world, self.actions = next_world(self.world, event, self.policy, self.now_s)
         return self.actions
 
     def ready(self, *nodes: str, births: int | None = None, spares: int = 0, life: int | None = None) -> None:
@@ -43,7 +42,7 @@ class Told:
         self.tell(NodeJoined(node, life, self.world.nproc))
         self.ready(node)
 
-    def tick(self) -> tuple[Action, ...]:
+    def tick(self) -> tuple[WorldAction, ...]:
         """Nothing happens until the world wants a tick."""
         assert self.world.tick_s is not None
         return self.tell(Tick(), at_s=self.world.tick_s)

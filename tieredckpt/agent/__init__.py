@@ -1,1 +1,1 @@
-"""The node agent's half of the checkpoint: no tensors, no torch."""
+"""The node agent's half of checkpoints: drain, catalog, step inventory, HTTP. No torch."""

@@ -1,4 +1,4 @@
-"""``python -m tieredckpt.agent``: the node agent's process."""
+"""``python -m tieredckpt.agent``: the arguments and services of a node agent."""
 
 from __future__ import annotations
 
@@ -12,53 +12,68 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from peerstore.cli import add_serve_arguments, start_process, store_settings
-from peerstore.cluster.nodes import node_id
-from peerstore.cluster.topology import read_labels
+from peerstore.cli import add_serve_arguments, start_agent_process, store_settings_from_args
 from peerstore.errors import PeerStoreError
-from peerstore.peers.neighbourhood import Identity, Neighbourhood
-from peerstore.serve import Extras, serve
-from peerstore.settings import AgentPlace, budget_bytes
-from peerstore.store import NodeStore
-from tieredckpt.agent.cluster_settings import ASKED_S, FILE_S, ClusterSettings
-from tieredckpt.agent.http import StatusSource, serving
-from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB
-from tieredckpt.agent.memory_service.options import MemoryServiceOptions, options_of
-from tieredckpt.agent.memory_service.options import add_arguments as add_memory_service
-from tieredckpt.agent.others import SHARED, blobs_of
-from tieredckpt.agent.service import NodeService, node_operations
+from peerstore.membership.topology import load_node_labels, validate_node_id
+from peerstore.server.node_peers import NodeIdentity, NodePeers
+from peerstore.server.store_server import AgentExtension
+from peerstore.server.store_server import run_agent as serve
+from peerstore.settings import AgentPaths, parse_budget
+from peerstore.store.node_store import NodeStore
+from tieredckpt.agent.agent_http import StatusSource, serve_metrics
+from tieredckpt.agent.agent_operations import agent_operations
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.cluster_settings import ASKED_S, FILE_S, ClusterSettingsWatcher
+from tieredckpt.agent.peer_config import peer_transport
+from tieredckpt.agent.peer_tier import SHARED_BLOBS, blobs_needed
 from tieredckpt.errors import PluginError, TieredCheckpointError
-from tieredckpt.platforms import settings_at
-from tieredckpt.settings import CLUSTER, AgentSettings, cluster_source, settings_from
-from tieredckpt.teaming import transport_of
+from tieredckpt.memory_service_options import (
+    MEMORY_SERVICE_EPOCH,
+    MEMORY_SERVICE_INCARNATION,
+    MEMORY_SERVICE_JOB,
+    MemoryServiceOptions,
+    memory_service_options_of,
+)
+from tieredckpt.memory_service_options import add_memory_service_arguments as add_memory_service
+from tieredckpt.settings import (
+    CLUSTER_CONFIG_ENV,
+    AgentSettings,
+    cluster_config_source,
+    platform_settings,
+    settings_from_mapping,
+)
 
 SERVICES = "tieredckpt.agent_services"
 """Entry-point group of services that other packages add to a node agent."""
-_CLUSTER_HELP = f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER}); options go before it"
+_CLUSTER_HELP = (
+    f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER_CONFIG_ENV}); options go before it"
+)
 _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
 """Settings that are called otherwise on the command line."""
 
 
-def version() -> str:
+def installed_version() -> str:
     try:
         return metadata.version("tieredckpt")
     except metadata.PackageNotFoundError:
         return "0+unknown"
 
 
-def run(place: AgentPlace, args: argparse.Namespace) -> None:
+def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
     """Serve ``place`` with everything a checkpoint needs, until told to stop or no longer needed."""
 
     @contextlib.contextmanager
-    def extend(store: NodeStore) -> Iterator[Extras]:
-        for told in ("http", JOB):  # where an agent that was killed was to be found
+    def extend(store: NodeStore) -> Iterator[AgentExtension]:
+        for told in ("http", MEMORY_SERVICE_JOB):  # where an agent that was killed was to be found
             (place.directory / told).unlink(missing_ok=True)
         with contextlib.ExitStack() as cleanup:
             neighbourhood = _neighbourhood(store, args)
-            options = options_of(args)
-            node = NodeService(store, writer=f"tieredckpt {version()}", neighbourhood=neighbourhood)
+            options = memory_service_options_of(args)
+            node = NodeAgentService(store, writer=f"tieredckpt {installed_version()}", neighbourhood=neighbourhood)
             if options.on:
-                store.manage(JOB, EPOCH, INCARNATION)  # before a copy of it may come
+                store.manage(
+                    MEMORY_SERVICE_JOB, MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION
+                )  # before a copy of it may come
             if neighbourhood is not None:
                 cleanup.callback(neighbourhood.close)
                 neighbourhood.start()
@@ -71,20 +86,22 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
                 cleanup.callback(followed.close)
                 followed.start()
                 node.cluster_settings = followed
-            address = cleanup.enter_context(serving(node, args.http, reporting, directory=place.directory))
+            address = cleanup.enter_context(serve_metrics(node, args.http, reporting, directory=place.directory))
             (place.directory / "http").write_text(address)
-            yield Extras(node_operations(node), (TieredCheckpointError,), lambda: options.on or node.drain.busy)
+            yield AgentExtension(
+                agent_operations(node), (TieredCheckpointError,), lambda: options.on or node.drain.busy
+            )
 
     os.nice(args.nice)
-    serve(place, store_settings(args), version=version(), linger_s=args.linger_s, extend=extend)
+    serve(place, store_settings_from_args(args), version=installed_version(), linger_s=args.linger_s, extend=extend)
 
 
-def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettings | None:
+def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettingsWatcher | None:
     if not args.cluster_config:
         return None
-    return ClusterSettings(
+    return ClusterSettingsWatcher(
         args.cluster_config,
-        settings_at,
+        platform_settings,
         args.cluster_said,
         store.set_budget,
         budget=args.budget,
@@ -95,7 +112,7 @@ def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettings | N
 
 
 def _memory_service(
-    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: Neighbourhood | None
+    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: NodePeers | None
 ) -> contextlib.AbstractContextManager[StatusSource | None]:
     """Load the memory service by its entry point, only where the settings turn it on."""
     if not options.on:
@@ -112,21 +129,23 @@ def _memory_service(
     return service
 
 
-def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood | None:
+def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> NodePeers | None:
     if args.peers == "off":
         return None
-    identity = Identity(
-        node=node_id(args.node or socket.gethostname()),
+    identity = NodeIdentity(
+        node=validate_node_id(args.node or socket.gethostname()),
         listen=args.peers,
-        labels=read_labels(args.labels),
-        memory_bytes=budget_bytes(args.budget),
+        labels=load_node_labels(args.labels),
+        memory_bytes=parse_budget(args.budget),
         port_file=args.dir / "peers.port",
     )
-    transport = transport_of(args.interface, args.tls, args.transport)
-    return Neighbourhood(store, identity, transport, version=version(), blobs_of=blobs_of, shared=SHARED)
+    transport = peer_transport(args.interface, args.tls, args.transport)
+    return NodePeers(
+        store, identity, transport, version=installed_version(), blobs_of=blobs_needed, shared=SHARED_BLOBS
+    )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     add_serve_arguments(parser)
     parser.add_argument("--dir", type=Path, required=True, help="arena, socket and log; on tmpfs")
     parser.add_argument(
@@ -150,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
     """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
-    parser.add_argument("--cluster-config", default=cluster_source(), metavar="SOURCE", help=_CLUSTER_HELP)
+    parser.add_argument("--cluster-config", default=cluster_config_source(), metavar="SOURCE", help=_CLUSTER_HELP)
     parser.add_argument(
         "--cluster-every-s",
         type=float,
@@ -161,15 +180,15 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
     if not args.cluster_config:
         return args
     defaults = {name: parser.get_default(option) for name, option in _options().items()}
-    said = settings_at(args.cluster_config)
+    said = platform_settings(args.cluster_config)
     if said.get("enabled") is False:
         print(
             f"tieredckpt agent: not started: {args.cluster_config} switches the memory tier off. Jobs that are told so "
-            f"(${CLUSTER}) write to their durable tier directly",
+            f"(${CLUSTER_CONFIG_ENV}) write to their durable tier directly",
             file=sys.stderr,
         )
         return None
-    agent = settings_from({"agent": said.get("agent", {})}).agent
+    agent = settings_from_mapping({"agent": said.get("agent", {})}).agent
     parser.set_defaults(**{_ARGUMENTS.get(key, key): getattr(agent, key) for key in said.get("agent", {})})
     parsed = parser.parse_args(argv)
     parsed.cluster_said, parsed.defaults, parsed.given = said, defaults, _given(parser, argv)
@@ -192,13 +211,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tieredckpt agent", description="The node agent: memory tier, drain, metrics."
     )
-    add_arguments(parser)
+    add_agent_arguments(parser)
     try:
         args = _parsed(parser, argv)
         if args is None:
             return 0
-        start_process(args)
-        run(AgentPlace(args.dir), args)
+        start_agent_process(args)
+        run_agent(AgentPaths(args.dir), args)
     except (PeerStoreError, TieredCheckpointError) as error:
         print(f"tieredckpt agent: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What the cluster says of its nodes' memory while the agent runs: what can change does, of the rest it is said."""
+"""Follows the cluster's settings while the agent runs: applies the budget, reports what needs a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE_S, ASKED_S = 10.0, 300.0
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingsChange:
     """From what the agent was started with, or went on with, to what the cluster says now."""
 
     budget: str | None
@@ -27,9 +27,9 @@ class Change:
     """Settings that an agent has from its start on."""
 
 
-def change(
+def settings_change(
     started: Mapping[str, Any], now: Mapping[str, Any], *, budget: str, default: str, fixed: Collection[str]
-) -> Change:
+) -> SettingsChange:
     """``started`` and ``now`` are what the cluster said then and says now, ``budget`` what holds, ``default`` what an
     agent has where nobody says anything, and ``fixed`` what the command line says. Pure.
     """
@@ -39,11 +39,11 @@ def change(
     differ = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} - set(fixed)
     needs = [f"agent.{key}" for key in sorted(differ)]
     if now.get("enabled", True) is False:  # jobs that begin from here on write to their durable tier
-        return Change(None, ("enabled", *needs))
-    return Change(None if "budget" in fixed or wanted == budget else wanted, tuple(needs))
+        return SettingsChange(None, ("enabled", *needs))
+    return SettingsChange(None if "budget" in fixed or wanted == budget else wanted, tuple(needs))
 
 
-class ClusterSettings:
+class ClusterSettingsWatcher:
     """Follows ``source`` in a thread of its own, from ``start`` to ``close``."""
 
     def __init__(
@@ -80,7 +80,7 @@ class ClusterSettings:
         """Once."""
         try:
             said = self._read(self.source)
-            found = change(self._started, said, budget=self.budget, default=self._default, fixed=self._fixed)
+            found = settings_change(self._started, said, budget=self.budget, default=self._default, fixed=self._fixed)
             if found.budget is not None:
                 self._apply(found.budget)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Sealed shards on their way to the durable tier, behind the trainer's back and after its death.
+"""Drain: sealed shards uploaded to the durable tier, then index, manifest, retention.
 
 ::
 
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -26,27 +26,29 @@ import msgspec
 import xxhash
 
 from peerstore import deadlines
-from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
-from peerstore.records import Group, Kept, ShardKey, ShardRecord
-from peerstore.store import NodeStore, SealListener
-from tieredckpt.agent.catalog import Catalog, Listing, manifest_from
-from tieredckpt.agent.compress import compressed
-from tieredckpt.coverage import gaps
-from tieredckpt.durable import names
-from tieredckpt.durable.store import ObjectNotFoundError, UploadCancelledError
+from peerstore.failpoints import failpoint
+from peerstore.shard_records import RetentionMark, ShardKey, ShardRecord, VersionId
+from peerstore.store.node_store import NodeStore, StoreListener
+from tieredckpt.agent.agent_api import DrainState, DrainStatus
+from tieredckpt.agent.durable_catalog import (
+    CatalogListing,
+    DurableCatalog,
+    delete_step,
+    has_all_parts,
+    manifest_from_shard_files,
+)
+from tieredckpt.agent.retention import expired_steps
+from tieredckpt.durable.object_store import ObjectNotFoundError, UploadCancelledError
 from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TieredCheckpointError
-from tieredckpt.layout import decode
-from tieredckpt.manifest import (
-    OPEN_ENDED,
+from tieredckpt.format import object_keys
+from tieredckpt.format.manifest import (
     ShardIndex,
+    compressed_shard,
     decode_meta,
     decode_shard_file,
-    decode_table,
     encode_shard_file,
 )
-from tieredckpt.node import DrainState, DrainView
-from tieredckpt.retention import victims
 from tieredckpt.settings import DurableSettings
 
 log = logging.getLogger(__name__)
@@ -64,29 +66,29 @@ _ABANDONED_S = 24 * 3600.0
 _REMEMBERED = 32
 _PAGE = 1000
 """Names in a page of a listing, as S3 has them."""
-DRAINED, JOURNAL = "drained.", "upload."
+DRAINED_BLOB_PREFIX, JOURNAL_BLOB_PREFIX = "drained.", "upload."
 """Prefixes of the notes a drain keeps beside a job's shards."""
 
 
-class Places(Protocol):
+class DrainContext(Protocol):
     """What a drain has to know about jobs."""
 
-    def catalog(self, job: str) -> AbstractContextManager[Catalog | None]: ...
+    def catalog(self, job: str) -> AbstractContextManager[DurableCatalog | None]: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
-    def commits(self, job: str, group: Group) -> bool:
+    def commits(self, job: str, group: VersionId) -> bool:
         """Whether it is this node that looks for all parts of a step and makes it exist, of all that have some."""
 
-    def tell_not_durable(self, job: str, group: Group, why: str) -> None:
+    def tell_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """Have the job's other nodes hear that a step does not become durable. Waits for nobody."""
 
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
-    def quarantined(self, job: str) -> Mapping[Group, str]: ...
+    def quarantined(self, job: str) -> Mapping[VersionId, str]: ...
 
 
 @dataclass
-class _Step:
+class _DrainingStep:
     job: str
-    group: Group
+    group: VersionId
     parts: int
     base: int | None
     state: DrainState = "waiting"
@@ -115,8 +117,8 @@ class _Step:
     """When they were seen there last."""
 
     @property
-    def view(self) -> DrainView:
-        return DrainView(self.group, self.state, self.bytes_done, sum(self.shards.values()), self.error)
+    def view(self) -> DrainStatus:
+        return DrainStatus(self.group, self.state, self.bytes_done, sum(self.shards.values()), self.error)
 
     @property
     def open(self) -> bool:
@@ -137,17 +139,17 @@ class DrainTotals:
     """From the last drained step's seal to its manifest."""
 
 
-class Drain(SealListener):
+class Drain(StoreListener):
     """One background thread that makes steps durable, one after the other."""
 
     def __init__(
-        self, store: NodeStore, places: Places, *, writer: str = "", clock: Callable[[], float] = time.monotonic
+        self, store: NodeStore, places: DrainContext, *, writer: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
         self._places = places
         self._writer = writer
         self._clock = clock
-        self._steps: dict[tuple[str, Group], _Step] = {}
+        self._steps: dict[tuple[str, VersionId], _DrainingStep] = {}
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._cleaned: set[str] = set()
@@ -166,7 +168,9 @@ class Drain(SealListener):
         with self._changed:
             if not meta.durable and (key.job, key.group) not in self._steps:
                 return
-            step = self._steps.setdefault((key.job, key.group), _Step(key.job, key.group, record.parts, meta.base))
+            step = self._steps.setdefault(
+                (key.job, key.group), _DrainingStep(key.job, key.group, record.parts, meta.base)
+            )
             if step.state in ("done", "skipped") or step.over:
                 return
             step.required |= meta.required is True
@@ -178,7 +182,7 @@ class Drain(SealListener):
                 self._supersede(step)
             self._changed.notify_all()
 
-    def marked(self, job: str, group: Group) -> None:
+    def marked(self, job: str, group: VersionId) -> None:
         """The step is whole, although some of its parts are on other nodes."""
         with self._changed:
             step = self._steps.get((job, group))
@@ -186,7 +190,7 @@ class Drain(SealListener):
                 self._supersede(step)
                 self._changed.notify_all()
 
-    def _supersede(self, newer: _Step) -> None:
+    def _supersede(self, newer: _DrainingStep) -> None:
         """Where policy says skip, a step that waits gives up its slots for a newer whole one. Lock held."""
         if self._places.durable_settings(newer.job).on_busy == "wait":
             return
@@ -238,15 +242,15 @@ class Drain(SealListener):
         with self._changed:
             return any(step.open for step in self._steps.values())
 
-    def knows(self, job: str, group: Group) -> bool:
+    def knows(self, job: str, group: VersionId) -> bool:
         with self._changed:
             return (job, group) in self._steps
 
-    def views(self, job: str) -> tuple[DrainView, ...]:
+    def views(self, job: str) -> tuple[DrainStatus, ...]:
         with self._changed:
             return tuple(step.view for (owner, _), step in sorted(self._steps.items()) if owner == job)
 
-    def wait(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
+    def wait(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
         """Until ``group`` (or everything of ``job``) is not open any more."""
 
         def settled() -> bool:
@@ -254,7 +258,7 @@ class Drain(SealListener):
             return not any(step.open for step in steps)
 
         with self._changed:
-            self._changed.wait_for(lambda: settled() or self._stop.is_set(), deadlines.left(timeout_s))
+            self._changed.wait_for(lambda: settled() or self._stop.is_set(), deadlines.remaining_s(timeout_s))
             steps = self._wanted(job, group)
             still = [step for step in steps if step.open]
             failed = [step for step in steps if step.state == "failed"]
@@ -263,7 +267,7 @@ class Drain(SealListener):
                 return failed[-1].view
             return (still or steps)[-1].view if steps else None
 
-    def _wanted(self, job: str, group: Group | None) -> list[_Step]:
+    def _wanted(self, job: str, group: VersionId | None) -> list[_DrainingStep]:
         steps = [step for (owner, found), step in self._steps.items() if owner == job and group in (None, found)]
         return sorted(steps, key=lambda step: step.group)
 
@@ -293,7 +297,7 @@ class Drain(SealListener):
                 log.exception("draining %s step %d failed unexpectedly", step.job, step.group.version)
                 self._settle(step, "failed", f"internal error: {type(error).__name__}: {error}")
 
-    def _next(self) -> _Step | None:
+    def _next(self) -> _DrainingStep | None:
         with self._changed:
             while not self._stop.is_set():
                 now = self._clock()
@@ -304,14 +308,14 @@ class Drain(SealListener):
                 self._changed.wait(min(later) if later else None)
             return None
 
-    def _pick(self, ready: list[_Step]) -> _Step:
+    def _pick(self, ready: list[_DrainingStep]) -> _DrainingStep:
         """The oldest step that waits. Called with the lock held."""
         step = min(ready, key=lambda step: step.group)
         step.state = "running"
         step.cancel.clear()
         return step
 
-    def _skip(self, step: _Step, why: str) -> None:
+    def _skip(self, step: _DrainingStep, why: str) -> None:
         """Lock held. Whoever has asked for this very step, and not dropped it since, is told that it has failed."""
         step.over = why
         if step.required and not step.dropped:
@@ -325,14 +329,14 @@ class Drain(SealListener):
         self._release(step)
         self._changed.notify_all()
 
-    def _end(self, step: _Step, why: str) -> None:
+    def _end(self, step: _DrainingStep, why: str) -> None:
         """It does not become durable any more, also where its upload is under way. Lock held."""
         step.over = step.over or why
         step.cancel.set()
         if step.state == "waiting":
             self._skip(step, why)
 
-    def _drain(self, step: _Step) -> None:
+    def _drain(self, step: _DrainingStep) -> None:
         try:
             with self._places.catalog(step.job) as catalog:
                 if catalog is None:
@@ -360,7 +364,7 @@ class Drain(SealListener):
             if step.over and step.state == "waiting":
                 self._skip(step, step.over)
 
-    def _drain_to(self, catalog: Catalog, step: _Step) -> None:
+    def _drain_to(self, catalog: DurableCatalog, step: _DrainingStep) -> None:
         began = self._clock()
         with self._changed:
             if step.url != catalog.store.url:  # what was uploaded to another place does not count for this one
@@ -373,13 +377,13 @@ class Drain(SealListener):
             raise UploadCancelledError("it is not wanted here any more")
         self._finish(step, catalog, began, committed=committed)
 
-    def _take_back(self, step: _Step, catalog: Catalog) -> None:
+    def _take_back(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
         try:
             delete_step(catalog, step.job, step.group)
         except (TieredCheckpointError, OSError) as error:
             log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.group.version, error)
 
-    def _make_durable(self, step: _Step, catalog: Catalog) -> bool:
+    def _make_durable(self, step: _DrainingStep, catalog: DurableCatalog) -> bool:
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
         self._gather(step)
         self._look_again(step, catalog)
@@ -395,22 +399,22 @@ class Drain(SealListener):
         step.uploaded_at = step.uploaded_at or self._clock()
         step.checked_at = step.checked_at or self._clock()
         files = self._all_files(step, catalog)
-        if not are_all(files, step.parts):
+        if not has_all_parts(files, step.parts):
             with self._changed:
                 if all(key in step.done for key in step.shards):
                     # A part of this node that is sealed later wakes the step up; others' are looked for again.
                     step.error, step.not_before = "other parts are not durable yet", self._clock() + _OTHERS_S
                 step.state = "waiting"
             return False
-        manifest = manifest_from(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
-        reach("drain.complete")
+        manifest = manifest_from_shard_files(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
+        failpoint("drain.complete")
         if step.cancel.is_set():
             raise UploadCancelledError(f"{step.job} step {step.group.version} is not to be made durable here and now")
         catalog.commit(manifest, step.base)
-        reach("drain.committed")
+        failpoint("drain.committed")
         return True
 
-    def _look_again(self, step: _Step, catalog: Catalog) -> None:
+    def _look_again(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
         """Of what waits for other nodes' parts for long, what is not in the durable tier any more is uploaded again."""
         if step.checked_at and self._clock() - step.checked_at > _UNSURE_S:
             step.checked_at = self._clock()
@@ -418,21 +422,21 @@ class Drain(SealListener):
             with self._changed:
                 step.done = there
 
-    def _is_there(self, job: str, key: ShardKey, catalog: Catalog) -> bool:
+    def _is_there(self, job: str, key: ShardKey, catalog: DurableCatalog) -> bool:
         """Whether a shard that was noted as uploaded can still be counted on; if not, nothing is noted of it now."""
-        noted = self._note(job, DRAINED + _shard_stem(key))
+        noted = self._note(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
         if noted is None:
             return False
         try:
-            for name in (decode_shard_file(noted)[0].object, names.index(key)):
+            for name in (decode_shard_file(noted)[0].object, object_keys.shard_index_key(key)):
                 catalog.store.get_ranges(name, [(0, 1)])
         except (ObjectNotFoundError, CheckpointDamagedError):
             log.warning("%s is not in %s any more, and uploaded again", key, catalog.store.url)
-            self._store.remove_blob(job, DRAINED + _shard_stem(key))
+            self._store.remove_blob(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
             return False
         return True
 
-    def _gather(self, step: _Step) -> None:
+    def _gather(self, step: _DrainingStep) -> None:
         """All parts of the step that are here, also those that did not ask for it.
 
         The parts of a preempted rank's last step do not all know that it is the last one; of a step of files only the
@@ -447,22 +451,22 @@ class Drain(SealListener):
                     self._hold(record.key)
                     step.held, step.shards[record.key] = True, record.size_bytes
 
-    def _all_files(self, step: _Step, catalog: Catalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
+    def _all_files(self, step: _DrainingStep, catalog: DurableCatalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
         """Every part's index, or too few: of many nodes one looks for those of all, the others for what it commits."""
         own = {}
         for key in step.done:
-            note = self._note(step.job, DRAINED + _shard_stem(key))
+            note = self._note(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key))
             if note is not None:
                 own[key.part] = decode_shard_file(note)
         first_look = not step.error
-        if are_all(own, step.parts) or (first_look and 0 not in own):
+        if has_all_parts(own, step.parts) or (first_look and 0 not in own):
             return own
         waited_s = self._clock() - step.uploaded_at
         if waited_s < _TAKE_OVER_S and not self._places.commits(step.job, step.group):
             return own
         return {**catalog.shard_files(step.group, at_least=step.parts), **own}
 
-    def _drain_shard(self, step: _Step, catalog: Catalog, key: ShardKey) -> None:
+    def _drain_shard(self, step: _DrainingStep, catalog: DurableCatalog, key: ShardKey) -> None:
         if self._is_there(step.job, key, catalog):  # an agent before this one has uploaded it
             step.bytes_done += step.shards[key]
             return
@@ -476,18 +480,23 @@ class Drain(SealListener):
         settings = self._places.durable_settings(step.job)
         index, layout, table = self._places.index_of(record)
         journal = _Journal(self._store, step.job)
-        reach("drain.began")
+        failpoint("drain.began")
         index = self._upload(step, catalog, settings, index, journal)
-        reach("drain.uploaded")
+        failpoint("drain.uploaded")
         file = encode_shard_file(index, layout, table)
-        catalog.store.put(names.index(key), file)
-        reach("drain.indexed")
-        self._store.put_blob(step.job, DRAINED + _shard_stem(key), file)
+        catalog.store.put(object_keys.shard_index_key(key), file)
+        failpoint("drain.indexed")
+        self._store.put_blob(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key), file)
         journal.flush()
-        reach("drain.noted")
+        failpoint("drain.noted")
 
     def _upload(
-        self, step: _Step, catalog: Catalog, settings: DurableSettings, index: ShardIndex, journal: _Journal
+        self,
+        step: _DrainingStep,
+        catalog: DurableCatalog,
+        settings: DurableSettings,
+        index: ShardIndex,
+        journal: _Journal,
     ) -> ShardIndex:
         key = index.key
 
@@ -496,8 +505,8 @@ class Drain(SealListener):
             self.totals.bytes += count
 
         source = Path(self._store.path_of(key))
-        with compressed(source, index, wanted=settings.compress == "zstd") as (path, frames):
-            name = names.shard(key, spread=settings.spread, compressed=frames is not None)
+        with compressed_shard(source, index, wanted=settings.compress == "zstd") as (path, frames):
+            name = object_keys.shard_object_key(key, spread=settings.spread, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
             identity = xxhash.xxh3_128_hexdigest(index.checksums) + ("" if frames is None else ".zst")
             catalog.store.upload(
@@ -507,7 +516,7 @@ class Drain(SealListener):
             index, object=name, encoding="raw" if frames is None else "zstd", frames=tuple(frames or ())
         )
 
-    def _finish(self, step: _Step, catalog: Catalog, began: float, *, committed: bool) -> None:
+    def _finish(self, step: _DrainingStep, catalog: DurableCatalog, began: float, *, committed: bool) -> None:
         self.totals.steps += 1
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
@@ -523,7 +532,7 @@ class Drain(SealListener):
         except (TieredCheckpointError, OSError) as error:
             log.warning("old steps of %s were not deleted: %s", step.job, error)
 
-    def _leave_torn(self, newer: _Step) -> None:
+    def _leave_torn(self, newer: _DrainingStep) -> None:
         """An older step whose part here is uploaded has waited long enough for parts that other nodes left out."""
         with self._changed:
             if self._places.durable_settings(newer.job).on_busy == "wait":
@@ -534,13 +543,13 @@ class Drain(SealListener):
                     self._skip(step, "other nodes left it out, and a newer one is durable")
             self._changed.notify_all()
 
-    def _say_quarantined(self, job: str, catalog: Catalog) -> None:
+    def _say_quarantined(self, job: str, catalog: DurableCatalog) -> None:
         listing = catalog.remembered()
         for group, reason in self._places.quarantined(job).items():
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
 
-    def _say_kept(self, job: str, catalog: Catalog) -> None:
+    def _say_kept(self, job: str, catalog: DurableCatalog) -> None:
         """What was said last counts, in memory or in the durable tier: who has not heard of it says nothing older."""
         listing = catalog.remembered()
         for said in self._store.copies.kept(job):
@@ -548,20 +557,20 @@ class Drain(SealListener):
                 continue
             at_ns = catalog.said_kept(said.group, kept=not said.kept)
             if at_ns > said.at_ns:
-                self._store.copies.keep(job, (Kept(said.group, not said.kept, at_ns),))
+                self._store.copies.keep(job, (RetentionMark(said.group, not said.kept, at_ns),))
             elif at_ns or said.kept:
                 catalog.keep(said.group, kept=said.kept, at_ns=said.at_ns)
 
-    def decided(self, job: str, group: Group, *, torn: bool) -> None:
+    def decided(self, job: str, group: VersionId, *, torn: bool) -> None:
         with self._changed:
             step = self._steps.get((job, group))
             if torn and step is not None:
                 self._end(step, "a rank left its part out")
 
-    def not_durable(self, job: str, group: Group, why: str) -> None:
+    def not_durable(self, job: str, group: VersionId, why: str) -> None:
         """A part on another node: nobody here waits for it, nor uploads what can never be whole there."""
         with self._changed:
-            step = self._steps.setdefault((job, group), _Step(job, group, 0, None, "failed", error=why))
+            step = self._steps.setdefault((job, group), _DrainingStep(job, group, 0, None, "failed", error=why))
             step.required = True
             if step.open:
                 self._end(step, why)
@@ -570,30 +579,30 @@ class Drain(SealListener):
                 self._forget_closed(job)
             self._changed.notify_all()
 
-    def _say(self, step: _Step) -> None:
+    def _say(self, step: _DrainingStep) -> None:
         """What was asked for and has failed here has failed for good, and on all nodes. Lock held."""
         if step.required and step.state == "failed":
             step.over = step.over or step.error
             self._places.tell_not_durable(step.job, step.group, step.error)
 
-    def withdrawn(self, job: str, groups: Collection[Group]) -> None:
+    def withdrawn(self, job: str, groups: Collection[VersionId]) -> None:
         with self._changed:
             for step in self._these(job, groups):
                 step.dropped = True
                 self._end(step, "it was dropped")
 
-    def drop(self, job: str, groups: Collection[Group]) -> None:
+    def drop(self, job: str, groups: Collection[VersionId]) -> None:
         """Their owner gives these steps up: nothing more of them is uploaded, and what was goes again."""
         self.withdrawn(job, groups)
         with self._changed:
             steps = self._these(job, groups)
-            left_s = deadlines.left(_DROP_S)
+            left_s = deadlines.remaining_s(_DROP_S)
             self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), left_s)
 
-    def _these(self, job: str, groups: Collection[Group]) -> list[_Step]:
+    def _these(self, job: str, groups: Collection[VersionId]) -> list[_DrainingStep]:
         return [self._steps[job, group] for group in groups if (job, group) in self._steps]
 
-    def _retain(self, job: str, catalog: Catalog) -> None:
+    def _retain(self, job: str, catalog: DurableCatalog) -> None:
         known = catalog.remembered()
         # Others delete, mark and keep steps, too: all of it is looked at before anything goes. A listing of many pages
         # is not for one step.
@@ -604,13 +613,13 @@ class Drain(SealListener):
                 log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
         if job not in self._cleaned:
             self._cleaned.add(job)
-            journals = [name for name in self._store.blobs(job) if name.startswith(JOURNAL)]
-            keep = [name.removeprefix(JOURNAL).replace("@", "/") for name in journals]
+            journals = [name for name in self._store.blobs(job) if name.startswith(JOURNAL_BLOB_PREFIX)]
+            keep = [name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/") for name in journals]
             catalog.store.discard_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
 
-    def _victims(self, job: str, listing: Listing) -> list[Group]:
+    def _victims(self, job: str, listing: CatalogListing) -> list[VersionId]:
         settings = self._places.durable_settings(job)
-        return victims(
+        return expired_steps(
             {group: entry.base for group, entry in listing.manifests.items()},
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
@@ -620,22 +629,22 @@ class Drain(SealListener):
 
     # -- bookkeeping ------------------------------------------------------------------------------------------
 
-    def _settle(self, step: _Step, state: DrainState, error: str = "") -> None:
+    def _settle(self, step: _DrainingStep, state: DrainState, error: str = "") -> None:
         with self._changed:
             step.state, step.error = state, error
             self._release(step)
             self._say(step)
             self._changed.notify_all()
 
-    def _unhold(self, step: _Step) -> None:
+    def _unhold(self, step: _DrainingStep) -> None:
         step.held = False
         for key in step.shards:
             self._store.unhold(key, "drain")
 
-    def _release(self, step: _Step) -> None:
+    def _release(self, step: _DrainingStep) -> None:
         self._unhold(step)
         for key in step.shards:
-            self._store.remove_blob(step.job, DRAINED + _shard_stem(key))
+            self._store.remove_blob(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key))
         self._forget_closed(step.job)
 
     def _forget_closed(self, job: str) -> None:
@@ -672,12 +681,12 @@ class _Journal:
         if name in self._removed:
             return None
         try:
-            return self._store.get_blob(self._job, JOURNAL + _flat(name))
+            return self._store.get_blob(self._job, JOURNAL_BLOB_PREFIX + _flat(name))
         except (ShardNotFoundError, ShardDamagedError):
             return None
 
     def put(self, name: str, data: bytes) -> None:
-        self._store.put_blob(self._job, JOURNAL + _flat(name), data)
+        self._store.put_blob(self._job, JOURNAL_BLOB_PREFIX + _flat(name), data)
         self._removed.discard(name)
 
     def remove(self, name: str) -> None:
@@ -685,34 +694,12 @@ class _Journal:
 
     def flush(self) -> None:
         for name in self._removed:
-            self._store.remove_blob(self._job, JOURNAL + _flat(name))
+            self._store.remove_blob(self._job, JOURNAL_BLOB_PREFIX + _flat(name))
         self._removed.clear()
 
 
-def are_all(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) -> bool:
-    """Whether these are all parts; of a step with an open number of them, all that its table names."""
-    if parts != OPEN_ENDED:
-        return len(files) >= parts
-    table = next((table for _, _, table in files.values() if table), b"")
-    return bool(table) and not gaps(decode_table(table), [decode(layout) for _, layout, _ in files.values()])
-
-
-def delete_step(catalog: Catalog, job: str, group: Group) -> None:
-    """Remove a step: first what makes it exist, then its shards."""
-    entry = catalog.entry(group)
-    objects: set[str] = set()
-    if entry is not None:
-        with suppress(ObjectNotFoundError):  # somebody else deletes it, too
-            objects.update(shard.object for shard in catalog.manifest(group).shards if shard.object)
-        catalog.store.delete([names.manifest(job, group, entry.base)])
-    objects.update(info.name for info in catalog.store.list(names.steps(job, group)))
-    catalog.store.delete(sorted(objects))
-    catalog.store.delete([names.quarantine(job, group), names.kept(job, group), names.released(job, group)])
-    catalog.deleted(group)
-
-
 def _shard_stem(key: ShardKey) -> str:
-    return f"{names.stem(key.group)}.{key.part}"
+    return f"{object_keys.group_stem(key.group)}.{key.part}"
 
 
 def _flat(name: str) -> str:

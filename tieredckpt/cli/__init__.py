@@ -1,50 +1,89 @@
-"""The command line. Commands are imported when they run; ``tieredckpt --help`` needs neither torch nor boto3."""
+"""The ``tieredckpt`` command. Subcommands and other packages' plug-ins are imported when they run.
+
+A plug-in is an entry point of a group such as ``tieredckpt.commands``, found when a command is asked for that the
+program does not have itself. One that cannot be loaded is still listed, and fails by itself: the others do not need it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module, metadata
+from typing import Any
 
 import click
 
 from peerstore.errors import PeerStoreError
-from tieredckpt.cli.exits import EXIT_HELP, CommandError, Exit
-from tieredckpt.cli.groups import Commands, version
-from tieredckpt.cli.screen import Screen
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError, ExitCode
+from tieredckpt.errors import PluginError, TieredCheckpointError
 
-_OWN = {
-    "agent": "tieredckpt.cli.running:agent",
-    "ls": "tieredckpt.cli.listing:ls",
-    "status": "tieredckpt.cli.reporting:status",
-    "top": "tieredckpt.cli.watching:top",
-    "whatif": "tieredckpt.cli.foretelling:whatif",
-    "goodput": "tieredckpt.cli.accounting:goodput",
-    "simulate": "tieredckpt.cli.simulating:simulate",
-    "inspect": "tieredckpt.cli.inspecting:inspect",
-    "verify": "tieredckpt.cli.verifying:verify",
-    "export": "tieredckpt.cli.exporting:export",
-    "gc": "tieredckpt.cli.collecting:gc",
-    "quarantine": "tieredckpt.cli.quarantining:quarantine",
-    "pin": "tieredckpt.cli.pin:pin",
-    "unpin": "tieredckpt.cli.pin:unpin",
-    "rm": "tieredckpt.cli.rm:rm",
-    "rebuild": "tieredckpt.cli.rebuilding:rebuild",
-    "doctor": "tieredckpt.cli.diagnosing:doctor",
-    "demo": "tieredckpt.cli.running:demo",
+__all__ = ["main"]
+
+_COMMANDS = {
+    "agent": "tieredckpt.cli.agent:start_agent_command",
+    "ls": "tieredckpt.cli.ls:ls_command",
+    "status": "tieredckpt.cli.status:status_command",
+    "top": "tieredckpt.cli.top:top_command",
+    "whatif": "tieredckpt.cli.whatif:whatif_command",
+    "goodput": "tieredckpt.cli.goodput:goodput_command",
+    "simulate": "tieredckpt.cli.simulate:simulate_command",
+    "inspect": "tieredckpt.cli.inspect:inspect_command",
+    "verify": "tieredckpt.cli.verify:verify_command",
+    "export": "tieredckpt.cli.export:export_command",
+    "gc": "tieredckpt.cli.gc:gc_command",
+    "quarantine": "tieredckpt.cli.quarantine:quarantine_command",
+    "pin": "tieredckpt.cli.pin:pin_command",
+    "unpin": "tieredckpt.cli.pin:unpin_command",
+    "rm": "tieredckpt.cli.rm:rm_command",
+    "rebuild": "tieredckpt.cli.rebuild:rebuild_command",
+    "doctor": "tieredckpt.cli.doctor:doctor_command",
+    "demo": "tieredckpt.cli.agent:demo_command",
 }
 
 
+class LazyCommandGroup(click.Group):
+    """Each command by where it is (``module:name``), imported when it is asked for.
+
+    The program's own come first, in the order given, and none of them is replaced by a plug-in of the same name.
+    """
+
+    def __init__(self, *args: Any, own: Mapping[str, str], plugins: str = "", **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.own = own
+        self.plugins = plugins
+        """The entry points' group; "": there are none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.own, *sorted(set(metadata.entry_points(group=self.plugins).names) - self.own.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.own:
+            module, _, name = self.own[cmd_name].partition(":")
+            found: click.Command = getattr(import_module(module), name)
+            return found
+        added = metadata.entry_points(group=self.plugins, name=cmd_name)
+        return _command_of(cmd_name, list(added)) if added else None
+
+
+def distribution_version() -> str:
+    """Of the distribution that has all these programs."""
+    try:
+        return metadata.version("tieredckpt")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 @click.group(
-    cls=Commands,
-    own=_OWN,
+    cls=LazyCommandGroup,
+    own=_COMMANDS,
     plugins="tieredckpt.commands",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=EXIT_HELP,
+    epilog=EXIT_CODES_HELP,
 )
-@click.version_option(version=version(), prog_name="tieredckpt")
-def commands() -> None:
+@click.version_option(version=distribution_version(), prog_name="tieredckpt")
+def tieredckpt_cli() -> None:
     """PyTorch checkpoints in node memory first, in an object store a little later.
 
     A job is written JOB or tiered://JOB, a step JOB/step-120. Settings come from $TIEREDCKPT_CONFIG and
@@ -54,9 +93,9 @@ def commands() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (``docs/cli.md``). Errors are one message; ``--debug`` shows where from."""
-    screen = Screen()
+    screen = CommandOutput()
     try:
-        result = commands.main(
+        result = tieredckpt_cli.main(
             args=None if argv is None else list(argv), prog_name="tieredckpt", standalone_mode=False, obj=screen
         )
         sys.stdout.flush()
@@ -68,12 +107,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(wrong.exit_code)
     except (click.Abort, KeyboardInterrupt):
         screen.err.print("interrupted")
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.OK
+        return ExitCode.OK
     except (TieredCheckpointError, CommandError, PeerStoreError, OSError) as error:
         return screen.failed(error)
 
 
-__all__ = ["main"]
+def _command_of(name: str, points: list[metadata.EntryPoint]) -> click.Command:
+    places = sorted({point.value for point in points})
+    if len(places) > 1:
+        text = f"`{name}` is added by several packages ({', '.join(places)}): uninstall all but one"
+        return _broken(name, PluginError(text))
+    try:
+        found = points[0].load()
+    except Exception as cause:  # noqa: BLE001 - of somebody else's module: only this command needs it
+        return _broken(name, PluginError(f"{_whose(name, points[0])} cannot be loaded: {cause!r}"), cause)
+    if not isinstance(found, click.Command):
+        return _broken(name, PluginError(f"{_whose(name, points[0])} is no command: {found!r:.200}"))
+    return found
+
+
+def _whose(name: str, point: metadata.EntryPoint) -> str:
+    owner = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "a package"
+    return f"`{name}`, which {owner} adds ({point.value}),"
+
+
+def _broken(name: str, error: PluginError, cause: Exception | None = None) -> click.Command:
+    """A command that takes anything and says why it is not there."""
+
+    def fail() -> None:
+        context = click.get_current_context()
+        screen = context.obj
+        for option, switch in (("--json", "as_json"), ("--debug", "debug")):
+            if screen is not None and option in context.args:
+                setattr(screen, switch, True)
+        raise error from cause
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    short = "(cannot be loaded)"
+    return click.Command(name, callback=fail, context_settings=settings, add_help_option=False, short_help=short)

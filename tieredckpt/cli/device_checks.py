@@ -1,4 +1,4 @@
-"""``tieredckpt doctor --gpu``: whether this node's devices do what staging and recovery need of them, tried on each.
+"""``tieredckpt doctor --gpu``: tries on each device what staging and recovery need of it.
 
 No wait is without an end: a device is asked on a thread that is left behind where it does not come back. Memory that
 was registered is unregistered whatever fails; only under a copy that a device never ends it has to stay as it is.
@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from peerstore.units import show_size
-from tieredckpt.cli.findings import Finding, Verdict, bad, good, note
-from tieredckpt.copying import SlotMemory
-from tieredckpt.device import Copy, Device, Event, accelerator, answered, nccl_version
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.cli.findings import CheckResult, CheckStatus, check_failed, check_passed, check_warning
+from tieredckpt.tensors.device import DeviceBackend, DeviceCopy, DeviceEvent, accelerator, answered, nccl_version
+from tieredckpt.tensors.slot_copy import MappedSlot
 
 _SIZE_BYTES = 64 << 20
 _LIMIT_S = 30.0
@@ -29,21 +29,21 @@ _left: list[object] = []
 """What a device may still write to."""
 
 
-def about_devices(
-    device: Device | None = None,
+def check_devices(
+    device: DeviceBackend | None = None,
     *,
     empty: Empty | None = None,
     size_bytes: int = _SIZE_BYTES,
     limit_s: float = _LIMIT_S,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """On each of the devices that torch reports; without one it is said what could not be tried."""
     device = device or accelerator()
     torch_s = f"torch {torch.__version__}"
     if not device.count():
-        found = bad("device", f"{torch_s} reports no accelerator", _why_none())
-        return [found, note("device checks", "not tried: registered memory, copies both ways, events, health")]
+        found = check_failed("device", f"{torch_s} reports no accelerator", _why_none())
+        return [found, check_warning("device checks", "not tried: registered memory, copies both ways, events, health")]
     names = [str(torch.device(device.type, index)) for index in range(device.count())]
-    findings = [good("device", f"{torch_s} reports {', '.join(names)}, {_nccl()}")]
+    findings = [check_passed("device", f"{torch_s} reports {', '.join(names)}, {_nccl()}")]
     for index in range(device.count()):
         findings += _Trial(device, index, empty or _empty, size_bytes, limit_s).findings()
     return findings
@@ -68,7 +68,7 @@ def _empty(size_bytes: int, place: torch.device) -> torch.Tensor:
 class _Trial:
     """One device."""
 
-    def __init__(self, device: Device, index: int, empty: Empty, size_bytes: int, limit_s: float) -> None:
+    def __init__(self, device: DeviceBackend, index: int, empty: Empty, size_bytes: int, limit_s: float) -> None:
         self._device = device
         self._index = index
         self._place = torch.device(device.type, index)
@@ -77,9 +77,9 @@ class _Trial:
         self._limit_s = limit_s
         self._stage = "its memory"
         self._registered = False
-        self._found: list[Finding] = []
+        self._found: list[CheckResult] = []
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[CheckResult]:
         try:
             answered(self._limit_s, self._try)
         except TimeoutError:
@@ -89,7 +89,7 @@ class _Trial:
         return list(self._found)  # a thread that was left behind may go on
 
     def _fail(self, text: str, advice: str) -> None:
-        self._found.append(bad("health", f"{self._place}, {self._stage}: {text}", advice))
+        self._found.append(check_failed("health", f"{self._place}, {self._stage}: {text}", advice))
 
     def _try(self) -> None:
         self._device.make_current(self._index)
@@ -102,7 +102,7 @@ class _Trial:
             self._stage = "its health"
             self._device.synchronize(self._place)
             is_quiet = True
-            self._found.append(good("health", f"{self._place} has done all it was given"))
+            self._found.append(check_passed("health", f"{self._place} has done all it was given"))
         finally:
             if not is_quiet:
                 is_quiet = self._is_quiet()
@@ -121,7 +121,7 @@ class _Trial:
             return True
         return True
 
-    def _register(self, memory: SlotMemory) -> None:
+    def _register(self, memory: MappedSlot) -> None:
         self._stage = "registering memory"
         problem = self._device.register(memory.address, memory.size_bytes, self._place)
         self._registered = not problem
@@ -130,19 +130,21 @@ class _Trial:
             advice = (
                 "saves and restores are right, and slower; most often the limit on locked memory is too low (ulimit -l)"
             )
-            self._found.append(bad("registered memory", f"{text} cannot be registered: {problem}", advice))
+            self._found.append(check_failed("registered memory", f"{text} cannot be registered: {problem}", advice))
         else:
-            self._found.append(good("registered memory", f"{text} was registered"))
+            self._found.append(check_passed("registered memory", f"{text} was registered"))
 
-    def _unregister(self, memory: SlotMemory) -> None:
+    def _unregister(self, memory: MappedSlot) -> None:
         if self._registered:
             self._registered = False
             if problem := self._device.unregister(memory.address, self._place):
                 advice = "look at the driver's log; the memory stays taken until this process ends"
-                self._found.append(bad("registered memory", f"{self._place}: it stays registered: {problem}", advice))
+                self._found.append(
+                    check_failed("registered memory", f"{self._place}: it stays registered: {problem}", advice)
+                )
         memory.close()
 
-    def _copy(self, memory: SlotMemory, there: torch.Tensor) -> None:
+    def _copy(self, memory: MappedSlot, there: torch.Tensor) -> None:
         self._stage = "a copy"
         size = self._size_bytes
         source, target = (memory.tensor(start, torch.uint8, (size,)) for start in (0, size))
@@ -152,7 +154,7 @@ class _Trial:
         took: dict[str, float] = {}
         for _ in range(_ROUNDS):
             target.fill_(_POISON)
-            for name, copy in (("to", Copy(there, source)), ("from", Copy(target, there))):
+            for name, copy in (("to", DeviceCopy(there, source)), ("from", DeviceCopy(target, there))):
                 began = time.perf_counter()
                 self._device.copy([copy], stream)
                 event = stream.record_event()
@@ -162,7 +164,7 @@ class _Trial:
                 took[name] = min(took.get(name, float("inf")), time.perf_counter() - began)
             if not torch.equal(source, target):
                 self._found.append(
-                    bad("copies", f"{self._place} gave back other bytes than it had got", "do not use it")
+                    check_failed("copies", f"{self._place} gave back other bytes than it had got", "do not use it")
                 )
                 return
         speeds = {f"{name}_GB_per_s": round(size / max(took[name], 1e-9) / 1e9, 3) for name in took}
@@ -170,9 +172,9 @@ class _Trial:
             f"{self._place}: {show_size(size)} each way, bit for bit, {speeds['to_GB_per_s']:.1f} GB/s to it and "
             f"{speeds['from_GB_per_s']:.1f} GB/s from it; every event completed"
         )
-        self._found.append(Finding("copies", Verdict.GOOD, text, measured=speeds))
+        self._found.append(CheckResult("copies", CheckStatus.GOOD, text, measured=speeds))
 
-    def _completes(self, event: Event) -> bool:
+    def _completes(self, event: DeviceEvent) -> bool:
         deadline = time.monotonic() + self._limit_s / 2
         while not event.query():
             if time.monotonic() > deadline:
@@ -181,7 +183,7 @@ class _Trial:
         return True
 
 
-def _slot(size_bytes: int) -> SlotMemory:
+def _slot(size_bytes: int) -> MappedSlot:
     """Memory as a slot of the arena is: a file of shared memory, of one size."""
     fd = os.memfd_create("tieredckpt-doctor", os.MFD_CLOEXEC)
     try:
@@ -189,4 +191,4 @@ def _slot(size_bytes: int) -> SlotMemory:
     except BaseException:
         os.close(fd)
         raise
-    return SlotMemory(fd, size_bytes, 0)
+    return MappedSlot(fd, size_bytes, 0)

@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peerstore.units import show_size
-from tieredckpt.nccl_environment import NONBLOCKING, State, examined, is_on
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.nccl_environment import NONBLOCKING_VARIABLE, NcclRuleState, check_nccl_environment, is_switched_on
 from tieredckpt.settings import Settings
 
 _MOST_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
 _MUCH_OF_MEMORY = 0.8
 
 
-class Verdict(str, enum.Enum):
+class CheckStatus(str, enum.Enum):
     GOOD = "good"
     NOTE = "note"
     BAD = "bad"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     what: str
-    verdict: Verdict
+    verdict: CheckStatus
     text: str
     advice: str = ""
     measured: Mapping[str, float] | None = None
@@ -35,20 +35,20 @@ class Finding:
         return found if self.measured is None else {**found, "measured": dict(self.measured)}
 
 
-def good(what: str, text: str) -> Finding:
-    return Finding(what, Verdict.GOOD, text)
+def check_passed(what: str, text: str) -> CheckResult:
+    return CheckResult(what, CheckStatus.GOOD, text)
 
 
-def note(what: str, text: str, advice: str = "") -> Finding:
-    return Finding(what, Verdict.NOTE, text, advice)
+def check_warning(what: str, text: str, advice: str = "") -> CheckResult:
+    return CheckResult(what, CheckStatus.NOTE, text, advice)
 
 
-def bad(what: str, text: str, advice: str) -> Finding:
-    return Finding(what, Verdict.BAD, text, advice)
+def check_failed(what: str, text: str, advice: str) -> CheckResult:
+    return CheckResult(what, CheckStatus.BAD, text, advice)
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryMeasurements:
     """This node, in bytes."""
 
     budget: int
@@ -64,80 +64,84 @@ class Memory:
     """Already taken by slots."""
 
 
-def about_memory(memory: Memory, place: str) -> list[Finding]:
+def check_memory(memory: MemoryMeasurements, place: str) -> list[CheckResult]:
     """Whether the arena's budget fits where it is to be."""
     return [_about_file_system(memory, place), _about_budget(memory)]
 
 
-def _about_file_system(memory: Memory, place: str) -> Finding:
+def _about_file_system(memory: MemoryMeasurements, place: str) -> CheckResult:
     what = "shared memory"
     text = f"{place} is on {memory.file_system}, {show_size(memory.size)}, {show_size(memory.free)} free"
     if memory.file_system not in ("tmpfs", "ramfs"):
-        return bad(what, text, "put agent.directory on a tmpfs (/dev/shm): on a disk saves are as slow as the disk is")
+        return check_failed(
+            what, text, "put agent.directory on a tmpfs (/dev/shm): on a disk saves are as slow as the disk is"
+        )
     room = memory.free + memory.arena
     if memory.budget > room:
-        return bad(
+        return check_failed(
             what,
             f"{text}: less than the arena's budget of {show_size(memory.budget)}",
             f"enlarge it (Kubernetes: an emptyDir with medium Memory and a sizeLimit; Docker: --shm-size) or set "
             f"agent.budget to {show_size(room)} or less",
         )
-    return good(what, text)
+    return check_passed(what, text)
 
 
-def _about_budget(memory: Memory) -> Finding:
+def _about_budget(memory: MemoryMeasurements) -> CheckResult:
     what = "memory budget"
     usable = min(memory.total, memory.limit or memory.total)
     text = f"{show_size(memory.budget)} for shards, {100 * memory.budget / usable:.0f} % of {show_size(usable)}"
     text += " (the container's limit)" if memory.limit and memory.limit < memory.total else " of memory"
     if memory.budget > usable:
-        return bad(what, text, "lower agent.budget: a process is killed before the arena is full")
+        return check_failed(what, text, "lower agent.budget: a process is killed before the arena is full")
     if memory.budget > _MUCH_OF_MEMORY * usable:
-        return note(what, text, "little is left for the trainers themselves; pages of the arena count as their memory")
-    return good(what, text)
+        return check_warning(
+            what, text, "little is left for the trainers themselves; pages of the arena count as their memory"
+        )
+    return check_passed(what, text)
 
 
-def about_skew(skew_s: float, *, signed: bool) -> Finding:
+def check_clock_skew(skew_s: float, *, signed: bool) -> CheckResult:
     """``skew_s``: how far this node's clock is ahead of the store's."""
     text = f"this node's clock and the store's differ by {abs(skew_s):.0f} s"
     advice = "let the node's time service (chrony, ntpd) run"
     if signed and abs(skew_s) > _REFUSED_SKEW_S:
-        return bad("clock", f"{text}: signed requests are refused", advice)
-    return note("clock", text, advice) if abs(skew_s) > _MOST_SKEW_S else good("clock", text)
+        return check_failed("clock", f"{text}: signed requests are refused", advice)
+    return check_warning("clock", text, advice) if abs(skew_s) > _MOST_SKEW_S else check_passed("clock", text)
 
 
-def about_nccl(environ: Mapping[str, str], *, needed: bool) -> Finding:
+def about_nccl(environ: Mapping[str, str], *, needed: bool) -> CheckResult:
     """Whether ``elastic.run`` recovers within the process in this environment, and what it would set.
 
     ``needed``: this node is to recover so.
     """
     what = "NCCL environment"
-    found = examined(environ)
-    wrong = [one for one in found if one.state is State.CONTRADICTED]
+    found = check_nccl_environment(environ)
+    wrong = [one for one in found if one.state is NcclRuleState.CONTRADICTED]
     if wrong:
         text = "; ".join(f"{one}: {one.why}" for one in wrong)
         advice = f"elastic.run refuses it where groups are NCCL's: unset {', '.join(one.name for one in wrong)}"
-        return bad(what, text, advice) if needed else note(what, text, advice)
+        return check_failed(what, text, advice) if needed else check_warning(what, text, advice)
     text = "; ".join(
         f"{state.value}: {', '.join(map(str, some))}"
-        for state in (State.SET, State.UNSET)
+        for state in (NcclRuleState.SET, NcclRuleState.UNSET)
         if (some := [one for one in found if one.state is state])
     )
-    text += ", which elastic.run sets" if any(one.state is State.UNSET for one in found) else ""
-    stays = is_on(environ.get(NONBLOCKING, ""))
-    costs = "leaves their processes" if stays else f"costs their processes ({NONBLOCKING} is not 1)"
-    return good(what, f"{text}; a fault while ranks make a communicator {costs}")
+    text += ", which elastic.run sets" if any(one.state is NcclRuleState.UNSET for one in found) else ""
+    stays = is_switched_on(environ.get(NONBLOCKING_VARIABLE, ""))
+    costs = "leaves their processes" if stays else f"costs their processes ({NONBLOCKING_VARIABLE} is not 1)"
+    return check_passed(what, f"{text}; a fault while ranks make a communicator {costs}")
 
 
 @dataclass(frozen=True)
-class Survival:
+class LossSurvival:
     """What is left after a loss."""
 
     lost: str
     left: str
 
 
-def survivals(settings: Settings, *, store_works: bool = True) -> list[Survival]:
+def loss_survivals(settings: Settings, *, store_works: bool = True) -> list[LossSurvival]:
     """What would survive what, with these settings, and with the store as it was found."""
     every = settings.memory.every
     durable = settings.durable
@@ -146,20 +150,20 @@ def survivals(settings: Settings, *, store_works: bool = True) -> list[Survival]
     broken = f"nothing as it is now: {durable.url} does not work (above)"
     if not settings.enabled:
         if not store_works:
-            return [Survival("anything", broken)]
+            return [LossSurvival("anything", broken)]
         left = f"plain checkpoints in {durable.url}, {uploaded}"
-        return [Survival("anything but the store", left), Survival("the store", "nothing")]
+        return [LossSurvival("anything but the store", left), LossSurvival("the store", "nothing")]
     newest = f"the newest sealed step ({sealed} is sealed), in this node's memory"
     last = f"the newest durable step ({uploaded} is uploaded) in {durable.url}"
     lost = (last if store_works else broken) if durable.url else "nothing: there is no durable tier"
     kept = f"{newest}, for {settings.agent.job_ttl_s / 60:.0f} min after the last trainer left"
     rows = [
-        Survival("a trainer, killed at any moment", kept),
-        Survival("the agent, killed", f"{newest}: the next agent checks and takes over what it finds"),
-        Survival("this node or its memory", lost),
-        Survival("all nodes of the job", lost),
+        LossSurvival("a trainer, killed at any moment", kept),
+        LossSurvival("the agent, killed", f"{newest}: the next agent checks and takes over what it finds"),
+        LossSurvival("this node or its memory", lost),
+        LossSurvival("all nodes of the job", lost),
     ]
     if durable.url:
-        rows.append(Survival("the store", f"{newest}; uploads are tried again until it is back"))
-        rows.append(Survival("the store and this node", "nothing"))
+        rows.append(LossSurvival("the store", f"{newest}; uploads are tried again until it is back"))
+        rows.append(LossSurvival("the store and this node", "nothing"))
     return rows

@@ -1,4 +1,4 @@
-"""``tieredckpt rm``: a step is given up, in memory and in the durable tier."""
+"""``tieredckpt rm``: delete a step from memory on all nodes and from the durable tier."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from tieredckpt.cli.exits import Exit
-from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
-from tieredckpt.cli.pin import step_named
-from tieredckpt.cli.screen import Screen
-from tieredckpt.cli.sight import open_sight
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.common_options import (
+    parse_job_and_step,
+    pass_output,
+    settings_from_options,
+    tier_options,
+    with_exit_code_help,
+)
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.errors import TierUnavailableError, UsageError
 
 
@@ -21,11 +26,11 @@ from tieredckpt.errors import TierUnavailableError, UsageError
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also where no agent answers: one that uploads the step brings it back.")
-@looking
-@pass_screen
-@with_exits
-def rm(
-    screen: Screen,
+@tier_options
+@pass_output
+@with_exit_code_help
+def rm_command(
+    screen: CommandOutput,
     *,
     target: str,
     step: int | None,
@@ -33,13 +38,13 @@ def rm(
     force: bool,
     agent_dir: Path | None,
     durable: str | None,
-) -> Exit:
+) -> ExitCode:
     """Delete STEP of JOB (or JOB/step-N), every attempt at it: from memory on all nodes and from the durable tier.
 
     Kept steps go too. Exit code 5 names what could not be told, and may still have the step.
     """
-    location = step_named(target, step)
-    with open_sight(settings_for(agent_dir, durable, target)) as sight:
+    location = parse_job_and_step(target, step)
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         survey = sight.survey(location.job)
         views = sight.groups(location, survey)
         tiers = sorted({tier.value for view in views for where in view.found.values() for tier in where})
@@ -56,10 +61,10 @@ def rm(
     value = {"job": location.job, "step": location.step, "attempts": len(views), "not_asked": why}
     said = f"{location} is deleted from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
     screen.result({**value, "deleted_from": tiers}, lambda out: out.print(escape(said)))
-    return Exit.OK
+    return ExitCode.OK
 
 
-def _ask(screen: Screen, question: str) -> None:
+def _ask(screen: CommandOutput, question: str) -> None:
     if screen.as_json or not sys.stdin.isatty():
         raise UsageError(f"{question} Say so with --yes: nobody can be asked here")
     click.confirm(question, abort=True, err=True)

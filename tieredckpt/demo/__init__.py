@@ -1,4 +1,4 @@
-"""``tieredckpt demo``: train on two nodes, kill, lose one node, lose both; the loss goes on bit for bit."""
+"""``tieredckpt demo``: two nodes, a kill, a lost node, both lost; the losses stay bitwise equal."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from peerstore.units import show_seconds, show_size
-from tieredckpt.demo.bucket import Bucket, free_port, local_bucket
+from peerstore.sizes_and_durations import show_seconds, show_size
+from tieredckpt.demo.local_s3 import LocalBucket, free_port, local_bucket
 from tieredckpt.errors import UsageError
 
-WORLD = 2
-PHASES = (12, 18, 24, 30)
+DEMO_WORLD_SIZE = 2
+DEMO_PHASES = (12, 18, 24, 30)
 """Where a trainer is killed, where one node is lost, where both are lost, and the end."""
-NODES = ("n1", "n2")
-SPARE = "n3"
+DEMO_NODES = ("n1", "n2")
+DEMO_SPARE = "n3"
 DURABLE_EVERY = 5
 _LIMIT_S = 90.0
 _NOTHING = subprocess.DEVNULL
@@ -37,7 +37,7 @@ _MARK = ".made-by-tieredckpt-demo"
 
 
 @dataclass
-class Phase:
+class PhaseResult:
     """What one start of the trainers did."""
 
     events: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -80,34 +80,34 @@ class _Node:
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     """Run the demo; 0 when every loss was equal bit for bit. ``keep`` is where the bucket's files stay afterwards."""
     console = Console(stderr=as_json, soft_wrap=True)
-    keep = emptied(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
+    keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tieredckpt-demo-")))
         arena = Path(cleanup.enter_context(_arena()))
         console.print("[bold]1.[/] a transformer trains on 2 ranks, nothing is saved: the reference")
-        reference = _train(folder / "reference", PHASES[-1], [_Node("n1", arena / "none", {})] * WORLD)
+        reference = _train(folder / "reference", DEMO_PHASES[-1], [_Node("n1", arena / "none", {})] * DEMO_WORLD_SIZE)
         bucket = cleanup.enter_context(local_bucket(keep))
-        nodes = {name: _Node(name, arena / name, bucket.environ) for name in (*NODES, SPARE)}
-        number = PHASES[0] - 1
+        nodes = {name: _Node(name, arena / name, bucket.environ) for name in (*DEMO_NODES, DEMO_SPARE)}
+        number = DEMO_PHASES[0] - 1
         console.print(
             f"[bold]2.[/] the same on two nodes, saved every step, each step copied to the other node's memory; rank 1 "
             f"gets SIGKILL in step {number}'s save"
         )
-        both = [nodes[name] for name in NODES]
-        killed = _train(folder / "killed", PHASES[1], both, durable=bucket.url, killed_in_save=PHASES[0])
+        both = [nodes[name] for name in DEMO_NODES]
+        killed = _train(folder / "killed", DEMO_PHASES[1], both, durable=bucket.url, killed_in_save=DEMO_PHASES[0])
         console.print("[bold]3.[/] both ranks start again and find the last whole step in memory")
-        resumed = _train(folder / "resumed", PHASES[1], both, durable=bucket.url)
+        resumed = _train(folder / "resumed", DEMO_PHASES[1], both, durable=bucket.url)
         agent = _agent_status(both[0].directory)
         console.print(
             "[bold]4.[/] n2 is lost with everything on it; on the new node n3 its rank pulls its bytes from n1's memory"
         )
-        lose_node(both[1].directory)
-        replaced = _train(folder / "replaced", PHASES[2], [nodes["n1"], nodes[SPARE]], durable=bucket.url)
+        kill_demo_node(both[1].directory)
+        replaced = _train(folder / "replaced", DEMO_PHASES[2], [nodes["n1"], nodes[DEMO_SPARE]], durable=bucket.url)
         console.print("[bold]5.[/] all nodes are lost; new ranks find the last step in the bucket")
         for node in nodes.values():
-            lose_node(node.directory)
-        hydrated = _train(folder / "hydrated", PHASES[3], both, durable=bucket.url)
+            kill_demo_node(node.directory)
+        hydrated = _train(folder / "hydrated", DEMO_PHASES[3], both, durable=bucket.url)
         seen = _listing(both[0], bucket)
         phases = {"killed": killed, "resumed": resumed, "replaced": replaced, "hydrated": hydrated}
         result = _compare(reference, phases)
@@ -119,7 +119,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     return 0 if result["equal"] else 1
 
 
-def emptied(folder: Path) -> Path:
+def empty_demo_folder(folder: Path) -> Path:
     """A folder of our own: what an earlier demo left there is removed, anything else is refused."""
     folder = folder.absolute()
     if folder.exists() and not (folder / _MARK).is_file() and any(folder.iterdir()):
@@ -137,31 +137,35 @@ def _arena() -> Iterator[str]:
     try:
         yield str(directory)
     finally:
-        for node in (*NODES, SPARE):
-            lose_node(directory / node)
+        for node in (*DEMO_NODES, DEMO_SPARE):
+            kill_demo_node(directory / node)
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _train(folder: Path, steps: int, nodes: Sequence[_Node], *, durable: str = "", killed_in_save: int = 0) -> Phase:
+def _train(
+    folder: Path, steps: int, nodes: Sequence[_Node], *, durable: str = "", killed_in_save: int = 0
+) -> PhaseResult:
     """Start the ranks and wait for their end; when one dies, the launcher ends the others.
 
     ``killed_in_save``: the last one dies in its so-many-th save; 0: it does not.
     """
     folder.mkdir()
     began, port = time.monotonic(), free_port()
-    events = [folder / f"rank{rank}.jsonl" for rank in range(WORLD)]
+    events = [folder / f"rank{rank}.jsonl" for rank in range(DEMO_WORLD_SIZE)]
     with contextlib.ExitStack() as files:
         ranks = []
-        for rank in range(WORLD):
+        for rank in range(DEMO_WORLD_SIZE):
             log = files.enter_context((folder / f"rank{rank}.log").open("wb"))
-            command = [sys.executable, "-m", "tieredckpt.demo.trainer", "--events", str(events[rank])]
+            command = [sys.executable, "-m", "tieredckpt.demo.training_script", "--events", str(events[rank])]
             command += ["--steps", str(steps), "--durable", durable, "--durable-every", str(DURABLE_EVERY)]
-            if rank == WORLD - 1:
+            if rank == DEMO_WORLD_SIZE - 1:
                 command += ["--killed-in-save", str(killed_in_save)]
             environ_of_rank = _rank_environ(rank, port, nodes[rank].environ)
             ranks.append(subprocess.Popen(command, env=environ_of_rank, stdout=log, stderr=log, stdin=_NOTHING))  # noqa: S603 - ours
         _wait(ranks, began)
-    phase = Phase([_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks))
+    phase = PhaseResult(
+        [_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks)
+    )
     if not killed_in_save and any(phase.status):
         raise RuntimeError(
             f"a rank failed: {phase.status}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:]
@@ -180,10 +184,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], began: float) -> None:
 
 def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     return {
-        **kept_environ(),
+        **demo_environ(),
         **extra,
         "RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
+        "WORLD_SIZE": str(DEMO_WORLD_SIZE),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -193,7 +197,7 @@ def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, s
     }
 
 
-def kept_environ(*others: str) -> dict[str, str]:
+def demo_environ(*others: str) -> dict[str, str]:
     """This process's environment without settings a demo makes itself."""
     ours = ("TIEREDCKPT_", "AWS_", "PEERSTORE_", *others)
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -209,7 +213,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def lose_node(arena: Path) -> None:
+def kill_demo_node(arena: Path) -> None:
     """As far as the job can tell: the agent and everything in its memory are gone at once."""
     with contextlib.suppress(OSError, ValueError):
         os.kill(int((arena / "agent.lock").read_text()), signal.SIGKILL)
@@ -223,28 +227,28 @@ def _agent_status(arena: Path) -> dict[str, Any]:
     return status
 
 
-def _listing(on: _Node, bucket: Bucket) -> list[dict[str, Any]]:
+def _listing(on: _Node, bucket: LocalBucket) -> list[dict[str, Any]]:
     """What is where now, as `tieredckpt ls` would say it."""
-    from tieredckpt.agent_node import AgentNode
-    from tieredckpt.demo.trainer import JOB
+    from tieredckpt.agent.agent_client import NodeAgentClient
+    from tieredckpt.demo.training_script import DEMO_JOB
     from tieredckpt.settings import load_settings
 
     os.environ.update(on.environ)
-    node = AgentNode(load_settings({**on.environ, "TIEREDCKPT_DURABLE_URL": bucket.url}), JOB)
+    node = NodeAgentClient(load_settings({**on.environ, "TIEREDCKPT_DURABLE_URL": bucket.url}), DEMO_JOB)
     with contextlib.closing(node):
-        survey = node.survey(JOB, fresh=True)
+        survey = node.survey(DEMO_JOB, fresh=True)
     return [
         {
             "step": view.group.version,
             "memory": sum(bool({"memory", "peer"} & {t.value for t in tiers}) for tiers in view.found.values()),
-            "parts": view.parts or WORLD,
+            "parts": view.parts or DEMO_WORLD_SIZE,
             "durable": view.durable,
         }
         for view in sorted(survey.views, key=lambda view: view.group.version)
     ]
 
 
-def _compare(reference: Phase, phases: Mapping[str, Phase]) -> dict[str, Any]:
+def _compare(reference: PhaseResult, phases: Mapping[str, PhaseResult]) -> dict[str, Any]:
     expected = reference.losses()
     compared = different = 0
     for phase in phases.values():
@@ -252,20 +256,20 @@ def _compare(reference: Phase, phases: Mapping[str, Phase]) -> dict[str, Any]:
             compared += 1
             different += loss != expected[step]
     last = max(phases["hydrated"].losses(), default=-1)
-    return {"equal": not different and last == PHASES[-1] - 1, "compared": compared, "different": different}
+    return {"equal": not different and last == DEMO_PHASES[-1] - 1, "compared": compared, "different": different}
 
 
 def _summary(
-    result: Mapping[str, Any], phases: Mapping[str, Phase], agent: Mapping[str, Any], seconds: float
+    result: Mapping[str, Any], phases: Mapping[str, PhaseResult], agent: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
     counters, drain = agent["store"]["counters"], agent["drain"]["totals"]
     copies = next(iter(agent["peers"].values()))["totals"]
     resumed, hydrated = phases["resumed"].restored(), phases["hydrated"].restored()
-    replaced = phases["replaced"].restored(rank=WORLD - 1)
+    replaced = phases["replaced"].restored(rank=DEMO_WORLD_SIZE - 1)
     blocked = phases["resumed"].blocked()
     return {
         **result,
-        "killed_in_step": PHASES[0] - 1,
+        "killed_in_step": DEMO_PHASES[0] - 1,
         "resumed_from": resumed["step"],
         "resumed_tiers": resumed["tiers"],
         "replaced_from": replaced["step"],
@@ -294,12 +298,12 @@ def short_loss(loss: str) -> str:
 
 def _show(
     console: Console,
-    reference: Phase,
-    phases: Mapping[str, Phase],
+    reference: PhaseResult,
+    phases: Mapping[str, PhaseResult],
     summary: Mapping[str, Any],
     seen: Sequence[Mapping[str, Any]],
     *,
-    bucket: Bucket,
+    bucket: LocalBucket,
 ) -> None:
     table = Table(title="loss, bit for bit", header_style="bold", title_justify="left")
     for name in ("step", "undisturbed", "with kills", "", "computed by"):
@@ -312,8 +316,8 @@ def _show(
         "replaced": "with a new node, from the other one's memory",
         "hydrated": "restarted from the bucket",
     }
-    edges = [step for phase in PHASES[:-1] for step in (phase - 1, phase)]
-    for step in (0, PHASES[0] - 2, *edges, PHASES[-1] - 1):
+    edges = [step for phase in DEMO_PHASES[:-1] for step in (phase - 1, phase)]
+    for step in (0, DEMO_PHASES[0] - 2, *edges, DEMO_PHASES[-1] - 1):
         loss, name = found[step]
         same = "[green]equal[/]" if loss == expected[step] else "[red]different[/]"
         table.add_row(str(step), short_loss(expected[step]), short_loss(loss), same, names[name])
@@ -355,9 +359,10 @@ def _show(
     console.print(
         f"killed in step {summary['killed_in_step']}'s save: resumed after step {summary['resumed_from']} "
         f"({show_size(memory)} a rank from memory, nothing from the bucket)\n"
-        f"n2 lost after step {PHASES[1] - 1}: resumed after step {summary['replaced_from']} "
+        f"n2 lost after step {DEMO_PHASES[1] - 1}: resumed after step {summary['replaced_from']} "
         f"({show_size(peer)} for n3 from n1's memory, nothing from the bucket)\n"
-        f"all nodes lost after step {PHASES[2] - 1}: resumed after step {summary['hydrated_from']}, the last durable "
+        f"all nodes lost after step {DEMO_PHASES[2] - 1}: resumed after step {summary['hydrated_from']}, the last "
+        f"durable "
         f"one ({show_size(durable)} a rank from the bucket)\n"
         f"durable tier: {bucket.name}\nlook at what is in it: {bucket.look}"
     )

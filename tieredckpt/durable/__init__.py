@@ -1,1 +1,1 @@
-"""The durable tier: objects under a URL, and how shards get there and back."""
+"""The durable tier: objects below a URL, on S3, other clouds, or a file system."""

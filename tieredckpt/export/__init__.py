@@ -1,1 +1,1 @@
-"""A stored step as files that other programs read: tensor by tensor, never the whole model in memory."""
+"""A stored step as files for other programs, tensor by tensor."""

@@ -1,6 +1,23 @@
-"""Goodput: how much of a job's time was, or will be, work that stays. Pure; never imports torch."""
+"""Goodput: the share of a job's time that produced lasting work, measured or predicted. Pure, no torch."""
 
 from tieredckpt.goodput.analysis import analyse
-from tieredckpt.goodput.model import Analysis, Category, Interval, Recovery, StageStats, StepView, Totals
+from tieredckpt.goodput.analysis_result import (
+    Analysis,
+    StageStats,
+    StepRecord,
+    TimeCategory,
+    TimeInterval,
+    TimeTotals,
+    TransitionRecord,
+)
 
-__all__ = ["Analysis", "Category", "Interval", "Recovery", "StageStats", "StepView", "Totals", "analyse"]
+__all__ = [
+    "Analysis",
+    "StageStats",
+    "StepRecord",
+    "TimeCategory",
+    "TimeInterval",
+    "TimeTotals",
+    "TransitionRecord",
+    "analyse",
+]

@@ -1,33 +1,70 @@
-"""From a ledger's events to an :class:`~tieredckpt.goodput.model.Analysis`."""
+"""From run history to an Analysis: one timeline, faults, stages of transitions, lost work, totals. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import bisect
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
-from tieredckpt.goodput import stages as staging
-from tieredckpt.goodput.counting import Done, settle, usual_us
-from tieredckpt.goodput.faults import views_of
-from tieredckpt.goodput.findings import Findings, Told
-from tieredckpt.goodput.model import UNSTATED, Analysis, Category, Interval
-from tieredckpt.goodput.painting import Claim, Label, paint
-from tieredckpt.goodput.runs import Run, Way, runs_of
-from tieredckpt.goodput.summing import summed
-from tieredckpt.ledger.events import DETECT, FIRST_STEP, Event, Injected
+import msgspec
+
+from tieredckpt.event_log.event_types import (
+    STAGE_ABORT,
+    STAGE_DETECT,
+    STAGE_FIRST_STEP,
+    STAGE_LAUNCH,
+    STAGE_LEAVE,
+    STAGE_RENDEZVOUS,
+    STAGE_SEAL,
+    STAGES,
+    FaultEvent,
+    FaultInjected,
+    LogEvent,
+    Protection,
+    StageEvent,
+)
+from tieredckpt.goodput.analysis_result import (
+    STAGE_UNSTATED,
+    Analysis,
+    DurationStats,
+    FaultRecord,
+    StageStats,
+    TimeCategory,
+    TimeInterval,
+    TimeTotals,
+    TransitionRecord,
+    UnnoticedInjection,
+    Unprotected,
+)
+from tieredckpt.goodput.run_history import (
+    ExecutedStep,
+    JobRun,
+    Transition,
+    executed_steps,
+    split_into_runs,
+    to_us,
+    typical_step_us,
+)
 
 _SAVE, _SLOW_START, _STEP, _INTERRUPTED = range(4)
 """What holds where several things are said of a moment."""
 _REST = 1000
 
 
-def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str] = ()) -> Analysis:
+def analyse(events: Iterable[LogEvent], *, job: str = "", complaints: Sequence[str] = ()) -> Analysis:
     """What became of the time of the job that these events are of. Their order does not matter."""
-    runs = runs_of(events)
-    found = Findings(job, runs, settle(runs), tuple(complaints))
-    usual = usual_us(found.done)
+    runs = split_into_runs(events)
+    found = PartialAnalysis(job, runs, executed_steps(runs), tuple(complaints))
+    usual = typical_step_us(found.done)
     ended = runs[0].start if runs else 0
     for run in runs:
-        injections = [one for one in run.events if isinstance(one, Injected)]
-        ways = [_told(run, way, injections) for way in run.ways]
+        injections = [one for one in run.events if isinstance(one, FaultInjected)]
+        ways = [_analyse_transition(run, way, injections) for way in run.ways]
         done = [one for one in found.done if one.run == run.number]
         firsts = {step.epoch: step for step in done if step.first and step.counts}
         for one in ways:
@@ -35,49 +72,53 @@ def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str]
             if first is not None:
                 slow = max(0, first.net_us - usual.get((run.number, first.epoch), first.net_us))
                 one.slow_us = run.inside(one.way.end + slow) - one.way.end
-            for key, time_us in staging.times_by_rank(one.began, one.faults, one.stages).items():
+            for key, time_us in stage_times_by_rank(one.began, one.faults, one.stages).items():
                 found.spent.setdefault((one.way.category, key[2]), []).append(time_us)
         if ended < run.start:
-            found.timeline.append(Interval(ended, run.start, Category.DOWN, run=run.number))
+            found.timeline.append(TimeInterval(ended, run.start, TimeCategory.DOWN, run=run.number))
         ended = run.end
-        for start, end, label in paint(_claims(ways, done), run.start, run.end, Label(Category.UNKNOWN)):
+        for start, end, label in resolve_claims(
+            _claims(ways, done), run.start, run.end, TimeLabel(TimeCategory.UNKNOWN)
+        ):
             found.timeline.append(
-                Interval(start, end, label.category, label.stage, label.epoch, label.ranks, run.number)
+                TimeInterval(start, end, label.category, label.stage, label.epoch, label.ranks, run.number)
             )
         found.told += ways
-    _blame(found.told, found.done)
-    return summed(found)
+    _attribute_lost_work(found.told, found.done)
+    return finish_analysis(found)
 
 
-def _told(run: Run, way: Way, injections: Sequence[Injected]) -> Told:
-    stages = staging.of_way(way, run.stages_about(way))
-    faults = views_of(way, injections, [stage for stage in stages if stage.name == DETECT])
-    return Told(way, faults, stages, staging.began_at(way, faults, stages))
+def _analyse_transition(run: JobRun, way: Transition, injections: Sequence[FaultInjected]) -> AnalysedTransition:
+    stages = stages_of_transition(way, run.stages_about(way))
+    faults = fault_records(way, injections, [stage for stage in stages if stage.name == STAGE_DETECT])
+    return AnalysedTransition(way, faults, stages, transition_began_at(way, faults, stages))
 
 
-def _claims(ways: Sequence[Told], done: Sequence[Done]) -> Iterator[Claim]:
+def _claims(ways: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> Iterator[TimeClaim]:
     for one in ways:
         way = one.way
-        yield from staging.claims_of(way, one.began, one.faults, one.stages)
+        yield from stage_claims(way, one.began, one.faults, one.stages)
         if one.slow_us:
-            yield Claim(way.end, way.end + one.slow_us, _SLOW_START, staging.label(way, FIRST_STEP))
-        if way.category is Category.RECOVERY:
-            yield Claim(way.start, one.began, _INTERRUPTED, Label(Category.LOST, "interrupted", way.epoch, way.ranks))
-        if way.category is not Category.UNKNOWN:
-            stage = "" if way.category is Category.ENDING else UNSTATED
-            yield Claim(one.began, way.end, _REST, staging.label(way, stage))
+            yield TimeClaim(way.end, way.end + one.slow_us, _SLOW_START, stage_label(way, STAGE_FIRST_STEP))
+        if way.category is TimeCategory.RECOVERY:
+            yield TimeClaim(
+                way.start, one.began, _INTERRUPTED, TimeLabel(TimeCategory.LOST, "interrupted", way.epoch, way.ranks)
+            )
+        if way.category is not TimeCategory.UNKNOWN:
+            stage = "" if way.category is TimeCategory.ENDING else STAGE_UNSTATED
+            yield TimeClaim(one.began, way.end, _REST, stage_label(way, stage))
     for step in done:
-        yield Claim(
+        yield TimeClaim(
             step.start,
             step.end,
             _STEP,
-            Label(Category.PRODUCTIVE if step.counts else Category.LOST, "", step.epoch, step.ranks),
+            TimeLabel(TimeCategory.PRODUCTIVE if step.counts else TimeCategory.LOST, "", step.epoch, step.ranks),
         )
         if step.counts:
-            yield Claim(*step.saving, _SAVE, Label(Category.SAVE, "", step.epoch, step.ranks))
+            yield TimeClaim(*step.saving, _SAVE, TimeLabel(TimeCategory.SAVE, "", step.epoch, step.ranks))
 
 
-def _blame(told: Sequence[Told], done: Sequence[Done]) -> None:
+def _attribute_lost_work(told: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> None:
     """What was lost is put down to the way after which training went back."""
     ways = {(one.way.run, one.way.next_epoch): one for one in told}
     last = told[-1] if told else None
@@ -88,5 +129,344 @@ def _blame(told: Sequence[Told], done: Sequence[Done]) -> None:
                 one.steps_lost += 1
                 one.lost_us += step.end - step.start
     for one in told:
-        if one.way.category is Category.RECOVERY:
+        if one.way.category is TimeCategory.RECOVERY:
             one.lost_us += one.began - one.way.start
+
+
+class TimeLabel(NamedTuple):
+    """What a moment was spent on."""
+
+    category: TimeCategory
+    stage: str = ""
+    epoch: int = -1
+    ranks: int = 0
+
+
+class TimeClaim(NamedTuple):
+    start: int
+    end: int
+    weight: int
+    """The least one is the strongest."""
+    label: TimeLabel
+
+
+class LabelledSpan(NamedTuple):
+    start: int
+    end: int
+    label: TimeLabel
+
+
+def resolve_claims(claims: Iterable[TimeClaim], start: int, end: int, rest: TimeLabel) -> list[LabelledSpan]:
+    """``[start, end)`` without a gap, neighbours with the same label joined; ``rest`` where nobody claims anything.
+
+    The order of the claims does not matter: of claims as strong as each other the one that began first holds.
+    """
+    clipped = sorted(
+        one._replace(start=max(one.start, start), end=min(one.end, end))
+        for one in claims
+        if max(one.start, start) < min(one.end, end)
+    )
+    points = sorted({start, end, *(one.start for one in clipped), *(one.end for one in clipped)})
+    painted: list[LabelledSpan] = []
+    active: list[tuple[int, TimeClaim]] = []
+    following = 0
+    for left, right in pairwise(points):
+        while following < len(clipped) and clipped[following].start <= left:
+            heapq.heappush(active, (clipped[following].weight, clipped[following]))
+            following += 1
+        while active and active[0][1].end <= left:
+            heapq.heappop(active)
+        label = active[0][1].label if active else rest
+        if painted and painted[-1].label == label:
+            painted[-1] = painted[-1]._replace(end=right)
+        else:
+            painted.append(LabelledSpan(left, right, label))
+    return painted
+
+
+def fault_records(
+    way: Transition, injections: Sequence[FaultInjected], known: Sequence[StageEvent]
+) -> tuple[FaultRecord, ...]:
+    """In order of time. An injection is the cause of one fault, the first that fits it.
+
+    What broke a world happened before any of its ranks knew: ``known`` says when they did.
+    """
+    left = sorted(injections, key=lambda one: one.at)
+    firsts: dict[int, float] = {}
+    for stage in known:
+        firsts[stage.epoch] = min(stage.began, firsts.get(stage.epoch, stage.began))
+    found = []
+    for fault in sorted(way.faults, key=lambda one: (one.at, one.node, one.local_rank)):
+        fitting = [one for one in left if _fits(one, fault)]
+        cause = fitting[-1] if fitting else None
+        if cause is not None:
+            left.remove(cause)
+        since = fault.at if fault.since is None else fault.since
+        at = min(since, fault.at, firsts.pop(fault.epoch, fault.at))
+        found.append(
+            FaultRecord(
+                to_us(at if cause is None else cause.at),
+                to_us(fault.at),
+                fault.epoch,
+                fault.node,
+                fault.local_rank,
+                fault.kind,
+                fault.reason,
+                "" if cause is None else cause.kind,
+            )
+        )
+    return tuple(sorted(found, key=lambda one: (one.at_us, one.noticed_us)))
+
+
+def _fits(injected: FaultInjected, fault: FaultEvent) -> bool:
+    """Whether the one may have led to the other, as far as each says where it was."""
+    return (
+        injected.at <= fault.at
+        and injected.epoch in (-1, fault.epoch)
+        and (not injected.node or not fault.node or injected.node == fault.node)
+        and (injected.local_rank < 0 or fault.local_rank < 0 or injected.local_rank == fault.local_rank)
+    )
+
+
+_AWAY = (STAGE_DETECT, STAGE_SEAL, STAGE_ABORT, STAGE_LEAVE)
+_ORDER = {name: 10 + number for number, name in enumerate(STAGES)}
+_LAST = 90
+_FALLBACK = 100
+
+
+def stages_of_transition(way: Transition, stages: Iterable[StageEvent]) -> list[StageEvent]:
+    return [
+        stage for stage in stages if (way.leads_from(stage.epoch) if stage.name in _AWAY else way.leads_to(stage.epoch))
+    ]
+
+
+def transition_began_at(way: Transition, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]) -> int:
+    """When what had been begun ended: at the fault, where there was one."""
+    if way.category is not TimeCategory.RECOVERY:
+        return way.start
+    known = [to_us(stage.began) for stage in stages if stage.name == STAGE_DETECT]
+    at = min([fault.at_us for fault in faults] or known or [way.start])
+    return min(max(at, way.start), way.end)
+
+
+def stage_claims(
+    way: Transition, began: int, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]
+) -> Iterator[TimeClaim]:
+    """The earliest stage that some rank is still in is what all of them wait for."""
+    for stage in stages:
+        first, last = stage_span(stage, began, faults)
+        if stage.name != STAGE_FIRST_STEP:
+            yield TimeClaim(first, min(last, way.end), _ORDER.get(stage.name, _LAST), stage_label(way, stage.name))
+    formed = min((to_us(world.at) for world in way.worlds), default=way.end if faults else began)
+    if way.category is TimeCategory.STARTUP:
+        first = min((to_us(stage.began) for stage in stages if stage.name != STAGE_DETECT), default=formed)
+        yield TimeClaim(way.start, min(max(first, way.start), way.end), _FALLBACK, stage_label(way, STAGE_LAUNCH))
+    for fault in faults:
+        yield TimeClaim(fault.at_us, min(fault.noticed_us, way.end), _FALLBACK, stage_label(way, STAGE_DETECT))
+    yield TimeClaim(began, min(formed, way.end), _FALLBACK + 1, stage_label(way, STAGE_RENDEZVOUS))
+
+
+def stage_span(stage: StageEvent, began: int, faults: Sequence[FaultRecord]) -> tuple[int, int]:
+    """Of a stage, in microseconds, from ``began`` on. A rank detects from when the fault happened."""
+    first = to_us(stage.began)
+    last = to_us(stage.began + stage.seconds)
+    if stage.name == STAGE_DETECT:
+        first = max(
+            (fault.at_us for fault in faults if fault.epoch == stage.epoch and fault.at_us <= last), default=last
+        )
+    first = max(first, began)
+    return first, max(first, last)
+
+
+def stage_label(way: Transition, stage: str) -> TimeLabel:
+    return TimeLabel(way.category, stage, -1 if way.next_epoch is None else way.next_epoch, way.next_ranks or way.ranks)
+
+
+def stage_times_by_rank(
+    began: int, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]
+) -> dict[tuple[int, int, str], int]:
+    """What each rank spent in each stage, by (epoch, rank, stage), in microseconds."""
+    spent: dict[tuple[int, int, str], int] = {}
+    for stage in stages:
+        first, last = stage_span(stage, began, faults)
+        if first == last and to_us(stage.began) < began:
+            continue  # it was over before: a process that was warm, and waited
+        key = (stage.epoch, stage.rank, stage.name)
+        spent[key] = spent.get(key, 0) + last - first
+    return spent
+
+
+def duration_stats(values_us: Iterable[int]) -> DurationStats:
+    values = sorted(values_us)
+    if not values:
+        return DurationStats()
+    p50, p99 = (values[math.ceil(len(values) * share) - 1] / 1e6 for share in (0.5, 0.99))
+    return DurationStats(len(values), sum(values) / 1e6, p50, p99, values[-1] / 1e6)
+
+
+def stage_stats(spent: Mapping[tuple[TimeCategory, str], Sequence[int]]) -> tuple[StageStats, ...]:
+    """By category, in the order of stages."""
+    categories = list(TimeCategory)
+    found = []
+    for (category, name), values in sorted(
+        spent.items(), key=lambda item: (categories.index(item[0][0]), _ORDER.get(item[0][1], _LAST), item[0][1])
+    ):
+        one = duration_stats(values)
+        found.append(StageStats(category, name, one.count, one.p50_s, one.p99_s, one.most_s))
+    return tuple(found)
+
+
+@dataclass
+class AnalysedTransition:
+    """A way, with what was found out about it."""
+
+    way: Transition
+    faults: tuple[FaultRecord, ...]
+    stages: list[StageEvent]
+    began: int
+    slow_us: int = 0
+    """How much longer its world's first step took than one usually does."""
+    steps_lost: int = 0
+    lost_us: int = 0
+
+
+@dataclass
+class PartialAnalysis:
+    """All of it."""
+
+    job: str
+    runs: list[JobRun]
+    done: list[ExecutedStep]
+    complaints: tuple[str, ...]
+    told: list[AnalysedTransition] = field(default_factory=list)
+    timeline: list[TimeInterval] = field(default_factory=list)
+    spent: dict[tuple[TimeCategory, str], list[int]] = field(default_factory=dict)
+    """What ranks spent in a stage, each of them in each world."""
+
+
+_WAYS = (TimeCategory.STARTUP, TimeCategory.RECOVERY, TimeCategory.RESIZE)
+
+
+def finish_analysis(found: PartialAnalysis) -> Analysis:
+    ranks = max((world.ranks for run in found.runs for world in run.worlds.values()), default=0)
+    ranks = max([ranks, 1, *(step.ranks for step in found.done)])
+    wall, capacity = _totals(found.timeline, ranks)
+    counted = [step for step in found.done if step.counts]
+    recoveries = tuple(_recovery(one, found.timeline) for one in found.told if one.way.category in _WAYS or one.faults)
+    resumed = [one for one in recoveries if one.category is TimeCategory.RECOVERY and one.resumed]
+    broken = [one for one in recoveries if one.category is TimeCategory.RECOVERY or one.faults]
+    up_us = sum(stretch.end - stretch.start for run in found.runs for stretch in run.stretches)
+    restores = [one for run in found.runs for one in run.restores]
+    tiers: Counter[str] = Counter()
+    for restore in restores:
+        tiers.update(restore.bytes_by_tier)
+    protection = [one for run in found.runs for one in run.events if isinstance(one, Protection)]
+    return Analysis(
+        job=found.job or next((run.job for run in found.runs if run.job), ""),
+        start_us=found.runs[0].start if found.runs else 0,
+        end_us=found.runs[-1].end if found.runs else 0,
+        runs=tuple(run.view for run in found.runs),
+        wall=wall,
+        capacity=capacity,
+        ranks=ranks,
+        worlds=sum(len(run.worlds) for run in found.runs),
+        faults=sum(len(one.faults) for one in found.told),
+        steps=len(found.done),
+        steps_counted=len(counted),
+        steps_lost=len(found.done) - len(counted),
+        tokens=_sum(step.event.tokens for step in counted),
+        samples=_sum(step.event.samples for step in counted),
+        ettr=wall.share(TimeCategory.PRODUCTIVE.value),
+        goodput=capacity.share(TimeCategory.PRODUCTIVE.value),
+        mttr_s=sum(one.seconds for one in resumed) / len(resumed) if resumed else None,
+        mtbf_s=up_us / 1e6 / len(broken) if broken else None,
+        step_s=duration_stats(step.end - step.start for step in found.done),
+        save_s=duration_stats(to_us(save.seconds) for run in found.runs for save in run.saves),
+        restores=dict(sorted(Counter(one.mode for one in restores).items())),
+        restored_bytes=dict(sorted(tiers.items())),
+        stages=stage_stats(found.spent),
+        recoveries=recoveries,
+        complaints=found.complaints,
+        injections=_unnoticed(found),
+        timeline=tuple(found.timeline),
+        step_views=tuple(step.view for step in found.done),
+        protected_step=protection[-1].step if protection else None,
+        unprotected=tuple(_unprotected(protection, found.runs[-1].end if found.runs else 0)),
+    )
+
+
+def _unprotected(said: Sequence[Protection], end: int) -> Iterator[Unprotected]:
+    """In order of time; what lasts over several words of it is one."""
+    now: Unprotected | None = None
+    for one in said:
+        if one.since is None:
+            if now is not None:
+                yield msgspec.structs.replace(now, end_us=max(now.start_us, to_us(one.at)), lasts=False)
+            now = None
+        else:
+            start = to_us(one.since) if now is None else now.start_us
+            now = Unprotected(start, max(start, end), one.step, one.left_out, lasts=True)
+    if now is not None:
+        yield now
+
+
+def _unnoticed(found: PartialAnalysis) -> tuple[UnnoticedInjection, ...]:
+    """What was injected and is the cause of no fault."""
+    causes = Counter((fault.at_us, fault.injected) for one in found.told for fault in one.faults if fault.injected)
+    left = []
+    for one in (event for run in found.runs for event in run.events if isinstance(event, FaultInjected)):
+        if causes[to_us(one.at), one.kind] > 0:
+            causes[to_us(one.at), one.kind] -= 1
+            continue
+        left.append(
+            UnnoticedInjection(to_us(one.at), one.kind, one.epoch, one.node, one.local_rank, one.step, one.words)
+        )
+    return tuple(sorted(left, key=lambda view: view.at_us))
+
+
+def _recovery(one: AnalysedTransition, timeline: Sequence[TimeInterval]) -> TransitionRecord:
+    way, start, end = one.way, one.began, one.way.end + one.slow_us
+    stages: Counter[str] = Counter()
+    first = max(0, bisect.bisect_right(timeline, start, key=lambda interval: interval.start_us) - 1)
+    last = bisect.bisect_left(timeline, end, key=lambda interval: interval.start_us)
+    for interval in timeline[first:last]:
+        inside = min(interval.end_us, end) - max(interval.start_us, start)
+        if inside > 0:
+            stages[interval.stage or interval.category.value] += inside
+    known = [to_us(stage.began) for stage in one.stages if stage.name == STAGE_DETECT]
+    to = next(reversed(way.worlds), None)
+    return TransitionRecord(
+        way.category,
+        start,
+        end,
+        way.next_epoch is not None,
+        way.epoch,
+        -1 if way.next_epoch is None else way.next_epoch,
+        "" if to is None else to.how,
+        "" if to is None else to.reason,
+        way.ranks,
+        way.next_ranks,
+        one.faults,
+        max(known, default=None),
+        {name: time_us / 1e6 for name, time_us in stages.items()},
+        one.steps_lost,
+        one.lost_us / 1e6,
+        way.run,
+    )
+
+
+def _totals(timeline: Sequence[TimeInterval], ranks: int) -> tuple[TimeTotals, TimeTotals]:
+    wall: Counter[str] = Counter({one.value: 0 for one in TimeCategory})
+    capacity: Counter[str] = Counter({**wall, "missing": 0})
+    for one in timeline:
+        have = min(one.ranks, ranks) or ranks
+        wall[one.category.value] += one.us
+        capacity[one.category.value] += one.us * have
+        capacity["missing"] += one.us * (ranks - have)
+    total = sum(one.us for one in timeline)
+    return TimeTotals(total, dict(wall)), TimeTotals(total * ranks, dict(capacity))
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

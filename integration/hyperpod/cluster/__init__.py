@@ -1,1 +1,1 @@
-"""A HyperPod cluster as an administrator sees it: its memory flag, and its nodes' health."""
+"""A HyperPod cluster's tiered storage setting and the health of its nodes."""

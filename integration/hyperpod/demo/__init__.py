@@ -1,4 +1,4 @@
-"""``make demo-hyperpod``: a job under real agents and our operator, and the proof that no bit of what happens shows."""
+"""``make demo-hyperpod``: a job under real agents and the simulated operator, bitwise equal to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 
-from elastic.demo import shared_memory, show, summary_of, undisturbed
-from elastic.demo.story import losses_of
-from integration.hyperpod.demo.story import HyperPodStory
-from tieredckpt.demo import emptied, kept_environ
-from tieredckpt.demo.bucket import local_bucket
+from elastic.demo import run_reference, shared_memory_directory, show_elastic_demo, summarize_demo
+from elastic.demo.scenario import DemoFailedError, ElasticDemo, losses_by_step
+from elastic.supervisor.memory_tier import MemoryTierProcess
+from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory
+from tieredckpt.demo import demo_environ, empty_demo_folder, kill_demo_node
+from tieredckpt.demo.local_s3 import local_bucket
 
 
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
@@ -26,31 +31,100 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         print("the agent is not there: pip install --no-deps hyperpod-elastic-agent", file=sys.stderr)
         return 2
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
-    keep = emptied(keep or Path(tempfile.gettempdir()) / f"hyperpod-demo-{os.getuid()}")
+    keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"hyperpod-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
-        room = Path(cleanup.enter_context(shared_memory()))
+        room = Path(cleanup.enter_context(shared_memory_directory()))
         bucket = cleanup.enter_context(local_bucket(keep))
         environ = {
-            **kept_environ("ELASTIC_", "HYPERPOD_"),
+            **demo_environ("ELASTIC_", "HYPERPOD_"),
             **bucket.environ,
             "TIEREDCKPT_DURABLE_URL": bucket.url,
             "TIEREDCKPT_AGENT_BUDGET": "512MiB",
             "PYTHONWARNINGS": "ignore",
         }
         console.print("[bold]a HyperPodPyTorchJob under hyperpodrun and our operator, and things happen to it[/]")
-        story = cleanup.enter_context(contextlib.closing(HyperPodStory(keep, room, environ, console.print)))
+        story = cleanup.enter_context(contextlib.closing(HyperPodDemo(keep, room, environ, console.print)))
         story.play()
         console.print((keep / "operator-0.log").read_text().rstrip(), markup=False)
-        losses = losses_of(story.told("step"))
+        losses = losses_by_step(story.told("step"))
         console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
-        alone = undisturbed(keep, room, len(losses), environ, console.print)
-        summary = summary_of(story, losses, alone, time.monotonic() - began)
+        alone = run_reference(keep, room, len(losses), environ, console.print)
+        summary = summarize_demo(story, losses, alone, time.monotonic() - began)
         if as_json:
             print(json.dumps(summary, indent=2))
         else:
-            show(console, story.acts, losses, summary)
+            show_elastic_demo(console, story.acts, losses, summary)
             verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
             console.print(f"{summary['steps']} losses compared: {verdict}, in {summary['seconds']:.0f} s")
             console.print(f"what agents and ranks have printed: {story.place.folder / 'pods'}")
     return 0 if summary["equal"] else 1
+
+
+HYPERPOD_DEMO_NODES = ("n0", "n1", "n2")
+"""The job has two of them; the third one is there for when one is bad."""
+_COMMAND = [sys.executable, "-m", "integration.hyperpod.operator"]
+
+
+class HyperPodDemo(ElasticDemo):
+    """The operator's processes and its agents', and the node agents, which nobody ends with a pod."""
+
+    def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
+        super().__init__(folder, memory, environ, told)
+        self._memory = memory
+        self._environ = {**self._environ, SIM_DIRECTORY_ENV: str(folder / "sim"), "MEMORY": str(memory)}
+        self._environ["EVENTS"] = str(self.lines_folder)
+        self._environ["TIEREDCKPT_AGENT_PEERS"] = "127.0.0.1:0"
+        resource = yaml.safe_load((Path(__file__).with_name("job.yaml")).read_text())
+        self.place = SimDirectory(resource["metadata"]["name"], folder / "sim")
+        self._agents = {node: MemoryTierProcess({**self._environ, **self._of(node)}) for node in HYPERPOD_DEMO_NODES}
+
+    def _of(self, node: str) -> dict[str, str]:
+        return {"TIEREDCKPT_AGENT_DIRECTORY": str(self._memory / node), "TIEREDCKPT_AGENT_NODE": node}
+
+    def play(self) -> None:
+        for agent in self._agents.values():
+            agent.start()
+        job = Path(__file__).with_name("job.yaml")
+        operator = self._start(
+            "run", str(job), "--spawn", str(len(HYPERPOD_DEMO_NODES)), "--every", "0.2", "--lost-after", "60"
+        )
+        self._act("two agents with two ranks each start", lambda _: None, ranks=4)
+        self._act("a rank gets SIGKILL; its agent tells the operator", self._kill_rank, ranks=4)
+        self._act("a node is said to be bad, and its memory is gone", self._lose, ranks=4)
+        self._act("one replica is admitted", lambda _: self._say("scale", "1"), ranks=2)
+        self._act("and as many as the job allows", lambda _: self._say("scale", "max"), ranks=4)
+        self._finish(operator)
+
+    def _lose(self, inside: list[dict[str, Any]]) -> None:
+        node = inside[-1]["node"]
+        kill_demo_node(self._memory / node)
+        self._say("fault", node)
+
+    def _say(self, *words: str) -> None:
+        done = subprocess.run(  # noqa: S603 - ours
+            [*_COMMAND, *words], env=self._environ, capture_output=True, text=True, check=False, timeout=self.limit_s
+        )
+        if done.returncode:
+            raise DemoFailedError(f"hyperpod-operator-sim {' '.join(words)}: {done.stderr.strip()}")
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"operator-{len(self._started)}.log").open("wb") as out:
+            one = subprocess.Popen(  # noqa: S603 - ours
+                [*_COMMAND, *words], env=self._environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        self._started.append(one)
+        return one
+
+    def close(self) -> None:
+        """Nothing of it runs on."""
+        for one in self._started:
+            if one.poll() is None:
+                one.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    one.wait(self.limit_s)
+                one.kill()
+                one.wait()
+        for node, agent in self._agents.items():
+            agent.close()
+            kill_demo_node(self._memory / node)

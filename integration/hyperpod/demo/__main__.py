@@ -1,3 +1,5 @@
+"""Command line of the HyperPod demo."""
+
 import argparse
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The operator of a job: what AWS's does with the agents of its pods, here as values in and values out.
+"""HyperPod's training operator, reimplemented: ``decide_job`` and its values. Pure.
 
-    spec = read_job(resource)                               # a HyperPodPyTorchJob
+spec = read_job(resource)                               # a HyperPodPyTorchJob
     state = JobState()
     while not decision.finished:
         decision = decide(spec, state, situation, now_s)    # pure
@@ -13,54 +13,67 @@ on this: ``hyperpod-operator-sim`` with agents of one machine, the controller of
 pods.
 """
 
-from integration.hyperpod.operator.actions import (
-    Action,
-    Decision,
-    Event,
-    Release,
-    Replace,
-    Shutdown,
-    Start,
-    StartBody,
-    Stop,
-    StopBody,
-    Update,
-    Wanted,
+from integration.hyperpod.operator.decision import (
+    DesiredPods,
+    OperatorAction,
+    OperatorDecision,
+    OperatorEvent,
+    ReleasePod,
+    ReplacePod,
+    ShutdownAgent,
+    StartAgent,
+    StartRequest,
+    StopAgent,
+    StopRequest,
+    UpdateAgent,
 )
-from integration.hyperpod.operator.decide import decide
-from integration.hyperpod.operator.seen import AgentState, Answer, Pod, RestartMode, Situation, read_answer
-from integration.hyperpod.operator.spec import JobSpec, JobSpecError, ReplicaGroup, read_job
-from integration.hyperpod.operator.state import Cause, Condition, Fault, JobState, Phase
-from integration.hyperpod.operator.status import status_of
+from integration.hyperpod.operator.job_spec import JobSpec, JobSpecError, ReplicaGroup, parse_job_resource
+from integration.hyperpod.operator.job_state import (
+    JobCondition,
+    JobFault,
+    JobPhase,
+    JobState,
+    TransitionCause,
+    resource_status,
+)
+from integration.hyperpod.operator.observed_pods import (
+    AgentRestartMode,
+    AgentState,
+    AgentStatus,
+    ObservedJob,
+    ObservedPod,
+    parse_agent_status,
+)
+from integration.hyperpod.operator.state_machine import decide_job
 
 __all__ = [
-    "Action",
+    "AgentRestartMode",
     "AgentState",
-    "Answer",
-    "Cause",
-    "Condition",
-    "Decision",
-    "Event",
-    "Fault",
+    "AgentStatus",
+    "DesiredPods",
+    "JobCondition",
+    "JobFault",
+    "JobPhase",
     "JobSpec",
     "JobSpecError",
     "JobState",
-    "Phase",
-    "Pod",
-    "Release",
-    "Replace",
+    "ObservedJob",
+    "ObservedPod",
+    "OperatorAction",
+    "OperatorDecision",
+    "OperatorEvent",
+    "ReleasePod",
+    "ReplacePod",
     "ReplicaGroup",
-    "RestartMode",
-    "Shutdown",
-    "Situation",
-    "Start",
-    "StartBody",
-    "Stop",
-    "StopBody",
-    "Update",
-    "Wanted",
-    "decide",
-    "read_answer",
-    "read_job",
-    "status_of",
+    "ShutdownAgent",
+    "StartAgent",
+    "StartRequest",
+    "StopAgent",
+    "StopRequest",
+    "TransitionCause",
+    "UpdateAgent",
+    "decide_job",
+    "parse_agent_status",
+    "parse_job_resource",
+    "resource_status",
 ]

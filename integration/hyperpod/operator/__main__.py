@@ -1,5 +1,7 @@
+"""``python -m integration.hyperpod.operator``: hyperpod-operator-sim."""
+
 import sys
 
-from integration.hyperpod.operator.command import main
+from integration.hyperpod.operator.sim_cli import main
 
 sys.exit(main())

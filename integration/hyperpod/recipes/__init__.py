@@ -1,4 +1,4 @@
-"""HyperPod's recipes, read as they are, and what this system makes of each.
+"""HyperPod's recipe files: reading them, and running the jobs they describe.
 
 ::
 
@@ -10,7 +10,6 @@
 Keys that say nothing about any of this belong to others: they are left alone, and named.
 """
 
-from integration.hyperpod.recipes.reading import read_recipe
-from integration.hyperpod.recipes.recipe import Recipe
+from integration.hyperpod.recipes.recipe import Recipe, read_recipe
 
 __all__ = ["Recipe", "read_recipe"]

@@ -1,17 +1,26 @@
-"""What a recipe says, in this system's terms. Values only; made by :mod:`integration.hyperpod.recipes.reading`."""
+"""Recipe: sizes, checkpointless keys, batches and methods of a recipe file, parsed and checked. Pure.
+
+What HyperPod does with a second copy of the optimizer on the devices, this system does with copies of every shard in
+the memory of nodes: as many as there would be instances.
+"""
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from elastic.batch.recipes import ScaleConfig
-from elastic.world.policy import ScalingPolicy
+from elastic.batch_scaling.scale_config import RecipeSize, ScaleConfig, read_scale_config
+from elastic.errors import PolicyError
+from elastic.world import scaling_policy
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.recipes.yaml_document import RecipeDocument, open_recipe_document
 
 
-class Kind(enum.Enum):
+class RecipeKind(enum.Enum):
     """Which of HyperPod's ways of training a recipe was written for."""
 
     ELASTIC = "elastic"
@@ -19,7 +28,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class RecipeCheckpoints:
     """Where steps are kept, and how often. Every step is in memory; a few are in the durable tier."""
 
     every: int = 1
@@ -27,7 +36,7 @@ class Checkpoints:
     durable: str = ""
     keep_last: int = 0
 
-    def settings(self, recovery: Recovery) -> dict[str, Any]:
+    def settings(self, recovery: RecipeRecovery) -> dict[str, Any]:
         """The tree of a ``$TIEREDCKPT_CONFIG`` file; what is as it would be anyway is left out."""
         durable: dict[str, Any] = {"every": self.durable_every}
         if self.durable:
@@ -41,7 +50,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecipeRecovery:
     """What happens after a fault."""
 
     in_process: bool = True
@@ -53,7 +62,7 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class Training:
+class RecipeTraining:
     """What a loop needs besides batch and learning rate; ``None`` where the recipe does not say."""
 
     method: str = "full"
@@ -75,7 +84,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class RecipePrefetch:
     """Batches prepared before they are needed."""
 
     batches: int
@@ -91,7 +100,7 @@ class Recipe:
     name: str
     """Of the job."""
     title: str
-    kind: Kind
+    kind: RecipeKind
     model: str
     """Name or path of the pretrained model; "" where others say it."""
     devices: int
@@ -104,12 +113,332 @@ class Recipe:
     """Whether the recipe itself switches elasticity on."""
     nodes: int
     """Where the job is not elastic."""
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    recovery: Recovery = field(default_factory=Recovery)
-    training: Training = field(default_factory=Training)
-    ahead: Ahead | None = None
+    checkpoints: RecipeCheckpoints = field(default_factory=RecipeCheckpoints)
+    recovery: RecipeRecovery = field(default_factory=RecipeRecovery)
+    training: RecipeTraining = field(default_factory=RecipeTraining)
+    ahead: RecipePrefetch | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What is not as somebody who wrote it might expect."""
     left_alone: tuple[str, ...] = ()
     """Keys that are others', by their topmost name."""
+
+
+ELASTIC_SWITCHES = ("is_elastic", "use_graceful_shutdown")
+
+
+class RecipeScaling(NamedTuple):
+    policy: ScalingPolicy
+    elastic: bool
+    notes: tuple[str, ...]
+
+
+def parse_scaling(doc: RecipeDocument, scale: ScaleConfig) -> RecipeScaling:
+    """Sizes are those that the recipe states a batch for, or the steps it names; within its own limits."""
+    stated = doc.section("elastic_policy")
+    known = {
+        key: value
+        for key, value in stated.items()
+        if key in scaling_policy.RECIPE_POLICY_KEYS or key in ELASTIC_SWITCHES
+    }
+    doc.claim(*(f"elastic_policy.{key}" for key in known))
+    notes = [f"elastic_policy.{key} is unknown and has no effect" for key in stated if key not in known]
+    sizes = [size.nodes for size in scale.sizes.values()]
+    elastic = doc.flag("elastic_policy.is_elastic") or False
+    if not known:
+        return RecipeScaling(
+            _policy(doc, {"min_nodes": min(sizes), "max_nodes": max(sizes)}, sizes), elastic, tuple(notes)
+        )
+    least = doc.whole("elastic_policy.min_nodes") or min(sizes)
+    most = doc.whole("elastic_policy.max_nodes") or max(sizes)
+    if known.get("replica_increment_step") is not None:
+        sizes = []
+    elif beyond := [size for size in sizes if not least <= size <= most]:
+        sizes = [size for size in sizes if least <= size <= most]
+        if not sizes and least <= most:
+            raise doc.wrong(
+                "elastic_policy",
+                f"allows {least} to {most} nodes (min_nodes, max_nodes), but scale_config is for {_list(beyond)} only",
+            )
+        notes.append(f"scale_config.{_list(beyond)} is beyond min_nodes {least} and max_nodes {most}: never used")
+    if least < min(scale.sizes):
+        raise doc.wrong(
+            "elastic_policy.min_nodes",
+            f"is {least}, but scale_config begins with {min(scale.sizes)}: nobody says what holds below",
+        )
+    ends = {"min_nodes": least, "max_nodes": most}
+    return RecipeScaling(_policy(doc, {**known, **ends}, sizes), elastic, tuple(notes))
+
+
+def limit_nodes(policy: ScalingPolicy, least: int, most: int, *, where: str) -> ScalingPolicy:
+    """The same, kept to so many nodes; or what makes that impossible."""
+    import msgspec
+
+    sizes = [size for size in policy.sizes if least <= size <= most]
+    if not sizes:
+        raise PolicyError(f"{where}: of {least} to {most} nodes none is a size; there are {_list(policy.sizes)}")
+    return msgspec.structs.replace(
+        policy,
+        min_replicas=min(sizes),
+        max_replicas=max(sizes),
+        replica_increment_step=None,
+        replica_discrete_values=tuple(sizes) if len(sizes) > 1 else (),
+        replicas=None,
+    )
+
+
+def single_size(nodes: int, batch: int, microbatch: int | None, rate: float | None) -> RecipeSize:
+    return RecipeSize(nodes, nodes, batch, microbatch, rate, None)
+
+
+def _policy(doc: RecipeDocument, stated: Mapping[Any, Any], sizes: list[int]) -> ScalingPolicy:
+    others: dict[str, Any] = {"replica_discrete_values": tuple(sizes)} if len(sizes) > 1 else {}
+    try:
+        return ScalingPolicy.from_elastic_policy(stated, **others)
+    except PolicyError as error:
+        raise PolicyError(f"{doc.name}: elastic_policy: {error}") from error
+
+
+def _list(numbers: Any) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))
+
+
+_CALLBACK = "CheckpointlessCallback"
+_RESUME = "CheckpointlessAutoResume"
+_TYPE = "hyperpod_checkpointless"
+_KEPT = ("enable_inprocess", "enable_checkpointless", "enable_checksum", "clean_tensor_hook", "clean_lightning_module")
+_MOST_COPIES = 3
+_TARGET = "_target_"
+
+
+def is_checkpointless(doc: RecipeDocument) -> bool:
+    resume = doc.section("resume").get(_TARGET)
+    return (
+        (doc.text("run.model_type") or "").startswith(_TYPE)
+        or str(resume).endswith(_RESUME)
+        or _callback(doc) is not None
+    )
+
+
+def parse_recovery(doc: RecipeDocument) -> tuple[RecipeRecovery, tuple[str, ...]]:
+    """What happens after a fault, and what of it is different from what the recipe's author would expect."""
+    switches = {name: _switch(doc, name) for name in _KEPT}
+    instances = doc.whole("strategy.num_distributed_optimizer_instances") or 1
+    doc.claim("callbacks", "resume", "run.model_type")
+    if switches["enable_checkpointless"] and not switches["enable_inprocess"]:
+        raise doc.wrong(
+            f"callbacks.{_CALLBACK}",
+            "has enable_checkpointless: true and enable_inprocess: false: state can only be taken from processes "
+            "that are still there",
+        )
+    notes = []
+    if not switches["enable_checksum"]:
+        notes.append("enable_checksum is false: shards are compared with their checksums here all the same")
+    if instances > _MOST_COPIES:
+        notes.append(f"num_distributed_optimizer_instances is {instances}: {_MOST_COPIES} copies are kept at the most")
+    if instances > 1:
+        notes.append("copies are in the memory of nodes: num_distributed_optimizer_instances may be 1 on the devices")
+    copies = min(max(instances, 2), _MOST_COPIES)
+    return RecipeRecovery(switches["enable_inprocess"], switches["enable_checkpointless"], copies), tuple(notes)
+
+
+def parse_checkpoints(doc: RecipeDocument) -> RecipeCheckpoints:
+    frequency = doc.whole("log.ckpt.every_n_train_steps")
+    own = doc.whole("mmap.checkpoint_frequency")
+    if frequency is not None and own is not None and frequency != own:
+        raise doc.wrong(
+            "mmap.checkpoint_frequency",
+            f"is {own}, but log.ckpt.every_n_train_steps is {frequency}: batches would be given up before their step "
+            "is safe, or kept for nothing",
+        )
+    keep = doc.get("log.ckpt.save_top_k")
+    by = doc.text("log.ckpt.monitor")
+    newest = isinstance(keep, int) and not isinstance(keep, bool) and keep > 0 and by in (None, "step")
+    return RecipeCheckpoints(
+        durable_every=frequency or RecipeCheckpoints.durable_every,
+        durable=doc.text("log.ckpt.dirpath") or "",
+        keep_last=keep if newest else 0,
+    )
+
+
+def parse_training(doc: RecipeDocument) -> RecipeTraining:
+    model = str(doc.get("run.name") or "") + str(doc.get("display_name") or "")
+    return RecipeTraining(
+        method="lora" if "lora" in model.lower() else "full",
+        algorithm="pretrain" if "pre-training" in model.lower() else "sft",
+        steps=doc.whole("trainer.max_steps"),
+        length=doc.whole("data.seq_length"),
+        weight_decay=doc.number("optim.config.weight_decay"),
+        beta1=doc.number("optim.config.adam_beta1"),
+        beta2=doc.number("optim.config.adam_beta2"),
+        eps=doc.number("optim.config.adam_eps"),
+        clip=doc.number("optim.config.clip_grad"),
+        warmup=doc.whole("optim.lr_scheduler.warmup_steps", least=0),
+        min_rate=doc.number("optim.lr_scheduler.min_lr"),
+    )
+
+
+def parse_prefetch(doc: RecipeDocument) -> RecipePrefetch | None:
+    batches = doc.whole("mmap.prefetch_length")
+    return None if batches is None else RecipePrefetch(batches, doc.text("mmap.cache_dir") or "")
+
+
+def recovery_environ(recovery: RecipeRecovery) -> dict[str, str]:
+    """Where ranks meet without a root, as such recipes are launched."""
+    return {"ELASTIC_ROOTLESS": "1"} if recovery.in_process else {}
+
+
+def _callback(doc: RecipeDocument) -> Mapping[Any, Any] | None:
+    return next((one for one in doc.items("callbacks") if str(one.get(_TARGET)).endswith(_CALLBACK)), None)
+
+
+def _switch(doc: RecipeDocument, name: str) -> bool:
+    """As the callback has it: off where it does not say."""
+    value = (_callback(doc) or {}).get(name, False)
+    if not isinstance(value, bool):
+        raise PolicyError(f"{doc.name}: callbacks.{_CALLBACK}.{name} is {value!r}: it must be true or false")
+    return value
+
+
+DEFAULT_DEVICES = 8
+"""Of a node, where a recipe does not say: what HyperPod's own sizes are for."""
+_ARGS = "training_config.training_args"
+_MODEL = "training_config.model_config"
+_CONTRADICTIONS = ("trainer.num_nodes", "num_dp_groups_with_small_batch_size", "train_batch_size")
+_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def read_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
+    """A recipe's file; or :class:`~elastic.errors.PolicyError` that names the file, the key and what is wrong.
+
+    ``devices`` are the ranks of a node, where they are not those that the recipe was written for.
+    """
+    doc = open_recipe_document(path)
+    doc.claim("display_name", "run.name", "defaults")
+    if is_checkpointless(doc):
+        return _checkpointless(doc, devices)
+    return _elastic(doc, Path(path), devices)
+
+
+def _elastic(doc: RecipeDocument, path: Path, devices: int | None) -> Recipe:
+    stated = doc.whole("trainer.devices")
+    scale = _scale(doc, path)
+    _refuse_contradictions(doc, scale, stated or DEFAULT_DEVICES, given=devices)
+    policy, elastic, notes = parse_scaling(doc, scale)
+    own = doc.whole("trainer.num_nodes")
+    if own is not None and own < min(scale.sizes):
+        raise doc.wrong("trainer.num_nodes", f"is {own}, but scale_config begins with {min(scale.sizes)}")
+    training = _method(doc)
+    if training.algorithm == "dpo":
+        notes = (*notes, "the loop is yours: a batch counts preference pairs, and `elastic finetune` has no DPO")
+    return Recipe(
+        file=doc.name,
+        name=_job(doc),
+        title=doc.text("display_name") or _job(doc),
+        kind=RecipeKind.ELASTIC,
+        model=doc.text(f"{_MODEL}.model_name_or_path") or "",
+        devices=devices or stated or DEFAULT_DEVICES,
+        model_parallel=1,
+        scale=scale,
+        policy=policy,
+        elastic=elastic,
+        nodes=own or policy.least,
+        checkpoints=RecipeCheckpoints(),
+        training=training,
+        notes=notes,
+        left_alone=doc.left_alone(),
+    )
+
+
+def _checkpointless(doc: RecipeDocument, devices: int | None) -> Recipe:
+    nodes, own = doc.whole("trainer.num_nodes"), doc.whole("trainer.devices")
+    batch, micro = doc.whole("data.global_batch_size"), doc.whole("data.micro_batch_size")
+    rate = doc.number("optim.config.lr")
+    if nodes is None:
+        raise doc.wrong("trainer.num_nodes", "is missing: a checkpointless recipe has one size, and that is it")
+    if batch is None:
+        raise doc.wrong("data.global_batch_size", "is missing")
+    model_parallel = 1
+    for name in _PARALLEL:
+        model_parallel *= doc.whole(f"strategy.{name}") or 1
+    ranks = devices or own or DEFAULT_DEVICES
+    if nodes * ranks % model_parallel:
+        raise doc.wrong(
+            "strategy",
+            f"has {model_parallel} ranks for one model ({', '.join(_PARALLEL)}): they must divide the {nodes * ranks} "
+            "ranks of trainer.num_nodes and trainer.devices",
+        )
+    scale = ScaleConfig(doc.name, {nodes: single_size(nodes, batch, micro, rate)})
+    try:
+        scale.plan(nodes, ranks_per_node=ranks, model_parallel=model_parallel)
+    except PolicyError as error:
+        raise PolicyError(f"{doc.name}: data.global_batch_size: {error}") from error
+    policy, elastic, notes = parse_scaling(doc, scale)
+    recovery, more = parse_recovery(doc)
+    return Recipe(
+        file=doc.name,
+        name=_job(doc),
+        title=doc.text("display_name") or _job(doc),
+        kind=RecipeKind.CHECKPOINTLESS,
+        model="",
+        devices=ranks,
+        model_parallel=model_parallel,
+        scale=scale,
+        policy=policy,
+        elastic=elastic,
+        nodes=nodes,
+        checkpoints=parse_checkpoints(doc),
+        recovery=recovery,
+        training=parse_training(doc),
+        ahead=parse_prefetch(doc),
+        environ=recovery_environ(recovery),
+        notes=(*notes, *more),
+        left_alone=doc.left_alone(),
+    )
+
+
+def _scale(doc: RecipeDocument, path: Path) -> ScaleConfig:
+    """The table, or one size where a recipe has only a batch of its own."""
+    doc.claim("scale_config", *(f"{_ARGS}.{name}" for name in ("train_batch_size", "micro_train_batch_size")))
+    doc.claim(f"{_ARGS}.learning_rate", f"{_ARGS}.uneven_batch")
+    if doc.tree.get("scale_config") is not None:
+        return read_scale_config(path)
+    batch = doc.whole(f"{_ARGS}.train_batch_size")
+    if batch is None:
+        raise doc.wrong(
+            "scale_config",
+            f"is missing, and so is {_ARGS}.train_batch_size: nothing here says what the batch is at which size",
+        )
+    nodes = doc.whole("elastic_policy.min_nodes") or doc.whole("trainer.num_nodes") or 1
+    micro, rate = doc.whole(f"{_ARGS}.micro_train_batch_size"), doc.number(f"{_ARGS}.learning_rate")
+    return ScaleConfig(doc.name, {nodes: single_size(nodes, batch, micro, rate)})
+
+
+def _refuse_contradictions(doc: RecipeDocument, scale: ScaleConfig, stated: int, *, given: int | None) -> None:
+    """What cannot be true at once. For other machines than the recipe's own its uneven batches say nothing."""
+    fields = _CONTRADICTIONS if given in (None, stated) else _CONTRADICTIONS[:1]
+    wrong = [one for one in scale.disagreements(ranks_per_node=stated) if one.field in fields]
+    if wrong:
+        raise PolicyError("; ".join(f"{doc.name}: {one}" for one in wrong))
+
+
+def _method(doc: RecipeDocument) -> RecipeTraining:
+    """By its own keys where it has them, else by the parts that it is put together from."""
+    parts = " ".join(doc.texts("defaults"))
+    peft = doc.text(f"{_MODEL}.peft_config.peft_type") or ""
+    doc.section(f"{_MODEL}.peft_config")
+    lora = peft.lower() == "lora" or "/peft/lora" in parts
+    algorithm = "dpo" if "/algorithm/dpo" in parts else "sft"
+    return RecipeTraining(
+        method="lora" if lora else "full",
+        lora=doc.whole(f"{_MODEL}.peft_config.r"),
+        lora_alpha=doc.number(f"{_MODEL}.peft_config.lora_alpha"),
+        algorithm=algorithm,
+        steps=doc.whole(f"{_ARGS}.max_steps"),
+        length=doc.whole(f"{_ARGS}.max_len"),
+    )
+
+
+def _job(doc: RecipeDocument) -> str:
+    said = doc.text("run.name") or Path(doc.name).stem
+    return re.sub(r"[^a-z0-9-]+", "-", said.lower()).strip("-")[:63] or "recipe"

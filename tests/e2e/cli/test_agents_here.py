@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.agents import agent_directory
 from tests.support.jobs import Job
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]

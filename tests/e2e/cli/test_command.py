@@ -12,7 +12,7 @@ import pytest
 from tests.support.agents import agent_pid, end_agent
 from tests.support.jobs import Job
 from tieredckpt.cli import main
-from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
@@ -176,16 +176,16 @@ def test_an_agent_of_another_user_or_a_dead_socket(cli, agent_dir):
     agent_dir.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(agent_dir / "agent.sock"))
-    assert cli("ls").code == Exit.UNAVAILABLE
+    assert cli("ls").code == ExitCode.UNAVAILABLE
     end_agent(agent_dir)
 
 
 def test_interrupted(monkeypatch, capsys):
-    from tieredckpt.cli import listing
+    from tieredckpt.cli import ls
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(listing, "open_sight", interrupt)
+    monkeypatch.setattr(ls, "open_tier_client", interrupt)
     assert main(["ls"]) == 130
     assert "interrupted" in capsys.readouterr().err

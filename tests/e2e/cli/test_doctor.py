@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.jobs import Job, bucket_url, on_server
-from tieredckpt.device import accelerator
 from tieredckpt.settings import DurableSettings
+from tieredckpt.tensors.device import accelerator
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
@@ -127,7 +127,7 @@ def test_an_agent_that_nobody_starts(cli, agent_dir, monkeypatch):
 
 
 def test_a_killed_agents_slots_are_mentioned(cli, job):
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     close_sessions()
     job.kill_agent()

@@ -7,17 +7,17 @@ import time
 import msgspec
 import pytest
 
-from peerstore.arena import TmpfsArena
-from peerstore.notes import FORMAT
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.store.slots import METADATA_FORMAT
 from tests.support.jobs import Job, on_server
 from tests.support.neighbours import until
 from tests.support.s3 import BUCKET
 from tests.unit.tieredckpt.agent.test_service import seal
 from tieredckpt.agent import drain
-from tieredckpt.agent.service import NodeService
-from tieredckpt.session import close_sessions
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -123,10 +123,10 @@ def test_what_a_newer_agent_left_in_memory_is_kept_until_somebody_drops_it(cli, 
     place = max((agent_dir / "notes").glob("seal.*"), key=lambda path: path.stat().st_mtime_ns)
     arena = TmpfsArena(agent_dir)
     note = msgspec.msgpack.decode(arena.get_note(place.name))
-    arena.put_note(place.name, msgspec.msgpack.encode({**note, "format": FORMAT + 1}))
+    arena.put_note(place.name, msgspec.msgpack.encode({**note, "format": METADATA_FORMAT + 1}))
     job.expect(1, tiers={"memory"})
     (slot,) = cli("gc", "llama", "--set-aside", "--dry-run", "--json").json["dropped"]
-    assert f"format {FORMAT + 1}" in slot["reason"]
+    assert f"format {METADATA_FORMAT + 1}" in slot["reason"]
     assert (agent_dir / "slots" / slot["name"]).exists()
     assert "1 slot with" in cli("gc", "llama", "--set-aside").out
     assert not (agent_dir / "slots" / slot["name"]).exists()
@@ -255,7 +255,7 @@ def test_what_somebody_deletes_in_the_middle_of_an_upload_is_uploaded_again(cli,
     durable = DurableSettings(url=f"file://{tmp_path}/durable")
     with contextlib.ExitStack() as cleanup:
         stores = [NodeStore(TmpfsArena(tmp_path / f"{n}"), StoreSettings(budget="64MiB")) for n in range(2)]
-        services = [NodeService(store) for store in stores]
+        services = [NodeAgentService(store) for store in stores]
         for one in (*stores, *services):
             cleanup.callback(one.close)
         for number, (store, service) in enumerate(zip(stores, services, strict=True)):

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from tests.support.ledgers import Told
+from tieredckpt.cli.goodput import prometheus_text
+from tieredckpt.event_log import EVENT_LOG_ENV, EventLogWriter
 from tieredckpt.goodput import analyse
-from tieredckpt.goodput.exposition import exposition
-from tieredckpt.ledger import LEDGER, LedgerWriter
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ def told():
 @pytest.fixture
 def logs(tmp_path, told):
     """The logs of a job, with its ledger."""
-    writer = LedgerWriter(tmp_path / "elastic-logs" / "job" / "ledger")
+    writer = EventLogWriter(tmp_path / "elastic-logs" / "job" / "ledger")
     for event in told.steps(4, 6, at=10, epoch=1).ended(16).events:
         writer.write(event)
     writer.close()
@@ -73,7 +73,7 @@ def test_what_prometheus_reads_is_what_was_written():
 
     hostile = 'a"job\\with\nlines'
     told = Told().began(0, job=hostile).world(0).steps(0, 2, at=1).fault(4).ended(5)
-    families = list(text_string_to_metric_families(exposition(analyse(told.events))))
+    families = list(text_string_to_metric_families(prometheus_text(analyse(told.events))))
     assert {sample.labels["job"] for family in families for sample in family.samples} == {hostile}
     spent = {
         sample.labels["category"]: sample.value
@@ -87,14 +87,14 @@ def test_what_prometheus_reads_is_what_was_written():
 def test_a_job_is_found_by_its_name_or_by_the_environment(cli, logs, monkeypatch):
     monkeypatch.chdir(logs.parent.parent)
     by_name = cli("goodput", "job")
-    monkeypatch.setenv(LEDGER, str(logs / "ledger"))
+    monkeypatch.setenv(EVENT_LOG_ENV, str(logs / "ledger"))
     assert cli("goodput").out == by_name.out != ""
 
 
 def test_absent_empty_and_nothing_named_are_told_apart(cli, tmp_path, monkeypatch):
-    monkeypatch.delenv(LEDGER, raising=False)
+    monkeypatch.delenv(EVENT_LOG_ENV, raising=False)
     absent = cli("goodput", tmp_path / "none")
-    assert (absent.code, "is no directory with a ledger" in absent.err, LEDGER in absent.err) == (3, True, True)
+    assert (absent.code, "is no directory with a ledger" in absent.err, EVENT_LOG_ENV in absent.err) == (3, True, True)
     empty = cli("goodput", tmp_path)
     assert (empty.code, "nothing has been written" in empty.err) == (3, True)
     assert cli("goodput").code == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.jobs import Job, bucket_url, on_server
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from elastic.control.plane import Dismissed, Progress, Want
-from elastic.control.settings import seat_from
-from elastic.control.supervised import SupervisorPlane
-from elastic.errors import GaveUpError, StaleEpochError
+from elastic.control.control_plane import Dismissed, NoticeKind, RankProgress
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.errors import JobFailedError, StaleEpochError
+from elastic.settings import supervisor_endpoint
 
 STEP_S = 0.005
 
@@ -36,7 +36,7 @@ def eat(asked: Path) -> None:
 
 def main(folder: Path) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    plane, node = SupervisorPlane(seat_from()), os.environ["ELASTIC_NODE"]
+    plane, node = SupervisorClient(supervisor_endpoint()), os.environ["ELASTIC_NODE"]
     say("warm")
     step = 0
     while True:
@@ -45,7 +45,7 @@ def main(folder: Path) -> int:
         except Dismissed as end:
             say("dismissed", reason=str(end))
             return 0
-        except GaveUpError as end:
+        except JobFailedError as end:
             say("gave up", reason=str(end))
             return 3
         say(
@@ -73,7 +73,7 @@ def main(folder: Path) -> int:
                 notice = plane.notice()
                 if notice is not None and not (folder / f"ignore-{node}").exists():
                     say("notice", want=notice.want.value, epoch=notice.epoch, reason=notice.reason)
-                    if notice.want is Want.RESTART:
+                    if notice.want is NoticeKind.RESTART:
                         break
                     target = plane.pause(step)
                     step = target
@@ -82,7 +82,7 @@ def main(folder: Path) -> int:
                     break
                 time.sleep(STEP_S)
                 step += 1
-                plane.progress(Progress(step, step - 1))
+                plane.progress(RankProgress(step, step - 1))
         except StaleEpochError as error:
             say("stale", reason=str(error))
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 from tests.support.agents import agent_pid, end_agent, wait_gone
 from tests.support.elastic_runs import Job, elastic_job, kill
 from tests.support.neighbours import until
@@ -52,7 +52,7 @@ def test_agents_of_simulated_nodes_end_with_success_and_stay_with_what_may_be_re
     job.world(2, after=before[0]["epoch"])
     run.send_signal(signal.SIGTERM)
     assert job.ended(run) == 7
-    assert all(started_at(pid) >= 0 for pid in pids)
+    assert all(process_start_time(pid) >= 0 for pid in pids)
     assert "stays in" in job.output()
     end_agent(places[0])
     again = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 from tests.support.elastic_runs import Job, elastic_job, kill
 from tests.support.neighbours import until
 
@@ -97,7 +97,7 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_with_it_and_may_come_back(j
     kill(job.supervisor("n1"))
     alone = job.world(1, after=before[0]["epoch"])
     assert alone[0]["node"] == "n0"
-    until(lambda: started_at(lost["pid"]) < 0)
+    until(lambda: process_start_time(lost["pid"]) < 0)
     again = job.start("join", "--node", "n1", "--no-agent")
     until(lambda: len(job.status().nodes) == 2)
     job.finish()
@@ -179,7 +179,7 @@ def test_a_node_that_is_asked_back_and_ignores_it_is_ended(job: Job) -> None:
     job.ask("leave", "n1", "--within", "0.5")
     after = job.world(1, after=before[0]["epoch"])
     assert after[0]["node"] == "n0"
-    until(lambda: started_at(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
+    until(lambda: process_start_time(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
     until(lambda: not job.pids('"node":"n1"'))
     job.finish()
     assert job.ended(run) == 0

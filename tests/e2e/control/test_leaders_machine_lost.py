@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control.leadership import LeaderRecord, leadership_at
+from elastic.control.leader_election import LeaderRecord, open_leader_record
 from tests.support.elastic_runs import Job, elastic_job, kill
 from tests.support.neighbours import until
 
@@ -39,7 +39,7 @@ class Machines:
             self.runs[name] = self.job.run("--node", name, *self.options)
 
     def record(self) -> LeaderRecord | None:
-        return leadership_at(self.url).read()
+        return open_leader_record(self.url).read()
 
     def leader(self, *, but: str = "") -> str:
         """The machine that leads, once another one than ``but`` does."""

@@ -8,13 +8,13 @@ import threading
 import pytest
 import torch
 
-from elastic.control.node_agent import NodeAgent
+from elastic.supervisor.memory_tier import MemoryTierProcess
 from tests.support.agents import agent_directory, agent_pid, wait_gone
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer
-from tieredckpt.agent_node import AgentNode
-from tieredckpt.session import close_sessions
-from tieredckpt.settings import settings_from
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import settings_from_mapping
 
 pytestmark = pytest.mark.e2e
 JOB = "tiered://given-back"
@@ -29,9 +29,9 @@ def node():
             "TIEREDCKPT_AGENT_BUDGET": "64MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "3600",
         }
-        with contextlib.closing(NodeAgent(environ, directory.parent)) as agent:
+        with contextlib.closing(MemoryTierProcess(environ, directory.parent)) as agent:
             agent.start()
-            yield agent, directory, settings_from({"agent": {"directory": str(directory), "budget": "64MiB"}})
+            yield agent, directory, settings_from_mapping({"agent": {"directory": str(directory), "budget": "64MiB"}})
 
 
 def state_of(step):
@@ -68,11 +68,11 @@ def test_what_is_durable_goes(tmp_path):
 
 
 def test_it_goes_from_an_agent_that_was_there_before_and_stays_for_others(tmp_path):
-    with node() as (first, directory, settings), contextlib.closing(NodeAgent(first._environ)) as agent:
+    with node() as (first, directory, settings), contextlib.closing(MemoryTierProcess(first._environ)) as agent:
         agent.start()
         train(settings, str(tmp_path), range(4), durable={3})
         agent.end()
-        with contextlib.closing(AgentNode(settings, "")) as asked:
+        with contextlib.closing(NodeAgentClient(settings, "")) as asked:
             assert asked.store.status().arena.sealed_bytes == 0
         assert agent_pid(directory) is not None
 
@@ -81,7 +81,7 @@ def test_what_an_earlier_supervisor_of_the_job_saw_goes_too(tmp_path):
     """One that was killed: nothing was saved here under the one that came after it."""
     with node() as (killed, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})
-        with contextlib.closing(NodeAgent(killed._environ, directory.parent)) as agent:
+        with contextlib.closing(MemoryTierProcess(killed._environ, directory.parent)) as agent:
             agent.start()
             assert finish(agent, directory) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerstore.owners import started_at
+from peerstore.daemon_process import process_start_time
 from tests.support.elastic_runs import Job, elastic_job
 from tests.support.neighbours import until
 
@@ -12,9 +12,9 @@ pytestmark = pytest.mark.e2e
 
 TOO_SMALL_A_BATCH = """
 from elastic import BatchPlan, recoverable
-from elastic.workers.loop import Policy
+from elastic.workers.train_loop import RecoveryPolicy
 
-@recoverable(policy=Policy(backend="none"))
+@recoverable(policy=RecoveryPolicy(backend="none"))
 def train(world):
     BatchPlan(1, world.size)
 
@@ -38,7 +38,7 @@ def test_a_batch_that_does_not_fit_the_ranks_is_said_and_given_up(job: Job) -> N
     assert "gave up after 1 restarts in all (job_max_retry_count)" in said
     assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
     for log in (job.folder / "logs").glob("*/*.log"):
-        assert "GaveUpError" in log.read_text()  # from the PolicyError, with where it was raised
+        assert "JobFailedError" in log.read_text()  # from the PolicyError, with where it was raised
         assert "BatchPlan(1, world.size)" in log.read_text()
 
 
@@ -48,7 +48,7 @@ def test_a_rank_that_ignores_a_resize_past_its_time_is_ended_and_the_job_goes_on
     job.make("ignore-n1")
     job.ask("resize", "--nodes", "2")
     ignorant = next(one["pid"] for one in before if one["node"] == "n1")
-    until(lambda: started_at(ignorant) < 0)
+    until(lambda: process_start_time(ignorant) < 0)
     after = job.world(2, after=before[0]["epoch"])
     assert after[0]["epoch"] > before[0]["epoch"]
     assert ignorant not in {one["pid"] for one in after}

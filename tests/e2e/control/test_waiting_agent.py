@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from elastic.control.node_agent import NodeAgent
-from elastic.inject.deeds import lose_agent
-from peerstore.owners import started_at
-from peerstore.settings import AgentPlace
+from elastic.fault_injection.fault_actions import kill_agent
+from elastic.supervisor.memory_tier import MemoryTierProcess
+from peerstore.daemon_process import process_start_time
+from peerstore.settings import AgentPaths
 from tests.support.agents import agent_directory, agent_pid, end_agent, wait_gone
 from tests.support.neighbours import until
 
@@ -30,7 +30,7 @@ def started():
             "TIEREDCKPT_AGENT_BUDGET": "16MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "0",
         }
-        agent = NodeAgent(environ)
+        agent = MemoryTierProcess(environ)
         try:
             agent.start()
             pid = agent_pid(directory)
@@ -46,20 +46,20 @@ def test_an_agent_stays_while_its_supervisor_does():
             with started() as (other, gone):
                 other.close()
                 wait_gone(gone)
-            assert started_at(pid) >= 0
+            assert process_start_time(pid) >= 0
         agent.close()
         wait_gone(pid)
 
 
 def test_an_agent_that_was_there_stays_for_a_second_supervisor():
     with started() as (first, pid):
-        second = NodeAgent(first._environ)
+        second = MemoryTierProcess(first._environ)
         second.start()
         first.close()
         with started() as (other, gone):
             other.close()
             wait_gone(gone)
-        assert started_at(pid) >= 0
+        assert process_start_time(pid) >= 0
         assert second.stays is None
         second.end()  # it is not the second one's to end: it leaves because nobody needs it
         wait_gone(pid)
@@ -78,7 +78,7 @@ def test_an_agent_that_nobody_calls_is_replaced(end):
 def test_an_agent_that_was_asked_to_end_is_not_started_again(caplog):
     with started() as (agent, _):
         directory = agent.stays
-        with caplog.at_level(logging.DEBUG, "peerstore.agent_watch"):
+        with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
             end_agent(directory)
             until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
         assert agent_pid(directory) is None
@@ -94,7 +94,7 @@ with open(sys.argv[1], "r+b") as lock:
 def test_ranks_leave_the_agent_to_their_supervisor():
     """Else both would start another one, and each of them not for the same reasons."""
     with started() as (agent, _):
-        lock = AgentPlace(agent.stays).watch_lock
+        lock = AgentPaths(agent.stays).watch_lock
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
         assert b"BlockingIOError" in rank.stderr, rank.stderr
         agent.close()
@@ -110,17 +110,17 @@ def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
             "TIEREDCKPT_AGENT_BUDGET": "16MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "3600",
         }
-        with contextlib.closing(NodeAgent(environ)) as killed:
+        with contextlib.closing(MemoryTierProcess(environ)) as killed:
             killed.start()
             pid = agent_pid(directory)
             assert pid is not None
-            second = NodeAgent(environ, directory.parent if own else directory.parent / "another")
+            second = MemoryTierProcess(environ, directory.parent if own else directory.parent / "another")
             second.start()
         second.end()
         if own:
             wait_gone(pid)
         else:  # other jobs may use it
-            assert started_at(pid) >= 0
+            assert process_start_time(pid) >= 0
 
 
 def test_only_the_agent_is_ended_and_not_who_was_given_its_number():
@@ -131,9 +131,9 @@ def test_only_the_agent_is_ended_and_not_who_was_given_its_number():
             agent.close()
             os.kill(pid, signal.SIGKILL)
             wait_gone(pid)
-            AgentPlace(directory).lock.write_text(str(innocent.pid))
+            AgentPaths(directory).lock.write_text(str(innocent.pid))
             agent.end()
-            lose_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
+            kill_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
         finally:
             innocent.send_signal(signal.SIGUSR1)  # nothing else has ended it before
         assert innocent.wait(20) == -signal.SIGUSR1

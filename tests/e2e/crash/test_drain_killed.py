@@ -9,7 +9,7 @@ from tests.support.agent_numbers import asked
 from tests.support.agents import agent_pid, end_agent
 from tests.support.crashes import crash_at
 from tests.support.jobs import Job, objects, on_server, state_at
-from tieredckpt.session import open_session
+from tieredckpt.session.session import open_session
 from tieredckpt.settings import DurableSettings, load_settings
 
 SIZE = 6 << 20

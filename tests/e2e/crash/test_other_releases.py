@@ -47,8 +47,8 @@ with Checkpointer("tiered://upgraded", on_sigterm="ignore") as ckpt:
 LOOK = """
 import os, sys
 from pathlib import Path
-from peerstore.client import Client, connect
-status = Client(lambda: connect(Path(sys.argv[1]))).status()
+from peerstore.server.store_client import Client, connect_to_agent
+status = Client(lambda: connect_to_agent(Path(sys.argv[1]))).status()
 print(len(status.damages), len(status.aside))
 """
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from peerstore.crashpoints import POINTS
+from peerstore.failpoints import FAILPOINTS
 from tests.e2e.crash.test_trainer_killed import losses, train
 from tests.support.agents import agent_directory, agent_pid, end_agent
 from tests.support.crashes import crash_at
@@ -30,7 +30,7 @@ def survive(agent_dir, zygote, *, seed, kills):
     reference = undisturbed(zygote)
     rng, lines = random.Random(seed), []
     for _ in range(kills):
-        points = [point for point in POINTS if point.startswith(("stage.", "seal.", "load."))]
+        points = [point for point in FAILPOINTS if point.startswith(("stage.", "seal.", "load."))]
         crash = crash_at(f"{rng.choice(points)}:{rng.randint(1, 6)}") if rng.random() < 0.5 else {}
         running = zygote.start(train, STEPS, environ=crash)
         if not crash:

@@ -243,7 +243,7 @@ def test_one_rank_killed_mid_save_leaves_the_last_whole_step(agent_dir, zygote, 
 
 
 def test_no_crash_point_is_forgotten():
-    from peerstore.crashpoints import POINTS
+    from peerstore.failpoints import FAILPOINTS
 
     text = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
-    assert [point for point in POINTS if f'"{point}"' not in text] == []
+    assert [point for point in FAILPOINTS if f'"{point}"' not in text] == []

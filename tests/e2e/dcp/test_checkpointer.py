@@ -18,8 +18,8 @@ from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.models import build, full, put_back, state_of, train
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, NullCheckpointer, TieredWriter
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import MismatchError, SettingsError, StoreBusyError, UsageError
-from tieredckpt.saved import SaveState
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,7 +50,9 @@ class Awaited(threading.Thread):
 def test_nothing_is_prepared_any_more_when_it_is_closed(agent_dir, monkeypatch):
     """However often it restored: who came too late would find no agent, and start one."""
     threads = []
-    monkeypatch.setattr("tieredckpt.session.Session.prepare", lambda *_: threads.append(Awaited()) or threads[-1])
+    monkeypatch.setattr(
+        "tieredckpt.session.session.Session.prepare", lambda *_: threads.append(Awaited()) or threads[-1]
+    )
     with Checkpointer("tiered://loop") as ckpt:
         ckpt.restore({"w": torch.zeros(4)})
         ckpt.restore({"w": torch.zeros(4)})
@@ -205,7 +207,7 @@ def test_after_going_back_the_new_past_is_the_one_that_counts(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(2):
             ckpt.save(state_at(step), step).wait()
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     close_sessions()
     with Checkpointer(JOB) as ckpt:
@@ -221,7 +223,7 @@ def test_after_going_back_the_new_past_is_the_one_that_counts(agent_dir):
 
 def test_reading_a_checkpoint_leaves_it_where_it_is_for_everybody(agent_dir, tmp_path):
     """Notebooks, evaluations, a finished script that is started again: none of them is a restart that died."""
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:
         for step in range(2):
@@ -325,7 +327,7 @@ def test_no_thread_is_left(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.restore(state_at(0))
         ckpt.save(state_at(0), 0)
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     close_sessions()
     assert {thread.name for thread in threading.enumerate()} <= before
@@ -351,7 +353,7 @@ def loop(kind, steps, every_restart=2):
                 done = step
             ckpt.wait()
             dist.barrier()
-        from tieredckpt.session import close_sessions
+        from tieredckpt.session.session import close_sessions
 
         close_sessions()
     return full(state_of(model, optimizer))
@@ -538,7 +540,7 @@ def test_one_that_is_closed_says_so(agent_dir):
 
 
 def test_one_that_is_closed_has_no_agent_started_again(agent_dir):
-    from tieredckpt.session import close_sessions
+    from tieredckpt.session.session import close_sessions
 
     ckpt = Checkpointer(JOB)
     saved = ckpt.save(state_at(0), 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieredckpt import Checkpointer
-from tieredckpt.settings import settings_from
+from tieredckpt.settings import settings_from_mapping
 
 
 def contiguous():
@@ -17,7 +17,7 @@ def strided():
 
 @pytest.mark.parametrize("target", [contiguous, strided])
 def test_a_copy_that_is_given_up_after_the_vote_fails_no_restore(agent_dir, tmp_path, monkeypatch, target):
-    settings = settings_from(
+    settings = settings_from_mapping(
         {"agent": {"directory": str(agent_dir), "budget": "1GiB"}, "durable": {"url": f"file://{tmp_path}/durable"}}
     )
     with Checkpointer("tiered://job", settings=settings, on_sigterm="ignore") as ckpt:
@@ -32,7 +32,7 @@ def test_a_copy_that_is_given_up_after_the_vote_fails_no_restore(agent_dir, tmp_
                 for key in dropped:
                     store.report(key, "another reader saw other bytes")
 
-        monkeypatch.setattr("tieredckpt.reader.reach", reach)
+        monkeypatch.setattr("tieredckpt.dcp.tiered_reader.failpoint", reach)
         state = {"w": target(), "step": 0}
         assert ckpt.restore(state) == 4
         assert dropped

@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 
-from peerstore.client import Client, connect
+from peerstore.server.store_client import Client, connect_to_agent
 from tests.support.agents import end_agent
 from tests.support.bits import assert_same, zeroed
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.cli import main
 from tieredckpt.errors import CheckpointLostError
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -34,7 +34,7 @@ def state_at(step):
 
 def leave_and_be_forgotten(directory):
     close_sessions()
-    client = Client(lambda: connect(directory / "agent.sock"), retry_s=5.0)
+    client = Client(lambda: connect_to_agent(directory / "agent.sock"), retry_s=5.0)
     try:
         deadline = time.monotonic() + 60
         while client.status().jobs:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from tests.support.faults import Answer
 from tests.support.jobs import Job, on_server
 from tieredckpt import Checkpointer, TierUnavailableError
-from tieredckpt.settings import DurableSettings, settings_from
+from tieredckpt.settings import DurableSettings, settings_from_mapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save_own(name, durable):
-    with Checkpointer(name, settings=settings_from({"agent": agent(), "durable": durable})) as ckpt:
+    with Checkpointer(name, settings=settings_from_mapping({"agent": agent(), "durable": durable})) as ckpt:
         ckpt.save({f"own{dist.get_rank()}": torch.ones(1000)}, 4).wait("durable")
 
 

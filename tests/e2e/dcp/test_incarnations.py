@@ -16,7 +16,7 @@ from tests.support.bits import assert_same, zeroed
 from tests.support.neighbours import until
 from tests.support.oldest_torch import without_collectives, without_first_rank
 from tieredckpt import TieredReader, TieredWriter
-from tieredckpt.session import open_session
+from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 
 pytestmark = [

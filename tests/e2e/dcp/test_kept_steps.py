@@ -10,9 +10,9 @@ from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer, CheckpointNotFoundError
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import UsageError
-from tieredckpt.saved import SaveState
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,8 +12,8 @@ from benchmarks.pieces import measure
 from tests.support.paged_agents import paged_agent
 from tests.support.stores import store_directory
 from tieredckpt import Checkpointer, SaveFailedError
-from tieredckpt.cli.sight import open_sight
-from tieredckpt.settings import settings_from
+from tieredckpt.cli.tier_client import open_tier_client
+from tieredckpt.settings import settings_from_mapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,7 +25,9 @@ MESSAGE, PAGE = 1 << 20, 32 << 10
 
 def settings():
     embedded = os.environ.get("TIEREDCKPT_AGENT_EMBEDDED") == "true"
-    return settings_from({"agent": {"directory": os.environ["TIEREDCKPT_AGENT_DIRECTORY"], "embedded": embedded}})
+    return settings_from_mapping(
+        {"agent": {"directory": os.environ["TIEREDCKPT_AGENT_DIRECTORY"], "embedded": embedded}}
+    )
 
 
 def rank_of():
@@ -96,7 +98,7 @@ def test_what_is_saved_is_restored_however_small_a_message_is(small_messages, ra
 
 def test_tools_see_all_of_it(small_messages, ranks):
     ranks.run(2, save, PIECES)
-    with open_sight(settings()) as sight:
+    with open_tier_client(settings()) as sight:
         (view,) = sight.survey(JOB).views
         described = sight.describe(JOB, view.group)
     assert len(described.manifest.shards) == 2

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from tests.support.agents import end_agent
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
-from tieredckpt.plain import plain_writer
-from tieredckpt.settings import DurableSettings, load_settings, override
+from tieredckpt.dcp.plain_checkpoints import plain_writer
+from tieredckpt.settings import DurableSettings, load_settings, override_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -53,7 +53,7 @@ PLANNERS = {planner.__name__: planner for planner in (DefaultLoadPlanner, Finish
 
 
 def settings_of(directory, url):
-    return override(load_settings(), agent={"directory": directory}, durable={"url": url, "every": 10**6})
+    return override_settings(load_settings(), agent={"directory": directory}, durable={"url": url, "every": 10**6})
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer
+from tieredckpt.checkpointer.progress_hook import ExpectedStep, newest_complete_step, use_progress_hook
 from tieredckpt.errors import CheckpointNotFoundError
-from tieredckpt.overseer import Expected, newest_whole, overseen_by
 
 pytestmark = pytest.mark.e2e
 TARGET = "tiered://overseen"
@@ -26,7 +26,7 @@ class Ledger:
         return self.told
 
     def sealed(self, session):
-        self.sealed_steps.append((session.job, session.sealed_step, newest_whole(session, ask=True)))
+        self.sealed_steps.append((session.job, session.sealed_step, newest_complete_step(session, ask=True)))
 
 
 def state(value=0.0):
@@ -35,7 +35,7 @@ def state(value=0.0):
 
 def restored(told):
     ledger, found = Ledger(told), state()
-    with overseen_by(ledger), Checkpointer(TARGET) as ckpt:
+    with use_progress_hook(ledger), Checkpointer(TARGET) as ckpt:
         step = ckpt.restore(found)
     assert ledger.asked == ["overseen"]
     return step, found["w"][0].item()
@@ -43,20 +43,20 @@ def restored(told):
 
 def test_what_an_overseer_knows_decides_only_where_it_insists(agent_dir):
     with pytest.raises(CheckpointNotFoundError, match="would throw away 9 steps"):
-        restored(Expected(8, "the operator has 8"))
+        restored(ExpectedStep(8, "the operator has 8"))
     assert restored(None) == (-1, 0.0)
     ledger = Ledger()
-    with overseen_by(ledger), Checkpointer(TARGET) as ckpt:
+    with use_progress_hook(ledger), Checkpointer(TARGET) as ckpt:
         for step in (1, 2):
             ckpt.save(state(float(step)), step).wait()
     until(lambda: len(ledger.sealed_steps) == 2)
     assert ledger.sealed_steps == [("overseen", 1, 1), ("overseen", 2, 2)]
-    assert restored(Expected(1, "the operator has 1")) == (2, 2.0)
-    assert restored(Expected(8, "the operator has 8")) == (2, 2.0)
-    assert restored(Expected(1, "the operator has 1", exactly=True)) == (1, 1.0)
+    assert restored(ExpectedStep(1, "the operator has 1")) == (2, 2.0)
+    assert restored(ExpectedStep(8, "the operator has 8")) == (2, 2.0)
+    assert restored(ExpectedStep(1, "the operator has 1", exactly=True)) == (1, 1.0)
     with pytest.raises(CheckpointNotFoundError):
-        restored(Expected(8, "the operator has 8", exactly=True))
-    with overseen_by(ledger), Checkpointer(TARGET) as ckpt:
+        restored(ExpectedStep(8, "the operator has 8", exactly=True))
+    with use_progress_hook(ledger), Checkpointer(TARGET) as ckpt:
         assert ckpt.restore(state(), 1) == 1  # who names a step has decided already
     assert ledger.asked == []
     assert ledger.sealed_steps[-1] == ("overseen", 2, 2)

@@ -18,18 +18,18 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from peerstore.records import ShardKey
+from peerstore.shard_records import ShardKey
 from tests.support.bits import raw
 from tests.support.examples import examples
 from tieredckpt import TieredReader, TieredWriter
-from tieredckpt.boxes import Box, whole
-from tieredckpt.copying import Copier, Piece
-from tieredckpt.incarnation import Incarnation, SaveDecision
-from tieredckpt.layout import TensorEntry, lay_out
-from tieredckpt.manifest import StateTable, TableTensor
-from tieredckpt.session import open_session
+from tieredckpt.format.manifest import StateTable, TableTensor
+from tieredckpt.format.shard_layout import TensorEntry, build_layout
+from tieredckpt.format.slice_boxes import Box, full_box
+from tieredckpt.session.incarnation import Incarnation, SaveDecision
+from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
-from tieredckpt.tensors import dtype_name
+from tieredckpt.tensors.slot_copy import Copier, SlotWrite
+from tieredckpt.tensors.state_dict import dtype_name
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -62,7 +62,7 @@ def shards(shape, mesh, placements):
     """Every rank's box; ``None`` in ``placements`` is a replicated dimension of the mesh."""
     boxes = []
     for place in itertools.product(*(range(size) for size in mesh)):
-        box = whole(shape)
+        box = full_box(shape)
         for count, index, axis in zip(mesh, place, placements, strict=True):
             if axis is not None:
                 box = cut(box, axis, count, index)
@@ -120,11 +120,11 @@ def save_as(session, step, tensors, boxes_of, owners):
                 mine.append(
                     TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), box, tensor.dtype.itemsize, True)
                 )
-        layout = lay_out(mine, [], None)
+        layout = build_layout(mine, [], None)
         key = ShardKey(JOB, step, step + 1, f"i{step}", 0, part)
         staged = session.stage(key, parts, layout, 0, wait_s=5)
         header = layout.header_bytes
-        pieces = [Piece(part_of(tensors[e.fqn], e.box).contiguous(), header + e.start) for e in layout.tensors]
+        pieces = [SlotWrite(part_of(tensors[e.fqn], e.box).contiguous(), header + e.start) for e in layout.tensors]
         staged.memory.fill(pieces, session.copier)
         session.seal(staged, key, [], durable=False, table=table)
 

@@ -19,16 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from peerstore.records import CHUNK_BYTES
+from peerstore.shard_records import CHUNK_BYTES
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.models import build, full, put_back, state_of, train
 from tests.support.oldest_torch import replicas_on_gloo
 from tests.support.stores import pinned_file
 from tieredckpt import Checkpointer, TieredReader
-from tieredckpt.copying import Copier, memory_at
 from tieredckpt.errors import RestoreProofError
 from tieredckpt.settings import DurableSettings
+from tieredckpt.tensors.slot_copy import Copier, memory_at_address
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -202,7 +202,7 @@ def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_d
                     file.write(bytes([byte[0] ^ 4]))
                 store.unpin(pin.id)
 
-    monkeypatch.setattr("tieredckpt.reader.reach", reach)
+    monkeypatch.setattr("tieredckpt.dcp.tiered_reader.failpoint", reach)
     if way == "restore":
         with pytest.raises(RestoreProofError, match=r"\bw \(or another entry beside it: their shard .* damaged"):
             restored(zeroed(state))
@@ -220,7 +220,7 @@ def test_a_bit_that_flips_on_its_way_into_the_target(agent_dir, monkeypatch, way
 
     def reading(copier, fd, moves):
         read(copier, fd, moves)
-        memory_at(moves[0].target, 1)[0] ^= 1
+        memory_at_address(moves[0].target, 1)[0] ^= 1
 
     monkeypatch.setattr(Copier, "read", reading)
     if way == "restore":

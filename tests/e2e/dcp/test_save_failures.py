@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from peerstore.errors import AgentUnreachableError, ArenaFullError, RequestError
-from peerstore.store import NodeStore
+from peerstore.store.node_store import NodeStore
 from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
@@ -27,11 +27,11 @@ from tieredckpt import (
     TieredWriter,
     TierUnavailableError,
 )
-from tieredckpt.agent_node import AgentNode
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import MismatchError, StoreBusyError, UsageError
-from tieredckpt.saved import SaveState
-from tieredckpt.session import Session, close_sessions, nodes_from
-from tieredckpt.settings import DurableSettings, load_settings, override
+from tieredckpt.session.session import Session, close_sessions, use_agent_factory
+from tieredckpt.settings import DurableSettings, load_settings, override_settings
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -53,7 +53,7 @@ def nobody(settings, job):
 
 
 def test_a_node_without_an_agent_fails_the_save_and_not_the_training(agent_dir):
-    with nodes_from(nobody), Checkpointer(JOB) as ckpt:
+    with use_agent_factory(nobody), Checkpointer(JOB) as ckpt:
         for step in range(3):
             saved = ckpt.save(small(step), step)
             assert (saved.state, saved.ok) == (SaveState.FAILED, False)
@@ -61,7 +61,7 @@ def test_a_node_without_an_agent_fails_the_save_and_not_the_training(agent_dir):
             with pytest.raises(SaveFailedError, match="nobody answers"):
                 saved.wait()
         assert ckpt.wait()
-    with nodes_from(nobody), Checkpointer(JOB, on_failure="raise") as ckpt:
+    with use_agent_factory(nobody), Checkpointer(JOB, on_failure="raise") as ckpt:
         with pytest.raises(SaveFailedError):
             ckpt.save(small(0), 0)
         with pytest.raises(TierUnavailableError):  # unknown, so not a reason to start from nothing
@@ -70,7 +70,7 @@ def test_a_node_without_an_agent_fails_the_save_and_not_the_training(agent_dir):
 
 def test_an_agent_that_comes_back_is_used_again(agent_dir):
     with Checkpointer(JOB) as ckpt:
-        with nodes_from(nobody):
+        with use_agent_factory(nobody):
             assert not ckpt.save(small(0), 0).ok
         assert ckpt.save(small(1), 1).wait() is SaveState.SEALED
         assert ckpt.restore(zeroed(small(0))) == 1
@@ -80,7 +80,7 @@ def test_a_directory_that_cannot_be_one_is_an_unavailable_tier(tmp_path):
     def refused(settings, job):
         raise NotADirectoryError(20, "Not a directory", str(tmp_path))
 
-    with nodes_from(refused), Checkpointer(JOB) as ckpt:
+    with use_agent_factory(refused), Checkpointer(JOB) as ckpt:
         assert "Not a directory" in str(ckpt.save(small(0), 0).error)
 
 
@@ -88,7 +88,7 @@ class Forgetful:
     """An agent that cannot be reached whenever it should be told what became of a step."""
 
     def __init__(self, settings, job):
-        self._node = AgentNode(settings, job)
+        self._node = NodeAgentClient(settings, job)
         self.store = self
         self.deaf = False
 
@@ -113,8 +113,8 @@ class Forgetful:
 def saves_while_deaf():
     states = []
     with (
-        nodes_from(Forgetful),
-        Checkpointer(JOB, settings=override(load_settings(), peer={"discovery": "off"})) as ckpt,
+        use_agent_factory(Forgetful),
+        Checkpointer(JOB, settings=override_settings(load_settings(), peer={"discovery": "off"})) as ckpt,
     ):
         for step in range(5):
             saved = ckpt.save(small(step), step)
@@ -139,7 +139,7 @@ def leaves_out_while_deaf():
             raise StoreBusyError("no room just now")
         return stage(session, key, *args, **more)
 
-    with nodes_from(Forgetful), Checkpointer(JOB) as ckpt:
+    with use_agent_factory(Forgetful), Checkpointer(JOB) as ckpt:
         Session.stage = busy
         try:
             for step in range(6):
@@ -425,7 +425,7 @@ def test_whatever_ends_a_seal_this_save_says_so_and_its_slot_is_given_back(monke
 
     with memory_node() as node, Checkpointer(JOB) as ckpt:
         ckpt.save(small(0), 0).wait()
-        monkeypatch.setattr("tieredckpt.copying.SlotMemory.write", none_left)
+        monkeypatch.setattr("tieredckpt.tensors.slot_copy.MappedSlot.write", none_left)
         saved = ckpt.save(small(1), 1)
         with pytest.raises(SaveFailedError, match="no memory for a page"):
             saved.wait()
@@ -470,7 +470,7 @@ def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
     def none_left(*_):
         raise ArenaFullError("no memory for a page")
 
-    monkeypatch.setattr("tieredckpt.copying.SlotMemory.fill", none_left)
+    monkeypatch.setattr("tieredckpt.tensors.slot_copy.MappedSlot.fill", none_left)
     with memory_node() as node:
         writer = TieredWriter(JOB, 1)
         dcp.save(small(1), storage_writer=writer, no_dist=True, use_collectives=False)

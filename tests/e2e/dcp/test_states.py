@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tieredckpt
-from peerstore.settings import AgentPlace
+from peerstore.settings import AgentPaths
 from tests.support.bits import assert_same, raw, zeroed
 from tests.support.examples import examples
 from tests.support.stores import client_of
@@ -400,7 +400,7 @@ def test_the_sealed_bytes_in_memory_open_with_safetensors(agent_dir, tmp_path):
     state = {"w": torch.randn(3, 4), "b": random_bits(torch.bfloat16, 5), "lr": 0.1}
     save(state)
     shard = tmp_path / "shard.safetensors"
-    with client_of(AgentPlace(agent_dir).socket) as store:
+    with client_of(AgentPaths(agent_dir).socket) as store:
         (fact,) = store.inventory()
         shard.write_bytes(stored(store, fact.key))
     with safe_open(shard, "pt") as file:

@@ -15,11 +15,11 @@ from tests.support.faults import Answer, FlipResponseBit, Hang
 from tests.support.jobs import Job, objects, on_server, state_at
 from tests.support.s3 import BUCKET
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import FormatVersionError, SaveFailedError
-from tieredckpt.incarnation import Incarnation, SaveDecision
-from tieredckpt.manifest import decode_manifest
-from tieredckpt.saved import SaveState
-from tieredckpt.session import close_sessions
+from tieredckpt.format.manifest import decode_manifest
+from tieredckpt.session.incarnation import Incarnation, SaveDecision
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

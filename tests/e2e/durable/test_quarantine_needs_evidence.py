@@ -6,10 +6,9 @@ from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.neighbours import until
 from tieredckpt import CheckpointDamagedError
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.drain import delete_step
-from tieredckpt.durable.open import open_store
-from tieredckpt.reading import Reading
+from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.restore.read_executor import ReadExecutor
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -30,20 +29,20 @@ def marks(job, tmp_path):
 
 def before_reading(monkeypatch, act):
     """Once, when a load has decided what to read and has read nothing yet."""
-    run = Reading.run
+    run = ReadExecutor.run
 
     def late(reading, items):
-        monkeypatch.setattr(Reading, "run", run)
+        monkeypatch.setattr(ReadExecutor, "run", run)
         act(reading)
         run(reading, items)
 
-    monkeypatch.setattr(Reading, "run", late)
+    monkeypatch.setattr(ReadExecutor, "run", late)
 
 
 def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, marks, monkeypatch):
     def delete(reading):
         durable = job.settings.durable
-        delete_step(Catalog(open_store(durable.url, durable), job.name), job.name, reading._step.group)
+        delete_step(DurableCatalog(open_store(durable.url, durable), job.name), job.name, reading._step.group)
 
     before_reading(monkeypatch, delete)
     with job.checkpointer() as ckpt:

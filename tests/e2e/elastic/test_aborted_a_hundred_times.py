@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment
-from elastic.workers.groups import Groups, usual_backend
+from elastic.control.control_plane import RankAssignment
+from elastic.workers.process_groups import ProcessGroups, default_backend
 from tests.support import nccl_like
 from tests.support.golden_training import Size
-from tieredckpt.device import accelerator
+from tieredckpt.tensors.device import accelerator
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,7 @@ TIMES, SETTLED, AROUND = 100, 10, 5
 ELEMENTS = 1 << 16
 GROWTH = {"descriptors": 2, "threads": 2, "rss": 64 << 20, "device": 32 << 20}
 """Growth allowed in a rank, and on the device, from the first few epochs to the last."""
-REAL = [usual_backend()] if accelerator().count() else []
+REAL = [default_backend()] if accelerator().count() else []
 PATIENCE = timedelta(minutes=5)
 
 
@@ -42,7 +42,9 @@ class Aborted:
     def run(self) -> None:
         for epoch in range(TIMES + 1):
             began = time.monotonic()
-            groups = Groups(Assignment(epoch, self._rank, 2, self._rank, 2, 0, 1, self._address), backend=self._backend)
+            groups = ProcessGroups(
+                RankAssignment(epoch, self._rank, 2, self._rank, 2, 0, 1, self._address), backend=self._backend
+            )
             groups.enter()
             other = dist.new_group()
             for group in (None, other):
@@ -75,7 +77,7 @@ class Aborted:
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor.cpu(), torch.full((ELEMENTS,), 2.0 * epoch + 1)), f"epoch {epoch}"
 
-    def _hang(self, groups: Groups, epoch: int) -> None:
+    def _hang(self, groups: ProcessGroups, epoch: int) -> None:
         """Rank 0 in a collective that the other one does not come to; both abort, as after a fault."""
         begun = threading.Event()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic.inject import Faults, Phase
+from elastic.fault_injection import FaultPlan, InjectionPhase
 from tests.support import nccl_like
 from tests.support.golden_runs import (
     Golden,
@@ -17,7 +17,7 @@ from tests.support.golden_runs import (
     sum_of,
 )
 from tests.support.golden_training import AHEAD, DEVICE
-from tieredckpt.device import accelerator
+from tieredckpt.tensors.device import accelerator
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory):
 
     def learned(backend: str = "gloo") -> list[dict[str, Any]]:
         if backend not in found:
-            one = Golden(tmp_path_factory.mktemp("quiet"), "plain", "plain", Faults(), backend=backend)
+            one = Golden(tmp_path_factory.mktemp("quiet"), "plain", "plain", FaultPlan(), backend=backend)
             try:
                 one.see_through(one.begin(spare_nodes=0, total=12), 120)
                 found[backend] = one.committed()
@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_killed_inside_an_all_reduce_leaves_no_trace(golden, undisturbed, backend) -> None:
     expected = undisturbed(DEVICE if backend == DEVICE else "gloo")
-    faults = Faults().at(step=KILLED_AT, phase=Phase.ALLREDUCE, rank=1).sigkill()
+    faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden("plain", faults, backend=backend)
     job.see_through(job.begin(total=12), 120)
     assert_all_happened_once(job)
@@ -69,7 +69,7 @@ def test_a_rank_killed_inside_an_all_reduce_leaves_no_trace(golden, undisturbed,
 
 def test_what_was_only_asked_for_when_a_rank_was_killed_is_not_taken_for_done(golden, undisturbed) -> None:
     """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
-    faults = Faults().at(step=KILLED_AT, phase=Phase.ALLREDUCE, rank=1).sigkill()
+    faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden("plain", faults, backend=AHEAD)
     job.see_through(job.begin(total=12), 120)
     assert_all_happened_once(job)

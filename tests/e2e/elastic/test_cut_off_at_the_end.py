@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.inject import Faults, Phase
+from elastic.fault_injection import FaultPlan, InjectionPhase
 from tests.support.golden_runs import assert_all_happened_once, golden
 
 pytestmark = pytest.mark.e2e
@@ -14,7 +14,7 @@ __all__ = ["golden"]
 
 @pytest.mark.timeout(300)
 def test_the_run_ends_with_the_job(golden) -> None:
-    job = golden("fsdp", Faults().at(step=4, phase=Phase.FORWARD, rank=1).partition(600))
+    job = golden("fsdp", FaultPlan().at(step=4, phase=InjectionPhase.FORWARD, rank=1).partition(600))
     run = job.begin()
     job.see_through(run, 240)
     assert_all_happened_once(job)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.inject import Faults, Kind
-from elastic.inject.plan import BORNE
+from elastic.fault_injection import FaultPlan, InjectionKind
+from elastic.fault_injection.fault_spec import NON_FATAL_KINDS
 from tests.support.golden_runs import (
     GAP,
     assert_all_happened_once,
@@ -32,8 +32,17 @@ __all__ = ["golden"]
 
 COUNT = int(os.environ.get("FAULTS", "300"))
 CHOSEN = int(os.environ.get("SEED", "1"))
-QUICK = (Kind.SIGKILL, Kind.EXCEPTION, Kind.SEGFAULT, Kind.OOM, Kind.NAN)
-KINDS = (*(4 * QUICK), Kind.NODE, Kind.AGENT, Kind.PARTITION, Kind.SLOW, Kind.SIGSTOP, Kind.GIL, Kind.HANG)
+QUICK = (InjectionKind.SIGKILL, InjectionKind.EXCEPTION, InjectionKind.SEGFAULT, InjectionKind.OOM, InjectionKind.NAN)
+KINDS = (
+    *(4 * QUICK),
+    InjectionKind.NODE,
+    InjectionKind.AGENT,
+    InjectionKind.PARTITION,
+    InjectionKind.SLOW,
+    InjectionKind.SIGSTOP,
+    InjectionKind.GIL,
+    InjectionKind.HANG,
+)
 """Those that cost a time limit are rarer."""
 STARTING = 30
 """So many looks at a process are left out, two in a second: it may have been started just before."""
@@ -43,7 +52,7 @@ MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
 
 @pytest.mark.timeout(COUNT * 60 + 600)
 def test_hundreds_of_random_faults_in_one_job(golden, tmp_path) -> None:
-    faults = Faults(CHOSEN).scattered(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
+    faults = FaultPlan(CHOSEN).scattered(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
     job = golden("fsdp", faults)
     sizes: dict[int, list[dict[str, int]]] = {}
     run = job.begin()
@@ -90,7 +99,7 @@ def recoveries(job) -> list[float]:
     for one in job.record.done():
         epoch = max((epoch for at, epoch in steps if at <= one.at), default=-1)
         after = next((at for at, other in steps if at > one.at and other > epoch), None)
-        if after is not None and one.injection.kind not in BORNE:
+        if after is not None and one.injection.kind not in NON_FATAL_KINDS:
             found.append(after - one.at)
     return sorted(found)
 

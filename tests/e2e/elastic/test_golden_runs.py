@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.inject import Kind, Phase
+from elastic.fault_injection import InjectionKind, InjectionPhase
 from tests.support import nccl_like
 from tests.support.golden_runs import (
     NPROC,
@@ -49,8 +49,8 @@ IN_A_NIGHT = 12
 STEPS = 70
 
 
-def pairs_of(text: str) -> list[tuple[Kind, Phase]]:
-    return [(Kind(kind), Phase(phase)) for kind, phase in (word.split("@") for word in text.split())]
+def pairs_of(text: str) -> list[tuple[InjectionKind, InjectionPhase]]:
+    return [(InjectionKind(kind), InjectionPhase(phase)) for kind, phase in (word.split("@") for word in text.split())]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def undisturbed(tmp_path_factory):
     return quiet_run(tmp_path_factory.mktemp("quiet"), STEPS)
 
 
-def go_through(golden, undisturbed, how, pairs: list[tuple[Kind, Phase]], within_s: float) -> None:
+def go_through(golden, undisturbed, how, pairs: list[tuple[InjectionKind, InjectionPhase]], within_s: float) -> None:
     job = golden(how[0], chained(pairs, 2 * NPROC[how[0]]), backend=how[1])
     job.see_through(job.begin(), within_s)
     assert_all_happened_once(job)
@@ -87,11 +87,11 @@ def test_a_chain_of_faults_leaves_no_trace(golden, undisturbed, how) -> None:
 
 
 def test_the_chains_go_through_every_phase_and_the_matrix_through_every_pair() -> None:
-    assert {phase for chain in SHORT.values() for _, phase in pairs_of(chain)} == set(Phase)
+    assert {phase for chain in SHORT.values() for _, phase in pairs_of(chain)} == set(InjectionPhase)
     for chain in CHAINS.values():
-        assert {phase for _, phase in pairs_of(chain)} == set(Phase)
+        assert {phase for _, phase in pairs_of(chain)} == set(InjectionPhase)
     spread = [pair for number in range(IN_A_NIGHT) for pair in all_pairs()[number::IN_A_NIGHT]]
-    assert len(spread) == len(set(spread)) == len(Kind) * len(Phase) - (len(Phase) - 3)
+    assert len(spread) == len(set(spread)) == len(InjectionKind) * len(InjectionPhase) - (len(InjectionPhase) - 3)
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from elastic.workers.loop import Policy, run
+from elastic.workers.train_loop import RecoveryPolicy, run
 from tests.support.bridged import BridgedPlane, bridged
 from tests.support.neighbours import until
 
@@ -33,7 +33,7 @@ def train(say, address, how):
             dist.distributed_c10d._get_default_store().get("what nobody sets")
 
     # Nothing here ends by its own time limit before the test is long over.
-    return run(work, plane=BridgedPlane(address), policy=Policy(timeout=timedelta(minutes=30))).how.value
+    return run(work, plane=BridgedPlane(address), policy=RecoveryPolicy(timeout=timedelta(minutes=30))).how.value
 
 
 @pytest.mark.parametrize("how", ["collective", "other group", "store"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.inject import Faults, Phase
+from elastic.fault_injection import FaultPlan, InjectionPhase
 from tests.support.golden_runs import golden  # noqa: F401 - a fixture
 from tests.support.neighbours import until
 
@@ -14,7 +14,7 @@ TOTAL = 1_000_000
 
 
 def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noqa: F811
-    job = golden("fsdp", Faults())
+    job = golden("fsdp", FaultPlan())
     run = job.begin(settle_s=30, total=TOTAL)
 
     def happened(name: str):
@@ -41,7 +41,7 @@ def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noq
     until(lambda: any(one["epoch"] == 1 for one in job.lines("step")), "a world after it")
     assert "error" not in job.ask("inject", "--at", "step=1 rank=0 phase=backward name=raise", "--kind", "exception")
     raised = happened("raise")
-    assert (raised.rank, raised.phase) == (0, Phase.BACKWARD)
+    assert (raised.rank, raised.phase) == (0, InjectionPhase.BACKWARD)
     until(lambda: any(one["epoch"] == 2 for one in job.lines("step")), "a world after that")
     assert "error" not in job.ask("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
     cut = happened("cut")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from tieredckpt.event_log import EVENT_LOG_ENV, read_event_log
+from tieredckpt.event_log.event_types import StageEvent
 from tieredckpt.goodput import analyse
-from tieredckpt.ledger import LEDGER, read_ledger
-from tieredckpt.ledger.events import Stage
 
 pytestmark = pytest.mark.e2e
 
@@ -15,7 +15,7 @@ STEPS = 5
 
 
 def training(_say, first: int) -> str:
-    from elastic.workers.loop import run
+    from elastic.workers.train_loop import run
 
     def train(world) -> None:
         for step in world.steps(first, STEPS):
@@ -33,7 +33,7 @@ def start(zygote, folder, ranks, restarts, first):
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        LEDGER: str(folder),
+        EVENT_LOG_ENV: str(folder),
     }
     running = [
         zygote.start(training, first, environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -45,7 +45,7 @@ def start(zygote, folder, ranks, restarts, first):
 def test_under_a_launcher_that_starts_all_of_them_again(zygote, tmp_path):
     assert [one.result for one in start(zygote, tmp_path, 2, 0, 0)] == ["finished", "finished"]
     assert [one.result for one in start(zygote, tmp_path, 2, 1, 3)] == ["finished", "finished"]
-    read = read_ledger(tmp_path)
+    read = read_event_log(tmp_path)
     found = analyse(read.events)
     assert (found.ranks, found.worlds, len(found.runs), found.runs[0].how) == (2, 2, 1, "finished")
     assert [(one.step, one.counts) for one in found.step_views] == [
@@ -56,11 +56,11 @@ def test_under_a_launcher_that_starts_all_of_them_again(zygote, tmp_path):
         ("startup", "start", 0),
         ("recovery", "restart", 2),
     ]
-    stages = {(one.epoch, one.rank): set() for one in read.events if isinstance(one, Stage)}
+    stages = {(one.epoch, one.rank): set() for one in read.events if isinstance(one, StageEvent)}
     assert set(stages) == {(epoch, rank) for epoch in (0, max(epoch for epoch, _ in stages)) for rank in (0, 1)}
 
 
 def test_a_process_that_nobody_started(zygote, tmp_path):
-    assert zygote.run(training, 0, environ={LEDGER: str(tmp_path)}).result == "finished"
-    found = analyse(read_ledger(tmp_path).events)
+    assert zygote.run(training, 0, environ={EVENT_LOG_ENV: str(tmp_path)}).result == "finished"
+    found = analyse(read_event_log(tmp_path).events)
     assert (found.ranks, found.steps_counted, found.runs[0].how, found.faults) == (1, STEPS, "finished", 0)

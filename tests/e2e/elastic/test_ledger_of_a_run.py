@@ -10,9 +10,17 @@ import pytest
 from tests.support.agents import end_agent
 from tests.support.elastic_runs import ROOT, elastic_job, kill
 from tests.support.neighbours import until
-from tieredckpt.goodput import Category, analyse
-from tieredckpt.ledger import LedgerWriter, read_ledger
-from tieredckpt.ledger.events import Began, Ended, Injected, Restored, Save, Stage, WorldFormed
+from tieredckpt.event_log import EventLogWriter, read_event_log
+from tieredckpt.event_log.event_types import (
+    FaultInjected,
+    ProcessBegan,
+    ProcessEnded,
+    RestoreEvent,
+    SaveEvent,
+    StageEvent,
+    WorldFormed,
+)
+from tieredckpt.goodput import TimeCategory, analyse
 
 pytestmark = pytest.mark.e2e
 
@@ -48,14 +56,14 @@ def trained(job):
     at = until(lambda: job.said("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
     until(lambda: job.said("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
     killed_at = time.time()
-    told = LedgerWriter(job.folder / "logs" / "ledger", name="injector")
-    told.write(Injected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))
+    told = EventLogWriter(job.folder / "logs" / "ledger", name="injector")
+    told.write(FaultInjected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))
     told.close()
     kill(at[0]["pid"])
     limit.write_text(str(TOTAL))  # the other rank goes on to meet it, and cannot
     assert job.ended(running) == 0, job.output()
     assert job.said("in", epoch=1)[0]["first"] == KILLED_AT
-    read = read_ledger(job.folder / "logs" / "ledger")
+    read = read_event_log(job.folder / "logs" / "ledger")
     return read, analyse(read.events, complaints=read.complaints), killed_at
 
 
@@ -81,7 +89,7 @@ def test_one_fault_is_told_as_it_was(run):
     assert recovery.known_us is not None
     assert recovery.known_us > fault.at_us
     assert (recovery.category, recovery.how, recovery.resumed, recovery.steps_lost) == (
-        Category.RECOVERY,
+        TimeCategory.RECOVERY,
         "respawn",
         True,
         0,
@@ -93,7 +101,7 @@ def test_every_rank_says_every_stage(run):
     read, found, _ = run
     told = {}
     for stage in read.events:
-        if isinstance(stage, Stage):
+        if isinstance(stage, StageEvent):
             told.setdefault((stage.epoch, stage.rank), set()).add(stage.name)
     assert told == {
         (0, 0): WAYS_IN | {"launch", "detect", "abort"},
@@ -118,20 +126,20 @@ def test_its_time_is_accounted_for(run):
 
 def test_saves_and_restores_are_told_by_every_rank(run):
     read, found, _ = run
-    assert {(one.epoch, one.rank, one.step) for one in read.events if isinstance(one, Restored)} == {
+    assert {(one.epoch, one.rank, one.step) for one in read.events if isinstance(one, RestoreEvent)} == {
         (epoch, rank, step) for epoch, step in ((0, -1), (1, KILLED_AT - 1)) for rank in (0, 1)
     }
     assert found.restores["nothing"] == 2
     assert sum(found.restores.values()) == 4
     assert {tier for tier, size in found.restored_bytes.items() if size} == {"memory"}
-    saved = [(one.rank, one.step) for one in read.events if isinstance(one, Save)]
+    saved = [(one.rank, one.step) for one in read.events if isinstance(one, SaveEvent)]
     assert sorted(saved) == [(rank, step) for rank in (0, 1) for step in range(TOTAL)]
 
 
 def test_who_took_part_and_how_it_ended(run):
     read, _, _ = run
-    assert [one.who for one in read.events if isinstance(one, Began)].count("rank") == 3
-    ended = [(one.who, one.how) for one in read.events if isinstance(one, Ended)]
+    assert [one.who for one in read.events if isinstance(one, ProcessBegan)].count("rank") == 3
+    ended = [(one.who, one.how) for one in read.events if isinstance(one, ProcessEnded)]
     assert sorted(ended) == [("coordinator", "finished"), ("rank", "finished"), ("rank", "finished")]
     assert [(one.epoch, one.ranks, one.nodes, one.how) for one in read.events if isinstance(one, WorldFormed)] == [
         (0, 2, ("n0",), "start"),

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from elastic.workers.loop import Policy, run
+from elastic.workers.train_loop import RecoveryPolicy, run
 from tests.support.bridged import BridgedPlane, bridged
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +29,7 @@ def train(say, address, stays):
             dist.all_reduce(both)
             say(f"step {world.epoch} {step} {used}")
 
-    policy = Policy(nonfinite="skip", nonfinite_tries=2, nonfinite_skips=1)
+    policy = RecoveryPolicy(nonfinite="skip", nonfinite_tries=2, nonfinite_skips=1)
     return run(work, plane=BridgedPlane(address), policy=policy).how.value
 
 

@@ -13,13 +13,13 @@ import os, signal, sys
 import torch
 import torch.distributed as dist
 from elastic import recoverable
-from elastic.workers.loop import Policy
+from elastic.workers.train_loop import RecoveryPolicy
 from tests.support import nccl_like
 
 nccl_like.register()
 
 
-@recoverable(policy=Policy(backend=nccl_like.NAME, settle_s=1.0))
+@recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME, settle_s=1.0))
 def train(world):
     print(f"world {world.epoch} {world.rank} {os.getpid()}", flush=True)
     if world.epoch == 0 and world.rank == 1:

@@ -13,18 +13,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from elastic.cli import main
-from elastic.reshard import folder as folder_module
-from elastic.reshard.checksum import checksum
-from elastic.reshard.plain import PlainSource
+from elastic.reshard import targets as folder_module
+from elastic.reshard.sources import PlainSource
+from elastic.reshard.state_checksum import state_checksum
 from tests.support.bits import assert_same, raw, zeroed
 from tests.support.jobs import bucket_url
 from tests.support.layouts import Variant, build
 from tests.support.models import state_of
 from tieredckpt import TieredReader, TieredWriter
-from tieredckpt.boxes import whole
-from tieredckpt.plain import plain_writer
-from tieredckpt.session import close_sessions
-from tieredckpt.settings import DurableSettings, load_settings, override
+from tieredckpt.dcp.plain_checkpoints import plain_writer
+from tieredckpt.format.slice_boxes import full_box
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import DurableSettings, load_settings, override_settings
 from tieredckpt.testing import memory_node
 
 pytestmark = [
@@ -57,7 +57,7 @@ def state():
     }
 
 
-EXPECTED = checksum(state()).combined().of_tensors
+EXPECTED = state_checksum(state()).combined().of_tensors
 
 
 class Said:
@@ -107,7 +107,7 @@ def loads_from_store(job, url):
 
 
 def save_durable(durable, values, job="m", step=4):
-    settings = override(load_settings(), durable=vars(durable))
+    settings = override_settings(load_settings(), durable=vars(durable))
     with memory_node() as node:
         writer = TieredWriter(f"tiered://{job}", step, settings=settings)
         dcp.save(values, storage_writer=writer, no_dist=True)
@@ -218,7 +218,7 @@ def load_sharded(variant, path):
     dcp.load(found, storage_reader=FileSystemReader(path))
     expected = state_of(*build(variant, blank=False))
     assert_same(expected, found)
-    return checksum(found).combined().of_tensors
+    return state_checksum(found).combined().of_tensors
 
 
 @pytest.mark.parametrize("saved", [Variant("2d", (2, 2)), Variant("tp", (3,))], ids=str)
@@ -498,4 +498,4 @@ def test_the_same_bits_in_every_type(run, plain, tmp_path):
     source = PlainSource("", FileSystemReader(tmp_path / "out"))
     for name, tensor in state()["model"].items():
         form = source.tensors[f"model.{name}"]
-        assert raw(source.read(f"model.{name}", whole(form.shape))) == raw(tensor)
+        assert raw(source.read(f"model.{name}", full_box(form.shape))) == raw(tensor)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.finetune.progress import lines
+from integration.finetune.finetune_job import read_step_log
 from tests.support import tiny_models
 from tests.support.agents import end_agent
 from tests.support.elastic_runs import ROOT, Job
@@ -46,7 +46,7 @@ def place():
 
 def losses(place, name, family):
     """As hex, of each step what came last; and in how many ranks that was."""
-    found, _ = lines(job_of(place.folder, name, family, 0).progress_file)
+    found, _ = read_step_log(job_of(place.folder, name, family, 0).progress_file)
     steps = {one["step"]: one for one in found if "step" in one}
     return {step: one["loss"].hex() for step, one in steps.items()}, [one["ranks"] for _, one in sorted(steps.items())]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.finetune.progress import lines
+from integration.finetune.finetune_job import read_step_log
 from tests.support import tiny_models
 from tests.support.elastic_runs import Job
 
@@ -47,7 +47,7 @@ def test_a_killed_rank_does_not_show_and_the_time_is_accounted_for(place):
     assert one.wait(300) == 0, place.output()[-6000:]
     said = json.loads("{" + place.output().split("\n{", 1)[1].rsplit("\n}", 1)[0] + "}")
     assert (said["status"], said["steps"]) == (0, STEPS)
-    found, _ = lines(place.folder / "tuned/progress.jsonl")
+    found, _ = read_step_log(place.folder / "tuned/progress.jsonl")
     assert {one["step"] for one in found if "step" in one} == set(range(STEPS))
     assert found[-1] == {"done": STEPS, "model": said["model"]}
     assert (Path(said["model"]) / "model.safetensors").is_file()

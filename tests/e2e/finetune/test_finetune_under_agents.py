@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integration.finetune.progress import lines
+from integration.finetune.finetune_job import read_step_log
 from tests.support import tiny_models
 from tests.support.agents import agent_directory
 from tests.support.hyperpod_agents import agents, start, wait
@@ -36,7 +36,7 @@ def trained(folder, inprocess):
             except AssertionError as late:
                 raise AssertionError(f"{late}\n{pods[0].printed()[-4000:]}") from None
     assert (output / "model" / "model.safetensors").is_file()
-    found, _ = lines(output / "progress.jsonl")
+    found, _ = read_step_log(output / "progress.jsonl")
     return {one["step"]: (one["loss"].hex(), one["ranks"]) for one in found if "step" in one}
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import PolicyError
-from elastic.gradients import ExactGradients, Share
+from elastic.gradients import ExactGradients, MicrobatchShare
 from tests.support.resizable import MICROBATCHES, Model, Worlds, loss_sum, whole, wrap
 from tests.support.zygote import Zygote
 
@@ -39,7 +39,7 @@ def everything(_: object) -> dict[str, float]:
     """How far each way is from the gradients of one process, relative to the largest of them."""
     gc.freeze()  # what the process began with is not this one's to collect
     worlds = Worlds((RANKS,), (RANKS,))
-    share = Share.contiguous(QUOTAS, dist.get_rank())
+    share = MicrobatchShare.contiguous(QUOTAS, dist.get_rank())
     expected, expected_loss, norm = reference(torch.float64)
     single, _, _ = reference(torch.float32)
     found = {"one process, fp32": distance(single, expected), "mean of means": distance(mean_of_means(share), expected)}
@@ -57,7 +57,7 @@ def one_way(
     name: str,
     dtype: torch.dtype,
     worlds: Worlds,
-    share: Share,
+    share: MicrobatchShare,
     expected: list[torch.Tensor | None],
     expected_loss: float,
     norm: float,
@@ -92,7 +92,7 @@ def reference(dtype: torch.dtype) -> tuple[list[torch.Tensor | None], float, flo
     return gradients, sum(loss.item() for loss, _ in losses) / count, norm
 
 
-def mean_of_means(share: Share) -> list[torch.Tensor | None]:
+def mean_of_means(share: MicrobatchShare) -> list[torch.Tensor | None]:
     """What a loop with DDP does that divides each microbatch by its own tokens, and by its own microbatches."""
     model = Model(torch.float64)
     for id_ in share.mine:
@@ -118,14 +118,14 @@ def distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | Non
     return torch.tensor(differences, dtype=torch.float64).max().item() / most  # which does not hide a NaN
 
 
-def refusals(worlds: Worlds, share: Share) -> float:
+def refusals(worlds: Worlds, share: MicrobatchShare) -> float:
     """What cannot be is said on every rank."""
     group = worlds.groups[RANKS]
     plain = ExactGradients(Model(), group=group)
-    other = Share(share.by_rank, (share.rank + 1) % RANKS)
+    other = MicrobatchShare(share.by_rank, (share.rank + 1) % RANKS)
     with pytest.raises(PolicyError, match=f"this is rank {share.rank} of the group, not"):
         next(plain.step(other))
-    wrong = copy.copy(share) if share.rank else Share.contiguous((3, 4, 0, 3), 0)  # rank 0 has another plan
+    wrong = copy.copy(share) if share.rank else MicrobatchShare.contiguous((3, 4, 0, 3), 0)  # rank 0 has another plan
     for microbatch in plain.step(wrong):
         microbatch.backward(loss_sum(plain._model, 0, microbatch.id)[0], weight=1)
     with pytest.raises(PolicyError, match=r"microbatches \[3\] not exactly once"):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from elastic.gradients import replicated
+from elastic.gradients import reduction
 from tests.support.resizable import Seen, Worlds, train
 from tests.support.zygote import Zygote
 
@@ -62,7 +62,7 @@ def _everything(_: object, extent: Extent) -> dict[str, Found]:
         by_size = {size: train(kind, [size] * STEPS, worlds, deal=deal, **how) for size in sizes}
         resized = train(kind, extent.resized, worlds, deal=deal, **how) if sizes == extent.sizes else []
         mine[name] = Found(by_size, resized)
-    replicated.WINDOW_BYTES, replicated.LEAST_BYTES = 300, 4  # this process is forked for this test alone
+    reduction.EXCHANGE_WINDOW_BYTES, reduction.MIN_PIECE_BYTES = 300, 4  # this process is forked for this test alone
     mine["plain, small windows"] = Found({3: train("plain", [3] * STEPS, worlds, tree=True)}, [])
     handed = [mine]
     dist.broadcast_object_list(handed, src=0)  # small worlds have no part for the last ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.hyperpod.operator import Phase
+from integration.hyperpod.operator import JobPhase
 from tests.support.hyperpod_inprocess import Process, done
 from tests.support.operated_stories import Operated, operated, undisturbed
 from tests.support.zygote import Zygote
@@ -74,7 +74,7 @@ def gives_up(job: Operated) -> None:
 
 
 def assert_given_up(job: Operated, full: int) -> None:
-    assert job.state.phase is Phase.FAILED
+    assert job.state.phase is JobPhase.FAILED
     failed = next(one for one in job.state.conditions if one.type == "Failed")
     assert failed.reason == "RestartLimitExceeded"
     first = {

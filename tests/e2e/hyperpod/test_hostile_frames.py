@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import ControlLostError
-from integration.hyperpod.agent import worker as worker_module
-from integration.hyperpod.agent.connection import Connection as RankConnection
-from integration.hyperpod.agent.frames import Frames, encode
-from integration.hyperpod.agent.worker import Worker
-from integration.hyperpod.operator.sim_place import Wishes
+from elastic.errors import ControlPlaneUnavailableError
+from integration.hyperpod.elastic_agent import worker_client as worker_module
+from integration.hyperpod.elastic_agent.ipc import AgentConnection as RankConnection
+from integration.hyperpod.elastic_agent.ipc import FrameDecoder, encode_agent_frame
+from integration.hyperpod.elastic_agent.worker_client import AgentWorker
+from integration.hyperpod.operator.sim_loop import SimOverrides
 from tests.support.hyperpod_inprocess import TOTAL, done
 from tests.support.operated_stories import operated, undisturbed
 from tests.support.zygote import Zygote, has_ended
@@ -34,7 +34,7 @@ def framed(body: bytes) -> bytes:
 
 
 def said(kind: str, **fields: object) -> bytes:
-    return encode({"type": kind, "client_id": "nobody", "local_rank": 0, **fields})
+    return encode_agent_frame({"type": kind, "client_id": "nobody", "local_rank": 0, **fields})
 
 
 HARMLESS = {
@@ -73,7 +73,7 @@ def hears(path: Path) -> bool:
     """Whether the agent answers what it answers at once."""
     with send(path, said("init") + said("ckpt_info_get")) as sock:
         sock.settimeout(WAITS_S)
-        frames = Frames()
+        frames = FrameDecoder()
         while data := sock.recv(1 << 16):
             for message in frames.feed(data):
                 return message["type"] == "ckpt_info_get"
@@ -134,16 +134,16 @@ def test_the_agent_goes_on_after_these(listening: tuple[Path, Connection]) -> No
 def test_the_agent_hears_nobody_after_these_and_our_rank_does_not_wait_for_ever(
     frame: bytes, listening: tuple[Path, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "DEAF_S", 0.3)
-    monkeypatch.setattr(worker_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.3)
+    monkeypatch.setattr(worker_module, "_POLL_S", 0.05)
     path, pipe = listening
     assert hears(path)
     with send(path, frame):
         assert pipe.poll(WAITS_S)
         assert pipe.recv() == "deaf"
-        worker = Worker(RankConnection(path, 0))
+        worker = AgentWorker(RankConnection(path, 0))
         try:
-            with pytest.raises(ControlLostError, match="has not read"):
+            with pytest.raises(ControlPlaneUnavailableError, match="has not read"):
                 worker.barrier(timeout_s=WAITS_S)
         finally:
             worker.close()
@@ -185,7 +185,7 @@ def test_a_job_goes_on_through_frames_that_are_none_torn_ones_and_a_deaf_agent(t
             job.breaks("raise", rank=1, step=5)
             job.until(lambda: "has not read for 3 s" in job.printed(pods[0]), "its ranks have noticed")
         if job.state.epoch == 2:  # what health monitoring says of a node; the operator's own limits take longer
-            job.place.wish(Wishes(bad_nodes={job.node(pods[0]): "UnschedulablePendingReplacement"}))
+            job.place.wish(SimOverrides(bad_nodes={job.node(pods[0]): "UnschedulablePendingReplacement"}))
         third = job.until_done(3, 5)
         assert job.state.members == (spare, pods[1])
         assert {one.pid for one in third if one.pod == spare} <= waiting

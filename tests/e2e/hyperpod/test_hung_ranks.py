@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.hyperpod.operator import Phase
+from integration.hyperpod.operator import JobPhase
 from tests.support.hyperpod_inprocess import TOTAL, done
 from tests.support.operated_stories import RANKS, operated, undisturbed
 from tests.support.zygote import Zygote
@@ -37,7 +37,7 @@ def test_a_job_whose_rank_hangs_goes_on_by_itself(
     with operated(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
         job.let(TOTAL)
         job.until(lambda: job.state.phase.over, "the job has ended")
-        assert job.state.phase is Phase.SUCCEEDED, job.report()
+        assert job.state.phase is JobPhase.SUCCEEDED, job.report()
         said = job.said()
         assert said.count(["ended", "finished"]) == RANKS
         assert not (tmp_path / f"break-{kind}").exists()

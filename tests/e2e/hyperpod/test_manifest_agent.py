@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from peerstore.settings import budget_bytes
+from peerstore.settings import parse_budget
 from tests.support.agents import agent_pid
 from tests.support.manifest_agent import agent_command, config_map, plugged
 from tests.support.neighbours import until
@@ -60,7 +60,7 @@ def test_a_share_of_the_memory_is_the_arena_and_the_probes_are_answered(node, ag
     assert agent_pid(agent_dir) == process.pid
     assert asked(agent_dir, "/health")[0] == 200
     said = json.loads(asked(agent_dir, "/status")[1])
-    assert said["store"]["arena"]["budget_bytes"] == budget_bytes("3%")
+    assert said["store"]["arena"]["budget_bytes"] == parse_budget("3%")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
 
@@ -88,16 +88,16 @@ def test_an_agent_that_runs_follows_the_flag(node, agent_dir, tmp_path):
         return json.loads(asked(agent_dir, "/status")[1])[name]
 
     set_to(tmp_path / "cluster", InstanceMemoryAllocationPercentage=2)
-    until(lambda: said("store")["arena"]["budget_bytes"] == budget_bytes("2%"), "the new share is the arena's")
+    until(lambda: said("store")["arena"]["budget_bytes"] == parse_budget("2%"), "the new share is the arena's")
     set_to(tmp_path / "cluster", InstanceMemoryAllocationPercentage="lots")
     until(lambda: said("cluster")["problem"], "what cannot be read is said")
-    assert said("store")["arena"]["budget_bytes"] == budget_bytes("2%")
+    assert said("store")["arena"]["budget_bytes"] == parse_budget("2%")
     set_to(tmp_path / "cluster", Mode="Disable", InstanceMemoryAllocationPercentage=2)
     until(lambda: said("cluster")["needs_restart"] == ["enabled"], "what needs a restart is said")
     assert said("cluster")["problem"] is None
     set_to(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=4)
     until(lambda: said("cluster")["needs_restart"] == [], "it is as at the start again")
-    until(lambda: said("store")["arena"]["budget_bytes"] == budget_bytes("4%"), "with another share")
+    until(lambda: said("store")["arena"]["budget_bytes"] == parse_budget("4%"), "with another share")
     assert agent_pid(agent_dir) == process.pid
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.hyperpod.operator import Phase, RestartMode
-from integration.hyperpod.operator.local_pods import end_processes
-from integration.hyperpod.operator.sim_place import DIRECTORY, Kept, SimPlace
+from integration.hyperpod.operator import AgentRestartMode, JobPhase
+from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory, StoredSimulation
+from integration.hyperpod.operator.sim_pods import kill_pod_processes
 from tests.support.hyperpod_agents import ROOT, agents, wait
 from tests.support.neighbours import until
 
@@ -33,8 +33,13 @@ class Operator:
 
     def __init__(self, folder: Path, nproc: int) -> None:
         self.folder = folder
-        self.place = SimPlace("job", folder / "sim")
-        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), DIRECTORY: str(folder / "sim"), "OMP_NUM_THREADS": "1"}
+        self.place = SimDirectory("job", folder / "sim")
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            SIM_DIRECTORY_ENV: str(folder / "sim"),
+            "OMP_NUM_THREADS": "1",
+        }
         self.job = folder / "job.yaml"
         command = ["hyperpodrun", "--nnodes=2", f"--nproc-per-node={nproc}", "--server-log-level=warning"]
         container = {"name": "ranks", "command": [*command, str(RANK), str(folder)]}
@@ -71,17 +76,17 @@ class Operator:
         assert self.process is not None
         return self.process.wait(_PATIENCE_S)
 
-    def kept(self) -> Kept:
+    def kept(self) -> StoredSimulation:
         return until(self.place.kept, "something is kept", _PATIENCE_S)
 
-    def runs(self, size: int, *, after: int = 0) -> Kept:
+    def runs(self, size: int, *, after: int = 0) -> StoredSimulation:
         """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
 
-        def there() -> Kept | None:
+        def there() -> StoredSimulation | None:
             assert self.process is None or self.process.poll() is None, self.log()
             kept = self.place.kept()
             state = None if kept is None else kept.state
-            good = state is not None and state.phase is Phase.RUNNING and state.epoch > after
+            good = state is not None and state.phase is JobPhase.RUNNING and state.epoch > after
             return kept if good and len(state.members) == size and self.met(state.epoch - 1, size) else None
 
         try:
@@ -103,7 +108,7 @@ class Operator:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(200)
         for pod in (self.place.folder / "pods").glob("*"):
-            end_processes(pod)
+            kill_pod_processes(pod)
 
 
 _COMMAND = [sys.executable, "-m", "integration.hyperpod.operator"]
@@ -154,7 +159,7 @@ def test_the_job_among_the_examples_runs_to_its_end(operator):
     """As its first line says, and the page of the operator; its memory is in the test's own folder."""
     words = (ROOT / "examples" / "hyperpod_job.yaml").read_text()
     operator.job.write_text(words.replace("/dev/shm/example-hyperpod", str(operator.folder / "memory")))
-    operator.place = SimPlace("example", operator.folder / "sim")
+    operator.place = SimDirectory("example", operator.folder / "sim")
     operator.run("--spawn=2")
     assert operator.wait() == 0, operator.log()
     answer = json.loads((operator.folder / "answer.json").read_text())
@@ -195,7 +200,7 @@ def test_processes_that_stay_are_told_their_ranks_and_start_again(tmp_path):
             (tmp_path / "crash").touch()
             second = operator.runs(2, after=first.epoch).state
             assert second.last_fault.reason == "Broken"
-            assert second.last_fault.mode is RestartMode.IN_PROCESS
+            assert second.last_fault.mode is AgentRestartMode.IN_PROCESS
             assert [(tmp_path / f"in-{second.epoch - 1}-2-{rank}").read_text() for rank in range(2)] == ranks
             (tmp_path / "finish").touch()
             assert operator.wait() == 0, operator.log()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from peerstore.cluster.discovery import parse_discovery
+from peerstore.membership.discovery import parse_discovery
 from tests.support import hyperpod_processes
 from tests.support.agents import end_agent
 from tests.support.hyperpod_agents import ROOT, Pod, agents, start, wait

@@ -19,11 +19,11 @@ from tests.support.bits import zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.cli import main
-from tieredckpt.ledger import LEDGER, read_ledger
-from tieredckpt.ledger.events import Protection
-from tieredckpt.saved import SaveState
-from tieredckpt.session import close_sessions
+from tieredckpt.event_log import EVENT_LOG_ENV, read_event_log
+from tieredckpt.event_log.event_types import Protection
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -279,7 +279,7 @@ def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, 
 def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
     agent_dir, agent, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setenv(LEDGER, str(tmp_path / "ledger"))
+    monkeypatch.setenv(EVENT_LOG_ENV, str(tmp_path / "ledger"))
     with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
@@ -292,7 +292,7 @@ def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
         told = agent.status()["protected"]["kept"]
         for pin in pins:
             store.unpin(pin)
-    events = read_ledger(tmp_path / "ledger").events
+    events = read_event_log(tmp_path / "ledger").events
     said = [one for one in events if isinstance(one, Protection)]
     assert (said[-1].step, said[-1].since, said[-1].left_out) == (
         told["step"],

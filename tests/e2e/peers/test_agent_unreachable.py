@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from peerstore.errors import AgentUnreachableError
-from tieredckpt import Checkpointer, TierUnavailableError, joining
-from tieredckpt.session import nodes_from
+from tieredckpt import Checkpointer, TierUnavailableError
+from tieredckpt.session import agent_discovery
+from tieredckpt.session.session import use_agent_factory
 
 pytestmark = pytest.mark.e2e
 
@@ -24,10 +25,12 @@ def nobody(*_):
 def refused(job, how):
     """What a restore says, and that the next one in the same world is not told the same again."""
     unreachable = contextlib.ExitStack()
-    with unreachable, mock.patch.object(joining, "_WITHIN", timedelta(seconds=5)):
+    with unreachable, mock.patch.object(agent_discovery, "_WITHIN", timedelta(seconds=5)):
         if dist.get_rank() == 1:
             unreachable.enter_context(
-                nodes_from(nobody) if how == "never there" else mock.patch.object(joining, "_acquaintance", nobody)
+                use_agent_factory(nobody)
+                if how == "never there"
+                else mock.patch.object(agent_discovery, "_acquaintance", nobody)
             )
         with Checkpointer(f"tiered://{job}", on_sigterm="ignore") as ckpt:
             with pytest.raises(TierUnavailableError) as caught:

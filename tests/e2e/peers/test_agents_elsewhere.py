@@ -22,8 +22,8 @@ from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.bits import zeroed
 from tests.support.clusters import cluster_of
 from tieredckpt import Checkpointer
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import TieredCheckpointError
-from tieredckpt.saved import SaveState
 
 pytestmark = pytest.mark.e2e
 
@@ -68,7 +68,7 @@ def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
 
 def wait_for_a_stopped_agent(job, url):
     """What each wait of the public surface says while the agent is stopped, and after how long."""
-    from tieredckpt.session import open_session
+    from tieredckpt.session.session import open_session
 
     with Checkpointer(job, durable=url, durable_every=5, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeroed(sharded(0)))
@@ -116,7 +116,7 @@ def wait_for_a_stopped_agent(job, url):
 def came_of(wait, within_s=None):
     began = time.monotonic()
     try:
-        with deadlines.within(within_s):
+        with deadlines.timeout_scope(within_s):
             found = repr(wait())
     except (TieredCheckpointError, PeerStoreError) as error:
         found = str(error)

@@ -4,10 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peerstore.cluster.nodes import Node, node_id
-from peerstore.cluster.placement import place
-from peerstore.crashpoints import POINTS
 from peerstore.errors import PeerStoreError
+from peerstore.failpoints import FAILPOINTS
+from peerstore.membership.topology import PeerNode, validate_node_id
+from peerstore.replication.replica_placement import place_replicas
 from tests.support.agent_jobs import SIZE, agent_job
 from tests.support.neighbours import until
 from tests.support.stores import MIB, content, flip
@@ -31,7 +31,7 @@ LARGE = 32 * MIB + 5
 
 
 def test_every_point_between_agents_is_here():
-    assert {point for point in POINTS if point.startswith("peer.")} == {*SAVING, *OTHERS}
+    assert {point for point in FAILPOINTS if point.startswith("peer.")} == {*SAVING, *OTHERS}
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def test_all_agents_begin_again_in_one_world_and_find_each_other(job):
 
 def test_killed_while_it_protects_again_what_another_one_lost():
     """n3 is lost, and the node that has the other copy of its shard dies while it sends that to the last one."""
-    partners = place([Node(node_id(name), "") for name in NAMES], copies=2).partners
-    (heir,) = partners[node_id("n3")]
+    partners = place_replicas([PeerNode(validate_node_id(name), "") for name in NAMES], copies=2).partners
+    (heir,) = partners[validate_node_id("n3")]
     first_again = 1 + SIZE // MIB + 1  # it has sent all chunks of its own shard before
     with agent_job(*NAMES, crash_at={heir: f"peer.sending:{first_again}"}) as job:
         job.save(1)

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peerstore.cluster.nodes import Node, node_id
-from peerstore.cluster.placement import place
-from peerstore.peers.calling import Peer
+from peerstore.membership.topology import PeerNode, validate_node_id
+from peerstore.peers.peer_client import PeerClient
+from peerstore.replication.replica_placement import place_replicas
 from peerstore.transport.tcp import TcpTransport
 from tests.support.agent_jobs import agent_job
 from tests.support.agent_numbers import asked
@@ -27,7 +27,9 @@ def metric(host, name):
 
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=["no other partner", "another partner"])
 def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(names):
-    (partner,) = place([Node(node_id(name), "") for name in names], copies=2).partners[node_id("n1")]
+    (partner,) = place_replicas([PeerNode(validate_node_id(name), "") for name in names], copies=2).partners[
+        validate_node_id("n1")
+    ]
     with agent_job(*names) as job:
         job[partner].freeze()
         (mine,) = job.save(1, "n1", parts=1)
@@ -61,7 +63,7 @@ def test_a_source_that_sends_a_byte_now_and_then_costs_its_share_and_the_other_o
         line.trickle(after_bytes=size // 8)
         with job.reading(large, ["n2", "n1"]) as read:
             read.peers["n2"].close()
-            read.peers["n2"] = Peer(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._pass)
+            read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._pass)
             data, pulled = reads.submit(read).result(240)  # at its pace it would take days
         assert data == content(large, size)
         assert pulled.failed == {}

@@ -10,14 +10,14 @@ from tests.support.clusters import cluster_of
 from tests.support.jobs import objects, on_server
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer
-from tieredckpt.settings import DurableSettings, load_settings, override
+from tieredckpt.settings import DurableSettings, load_settings, override_settings
 
 pytestmark = pytest.mark.e2e
 
 
 def save(job, durable):
     rank = dist.get_rank()
-    with Checkpointer(job, settings=override(load_settings(), durable=durable), on_sigterm="ignore") as ckpt:
+    with Checkpointer(job, settings=override_settings(load_settings(), durable=durable), on_sigterm="ignore") as ckpt:
         ckpt.save({f"own{rank}": torch.full((100_000,), float(rank))}, 1).wait()
         dist.barrier()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerstore.peers.plan import TeamSettings
+from peerstore.settings import ReplicationSettings
 from tests.support.agent_jobs import SIZE, agent_job
 from tests.support.neighbours import until
 from tests.support.stores import content
@@ -15,7 +15,7 @@ NAMES = ("n1", "n2", "n3", "n4")
 
 
 def test_what_an_agent_lost_before_it_was_missed_is_made_again_from_parity():
-    parity = TeamSettings(mode="parity", group=3)
+    parity = ReplicationSettings(mode="parity", group=3)
     with agent_job(*NAMES, settings=parity, quick=False) as job:  # who is away for 8 s is dead, and not before
         keys = job.save(1, parts=4)
         job.settle(1)

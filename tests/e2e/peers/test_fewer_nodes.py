@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic.control.node_agent import NodeAgent
+from elastic.supervisor.memory_tier import MemoryTierProcess
 from tests.e2e.peers.test_node_lost import restore, save
 from tests.support.clusters import cluster_of
 from tests.support.neighbours import until
@@ -77,7 +77,7 @@ def standing(cluster, asked, node):
 @contextlib.contextmanager
 def supervised(cluster, *names):
     """The supervisors' part of these nodes, in this process."""
-    agents = [NodeAgent({**os.environ, **cluster[name].environ}) for name in names]
+    agents = [MemoryTierProcess({**os.environ, **cluster[name].environ}) for name in names]
     try:
         for agent in agents:
             agent.start()

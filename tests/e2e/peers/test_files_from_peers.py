@@ -14,10 +14,10 @@ from elastic.cli import main as elastic
 from tests.e2e.peers.test_node_lost import full, save
 from tests.support.stores import flip
 from tieredckpt.cli import main
-from tieredckpt.cli.exits import Exit
-from tieredckpt.plain import folder_reader
-from tieredckpt.session import close_sessions
-from tieredckpt.together import Together
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.dcp.plain_checkpoints import folder_reader
+from tieredckpt.dcp.rank_group import RankGroup
+from tieredckpt.session.session import close_sessions
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +55,7 @@ def test_export_reads_other_nodes(on_n1, tmp_path, capsys):
 def test_reshard_reads_other_nodes(on_n1, tmp_path):
     assert elastic(["reshard", f"tiered://{on_n1.job}", str(tmp_path / "out"), "--ranks", "3"]) == 0
     state = {name: torch.zeros_like(tensor) for name, tensor in full(7).items()}
-    Together(None).dcp(dcp.load, state, storage_reader=folder_reader(tmp_path / "out", trust_objects=True))
+    RankGroup(None).dcp(dcp.load, state, storage_reader=folder_reader(tmp_path / "out", trust_objects=True))
     assert same(state, 7)
 
 
@@ -69,7 +69,7 @@ def test_files_behind_a_url_read_other_nodes(on_n1):
 
 def test_a_node_that_does_not_answer_is_no_damage(on_n1, tmp_path, capsys):
     on_n1["n2"].freeze()
-    assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == Exit.UNAVAILABLE
+    assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == ExitCode.UNAVAILABLE
     assert not (tmp_path / "out").exists()
     assert "n2" in capsys.readouterr().err
     on_n1["n2"].thaw()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from peerstore.client import connect
+from peerstore.server.store_client import connect_to_agent
 from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
@@ -73,7 +73,7 @@ class Noticed(logging.Handler):
 
 
 def end_it_on_purpose(job):
-    noticed, watch = Noticed(), logging.getLogger("peerstore.agent_watch")
+    noticed, watch = Noticed(), logging.getLogger("peerstore.server.agent_launcher")
     watch.addHandler(noticed)
     watch.setLevel(logging.DEBUG)
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
@@ -141,4 +141,4 @@ def test_agents_that_somebody_else_manages_are_left_to_him_and_who_reads_looks_a
         environ = {"TIEREDCKPT_AGENT_EMBEDDED": "0"}
         assert cluster.run(["n1"], save_with_an_agent_of_somebody_elses, environ=environ) == [0]
         assert cluster.run(["n1"], only_read) == [0]
-        connect(cluster["n1"].directory / "agent.sock").close()
+        connect_to_agent(cluster["n1"].directory / "agent.sock").close()

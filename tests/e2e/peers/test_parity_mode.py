@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.peers.test_node_lost import restore, save
 from tests.support.clusters import cluster_of
-from tieredckpt.agent_node import AgentNode
+from tieredckpt.agent.agent_client import NodeAgentClient
 
 PARITY = {"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_GROUP": "3", "TIEREDCKPT_PEER_LEVELS": "rack"}
 NAMES = ("n1", "n2", "n3", "n4")
@@ -20,7 +20,7 @@ def four(ranks):
 
 
 def kept(host, job):
-    node = AgentNode(host.settings, job)
+    node = NodeAgentClient(host.settings, job)
     try:
         facts = node.store.inventory(job)
         return (

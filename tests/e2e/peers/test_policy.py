@@ -10,8 +10,8 @@ import torch
 from tests.support.agent_jobs import agent_job
 from tests.support.neighbours import SECRET
 from tieredckpt import Checkpointer
-from tieredckpt.saved import SaveState
-from tieredckpt.settings import override
+from tieredckpt.checkpointer.save_handle import SaveState
+from tieredckpt.settings import override_settings
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,7 @@ def checkpointer(job, require, **memory):
     """On n1, which has one partner."""
     nodes = ",".join(f"{name}={node.address}" for name, node in job.nodes.items())
     peer = {"discovery": f"static:{nodes}", "secret": SECRET.decode(), "require": require}
-    settings = override(job["n1"].settings, peer=peer, memory=memory)
+    settings = override_settings(job["n1"].settings, peer=peer, memory=memory)
     with Checkpointer(job.job, settings=settings, on_sigterm="ignore") as ckpt:
         yield ckpt
 

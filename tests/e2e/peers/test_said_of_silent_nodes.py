@@ -10,8 +10,8 @@ from tests.e2e.peers.test_files_from_peers import ONCE, spoil
 from tests.e2e.peers.test_node_lost import save
 from tests.support.neighbours import until
 from tieredckpt.cli import main
-from tieredckpt.cli.exits import Exit
-from tieredckpt.session import close_sessions
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.session.session import close_sessions
 
 pytestmark = pytest.mark.e2e
 
@@ -43,20 +43,20 @@ def test_a_silent_node_is_neither_lost_nor_torn(halves, said, capsys):
     halves["n2"].freeze()
 
     code, found, _ = said("ls", job)
-    assert (code, [step["state"] for step in found["steps"]]) == (Exit.UNAVAILABLE, ["unknown"])
+    assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
     assert "n2" in found["unreachable"]["peer"]
     main(["ls", job])
     assert "1 of 2 parts are not in what could be asked" in " ".join(capsys.readouterr().out.split())
 
     code, found, _ = said("status", job, "--cluster")
-    assert (code, [step["state"] for step in found["steps"]]) == (Exit.UNAVAILABLE, ["unknown"])
+    assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
 
     code, found, _ = said("whatif", job, "--lose", "node:n1")
-    assert code == Exit.UNAVAILABLE
+    assert code == ExitCode.UNAVAILABLE
     assert "n2" in found["unknown"]
 
     code, _, error = said("inspect", job)
-    assert code == Exit.UNAVAILABLE
+    assert code == ExitCode.UNAVAILABLE
     assert "n2" in error
     assert "was whole once" not in error
 
@@ -75,12 +75,12 @@ def test_verify_looks_at_all_nodes_and_says_which_it_could_not_ask(halves, said,
     }
     spoil(halves["n2"], job)
     code, found, _ = said("verify", job)
-    assert code == Exit.DAMAGED
+    assert code == ExitCode.DAMAGED
     assert [one["node"] for one in found["checks"] if one["result"] == "damaged"] == ["n2"]
 
     halves["n2"].freeze()
     code, found, _ = said("verify", job)
-    assert (code, found["good"]) == (Exit.UNAVAILABLE, False)
+    assert (code, found["good"]) == (ExitCode.UNAVAILABLE, False)
     assert [one["node"] for one in found["checks"] if one["result"] == "good"] == ["n1"]
     assert "n2" in found["not_asked"]
     main(["verify", job])

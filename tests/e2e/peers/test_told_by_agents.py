@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from tests.support.clusters import cluster_of
 from tieredckpt import Checkpointer
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import StoreBusyError
-from tieredckpt.saved import SaveState
-from tieredckpt.session import Session
+from tieredckpt.session.session import Session
 
 pytestmark = pytest.mark.e2e
 

@@ -17,9 +17,9 @@ from tests.support.clusters import cluster_of
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.cli import main
-from tieredckpt.dcp_errors import typed_error
+from tieredckpt.dcp.rank_group import unwrap_load_error
 from tieredckpt.errors import CheckpointLostError, CheckpointNotFoundError, CheckpointTornError, StoreBusyError
-from tieredckpt.session import Session
+from tieredckpt.session.session import Session
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +61,7 @@ def begin(job, step=None):
         try:
             dcp.load(state, storage_reader=TieredReader(job))
         except CheckpointException as error:
-            other = type(typed_error(error)).__name__
+            other = type(unwrap_load_error(error)).__name__
     return found, None if report is None else (report.step, report.mode, report.refused), named, other
 
 

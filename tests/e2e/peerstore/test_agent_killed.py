@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from peerstore.crashpoints import POINTS
 from peerstore.errors import AgentUnreachableError, PeerStoreError, ShardNotFoundError
-from peerstore.records import Group
+from peerstore.failpoints import FAILPOINTS
+from peerstore.shard_records import VersionId
 from tests.support.stores import MIB, content, fill, flip, key, load, pinned_file, store_agent, store_directory
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +37,7 @@ def directory():
 
 
 def test_every_point_of_the_agent_is_here():
-    assert {point for point in POINTS if point.startswith("agent.")} == {*WORKING, *STARTING}
+    assert {point for point in FAILPOINTS if point.startswith("agent.")} == {*WORKING, *STARTING}
 
 
 def size_of(of):
@@ -219,7 +219,7 @@ def test_a_past_incarnation_stays_fenced_after_a_restart(directory):
 
 
 def test_the_version_that_was_forgotten_does_not_come_back(directory):
-    group = Group(1, 1, 0, "a")
+    group = VersionId(1, 1, 0, "a")
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         lease = client.lease(key(1), MIB, 1)
         client.seal(lease.id, MIB)

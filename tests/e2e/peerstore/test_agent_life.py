@@ -13,9 +13,9 @@ import pytest
 
 from peerstore.cli import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
 from peerstore.errors import AgentUnreachableError, ArenaBusyError, ArenaFullError, RequestError, UnavailableError
-from peerstore.launch import connect_or_launch
-from peerstore.pages import Mapping, closing, populate_address
-from peerstore.settings import AgentPlace
+from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.settings import AgentPaths
+from peerstore.store.arena import FileMapping, closing_fd, prefault_address
 from tests.support.agents import agent_pid, end_agent, wait_gone
 from tests.support.neighbours import until
 from tests.support.stores import MIB, client_of, content, fill, key, load, save, store_agent, store_directory
@@ -50,13 +50,13 @@ def here():
 STARTER = """
 import os, sys
 from pathlib import Path
-from peerstore.client import Client
-from peerstore.launch import connect_or_launch
-from peerstore.settings import AgentPlace
+from peerstore.server.store_client import Client
+from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.settings import AgentPaths
 
-place, command = AgentPlace(Path(sys.argv[1])), sys.argv[2:]
+place, command = AgentPaths(Path(sys.argv[1])), sys.argv[2:]
 sys.stdin.readline()  # all at the same instant
-client = Client(lambda: connect_or_launch(place, command), job="job")
+client = Client(lambda: connect_or_launch_agent(place, command), job="job")
 print(client.arena_id, flush=True)
 sys.stdin.readline()  # all are connected now
 client.close()
@@ -108,9 +108,9 @@ def test_an_agent_ends_by_itself_when_its_last_writer_died(directory):
     writer = """
 import os, signal, sys
 from pathlib import Path
-from peerstore.client import Client, connect
-from peerstore.records import ShardKey
-client = Client(lambda: connect(Path(sys.argv[1])), job="job", retry_s=20)
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.shard_records import ShardKey
+client = Client(lambda: connect_to_agent(Path(sys.argv[1])), job="job", retry_s=20)
 client.lease(ShardKey("job", 1, 1, "a", 0, 0), 1 << 20, 1)
 print("has a slot", flush=True)
 signal.pause()
@@ -129,19 +129,19 @@ signal.pause()
 def test_an_agent_that_cannot_start_says_why_to_who_asked(directory):
     command = [*serve_command(directory, "--detach"), "--budget", "nonsense"]
     with pytest.raises(AgentUnreachableError, match="budget 'nonsense' is not a size"):
-        connect_or_launch(AgentPlace(directory), command)
+        connect_or_launch_agent(AgentPaths(directory), command)
 
 
 def test_a_directory_prepared_by_others_is_refused(directory):
     directory.mkdir(mode=0o777)
     directory.chmod(0o777)
     with pytest.raises(RequestError, match=r"must be a directory of user .* nobody else can write to"):
-        connect_or_launch(AgentPlace(directory), serve_command(directory, "--detach"))
+        connect_or_launch_agent(AgentPaths(directory), serve_command(directory, "--detach"))
     directory.rmdir()
     directory.symlink_to("/tmp")
     try:
         with pytest.raises(RequestError, match="must be a directory"):
-            connect_or_launch(AgentPlace(directory), serve_command(directory, "--detach"))
+            connect_or_launch_agent(AgentPaths(directory), serve_command(directory, "--detach"))
     finally:
         directory.unlink()
 
@@ -269,11 +269,11 @@ def test_wrong_options_are_told_so_and_nothing_starts(directory, options, said):
 INTRUDER = """
 import os, sys
 from pathlib import Path
-from peerstore.client import Client, connect
+from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.errors import PeerStoreError
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:
-    Client(lambda: connect(Path(sys.argv[1])), retry_s=0)
+    Client(lambda: connect_to_agent(Path(sys.argv[1])), retry_s=0)
 except PeerStoreError as error:
     print(type(error).__name__, error)
 """
@@ -351,10 +351,10 @@ class TestSmallTmpfs:
             lease = client.lease(key(1), 10 * MIB, 1)
             (small_tmpfs / "somebody else").write_bytes(bytes(10 * MIB))
             refused = pytest.raises(ArenaFullError, match="no memory for 10485760 bytes of the arena")
-            with closing(client.open_slot(lease.slot)) as fd:
-                mapped = Mapping(fd, 10 * MIB, writable=True)
+            with closing_fd(client.open_slot(lease.slot)) as fd:
+                mapped = FileMapping(fd, 10 * MIB, writable=True)
             with mapped as mapping, refused:
-                populate_address(mapping.address, 10 * MIB)
+                prefault_address(mapping.address, 10 * MIB)
             client.abandon(lease.id)
             (small_tmpfs / "somebody else").unlink()
             save(client, key(2), 10 * MIB)

@@ -15,20 +15,20 @@ SIZE = 4 * MIB
 
 READER = """
 import sys
-from peerstore.client import Client, connect
-from peerstore.pages import Mapping
-from peerstore.settings import AgentPlace
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.store.arena import FileMapping
+from peerstore.settings import AgentPaths
 from pathlib import Path
 from tests.support.stores import content, key
 
 of = key(int(sys.argv[2]))
-client = Client(lambda: connect(AgentPlace(Path(sys.argv[1])).socket), job="reader")
+client = Client(lambda: connect_to_agent(AgentPaths(Path(sys.argv[1])).socket), job="reader")
 pin = client.pin(of)
 if "cut off" in sys.argv:
     client.close()
 expected = content(of, pin.record.size_bytes)
 half = len(expected) // 2
-with Mapping(pin.fd, len(expected)) as mapping, mapping.view as view:
+with FileMapping(pin.fd, len(expected)) as mapping, mapping.view as view:
     assert bytes(view[:half]) == expected[:half]
     print("half", flush=True)
     sys.stdin.readline()

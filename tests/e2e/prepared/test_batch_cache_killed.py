@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from elastic.prepared.keeping import CRASH_POINTS
-from peerstore.owners import started_at
+from elastic.batch_cache.cache import CRASH_POINTS
+from peerstore.daemon_process import process_start_time
 from tests.support.crashes import crash_at
 from tests.support.preparing import (
     Logged,
@@ -46,7 +46,7 @@ def crash(point, times):
 
 def gone(pids, timeout_s=60):
     deadline = time.monotonic() + timeout_s
-    while any(started_at(pid) >= 0 for pid in pids):
+    while any(process_start_time(pid) >= 0 for pid in pids):
         assert time.monotonic() < deadline, f"one of {pids} is still there"
         time.sleep(0.005)
 
@@ -139,7 +139,7 @@ def test_a_forked_worker_ends_with_its_trainer_whoever_has_its_pipe(zygote, dire
         running.kill()
         running.wait()
         gone([worker])
-        assert started_at(other) >= 0
+        assert process_start_time(other) >= 0
     finally:
         os.kill(other, signal.SIGKILL)
         gone([other])

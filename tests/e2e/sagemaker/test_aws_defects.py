@@ -32,7 +32,7 @@ from tests.support.memory_servers import theirs
 from tests.support.memory_service import shard_meta
 from tests.support.ports import free_port
 from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
-from tieredckpt.session import close_sessions, open_session
+from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import load_settings
 
 pytest.importorskip("amzn_sagemaker_checkpointing")

@@ -23,7 +23,7 @@ from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import state_at
 from tests.support.models import build, full, put_back, state_of, train
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
-from tieredckpt.session import nodes_from
+from tieredckpt.session.session import use_agent_factory
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -172,7 +172,7 @@ def test_an_agent_that_is_not_there_is_unreachable():
     def nobody(settings, job):
         raise AgentUnreachableError("no agent answers")
 
-    with nodes_from(nobody):
+    with use_agent_factory(nobody):
         writer, reader = SageMakerTieredStorageWriter(config(), step=1), SageMakerTieredStorageReader(config())
         for call in (
             lambda: dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True),
@@ -278,4 +278,4 @@ def test_errors_pickle_and_say_what_they_are():
 
     for kind in (errors.NoCheckpointError, errors.DamagedCheckpointError, errors.S3RefusedError):
         assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"
-    assert isinstance(errors.named(CheckpointDamagedError("x")), errors.DamagedCheckpointError)
+    assert isinstance(errors.to_sagemaker_error(CheckpointDamagedError("x")), errors.DamagedCheckpointError)

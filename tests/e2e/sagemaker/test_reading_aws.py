@@ -18,13 +18,13 @@ from integration.sagemaker import (
     SageMakerTieredStorageWriter,
 )
 from integration.sagemaker.convert import main as convert
+from integration.sagemaker.memory_service.http_frontend import TokenCheck
 from tests.support import aws_library
 from tests.support.bits import assert_same, zeroed
 from tests.support.memory_servers import ours
 from tests.support.memory_service import memory_service
 from tests.support.models import build, full, state_of, train
 from tieredckpt import TieredReader
-from tieredckpt.agent.memory_service.access import Access
 from tieredckpt.errors import TierUnavailableError, UsageError
 
 pytest.importorskip("amzn_sagemaker_checkpointing")
@@ -222,7 +222,7 @@ def test_what_is_written_in_aws_format_aws_reads(ranks, service, moto, s3, where
 
 def test_our_memory_service_and_its_token(agent_dir):
     """Written to it in AWS's format, read out of it again, by who shows the token."""
-    with ours(access=Access(b"token-of-a-test")) as address:
+    with ours(access=TokenCheck(b"token-of-a-test")) as address:
         config = SageMakerCheckpointConfig("job", 1, memory_url=f"http://{address}", memory_token="token-of-a-test")
         dcp.save(shifted(3), storage_writer=SageMakerFormatWriter(config, step=3), no_dist=True)
         assert_same(load(memory_url=f"http://any:token-of-a-test@{address}"), (3, shifted(3)))

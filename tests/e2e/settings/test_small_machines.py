@@ -12,9 +12,9 @@ from tests.support.agents import end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tieredckpt import Checkpointer, SaveFailedError
-from tieredckpt.checkpointer import SaveState
+from tieredckpt.checkpointer.checkpointer import SaveState
 from tieredckpt.errors import SettingsError
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

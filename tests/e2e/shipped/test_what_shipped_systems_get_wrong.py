@@ -31,9 +31,9 @@ from tieredckpt import (
     TieredWriter,
     TierUnavailableError,
 )
-from tieredckpt.checkpointer import SaveState
+from tieredckpt.checkpointer.checkpointer import SaveState
 from tieredckpt.errors import UsageError
-from tieredckpt.manifest import decode_manifest
+from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -14,7 +14,7 @@ from tests.support.jobs import state_at
 from tests.support.models import build, full, put_back, state_of, train
 from tieredckpt import CheckpointNotFoundError, TieredReader, TieredWriter
 from tieredckpt.errors import MissingStepError, UsageError
-from tieredckpt.session import open_session
+from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 
 pytestmark = [
@@ -96,9 +96,9 @@ def test_nothing_is_changed_by_importing(zygote):
 
 
 def untouched(_):
-    import tieredckpt.urls
+    import tieredckpt.dcp.tiered_urls
 
-    return _storage_utils.FileSystemWriter is FileSystemWriter and bool(tieredckpt.urls)
+    return _storage_utils.FileSystemWriter is FileSystemWriter and bool(tieredckpt.dcp.tiered_urls)
 
 
 def test_a_torch_that_looks_elsewhere_is_told_so(monkeypatch):

@@ -16,10 +16,10 @@ from tests.support.agents import agent_directory, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.models import build, full, put_back, state_of, train
-from tieredckpt import filesystem
 from tieredckpt.errors import SaveFailedError, UsageError
-from tieredckpt.files import FileSpace, place_of
-from tieredckpt.session import close_sessions, open_session
+from tieredckpt.fsspec_view import tiered_filesystem
+from tieredckpt.fsspec_view.file_space import StepFileSpace, parse_tiered_path
+from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import DurableSettings, load_settings
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_many_steps_do_not_fill_the_arena(agent_dir):
     for step in range(12):
         save(step)
     load(11)
-    status = FileSpace("job").session.node.store.status()
+    status = StepFileSpace("job").session.node.store.status()
     assert status.arena.allocated_bytes < 64 << 20
 
 
@@ -139,9 +139,9 @@ def test_a_failed_save_leaves_the_step_as_it_was(agent_dir):
 
 
 def write_and_die(say):
-    from tieredckpt.files import FileSpace
+    from tieredckpt.fsspec_view.file_space import StepFileSpace
 
-    space = FileSpace("job")
+    space = StepFileSpace("job")
     space.begin(5)
     with space.writer(5, "__0_0.distcp") as file:
         file.write(b"x" * 100_000)
@@ -177,11 +177,11 @@ def test_saves_that_come_to_nothing_keep_no_room(agent_dir):
     def here():
         return {fact.key.version for fact in space.session.node.store.inventory(space.space)}
 
-    space = FileSpace("job")
+    space = StepFileSpace("job")
     for step in range(1, 8):
         write_a_file(space, step)
     assert here() == {6, 7}
-    write_a_file(FileSpace("job"), 3, "__1_0.distcp")  # of another process, that has gone back
+    write_a_file(StepFileSpace("job"), 3, "__1_0.distcp")  # of another process, that has gone back
     assert here() == {7, 3}
     save(4)
     load(4)
@@ -193,7 +193,7 @@ def test_saves_that_come_to_nothing_keep_no_room(agent_dir):
 def save_steps(count):
     for step in range(count):
         dcp.save({"x": torch.ones(3)}, checkpoint_id=f"tiered://many/step-{step}")
-    (job,) = [job for (_, name), job in filesystem._jobs.items() if name == "many"]
+    (job,) = [job for (_, name), job in tiered_filesystem._jobs.items() if name == "many"]
     return len(job.writing._begun)
 
 
@@ -202,7 +202,7 @@ def test_a_rank_that_completes_no_step_remembers_no_more_of_them(agent_dir, rank
 
 
 def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_dir, monkeypatch):
-    original = FileSpace.place
+    original = StepFileSpace.place
 
     def forgetful(self, step, name, final):
         if final == ".metadata":
@@ -210,7 +210,7 @@ def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_di
             store.forget(self.space, [fact.key.group for fact in store.inventory(self.space)])
         original(self, step, name, final)
 
-    monkeypatch.setattr(FileSpace, "place", forgetful)
+    monkeypatch.setattr(StepFileSpace, "place", forgetful)
     with pytest.raises(CheckpointException) as failure:
         save(1)
     error = failure.value.failures[0][0]
@@ -334,7 +334,7 @@ def save_without_collectives():
 )
 def test_paths_that_are_none(path):
     with pytest.raises(UsageError):
-        place_of(path)
+        parse_tiered_path(path)
     assert not fsspec.filesystem("tiered").exists(path)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.agents import agent_directory, agent_of_module
 from tests.support.jobs import Job
-from tieredckpt.session import close_sessions
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.e2e]

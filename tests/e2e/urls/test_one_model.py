@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
-from peerstore.owners import myself
+from peerstore.daemon_process import current_process
 from tests.support.agents import agent_of_module
 from tests.support.bits import assert_same, zeroed
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.errors import UsageError
-from tieredckpt.session import close_sessions, open_session
+from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import load_settings
 
 pytestmark = [
@@ -235,7 +235,7 @@ def test_what_killed_processes_have_loaded_is_forgotten():
     load("url", "killed", 1)
     store = open_session("killed", load_settings()).node.store
     left = {int(name.rpartition(".")[2]) for name in store.blobs("killed") if name.startswith("resumed.")}
-    assert left == {*range(68, 100), myself().started}
+    assert left == {*range(68, 100), current_process().started}
 
 
 def end_dcps_process():

@@ -19,7 +19,7 @@ from tests.support.bits import assert_same
 from tests.support.neighbours import until
 from tieredckpt import CheckpointNotFoundError, TieredReader
 from tieredckpt.errors import MismatchError, MissingStepError, UsageError
-from tieredckpt.session import open_session
+from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 
 pytestmark = [

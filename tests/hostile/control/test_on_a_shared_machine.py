@@ -14,16 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic.cli import main, running
-from elastic.cli.exits import Exit
-from elastic.control import processes
-from elastic.control.processes import importable, module
-from elastic.control.runs import Run, RunPlace, runs
-from elastic.errors import ControlLostError
+from elastic.cli import main, run
+from elastic.cli.common import ElasticExit
+from elastic.control import child_processes
+from elastic.control.child_processes import python_module_command, with_import_path
+from elastic.control.run_directory import LocalRun, RunDirectory, list_runs
+from elastic.errors import ControlPlaneUnavailableError
 from tests.support.elastic_runs import ROOT, elastic_job
 from tests.support.neighbours import until
+from tieredckpt.agent.peer_config import peer_secret
 from tieredckpt.settings import load_settings
-from tieredckpt.teaming import secret_of
 
 SECRET = "everybody who lists processes reads this"
 
@@ -128,8 +128,11 @@ def test_a_module_is_run_by_hand_as_it_is_by_python(tmp_path, monkeypatch):
     (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from here')")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "shown.py").write_text("import sys, msgspec; print(__name__, sys.argv[1:], sys.path[0])")
-    environ = importable({**os.environ, "PYTHONPATH": f"{tmp_path / 'package'}{os.pathsep}"})
-    commands = module("shown", "a", "b"), [sys.executable, "-c", processes._BY_HAND, "shown", "a", "b"]
+    environ = with_import_path({**os.environ, "PYTHONPATH": f"{tmp_path / 'package'}{os.pathsep}"})
+    commands = (
+        python_module_command("shown", "a", "b"),
+        [sys.executable, "-c", child_processes._BY_HAND, "shown", "a", "b"],
+    )
     told = [
         subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
         for command in commands
@@ -150,7 +153,7 @@ def test_a_secret_on_a_command_line_is_refused_and_not_said_again(words, tmp_pat
     monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert main(list(words)) == Exit.USAGE
+    assert main(list(words)) == ElasticExit.USAGE
     said = capsys.readouterr()
     assert SECRET not in said.out + said.err
     assert "file:/path" in said.err
@@ -162,9 +165,9 @@ def test_a_secret_on_a_command_line_is_refused_and_not_said_again(words, tmp_pat
 
 @pytest.fixture
 def place(tmp_path):
-    one = RunPlace(tmp_path / "run", "job")
+    one = RunDirectory(tmp_path / "run", "job")
     one.prepare()
-    one.write(Run("job", "127.0.0.1:1", str(one.keep_secret(None)), 1, 0, ("true",), "/", "/", 1.0))
+    one.write(LocalRun("job", "127.0.0.1:1", str(one.keep_secret(None)), 1, 0, ("true",), "/", "/", 1.0))
     return one
 
 
@@ -172,20 +175,20 @@ def test_what_a_job_left_is_believed_where_only_this_user_can_have_written_it(pl
     assert place.read().job == "job"
     for folder in (place.root, place.directory):
         folder.chmod(0o777)
-        with pytest.raises(ControlLostError, match="that nobody else can write to"):
+        with pytest.raises(ControlPlaneUnavailableError, match="that nobody else can write to"):
             place.read()
         folder.chmod(0o700)
-    assert [run.job for run in runs(place.root)] == ["job"]
+    assert [run.job for run in list_runs(place.root)] == ["job"]
     place.root.chmod(0o777)
-    with pytest.raises(ControlLostError, match=r"ELASTIC_RUN_DIRECTORY"):
-        runs(place.root)
+    with pytest.raises(ControlPlaneUnavailableError, match=r"ELASTIC_RUN_DIRECTORY"):
+        list_runs(place.root)
 
 
 def test_what_another_user_left_is_not_believed(place):
     if os.getuid() != 0:
         pytest.skip("only root can make what belongs to another user")
     os.chown(place.root, 54321, 54321)
-    with pytest.raises(ControlLostError, match="belongs to user 54321"):
+    with pytest.raises(ControlPlaneUnavailableError, match="belongs to user 54321"):
         place.read()
 
 
@@ -206,7 +209,7 @@ def test_what_is_no_file_is_not_waited_for(place, kind, tmp_path):
     found = []
 
     def read():
-        with pytest.raises(ControlLostError, match="cannot be read"):
+        with pytest.raises(ControlPlaneUnavailableError, match="cannot be read"):
             place.read()
         found.append(True)
 
@@ -222,10 +225,10 @@ def test_what_is_no_file_is_not_waited_for(place, kind, tmp_path):
 @pytest.mark.parametrize("configured", ["", "a secret of the agents' own"])
 def test_agents_of_several_machines_prove_the_jobs_secret(place, monkeypatch, configured):
     """Else their nodes would tell each other one where ranks meet, and that asks nobody who he is."""
-    monkeypatch.setattr(running, "own_address", lambda *_: "10.0.0.7")
+    monkeypatch.setattr(run, "node_address", lambda *_: "10.0.0.7")
     if configured:
         monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
     options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}
-    task = running._node_task(place, place.read(), "n1", {**options, "node": "", "verbose": 0})
+    task = run._node_task(place, place.read(), "n1", {**options, "node": "", "verbose": 0})
     settings = load_settings({**os.environ, **task.environ})
-    assert secret_of(settings.peer) == (configured.encode() or place.secret_file.read_bytes())
+    assert peer_secret(settings.peer) == (configured.encode() or place.secret_file.read_bytes())

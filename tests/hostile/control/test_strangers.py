@@ -10,22 +10,32 @@ import threading
 import msgspec
 import pytest
 
-from elastic.control.changes import NodeEnd
-from elastic.control.coordinator import Coordinator
-from elastic.control.desk import DeskSettings
-from elastic.control.link import ask, open_channel
-from elastic.control.messages import PROTOCOL, Formed, NodeHears, NodeSays, Over, RankGreeting, RankHears, Stand, Status
-from elastic.control.plane import Want
-from elastic.control.settings import RankSeat
-from elastic.control.supervised import SupervisorPlane
-from elastic.control.supervisor import Supervisor, SupervisorSettings
-from elastic.errors import ControlLostError, RefusedError
-from elastic.world.policy import ScalingPolicy
-from peerstore import frames
-from peerstore.cluster.nodes import NodeId
+from elastic.control.control_messages import (
+    RANK_PROTOCOL,
+    ExitReason,
+    NodeCodec,
+    NodeDesired,
+    NodeStatus,
+    RankDesired,
+    RankHello,
+    RankPhase,
+    StatusRequest,
+    WorldSpec,
+)
+from elastic.control.control_plane import NoticeKind
+from elastic.control.coordinator_client import call_coordinator, connect_to_coordinator
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
+from elastic.settings import SupervisorEndpoint
+from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore import message_codec
 from peerstore.errors import PeerRefusedError, PeerStoreError
-from peerstore.frames import decode
-from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+from peerstore.membership.topology import NodeId
+from peerstore.message_codec import decode_message
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, SECRET, all_ready, supervised_job, wants
 
@@ -34,7 +44,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 @pytest.fixture
 def coordinator():
-    settings = DeskSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1")
+    settings = CoordinatorSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1")
     one = Coordinator(settings, SECRET, farewell_s=1.0)
     thread = threading.Thread(target=one.run)
     thread.start()
@@ -44,7 +54,7 @@ def coordinator():
 
 
 def lives(coordinator) -> bool:
-    return ask(coordinator.address, Status(), job="job", secret=SECRET).job == "job"
+    return call_coordinator(coordinator.address, StatusRequest(), job="job", secret=SECRET).job == "job"
 
 
 def dial(coordinator) -> socket.socket:
@@ -55,12 +65,12 @@ def dial(coordinator) -> socket.socket:
 GARBAGE = {
     "nothing": b"",
     "a web browser": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
-    "another version": PREFIX.pack(MAGIC, VERSION + 1, 4, 0) + b"abcd",
-    "a huge header": PREFIX.pack(MAGIC, VERSION, 0xFFFFFFFF, 0),
-    "a huge payload": PREFIX.pack(MAGIC, VERSION, 1, 1 << 60) + b"\x80",
-    "no message": PREFIX.pack(MAGIC, VERSION, 5, 0) + b"\xc1\xc1\xc1\xc1\xc1",
-    "a message of another kind": PREFIX.pack(MAGIC, VERSION, 1, 0) + b"\x80",
-    "half a message": PREFIX.pack(MAGIC, VERSION, 100, 0) + b"abc",
+    "another version": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION + 1, 4, 0) + b"abcd",
+    "a huge header": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 0xFFFFFFFF, 0),
+    "a huge payload": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 1, 1 << 60) + b"\x80",
+    "no message": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 5, 0) + b"\xc1\xc1\xc1\xc1\xc1",
+    "a message of another kind": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 1, 0) + b"\x80",
+    "half a message": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 100, 0) + b"abc",
 }
 
 
@@ -87,7 +97,7 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
 def test_nonsense_of_one_who_knows_the_secret(coordinator, said):
-    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode(said))
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
@@ -98,27 +108,27 @@ def test_nonsense_of_one_who_knows_the_secret(coordinator, said):
 
 def test_another_secret_and_another_job(coordinator):
     for job, secret in (("job", b"quite another secret, long enough"), ("jobs", SECRET)):
-        with pytest.raises(RefusedError):
-            ask(coordinator.address, Status(), job=job, secret=secret)
+        with pytest.raises(ControlPlaneRefusedError):
+            call_coordinator(coordinator.address, StatusRequest(), job=job, secret=secret)
         with pytest.raises(PeerRefusedError):
-            open_channel(coordinator.address, job=job, me=NodeId("n1"), secret=secret)
+            connect_to_coordinator(coordinator.address, job=job, me=NodeId("n1"), secret=secret)
     assert lives(coordinator)
 
 
 def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
     def say(life):
-        channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-        channel.send(encode(NodeSays(1, "n1", life, 1, births=1)))
-        end = NodeEnd()
+        channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+        channel.send(encode(NodeStatus(1, "n1", life, 1, births=1)))
+        end = NodeCodec()
         return channel, end, end.decode(channel.receive(within_s=10).header)
 
     first, end, heard = say(5)
     assert heard.over is None
     second, _, heard = say(6)
     assert heard.over is None
-    assert end.decode(first.receive(within_s=10).header).over is Over.REFUSED
+    assert end.decode(first.receive(within_s=10).header).over is ExitReason.REFUSED
     third, _, heard = say(4)
-    assert (heard.over, "newer supervisor" in heard.reason) == (Over.REFUSED, True)
+    assert (heard.over, "newer supervisor" in heard.reason) == (ExitReason.REFUSED, True)
     for channel in (first, second, third):
         channel.close()
     assert lives(coordinator)
@@ -135,8 +145,8 @@ CHANGED = {
 
 @pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
 def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, changed):
-    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-    channel.send(encode(NodeSays(1, "n1", 1, 1, births=1)))
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(NodeStatus(1, "n1", 1, 1, births=1)))
     channel.send(encode(changed))
     with contextlib.suppress(PeerStoreError):
         while channel.receive(within_s=10) is not None:
@@ -147,7 +157,7 @@ def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, cha
 
 
 def test_changes_without_a_report_that_they_are_of(coordinator):
-    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode({"type": "changed", "number": 2}))
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
@@ -157,11 +167,11 @@ def test_changes_without_a_report_that_they_are_of(coordinator):
 
 def test_a_supervisor_whose_clock_went_back_is_told_after_which_life_it_begins(coordinator):
     def say(channel, life):
-        channel.send(encode(NodeSays(1, "n1", life, 1, births=1)))
-        return decode(channel.receive(within_s=10).header, NodeHears)
+        channel.send(encode(NodeStatus(1, "n1", life, 1, births=1)))
+        return decode_message(channel.receive(within_s=10).header, NodeDesired)
 
     def connect():
-        return open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+        return connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
 
     first = connect()
     assert say(first, 3_600_000).over is None
@@ -184,7 +194,7 @@ def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
     try:
         one.seats.begin()
         later = one.seats.life + 3_600_000
-        one._ordered(NodeHears("c", one.seats.life, life_over=True, above=later))
+        one._ordered(NodeDesired("c", one.seats.life, life_over=True, above=later))
         assert one.seats.life == later + 1
     finally:
         one._door.close()
@@ -200,7 +210,7 @@ def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
 )
 def test_a_number_that_nobody_counts_to_ends_its_own_connection(coordinator, formed):
     said = {"type": "node", "number": 1, "node": "n1", "life": 1, "seats": 1, "formed": formed}
-    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode(said))
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
@@ -211,11 +221,11 @@ def test_a_number_that_nobody_counts_to_ends_its_own_connection(coordinator, for
 
 def test_a_world_that_cannot_have_been_is_refused(coordinator):
     """Its number would be the last one, and no world could follow it."""
-    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-    formed = Formed((1 << 62) - 1, ("n1",), 0, "")
-    channel.send(encode(NodeSays(1, "n1", 1, 1, births=1, formed=formed)))
-    heard = decode(channel.receive(within_s=10).header, NodeHears)
-    assert (heard.over, "speaks of world" in heard.reason) == (Over.REFUSED, True)
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    formed = WorldSpec((1 << 62) - 1, ("n1",), 0, "")
+    channel.send(encode(NodeStatus(1, "n1", 1, 1, births=1, formed=formed)))
+    heard = decode_message(channel.receive(within_s=10).header, NodeDesired)
+    assert (heard.over, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
     channel.close()
     assert lives(coordinator)
     assert coordinator.desk.world.epoch < 10
@@ -224,18 +234,18 @@ def test_a_world_that_cannot_have_been_is_refused(coordinator):
 def test_a_coordinator_that_cannot_note_a_world_waits_and_goes_on(tmp_path):
     """Its disk is full, or it has too many open files: nobody hears of a world whose number could come again."""
     note = tmp_path / "later" / "epoch"
-    settings = DeskSettings("job", ScalingPolicy(max_replicas=1), 1, store="nowhere:1")
+    settings = CoordinatorSettings("job", ScalingPolicy(max_replicas=1), 1, store="nowhere:1")
     one = Coordinator(settings, SECRET, farewell_s=1.0, epoch_file=note)
     thread = threading.Thread(target=one.run)
     thread.start()
-    channel = open_channel(one.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel = connect_to_coordinator(one.address, job="job", me=NodeId("n1"), secret=SECRET)
     try:
-        channel.send(encode(NodeSays(1, "n1", 1, 1, births=1, ready=True)))
+        channel.send(encode(NodeStatus(1, "n1", 1, 1, births=1, ready=True)))
         until(lambda: one._silent)
         assert lives(one)
         note.parent.mkdir()
         until(note.exists)
-        assert decode(channel.receive(within_s=10).header, NodeHears).formed is not None
+        assert decode_message(channel.receive(within_s=10).header, NodeDesired).formed is not None
     finally:
         channel.close()
         one.end()
@@ -267,14 +277,14 @@ def test_the_socket_is_this_users_alone(job):
 @pytest.mark.parametrize(
     "greeting",
     [
-        RankGreeting(PROTOCOL, "a token of nobody"),
-        RankGreeting(PROTOCOL + 1, "a token of nobody"),
+        RankHello(RANK_PROTOCOL, "a token of nobody"),
+        RankHello(RANK_PROTOCOL + 1, "a token of nobody"),
     ],
 )
 def test_a_process_that_was_not_started_here(job, greeting):
     with door(job) as sock:
-        frames.send(sock, greeting)
-        assert frames.receive(sock, RankHears).over is Over.REFUSED
+        message_codec.send_frame(sock, greeting)
+        assert message_codec.receive_frame(sock, RankDesired).over is ExitReason.REFUSED
     assert all_ready(job.seats)[0].world_size == 1
 
 
@@ -283,14 +293,14 @@ def test_the_same_rank_twice(job):
     all_ready(job.seats)
     supervisor = seat.supervisor
     (token,) = supervisor.seats.processes
-    other = SupervisorPlane(RankSeat(supervisor.settings.directory / "rank.sock", token))
-    with pytest.raises((RefusedError, ControlLostError)):
+    other = SupervisorClient(SupervisorEndpoint(supervisor.settings.directory / "rank.sock", token))
+    with pytest.raises((ControlPlaneRefusedError, ControlPlaneUnavailableError)):
         other.ready(timeout_s=PATIENCE_S)
     other.close()
     assert seat.notice() is None
     job.resize(1)
     job.stop()
-    until(lambda: wants(seat) is Want.STOP)
+    until(lambda: wants(seat) is NoticeKind.STOP)
 
 
 @pytest.mark.parametrize(
@@ -317,10 +327,10 @@ def test_what_is_said_of_a_world_of_the_past_counts_for_nothing(job):
     seat = job.seats[0]
     (before,) = all_ready(job.seats)
     seat.fault("a fault")
-    until(lambda: wants(seat) is Want.RESTART)
+    until(lambda: wants(seat) is NoticeKind.RESTART)
     (after,) = all_ready(job.seats)
     with seat._changed:  # as one that has not heard of it would
-        seat._say(epoch=before.epoch, paused=99, sealed=99, stand=Stand.INSIDE)
+        seat._say(epoch=before.epoch, paused=99, sealed=99, stand=RankPhase.INSIDE)
         number = seat._sent
     until(lambda: seat._hears.heard >= number)
     nodes = job.coordinator.desk.nodes

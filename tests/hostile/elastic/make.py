@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from elastic.prepared.cache import digest_of
-from elastic.prepared.layout import MAGIC, MAX_HEADER_BYTES, PREFIX_BYTES, padding
+from elastic.batch_cache.batch_format import BATCH_MAGIC, BATCH_PREFIX_BYTES, MAX_BATCH_HEADER_BYTES, padding
+from elastic.batch_cache.cache import fingerprint_digest
 
 FILES = Path(__file__).parent / "files"
 FINGERPRINT = "victim"
@@ -25,7 +25,7 @@ PAYLOAD = bytes(range(48)) + bytes(16) + bytes(range(8))
 
 def header(**changes: Any) -> dict[str, Any]:
     good = {
-        "fingerprint": digest_of(FINGERPRINT),
+        "fingerprint": fingerprint_digest(FINGERPRINT),
         "index": INDEX,
         "tree": ["d", ["a", "b"], [["t", 0], ["t", 1]]],
         "parts": [["int64", [6], 0], ["uint8", [2, 4], 64]],
@@ -36,8 +36,8 @@ def header(**changes: Any) -> dict[str, Any]:
 
 def sealed(encoded: bytes, payload: bytes = PAYLOAD, *, gap: bytes = b"\0") -> bytes:
     """A file around any header, its digest right."""
-    prefix = MAGIC + len(encoded).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(encoded).to_bytes(8, "little")
-    return prefix + encoded + gap * padding(PREFIX_BYTES + len(encoded)) + payload
+    prefix = BATCH_MAGIC + len(encoded).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(encoded).to_bytes(8, "little")
+    return prefix + encoded + gap * padding(BATCH_PREFIX_BYTES + len(encoded)) + payload
 
 
 def batch(payload: bytes = PAYLOAD, **changes: Any) -> bytes:
@@ -63,9 +63,9 @@ def cases() -> dict[str, bytes]:
     first = ["int64", [6], 0]
     return {
         "empty": b"",
-        "only-magic": MAGIC,
-        "cut-prefix": good[: PREFIX_BYTES - 1],
-        "cut-header": good[: PREFIX_BYTES + 9],
+        "only-magic": BATCH_MAGIC,
+        "cut-prefix": good[: BATCH_PREFIX_BYTES - 1],
+        "cut-header": good[: BATCH_PREFIX_BYTES + 9],
         "cut-payload": good[:-1],
         "header-only": good[: -len(PAYLOAD)],
         "longer": good + b"\0",
@@ -73,8 +73,8 @@ def cases() -> dict[str, bytes]:
         "zeros": bytes(len(good)),
         "other-magic": b"TCBATCH2" + good[8:],
         "pickle": pickle.dumps({"a": [1, 2, 3]}),
-        "header-of-4-gib": MAGIC + b"\xff" * 4 + good[12:],
-        "header-above-its-limit": MAGIC + (MAX_HEADER_BYTES + 1).to_bytes(4, "little") + good[12:],
+        "header-of-4-gib": BATCH_MAGIC + b"\xff" * 4 + good[12:],
+        "header-above-its-limit": BATCH_MAGIC + (MAX_BATCH_HEADER_BYTES + 1).to_bytes(4, "little") + good[12:],
         "header-digest": good[:12] + bytes([good[12] ^ 1]) + good[13:],
         "gap-filled": sealed(msgspec.msgpack.encode(header()), gap=b"x"),
         "payload-flipped": good[:-1] + bytes([good[-1] ^ 1]),
@@ -90,7 +90,7 @@ def cases() -> dict[str, bytes]:
         "no-checksum": sealed(msgspec.msgpack.encode({k: v for k, v in header().items() if k != "checksum"})),
         "checksum-short": batch(checksum=b"1234"),
         "checksum-wrong": batch(checksum=bytes(8)),
-        "other-fingerprint": batch(fingerprint=digest_of("another")),
+        "other-fingerprint": batch(fingerprint=fingerprint_digest("another")),
         "other-index": batch(index=INDEX + 1),
         "index-negative": batch(index=-INDEX),
         "index-huge": batch(index=(1 << 64) - 1),

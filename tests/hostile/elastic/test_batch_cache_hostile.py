@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.prepared import BatchCache
-from elastic.prepared.folder import batch_name, making_name
+from elastic.batch_cache import BatchCache
+from elastic.batch_cache.cache_directory import batch_file_name, partial_file_name
 from tests.hostile.elastic.make import FILES, FINGERPRINT, INDEX, batch, cases
 from tests.support.bits import assert_same
 from tests.support.preparing import names
@@ -53,7 +53,7 @@ def test_the_files_are_what_the_script_writes():
 
 
 def test_what_they_were_made_from_is_a_good_batch(cache):
-    (cache.directory / batch_name(INDEX)).write_bytes(batch())
+    (cache.directory / batch_file_name(INDEX)).write_bytes(batch())
     found = cache.look(INDEX).batch
     assert found["a"].tolist() == [int.from_bytes(range(at, at + 8), "little") for at in range(0, 48, 8)]
     assert found["b"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -62,21 +62,21 @@ def test_what_they_were_made_from_is_a_good_batch(cache):
 def test_a_hostile_batch_is_prepared_again(cache, little_memory):
     for number, file in enumerate(HOSTILE, start=1):
         asked = Asked()
-        (cache.directory / batch_name(INDEX)).write_bytes(file.read_bytes())
+        (cache.directory / batch_file_name(INDEX)).write_bytes(file.read_bytes())
         assert_same(prepared(INDEX), cache.get(INDEX, asked))
         assert_same(prepared(INDEX), cache.get(INDEX, asked))
         assert asked.indices == [INDEX], file.stem
         assert cache.counts.damaged == number, file.stem
-        assert names(cache.directory) == [batch_name(INDEX), "tally"], file.stem
+        assert names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
 
 
 def test_what_was_left_half_made_is_never_read(cache):
     for file in HOSTILE:
         asked = Asked()
-        (cache.directory / making_name(INDEX)).write_bytes(file.read_bytes())
+        (cache.directory / partial_file_name(INDEX)).write_bytes(file.read_bytes())
         assert_same(prepared(INDEX), cache.get(INDEX, asked))
         assert asked.indices == [INDEX], file.stem
-        assert names(cache.directory) == [batch_name(INDEX), "tally"], file.stem
+        assert names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
         cache.clear()
 
 
@@ -126,7 +126,7 @@ STRANGE = [link, dangling, fifo, folder, door]
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("plant", [*STRANGE, os.link], ids=lambda plant: plant.__name__)
-@pytest.mark.parametrize("name", [batch_name(INDEX), making_name(INDEX), "tally"])
+@pytest.mark.parametrize("name", [batch_file_name(INDEX), partial_file_name(INDEX), "tally"])
 def test_what_is_no_file_is_neither_followed_nor_waited_for(cache, tmp_path, plant, name):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious" * 100)
@@ -163,15 +163,15 @@ def test_a_stream_with_strangers_directories_is_swept_around_them(cache, tmp_pat
     stream = cache.directory.parent
     (stream / ("f-" + "0" * 32)).symlink_to(tmp_path)
     (stream / ("f-" + "1" * 32)).write_bytes(b"a stranger's")
-    (tmp_path / batch_name(1)).write_bytes(b"precious")
+    (tmp_path / batch_file_name(1)).write_bytes(b"precious")
     with BatchCache("job", fingerprint="another", directory=cache.directory.parents[2]):
-        assert (tmp_path / batch_name(1)).read_bytes() == b"precious"
+        assert (tmp_path / batch_file_name(1)).read_bytes() == b"precious"
         assert (stream / ("f-" + "1" * 32)).read_bytes() == b"a stranger's"
 
 
 def test_a_file_that_grows_after_it_was_mapped_changes_nothing(cache):
     """Whoever may write here may change a mapped page; nobody who follows the protocol does, so they are not copied."""
-    batch_file = cache.directory / batch_name(INDEX)
+    batch_file = cache.directory / batch_file_name(INDEX)
     found = cache.get(INDEX, prepared)
     with batch_file.open("ab") as file:
         file.write(b"more")

@@ -7,8 +7,7 @@ import tracemalloc
 import msgspec
 import pytest
 
-from peerstore import checksum, frames
-from peerstore.cluster.gossip import Gossip
+from peerstore import checksums, message_codec
 from peerstore.errors import (
     ArenaFullError,
     FencedError,
@@ -20,33 +19,39 @@ from peerstore.errors import (
     RequestError,
     ShardDamagedError,
 )
-from peerstore.peers.calling import Line
-from peerstore.peers.messages import (
-    Abort,
-    AskBlob,
-    AskBlobs,
-    AskRecords,
-    Chunk,
-    Commit,
-    Flush,
-    Look,
-    Looked,
-    Offer,
-    Ping,
-    PutBlob,
-    Read,
-    Relist,
-    Request,
-    Sent,
-    Suspect,
-    Wanted,
+from peerstore.membership.swim import GossipMessage
+from peerstore.peers.peer_client import PeerConnection
+from peerstore.peers.peer_messages import (
+    AbortReplica,
+    CommitReplica,
+    FlushChunks,
+    GetNodeInventory,
+    GetPeerBlob,
+    GetPeerBlobs,
+    GetShardRecords,
+    NodeInventory,
+    OfferReplica,
+    OfferReply,
+    PeerRequest,
+    PingMessage,
+    PutPeerBlob,
+    RangeDigests,
+    ReadRanges,
+    ReplicaChunk,
+    UpdateHolders,
+    VerifyChunks,
 )
-from peerstore.records import CHUNK_BYTES, Base, Group, ShardRecord
-from peerstore.transport.handshake import greet
+from peerstore.shard_records import CHUNK_BYTES, ResumePoint, ShardRecord, VersionId
+from peerstore.transport.authentication import authenticate_to_server
 from tests.support.neighbours import JOB, SECRET, Neighbours, until
 from tests.support.stores import MIB, content, key, load
-from tieredckpt.agent.memory_service.names import REGISTRY
-from tieredckpt.agent.messages import DAMAGED, DURABLE, LAYOUT, QUARANTINE
+from tieredckpt.agent.agent_api import (
+    DAMAGED_BLOB_PREFIX,
+    DURABLE_SETTINGS_BLOB,
+    LAYOUT_BLOB_PREFIX,
+    QUARANTINE_BLOB_PREFIX,
+)
+from tieredckpt.memory_service_options import REGISTRY_BLOB_PREFIX
 
 SIZE = 3 * MIB + 17
 CHUNKS = 4
@@ -81,15 +86,15 @@ def line(nodes):
 @contextlib.contextmanager
 def connected(nodes, *, me="n1", job=JOB, secret=SECRET, via="n1"):
     channel = nodes.network.transport(via).connect(nodes["n2"].neighbourhood.listening)
-    with contextlib.closing(Line(channel)) as line:
-        greet(channel, job=job, me=me, secret=secret)
+    with contextlib.closing(PeerConnection(channel)) as line:
+        authenticate_to_server(channel, job=job, me=me, secret=secret)
         yield line
 
 
 def record_of(of=None, size_bytes=SIZE, **changes):
     of = of or key(2)
     data = content(of, size_bytes)
-    sums = checksum.checksums(memoryview(data))
+    sums = checksums.chunk_checksums(memoryview(data))
     record = ShardRecord(of, 2, size_bytes, CHUNK_BYTES, sums, b"", 0)
     return msgspec.structs.replace(record, **changes)
 
@@ -99,30 +104,30 @@ def chunk_of(record, number):
 
 
 def offer(line, record, **more):
-    return line.ask("offer", Offer(record, **{"holders": ("n1", "n2"), "whole": False, **more}), Wanted)
+    return line.ask("offer", OfferReplica(record, **{"holders": ("n1", "n2"), "whole": False, **more}), OfferReply)
 
 
 def send(line, wanted, number, data):
-    line.tell("chunk", Chunk(wanted.transfer, number), [memoryview(data)])
+    line.tell("chunk", ReplicaChunk(wanted.transfer, number), [memoryview(data)])
 
 
 def send_and_flush(line, wanted, number, data):
     send(line, wanted, number, data)
-    return line.ask("flush", Flush(wanted.transfer), tuple[int, ...])
+    return line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...])
 
 
 def lives_on(nodes):
     """The agent serves an honest member, has what it had, and holds nothing for anybody who left."""
     n2 = nodes["n2"]
     with connected(nodes, me="n3", via="n3") as line:
-        found = line.ask("look", Look(), Looked)
+        found = line.ask("look", GetNodeInventory(), NodeInventory)
         assert HERE in {fact.key for fact in found.facts}
         record = record_of(key(77, 1))  # the other part never comes, so nothing becomes superfluous
         wanted = offer(line, record)
         for number in range(CHUNKS):
             send(line, wanted, number, chunk_of(record, number))
-        assert line.ask("flush", Flush(wanted.transfer), tuple[int, ...]) == ()
-        line.ask("commit", Commit(wanted.transfer), type(None))
+        assert line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+        line.ask("commit", CommitReplica(wanted.transfer), type(None))
     assert n2.is_good(HERE)
     assert n2.is_good(key(77, 1))
     until(lambda: n2.neighbourhood.desk.receiving.open == 0, "no transfer is left")
@@ -145,23 +150,23 @@ def test_who_does_not_know_the_secret_gets_nothing(nodes, job, secret):
 
 
 FOREIGN = key(1, job="other")
-READ = Read(FOREIGN, 0, ((0, 10),))
+READ = ReadRanges(FOREIGN, 0, ((0, 10),))
 
 
 @pytest.mark.parametrize(
     ("op", "body"),
     [
         ("read", READ),
-        ("suspect", Suspect(FOREIGN, ((0, 1),))),
-        ("relist", Relist(FOREIGN, ("n1",))),
-        ("offer", Offer(record_of(key(5, job="other")), ("n1", "n2"), whole=True)),
+        ("suspect", VerifyChunks(FOREIGN, ((0, 1),))),
+        ("relist", UpdateHolders(FOREIGN, ("n1",))),
+        ("offer", OfferReplica(record_of(key(5, job="other")), ("n1", "n2"), whole=True)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_member_of_one_job_cannot_name_what_belongs_to_another(nodes, line, op, body):
     with pytest.raises(RequestError, match="on a connection of job job"):
         line.ask(op, body, object)
-    records = line.ask("records", AskRecords(FOREIGN.group), list[ShardRecord])
+    records = line.ask("records", GetShardRecords(FOREIGN.group), list[ShardRecord])
     assert {record.key.job for record in records} == {JOB}
     lives_on(nodes)
 
@@ -170,7 +175,7 @@ def test_what_another_job_keeps_beside_its_shards_is_not_to_be_had(nodes, line):
     nodes["n2"].store.put_blob("other", "private", b"x")
     for name in ("private", "../other/private", "other/private", ""):
         with pytest.raises(PeerStoreError):
-            line.ask("blob", AskBlob(name), bytes)
+            line.ask("blob", GetPeerBlob(name), bytes)
     lives_on(nodes)
 
 
@@ -204,7 +209,7 @@ def test_records_of_shards_that_cannot_be_are_refused_and_cost_nothing(nodes, li
     try:
         with pytest.raises((RequestError, ArenaFullError)):
             offer(line, record)
-        assert tracemalloc.get_traced_memory()[1] < 6 * len(frames.encode_raw(record)) + 8 * MIB
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(message_codec.encode_raw_message(record)) + 8 * MIB
     finally:
         tracemalloc.stop()
     assert nodes["n2"].store.status().arena.slots == slots
@@ -261,7 +266,7 @@ def test_a_chunk_of_another_length_ends_the_connection(nodes, line, number, size
 def test_a_commit_without_chunks_is_refused(nodes, line):
     wanted = offer(line, record_of())
     with pytest.raises(ShardDamagedError, match="chunks are missing"):
-        line.ask("commit", Commit(wanted.transfer), type(None))
+        line.ask("commit", CommitReplica(wanted.transfer), type(None))
     assert not nodes["n2"].holds(key(2))
     line.close()
     lives_on(nodes)
@@ -274,9 +279,9 @@ def test_wrong_bytes_are_named_and_never_sealed(nodes, line):
         data = bytearray(chunk_of(record, number))
         data[0] ^= number == 2
         send(line, wanted, number, data)
-    assert line.ask("flush", Flush(wanted.transfer), tuple[int, ...]) == (2,)
+    assert line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == (2,)
     with pytest.raises(ShardDamagedError, match="1 chunks are missing or damaged"):
-        line.ask("commit", Commit(wanted.transfer), type(None))
+        line.ask("commit", CommitReplica(wanted.transfer), type(None))
     assert not nodes["n2"].holds(record.key)
     line.close()
     lives_on(nodes)
@@ -288,8 +293,8 @@ def test_chunks_backwards_and_twice_make_one_good_copy(nodes, line):
     for number in [3, 2, 2, 1, 3, 0, 0]:
         send(line, wanted, number, chunk_of(record, number))
     send(line, wanted, 1, bytes(CHUNK_BYTES))  # after the right one: nobody looks at it
-    assert line.ask("flush", Flush(wanted.transfer), tuple[int, ...]) == ()
-    line.ask("commit", Commit(wanted.transfer), type(None))
+    assert line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+    line.ask("commit", CommitReplica(wanted.transfer), type(None))
     assert load(nodes["n2"].store, record.key) == content(record.key, SIZE)
     lives_on(nodes)
 
@@ -302,9 +307,9 @@ def test_a_chunk_that_comes_twice_at_the_same_time_cannot_change_what_was_compar
         rubbish = halfway(nodes, slow, wanted)
         for number in range(CHUNKS):
             send(line, wanted, number, chunk_of(record, number))
-        line.ask("flush", Flush(wanted.transfer), tuple[int, ...])
+        line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...])
         with contextlib.suppress(ShardDamagedError):  # not while somebody else is at it
-            line.ask("commit", Commit(wanted.transfer), type(None))
+            line.ask("commit", CommitReplica(wanted.transfer), type(None))
         finish(nodes, slow, rubbish)
     if nodes["n2"].holds(record.key):
         assert nodes["n2"].is_good(record.key)
@@ -317,7 +322,7 @@ def test_a_slot_is_not_given_to_others_while_somebody_still_writes_into_it(nodes
     wanted = offer(line, record)
     with connected(nodes, via="n1b") as slow:
         rubbish = halfway(nodes, slow, wanted)
-        line.ask("abort", Abort(wanted.transfer), type(None))
+        line.ask("abort", AbortReplica(wanted.transfer), type(None))
         n2 = nodes["n2"]
         for part, version in ((0, 3), (0, 4)):
             with contextlib.suppress(PeerStoreError):
@@ -346,7 +351,7 @@ def finish(nodes, line, sending):
     nodes.network.heal("n1b", "n2")
     sending.join()
     with contextlib.suppress(PeerStoreError):
-        line.ask("look", Look(), Looked)
+        line.ask("look", GetNodeInventory(), NodeInventory)
 
 
 def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
@@ -355,13 +360,13 @@ def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
     with connected(nodes, me="n5", via="n5") as other:
         for number in range(CHUNKS):
             send(other, wanted, number, bytes(len(chunk_of(record, number))))
-        assert other.ask("flush", Flush(wanted.transfer), tuple[int, ...]) == ()
+        assert other.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
         with pytest.raises(LeaseLostError):
-            other.ask("commit", Commit(wanted.transfer), type(None))
-        other.ask("abort", Abort(wanted.transfer), type(None))
+            other.ask("commit", CommitReplica(wanted.transfer), type(None))
+        other.ask("abort", AbortReplica(wanted.transfer), type(None))
     for number in range(CHUNKS):
         send(line, wanted, number, chunk_of(record, number))
-    line.ask("commit", Commit(wanted.transfer), type(None))
+    line.ask("commit", CommitReplica(wanted.transfer), type(None))
     assert nodes["n2"].is_good(record.key)
     lives_on(nodes)
 
@@ -371,7 +376,9 @@ def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
 
 def read(line, nodes, ranges, into=()):
     (record,) = nodes["n2"].store.records(JOB, HERE.group)
-    return line.ask("read", Read(HERE, checksum.digest(record.checksums), tuple(ranges)), Sent, into=into)
+    return line.ask(
+        "read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), tuple(ranges)), RangeDigests, into=into
+    )
 
 
 @pytest.mark.parametrize(
@@ -406,7 +413,7 @@ def test_ranges_that_overlap_are_answered_one_by_one(nodes, line):
 def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
     with connected(nodes) as line:
         (record,) = nodes["n2"].store.records(JOB, HERE.group)
-        line.tell("read", Read(HERE, checksum.digest(record.checksums), ((0, SIZE),)))
+        line.tell("read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
     until(lambda: nodes["n2"].store.status().arena.pins == 0, "the shard is not pinned any more")
     lives_on(nodes)
 
@@ -423,14 +430,14 @@ def test_nonsense_ends_at_most_its_own_connection(nodes, line, op):
 
 def test_bytes_that_belong_to_nothing_end_the_connection(nodes, line):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
-        line.ask("look", Look(), Looked, payload=[memoryview(bytes(MIB))])
+        line.ask("look", GetNodeInventory(), NodeInventory, payload=[memoryview(bytes(MIB))])
     lives_on(nodes)
 
 
 def test_something_small_that_is_not_small_is_refused(nodes, line):
     with pytest.raises(RequestError):
-        line.ask("put_blob", PutBlob(LAYOUT + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))])
-    assert LAYOUT + "b16" not in nodes["n2"].store.blobs(JOB)
+        line.ask("put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))])
+    assert LAYOUT_BLOB_PREFIX + "b16" not in nodes["n2"].store.blobs(JOB)
     lives_on(nodes)
 
 
@@ -442,10 +449,27 @@ def test_a_past_incarnation_cannot_bring_its_copies(nodes, line):
 
 def test_requests_are_frames_of_this_protocol():
     """What the tests here send by hand is what agents send."""
-    assert frames.decode(frames.encode(Request("look", frames.encode_raw(Look()))), Request).op == "look"
+    assert (
+        message_codec.decode_message(
+            message_codec.encode_message(PeerRequest("look", message_codec.encode_raw_message(GetNodeInventory()))),
+            PeerRequest,
+        ).op
+        == "look"
+    )
 
 
-@pytest.mark.parametrize("name", [DURABLE, QUARANTINE + "s", DAMAGED + "s.0", "drained.s", "journal.s", "peers", "new"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        DURABLE_SETTINGS_BLOB,
+        QUARANTINE_BLOB_PREFIX + "s",
+        DAMAGED_BLOB_PREFIX + "s.0",
+        "drained.s",
+        "journal.s",
+        "peers",
+        "new",
+    ],
+)
 def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(nodes, line, name):
     """The durable tier's URL and its options, marks of quarantine, notes of the drain; and whatever comes later."""
     store = nodes["n2"].store
@@ -453,11 +477,11 @@ def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(n
         store.put_blob(JOB, name, b"mine")
     before = store.get_blob(JOB, name)
     with pytest.raises(RequestError, match="own"):
-        line.ask("blob", AskBlob(name), bytes)
+        line.ask("blob", GetPeerBlob(name), bytes)
     with pytest.raises(RequestError, match="own"):
-        line.ask("blobs", AskBlobs((name,)), dict[str, bytes])
+        line.ask("blobs", GetPeerBlobs((name,)), dict[str, bytes])
     with pytest.raises(RequestError, match="not for node n1 to change"):
-        line.ask("put_blob", PutBlob(name), type(None), payload=[memoryview(b"theirs")])
+        line.ask("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(b"theirs")])
     assert store.get_blob(JOB, name) == before
     lives_on(nodes)
 
@@ -465,19 +489,19 @@ def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(n
 def test_a_layout_that_is_there_is_not_replaced(nodes, line):
     store = nodes["n2"].store
     for data in (b"first", b"other"):
-        line.ask("put_blob", PutBlob(LAYOUT + "abc"), type(None), payload=[memoryview(data)])
-    assert store.get_blob(JOB, LAYOUT + "abc") == b"first"
-    assert line.ask("blob", AskBlob(LAYOUT + "abc"), bytes) == b"first"
+        line.ask("put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), type(None), payload=[memoryview(data)])
+    assert store.get_blob(JOB, LAYOUT_BLOB_PREFIX + "abc") == b"first"
+    assert line.ask("blob", GetPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), bytes) == b"first"
 
 
 def test_a_registry_is_changed_by_its_own_node_alone(nodes, line):
     store = nodes["n2"].store
     for data in (b"first", b"second"):
-        line.ask("put_blob", PutBlob(REGISTRY + "n1"), type(None), payload=[memoryview(data)])
-    assert store.get_blob(JOB, REGISTRY + "n1") == b"second"
+        line.ask("put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n1"), type(None), payload=[memoryview(data)])
+    assert store.get_blob(JOB, REGISTRY_BLOB_PREFIX + "n1") == b"second"
     with pytest.raises(RequestError, match="not for node n1"):
-        line.ask("put_blob", PutBlob(REGISTRY + "n2"), type(None), payload=[memoryview(b"not mine")])
-    assert REGISTRY + "n2" not in store.blobs(JOB)
+        line.ask("put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n2"), type(None), payload=[memoryview(b"not mine")])
+    assert REGISTRY_BLOB_PREFIX + "n2" not in store.blobs(JOB)
 
 
 # -- numbers that nobody counts to ------------------------------------------------------------------------------------
@@ -491,8 +515,8 @@ def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
     before = store.claim(JOB, "a")
     with pytest.raises(RequestError, match="cannot have come so far"):
         offer(line, record_of(key(9, epoch=LAST, name="z")))
-    base = Base(LAST, "z", 0, Group(1, 1, 0, "z"))
-    line.ask("ping", Ping(Gossip((), None, (LAST, "z")), base=base), Ping)
+    base = ResumePoint(LAST, "z", 0, VersionId(1, 1, 0, "z"))
+    line.ask("ping", PingMessage(GossipMessage((), None, (LAST, "z")), base=base), PingMessage)
     assert store.copies.base(JOB) is None
     assert store.copies.owner_of(JOB) == (before, "a")
     assert store.claim(JOB, "b") == before + 1

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.roster import roster_of
+from peerstore.membership.topology import NodeId, PeerNode, member_list
 from tests.support.clusters import cluster_of
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError, TieredCheckpointError
-from tieredckpt.joining import _agreed, _Guest, _invite
+from tieredckpt.session.agent_discovery import _agreed, _invite, _NodeHello
 from tieredckpt.settings import PeerSettings
 
 SECRET, OTHER = "a secret of the job's nodes", "another secret of other nodes"
@@ -86,11 +85,11 @@ def test_a_secret_that_had_to_be_said_does_not_stay_there(ranks):
 
 
 def node(name):
-    return Node(NodeId(name), f"10.0.0.{name[1:]}:7070")
+    return PeerNode(NodeId(name), f"10.0.0.{name[1:]}:7070")
 
 
 def told(peer, *names):
-    return _invite([_Guest(node(name), None) for name in names], None, peer, "job", restoring=False)
+    return _invite([_NodeHello(node(name), None) for name in names], None, peer, "job", restoring=False)
 
 
 def test_a_list_of_nodes_that_was_changed_on_its_way_is_refused():
@@ -98,7 +97,7 @@ def test_a_list_of_nodes_that_was_changed_on_its_way_is_refused():
     invitation = told(peer, "n1", "n2")
     assert invitation.secret == b""
     assert _agreed(invitation, peer, "job") == SECRET.encode()
-    changed = roster_of(invitation.roster.version, [node("n1"), node("n9")])
+    changed = member_list(invitation.roster.version, [node("n1"), node("n9")])
     for wrong in (
         msgspec.structs.replace(invitation, roster=changed),
         msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to somebody"),

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from peerstore.transport.framing import MAGIC, PREFIX, VERSION
-from peerstore.transport.handshake import Challenge, Hello, Proof, proof
+from peerstore.transport.authentication import Challenge, Hello, Proof, hmac_proof
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 
 FILES = Path(__file__).parent / "peers"
 SECRET = b"the secret of the victim"
@@ -38,15 +38,15 @@ def message(
     *,
     announced: int | None = None,
     payload_announced: int | None = None,
-    magic: bytes = MAGIC,
-    version: int = VERSION,
+    magic: bytes = FRAME_MAGIC,
+    version: int = FRAME_VERSION,
 ) -> bytes:
     body = header if isinstance(header, bytes) else msgspec.msgpack.encode(header)
     sizes = (
         len(body) if announced is None else announced,
         len(payload) if payload_announced is None else payload_announced,
     )
-    return PREFIX.pack(magic, version, *sizes) + body + payload
+    return FRAME_PREFIX.pack(magic, version, *sizes) + body + payload
 
 
 def hello(**changes: Any) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _strangers() -> Iterator[tuple[str, Case]]:
     yield "stranger-trailing", no_protocol(message(msgspec.msgpack.encode(HELLO) + b"\0"))
     for name, data in {
         "stranger-nothing": b"",
-        "stranger-half-a-magic": MAGIC[:2],
-        "stranger-cut-prefix": message(HELLO)[: PREFIX.size - 1],
+        "stranger-half-a-magic": FRAME_MAGIC[:2],
+        "stranger-cut-prefix": message(HELLO)[: FRAME_PREFIX.size - 1],
         "stranger-cut-header": message(HELLO)[:-1],
         "stranger-only-a-prefix": message(b"", announced=4096),
     }.items():
@@ -130,7 +130,7 @@ def _strangers() -> Iterator[tuple[str, Case]]:
 
 
 def _challenged() -> Iterator[tuple[str, Case]]:
-    recorded = proof(
+    recorded = hmac_proof(
         SECRET,
         "client",
         msgspec.convert(HELLO, Hello),

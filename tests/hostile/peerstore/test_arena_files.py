@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from peerstore.arena import TmpfsArena
-from peerstore.checksum import digest
+from peerstore.checksums import chunk_checksum
+from peerstore.daemon_process import current_process
 from peerstore.errors import ShardNotFoundError
-from peerstore.notes import LeaseNote, SealNote
-from peerstore.owners import myself
-from peerstore.records import Lease, ShardRecord
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.shard_records import Lease, ShardRecord
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.store.slots import LeaseMetadata, SealMetadata
 from tests.support.stores import MIB, content, key, load, save, store_directory
 
 GOOD, VICTIM = key(1), key(2)
@@ -27,14 +27,16 @@ def record(**changes):
 
 
 def sealed(**changes):
-    return msgspec.msgpack.encode(SealNote("lease", record(**changes)))
+    return msgspec.msgpack.encode(SealMetadata("lease", record(**changes)))
 
 
 def leased(**changes):
     fields = {"id": "x", "key": VICTIM, "parts": 1, "size_bytes": 10, "slot": "slot.job.0.of-another"}
     lease = Lease(**{**fields, "generation": 1, "warm_bytes": 0, **changes})
     as_before = {**msgspec.to_builtins(lease), "path": "/etc/passwd"}  # what the first release noted
-    return msgspec.msgpack.encode({**msgspec.to_builtins(LeaseNote(lease, tuple(myself()))), "lease": as_before})
+    return msgspec.msgpack.encode(
+        {**msgspec.to_builtins(LeaseMetadata(lease, tuple(current_process()))), "lease": as_before}
+    )
 
 
 STRANGE = {
@@ -125,7 +127,7 @@ def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
     arena, size = TmpfsArena(directory), MIB + 4711
     arena.create(SLOT, size)
     Path(arena.path(SLOT)).write_bytes(content(VICTIM, size))
-    sums = b"".join(digest(content(VICTIM, size)[at : at + MIB]).to_bytes(8, "little") for at in (0, MIB))
+    sums = b"".join(chunk_checksum(content(VICTIM, size)[at : at + MIB]).to_bytes(8, "little") for at in (0, MIB))
     arena.put_note(f"seal.{SLOT}", sealed(size_bytes=size, checksums=sums))
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         assert load(store, VICTIM) == content(VICTIM, size)

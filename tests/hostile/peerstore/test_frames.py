@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from peerstore import frames
-from peerstore.client import connect
+from peerstore import message_codec
 from peerstore.errors import AgentUnreachableError
-from peerstore.frames import PROTOCOL, Greeting, Request, Response
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
+from peerstore.server.store_client import connect_to_agent
 from tests.hostile.peerstore.make import CLOSED, FILES, cases
 from tests.support.stores import MIB, content, key, load, save, store_agent, store_directory
 
@@ -35,10 +35,10 @@ def knock(agent):
     with contextlib.ExitStack() as stack:
 
         def connection(*, greet: bool = True) -> socket.socket:
-            sock = stack.enter_context(connect(agent.place.socket, timeout_s=20))
+            sock = stack.enter_context(connect_to_agent(agent.place.socket, timeout_s=20))
             if greet:
-                frames.send(sock, Greeting(PROTOCOL, ""))
-                assert not frames.receive(sock, Greeting).refused
+                message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+                assert not message_codec.receive_frame(sock, AgentHello).refused
             return sock
 
         yield connection
@@ -73,12 +73,12 @@ def test_a_hostile_frame_gets_a_typed_error_and_costs_nothing(agent, knock, file
     if expected == CLOSED:
         assert sock.recv(1) == b""
     elif expected == "refused":
-        assert frames.receive(sock, Greeting).refused
+        assert message_codec.receive_frame(sock, AgentHello).refused
         assert sock.recv(1) == b""
     else:
-        answer = frames.receive(sock, Response)
+        answer = message_codec.receive_frame(sock, AgentResponse)
         assert answer.error == expected
-        assert len(frames.decode(answer.body, str)) < 200_000
+        assert len(message_codec.decode_message(answer.body, str)) < 200_000
         assert sock.recv(1) == b""
     assert peak_bytes(agent) < before + 32 * MIB
     still_serves(agent)
@@ -88,19 +88,21 @@ def test_a_wrong_request_does_not_cost_the_connection(agent, knock):
     sock = knock()
     for _ in range(3):
         sock.sendall((FILES / "request-op-unknown.frame").read_bytes())
-        assert frames.receive(sock, Response).error == "RequestError"
+        assert message_codec.receive_frame(sock, AgentResponse).error == "RequestError"
         sock.sendall((FILES / "request-lease-nothing.frame").read_bytes())
-        assert frames.receive(sock, Response).error == "ProtocolError"
-    frames.send(sock, Request("epoch", frames.encode_raw({"job": "victim"})))
-    assert frames.decode(frames.receive(sock, Response).body, int) == 1
+        assert message_codec.receive_frame(sock, AgentResponse).error == "ProtocolError"
+    message_codec.send_frame(sock, AgentRequest("epoch", message_codec.encode_raw_message({"job": "victim"})))
+    assert message_codec.decode_message(message_codec.receive_frame(sock, AgentResponse).body, int) == 1
 
 
 def test_fields_of_a_newer_client_are_passed_over(knock):
     sock = knock(greet=False)
-    frames.send(sock, {"protocol": PROTOCOL, "job": "", "colour": "green"})
-    assert not frames.receive(sock, Greeting).refused
-    frames.send(sock, Request("epoch", frames.encode_raw({"job": "victim", "colour": "green"})))
-    assert frames.decode(frames.receive(sock, Response).body, int) == 1
+    message_codec.send_frame(sock, {"protocol": AGENT_PROTOCOL_VERSION, "job": "", "colour": "green"})
+    assert not message_codec.receive_frame(sock, AgentHello).refused
+    message_codec.send_frame(
+        sock, AgentRequest("epoch", message_codec.encode_raw_message({"job": "victim", "colour": "green"}))
+    )
+    assert message_codec.decode_message(message_codec.receive_frame(sock, AgentResponse).body, int) == 1
 
 
 def test_many_silent_connections_do_not_keep_others_out(agent, knock):
@@ -116,7 +118,7 @@ def test_many_silent_connections_do_not_keep_others_out(agent, knock):
 def test_more_connections_than_allowed_are_turned_away_and_come_back_later(agent):
     with contextlib.ExitStack() as crowd:
         for _ in range(1024):
-            crowd.enter_context(connect(agent.place.socket, timeout_s=20))
+            crowd.enter_context(connect_to_agent(agent.place.socket, timeout_s=20))
         with pytest.raises((AgentUnreachableError, OSError)):
             crowd.enter_context(agent.client(retry_s=0))
     with agent.client(retry_s=20) as client:
@@ -126,10 +128,10 @@ def test_more_connections_than_allowed_are_turned_away_and_come_back_later(agent
 def test_a_client_that_never_reads_does_not_stop_the_others(agent, knock):
     deaf = knock()
     deaf.settimeout(0.2)
-    ask = Request("inventory", frames.encode_raw({"job": None}))
+    ask = AgentRequest("inventory", message_codec.encode_raw_message({"job": None}))
     with contextlib.suppress(TimeoutError):
         while True:
-            frames.send(deaf, ask)
+            message_codec.send_frame(deaf, ask)
     still_serves(agent)
 
 
@@ -148,9 +150,9 @@ def test_many_at_once_who_all_misbehave(agent):
 def throw_all(agent, step):
     for number in range(len(HOSTILE)):
         file = HOSTILE[number * step % len(HOSTILE)]
-        with connect(agent.place.socket, timeout_s=20) as sock, contextlib.suppress(ConnectionError):
+        with connect_to_agent(agent.place.socket, timeout_s=20) as sock, contextlib.suppress(ConnectionError):
             if file.stem.startswith("request-"):
-                frames.send(sock, Greeting(PROTOCOL, ""))
+                message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
             sock.sendall(file.read_bytes())
 
 

@@ -11,9 +11,17 @@ import msgspec
 import pytest
 
 from peerstore.errors import PeerRefusedError, PeerUnreachableError
-from peerstore.transport import handshake
-from peerstore.transport.framing import MAGIC, PREFIX, VERSION
-from peerstore.transport.handshake import Challenge, Hello, Proof, Welcome, admit, greet, proof
+from peerstore.transport import authentication
+from peerstore.transport.authentication import (
+    Challenge,
+    Hello,
+    Proof,
+    Welcome,
+    authenticate_client,
+    authenticate_to_server,
+    hmac_proof,
+)
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 from peerstore.transport.tcp import TcpTransport
 from tests.hostile.peerstore.make_peers import CLOSED, FILES, HELLO, REFUSED, SECRET, cases, message
 
@@ -33,7 +41,7 @@ class Agent:
     def _serve(self, channel):
         self.met.put(channel.peer)
         try:
-            admit(channel, me="n2", secret_of={"victim": SECRET}.get)
+            authenticate_client(channel, me="n2", secret_of={"victim": SECRET}.get)
             while (incoming := channel.receive(idle_s=PATIENCE_S)) is not None:
                 channel.discard()
                 channel.send(b"%d" % incoming.payload_bytes)
@@ -43,7 +51,7 @@ class Agent:
 
     def still_serves(self):
         channel = self.transport.connect(self.listener.address)
-        greet(channel, job="victim", me="n1", secret=SECRET, expect="n2")
+        authenticate_to_server(channel, job="victim", me="n1", secret=SECRET, expect="n2")
         channel.send(b"", [memoryview(bytes(MIB))])
         assert channel.receive(idle_s=PATIENCE_S).header == b"%d" % MIB
         channel.close()
@@ -78,7 +86,7 @@ def knock(agent):
                 sock.sendall(message(HELLO))
                 challenge = read(sock, Challenge)
             if stage == "member":
-                sock.sendall(message(Proof(proof(SECRET, "client", msgspec.convert(HELLO, Hello), challenge))))
+                sock.sendall(message(Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), challenge))))
                 assert read(sock, Welcome) == Welcome()
             return sock
 
@@ -87,8 +95,8 @@ def knock(agent):
 
 
 def read(sock, kind):
-    magic, version, header, payload = PREFIX.unpack(exactly(sock, PREFIX.size))
-    assert (magic, version, payload) == (MAGIC, VERSION, 0)
+    magic, version, header, payload = FRAME_PREFIX.unpack(exactly(sock, FRAME_PREFIX.size))
+    assert (magic, version, payload) == (FRAME_MAGIC, FRAME_VERSION, 0)
     return msgspec.msgpack.decode(exactly(sock, header), type=kind)
 
 
@@ -141,7 +149,7 @@ def test_a_recorded_conversation_does_not_open_the_door_again(agent, knock):
     sock = knock("challenged")
     first = knock()
     first.sendall(message(HELLO))
-    said = message(Proof(proof(SECRET, "client", msgspec.convert(HELLO, Hello), read(first, Challenge))))
+    said = message(Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), read(first, Challenge))))
     first.sendall(said)
     assert read(first, Welcome) == Welcome()
     sock.sendall(said)
@@ -186,7 +194,7 @@ def test_an_unknown_job_and_a_wrong_secret_are_answered_alike(knock):
 
 
 def test_who_sends_byte_by_byte_is_given_up(agent, knock, monkeypatch):
-    monkeypatch.setattr(handshake, "WITHIN_S", 0.3)
+    monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 0.3)
     sock = knock()
     stop = threading.Event()
 
@@ -205,11 +213,11 @@ def test_who_sends_byte_by_byte_is_given_up(agent, knock, monkeypatch):
 
 
 def test_many_who_say_nothing_do_not_keep_others_out(agent, knock, monkeypatch):
-    monkeypatch.setattr(handshake, "WITHIN_S", 1.0)
+    monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 1.0)
     agent.calm_down()
     crowd = [knock() for _ in range(200)]
     for number, sock in enumerate(crowd):
-        sock.sendall((b"", MAGIC, message(b"", announced=4000))[number % 3])
+        sock.sendall((b"", FRAME_MAGIC, message(b"", announced=4000))[number % 3])
     for _ in crowd:
         agent.met.get(timeout=PATIENCE_S)
     monkeypatch.undo()

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.client import connect
+from peerstore.daemon_process import trusted_users
 from peerstore.errors import AgentUnreachableError, PeerRefusedError
-from peerstore.launch import connect_or_launch
-from peerstore.owners import trusted_users
-from peerstore.settings import AgentPlace
-from tieredckpt.agent_node import AgentNode
-from tieredckpt.cli.sight import open_sight
-from tieredckpt.settings import settings_from
+from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.server.store_client import connect_to_agent
+from peerstore.settings import AgentPaths
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.cli.tier_client import open_tier_client
+from tieredckpt.settings import settings_from_mapping
 
 SOMEBODY = 54321
 
@@ -29,7 +29,7 @@ def place(tmp_path):
         listener.bind(str(folder / "agent.sock"))
         listener.listen(8)
         listener.settimeout(0)
-        yield AgentPlace(folder), listener
+        yield AgentPaths(folder), listener
 
 
 def writable_by_all(folder, _):
@@ -57,15 +57,17 @@ UNSAFE = [writable_by_all, writable_by_the_group, link, somebody_elses]
 
 
 def a_client(place):
-    connect(place.socket).close()
+    connect_to_agent(place.socket).close()
 
 
 def a_trainer(place):
-    connect_or_launch(place, ["/bin/false"]).close()
+    connect_or_launch_agent(place, ["/bin/false"]).close()
 
 
 def a_trainer_that_starts_no_agent(place):
-    AgentNode(settings_from({"agent": {"directory": str(place.directory), "embedded": False}}), "job").close()
+    NodeAgentClient(
+        settings_from_mapping({"agent": {"directory": str(place.directory), "embedded": False}}), "job"
+    ).close()
 
 
 @pytest.mark.parametrize("who", [a_client, a_trainer, a_trainer_that_starts_no_agent], ids=lambda one: one.__name__)
@@ -85,8 +87,8 @@ def test_a_directory_that_others_can_change_is_refused_before_anybody_is_connect
 def test_commands_say_why_they_do_not_look_there(place, unsafe, monkeypatch):
     at, listener = place
     unsafe(at.directory, monkeypatch)
-    settings = settings_from({"agent": {"directory": str(at.directory)}})
-    with open_sight(settings) as sight:
+    settings = settings_from_mapping({"agent": {"directory": str(at.directory)}})
+    with open_tier_client(settings) as sight:
         assert sight.agent is None
         assert "nobody else can write to" in sight.why_no_agent
     with pytest.raises(BlockingIOError):
@@ -98,12 +100,12 @@ def test_who_listens_is_asked_of_the_kernel(place, monkeypatch, uid):
     """As when the directory is exchanged between the look and the connection."""
     at, _ = place
     real = os.getuid()
-    monkeypatch.setattr("peerstore.client.peer_of", lambda _: (os.getpid(), uid))
+    monkeypatch.setattr("peerstore.server.store_client.peer_credentials", lambda _: (os.getpid(), uid))
     if uid in (real, 0):
-        connect(at.socket).close()
+        connect_to_agent(at.socket).close()
     else:
         with pytest.raises(PeerRefusedError, match=f"a process of user {SOMEBODY} listens on"):
-            connect(at.socket)
+            connect_to_agent(at.socket)
 
 
 def test_only_root_trusts_the_owner_of_a_directory_that_was_named(tmp_path, monkeypatch):
@@ -120,4 +122,4 @@ def test_only_root_trusts_the_owner_of_a_directory_that_was_named(tmp_path, monk
 
 def test_a_directory_that_is_not_there_is_no_danger(tmp_path):
     with pytest.raises(AgentUnreachableError, match="no agent answers"):
-        connect(tmp_path / "none" / "agent.sock")
+        connect_to_agent(tmp_path / "none" / "agent.sock")

@@ -15,11 +15,11 @@ import msgspec
 import xxhash
 import zstandard
 
-from peerstore.records import ShardKey
-from tieredckpt.boxes import Box
-from tieredckpt.durable import names
-from tieredckpt.layout import OBJECT, ItemEntry, TensorEntry, encode, lay_out
-from tieredckpt.manifest import ShardIndex, ShardMeta, StateTable, TableTensor, build_manifest, encode_table
+from peerstore.shard_records import ShardKey
+from tieredckpt.format import object_keys
+from tieredckpt.format.manifest import ShardIndex, ShardMeta, StateTable, TableTensor, build_manifest, encode_table
+from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, TensorEntry, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box
 
 FILES = Path(__file__).parent / "files"
 JOB = "victim"
@@ -34,7 +34,7 @@ def good() -> Tree:
         TensorEntry("a", "float32", (64,), Box((0,), (64,)), 4),
         TensorEntry("b", "int64", (4, 8), Box((0, 0), (4, 8)), 8),
     ]
-    layout = lay_out(tensors, [ItemEntry("o", OBJECT)], {"a": ("a",), "b": ("b",), "o": ("o",)})
+    layout = build_layout(tensors, [ItemEntry("o", OBJECT_ITEM)], {"a": ("a",), "b": ("b",), "o": ("o",)})
     table = StateTable((TableTensor("a", "float32", (64,)), TableTensor("b", "int64", (4, 8))), ("o",))
     size = layout.size_bytes([10])
     index = ShardIndex(
@@ -44,10 +44,14 @@ def good() -> Tree:
         1 << 20,
         b"\0" * 8,
         ShardMeta(layout.digest, (10,), table=table.digest),
-        names.shard(KEY, spread=False, compressed=False),
+        object_keys.shard_object_key(KEY, spread=False, compressed=False),
     )
     manifest = build_manifest(
-        [index], {layout.digest: encode(layout)}, {table.digest: encode_table(table)}, created_ns=1, writer="hostile"
+        [index],
+        {layout.digest: encode_layout(layout)},
+        {table.digest: encode_table(table)},
+        created_ns=1,
+        writer="hostile",
     )
     return msgspec.to_builtins(manifest, builtin_types=(bytes,))
 
@@ -193,7 +197,7 @@ def cases() -> dict[str, Callable[[], bytes]]:
         "object-outside": lambda: changed(shard(object="../../outside.safetensors")),
         "object-absolute": lambda: changed(shard(object="/etc/passwd")),
         "object-of-another": lambda: changed(
-            shard(object=names.shard(ShardKey("o", 1, 1, "a", 0, 0), spread=False, compressed=False))
+            shard(object=object_keys.shard_object_key(ShardKey("o", 1, 1, "a", 0, 0), spread=False, compressed=False))
         ),
         "items-too-few": lambda: changed(meta(item_sizes=[])),
         "items-too-many": lambda: changed(meta(item_sizes=[10, 10])),
@@ -201,7 +205,7 @@ def cases() -> dict[str, Callable[[], bytes]]:
         "item-huge": lambda: changed(meta(item_sizes=[far])),
         "layout-absent": lambda: changed(lambda tree: tree.update(layouts={})),
         "layout-of-another": lambda: changed(
-            lambda t: t.update(layouts=dict.fromkeys(t["layouts"], encode(lay_out([], [], None))))
+            lambda t: t.update(layouts=dict.fromkeys(t["layouts"], encode_layout(build_layout([], [], None))))
         ),
         "layout-no-msgpack": lambda: changed(lambda t: t.update(layouts=dict.fromkeys(t["layouts"], b"\xc1"))),
         "layout-nested": lambda: changed(layout(lambda inner: inner.update(more=[[[[[[]]]]]], dtype_of=b"\xff\xff"))),

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerstore.records import Group
+from peerstore.shard_records import VersionId
 from tests.hostile.tieredckpt.make import FILES, JOB, STEP, cases
 from tests.support.bits import assert_same, zeroed
 from tieredckpt import CheckpointDamagedError, Checkpointer
-from tieredckpt.durable import names
+from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.errors import FormatVersionError
-from tieredckpt.manifest import decode_manifest, decode_shard_file
-from tieredckpt.node import Described
-from tieredckpt.stored import StoredStep
+from tieredckpt.format import object_keys
+from tieredckpt.format.manifest import decode_manifest, decode_shard_file
+from tieredckpt.restore.step_index import StepIndex
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -25,7 +25,7 @@ HOSTILE = sorted(FILES.iterdir())
 FUTURE = {"future.manifest", "far-future.manifest"}
 BUILD_DEPENDENT = {"dtype-unknown.manifest"}
 """Right in themselves: only whoever has the element types can tell."""
-GROUP = Group(1, STEP, 0, "abc")
+GROUP = VersionId(1, STEP, 0, "abc")
 hostile = pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
 
 
@@ -58,7 +58,7 @@ def test_the_files_are_those_of_the_generator():
 
 
 def opened(data):
-    return StoredStep(Described(decode_manifest(data), {}))
+    return StepIndex(StepDescription(decode_manifest(data), {}))
 
 
 @hostile
@@ -80,7 +80,7 @@ def test_as_an_index_it_is_one_as_little(file, little_memory):
 def test_the_older_step_is_used(file, good_step, tmp_path, little_memory):
     """Only a newer format ends the load: an older step may not be what the user of a newer release wants."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
-    (root / names.manifest(JOB, GROUP, None)).write_bytes(file.read_bytes())
+    (root / object_keys.manifest_key(JOB, GROUP, None)).write_bytes(file.read_bytes())
     kept = {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
     state = zeroed(state_at(0))
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
@@ -97,7 +97,7 @@ def test_the_older_step_is_used(file, good_step, tmp_path, little_memory):
 @hostile
 def test_alone_it_is_an_error_and_no_fresh_start(file, tmp_path, little_memory):
     root = tmp_path / "durable"
-    path = root / names.manifest(JOB, GROUP, None)
+    path = root / object_keys.manifest_key(JOB, GROUP, None)
     path.parent.mkdir(parents=True)
     path.write_bytes(file.read_bytes())
     state = state_at(9)

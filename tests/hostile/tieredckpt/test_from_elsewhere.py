@@ -18,26 +18,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from integration.sagemaker.memory_service.http_frontend import TokenCheck, serve_memory_service
 from peerstore.errors import RequestError
-from peerstore.names import AHEAD
-from peerstore.transport.certificates import TlsFiles
+from peerstore.shard_records import MAX_EPOCH_LEAD
+from peerstore.transport.authentication import TlsFiles
 from tests.support.memory_servers import ask, our_service, ours
 from tests.support.tls import node_files
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.http_server import is_foreign
-from tieredckpt.agent.memory_service.access import Access
-from tieredckpt.agent.memory_service.configured import memory_service
-from tieredckpt.agent.memory_service.options import MemoryServiceOptions
-from tieredckpt.agent.messages import Configure
-from tieredckpt.agent.service import NodeService, node_operations
-from tieredckpt.cli import inspecting
-from tieredckpt.cli.screen import Screen, table
-from tieredckpt.durable import names
+from tieredckpt.agent.agent_api import ConfigureRequest
+from tieredckpt.agent.agent_http import is_public_hostname
+from tieredckpt.agent.agent_operations import agent_operations
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.cli import inspect
+from tieredckpt.cli.command_output import CommandOutput, text_table
 from tieredckpt.errors import CheckpointDamagedError, SettingsError, UsageError
-from tieredckpt.goodput.page import curves
-from tieredckpt.layout import check_paths
-from tieredckpt.settings import DurableSettings
-from tieredckpt.yaml_text import load_yaml
+from tieredckpt.format import object_keys
+from tieredckpt.format.shard_layout import check_nested_paths
+from tieredckpt.goodput.html_report import charts
+from tieredckpt.memory_service_options import MemoryServiceOptions
+from tieredckpt.settings import DurableSettings, load_yaml
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -49,31 +48,31 @@ from tieredckpt.yaml_text import load_yaml
         ((1, 2, 5), 5),
         ((1, 2, (1 << 62) - 1), 2),
         (((1 << 62) - 1,), 0),
-        ((7, 7 + AHEAD), 7 + AHEAD),
-        ((7, 8 + AHEAD), 7),
+        ((7, 7 + MAX_EPOCH_LEAD), 7 + MAX_EPOCH_LEAD),
+        ((7, 8 + MAX_EPOCH_LEAD), 7),
     ],
 )
 def test_the_newest_incarnation_is_one_there_can_have_been(epochs, newest):
-    assert names.newest_epoch(epochs) == newest
+    assert object_keys.newest_epoch(epochs) == newest
 
 
 def test_one_name_with_the_largest_number_neither_ends_saving_nor_is_restored(tmp_path):
     """Nothing could follow it: whoever went on from it would be refused every number there is."""
-    from tieredckpt.durable.open import open_store
+    from tieredckpt.durable.retrying_store import open_store
 
     with contextlib.closing(open_store(f"file://{tmp_path}", DurableSettings())) as store:
         for epoch in (3, (1 << 62) - 1):
-            store.put(names.manifest("job", names.Group(epoch, 10, 0, "a"), None), b"not read here")
-        found = Catalog(store, "job").listing()
+            store.put(object_keys.manifest_key("job", object_keys.VersionId(epoch, 10, 0, "a"), None), b"not read here")
+        found = DurableCatalog(store, "job").listing()
     assert [group.epoch for group in found.manifests] == [3]
 
 
 @pytest.mark.parametrize("changes", [{"part_size": "0"}, {"concurrency": 0}, {"every": 0}, {"retry_s": -1.0}])
 def test_an_agent_takes_no_settings_that_cannot_be(store, changes):
-    with contextlib.closing(NodeService(store)) as node:
-        configure = node_operations(node)["configure"]
+    with contextlib.closing(NodeAgentService(store)) as node:
+        configure = agent_operations(node)["configure"]
         with pytest.raises(SettingsError):
-            configure.answer(Configure("job", DurableSettings(url="file:///nowhere", **changes)), None)
+            configure.answer(ConfigureRequest("job", DurableSettings(url="file:///nowhere", **changes)), None)
         assert store.blobs("job") == []
 
 
@@ -97,12 +96,12 @@ def store():
 )
 def test_lists_that_would_be_longer_than_what_is_in_them_are_damage(paths):
     with pytest.raises(CheckpointDamagedError, match="list"):
-        check_paths(paths)
+        check_nested_paths(paths)
 
 
 def test_lists_as_long_as_what_is_in_them_are_none():
-    check_paths({f"a.{row}.{column}.w": ("a", row, column, "w") for row in range(30) for column in range(30)})
-    check_paths({"a": ("a", 0), "b": ("b", "1000000000")})
+    check_nested_paths({f"a.{row}.{column}.w": ("a", row, column, "w") for row in range(30) for column in range(30)})
+    check_nested_paths({"a": ("a", 0), "b": ("b", "1000000000")})
 
 
 # -- a checkpoint that is copied to here ------------------------------------------------------------------------------
@@ -132,11 +131,11 @@ EVIL = "layer\x1b]0;owned\x07\x1b[2J\x9b31m\u202eexe.gpj\r[bold]x[/bold]"
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
-    screen, out = Screen(), io.StringIO()
+    screen, out = CommandOutput(), io.StringIO()
     screen.out.file = screen.err.file = out
     monkeypatch.setattr(Console, "is_terminal", property(lambda _: terminal))
     screen.out.print(escape(EVIL))
-    screen.out.print(table(["name", "size"], [[escape(EVIL), "[bold]1[/bold]"]]))
+    screen.out.print(text_table(["name", "size"], [[escape(EVIL), "[bold]1[/bold]"]]))
     screen.note(EVIL)
     screen.failed(CheckpointDamagedError(EVIL))
     said = out.getvalue()
@@ -148,14 +147,14 @@ def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
 
 def test_what_a_layout_calls_a_type_is_text():
     tensor = {"name": "[i]w[/i]", "dtype": "[bold]F32[/]", "shape": [2], "size_bytes": 8, "sharding": "whole"}
-    (row,) = inspecting._rows([{**tensor, "archived": False, "pieces": [{"part": 0}]}])
+    (row,) = inspect._rows([{**tensor, "archived": False, "pieces": [{"part": 0}]}])
     assert [Text.from_markup(cell).plain for cell in row[:2]] == ["[i]w[/i]", "[bold]F32[/]"]
 
 
 def test_a_page_of_steps_that_took_no_time_is_a_page():
     step = SimpleNamespace(counts=True, start_us=5, end_us=5, samples=None, tokens=None)
     one = SimpleNamespace(tokens=None, samples=None, start_us=0, end_us=10, step_views=[step], faults=[], recoveries=[])
-    assert "Throughput" in str(curves.throughput(one))
+    assert "Throughput" in str(charts.throughput_section(one))
 
 
 # -- YAML -------------------------------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path, mode, store):
     for made, called in ((files.certificate, "tls.crt"), (files.key, "tls.key")):
         made.rename(tmp_path / called)
     options = MemoryServiceOptions("127.0.0.1:0", tls=str(tmp_path))
-    with pytest.raises(UsageError, match="chmod 0400"), memory_service(store, options, "n1", tmp_path, None):
+    with pytest.raises(UsageError, match="chmod 0400"), serve_memory_service(store, options, "n1", tmp_path, None):
         pass
 
 
@@ -237,22 +236,22 @@ def test_a_web_page_can_do_nothing(address, headers, method, path):
      "memory.training.svc", "node7.cluster.local:80", "ip-10-0-0-1.ec2.internal", "10.1.2.3", "node7."],
 )  # fmt: skip
 def test_names_of_this_machine_are_served(address, host):
-    assert not is_foreign(host)
+    assert not is_public_hostname(host)
     assert ask(address, "GET", DELETE, headers={"Host": host}).status == 200
 
 
 def test_where_a_token_is_asked_for_any_name_is_served():
     """A page does not have the token, whatever name it uses."""
-    with ours("8MiB", Access(b"a token that is long enough")) as address:
+    with ours("8MiB", TokenCheck(b"a token that is long enough")) as address:
         shown = {"Host": "memory.example.com", "Authorization": "Bearer a token that is long enough"}
         assert ask(address, "GET", DELETE, headers=shown).status == 404
         assert ask(address, "GET", DELETE, headers={"Host": "memory.example.com"}).status == 401
 
 
 def test_status_and_metrics_are_not_for_web_pages_either(store):
-    from tieredckpt.agent.http import serving
+    from tieredckpt.agent.agent_http import serve_metrics
 
-    with contextlib.closing(NodeService(store)) as node, serving(node, "127.0.0.1:0") as address:
+    with contextlib.closing(NodeAgentService(store)) as node, serve_metrics(node, "127.0.0.1:0") as address:
         for path in ("/status", "/metrics"):
             assert ask(address, "GET", path).status == 200
             assert ask(address, "GET", path, headers={"Host": "rebound.evil.example"}).status == 421

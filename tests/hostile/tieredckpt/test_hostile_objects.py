@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.bits import zeroed
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
-from tieredckpt.dcp_errors import own_error
+from tieredckpt.dcp.rank_group import unwrap_save_error
 from tieredckpt.errors import CheckpointDamagedError, UntrustedObjectError
-from tieredckpt.safe_objects import check_object, load_metadata
-from tieredckpt.state import archive
+from tieredckpt.tensors.safe_objects import check_safe_object, load_dcp_metadata
+from tieredckpt.tensors.state_dict import archive_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -44,7 +44,7 @@ class Evil:
 def loads(state, reader):
     with pytest.raises(CheckpointException) as info:
         dcp.load(state, storage_reader=reader, no_dist=True)
-    return own_error(info.value)
+    return unwrap_save_error(info.value)
 
 
 # -- objects of a step ------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_what_training_states_hold_is_loaded_as_it_was(name):
     value = STATES[name]
-    data = archive(value)
-    check_object(name, data)
+    data = archive_object(value)
+    check_safe_object(name, data)
     found = torch.load(io.BytesIO(data), weights_only=False)  # as DCP does then
     assert repr(found) == repr(value)
     assert type(found) is type(value)
@@ -139,7 +139,7 @@ def test_what_training_states_hold_is_loaded_as_it_was(name):
 def zipped(pickled: bytes) -> bytes:
     """An archive as ``torch.save`` makes them, with another pickle in it."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive(0))) as old, zipfile.ZipFile(out, "w") as new:
+    with zipfile.ZipFile(io.BytesIO(archive_object(0))) as old, zipfile.ZipFile(out, "w") as new:
         for member in old.namelist():
             new.writestr(member, pickled if member.endswith("data.pkl") else old.read(member))
     return out.getvalue()
@@ -160,7 +160,7 @@ def test_no_way_to_name_a_function_is_left(tmp_path, attack, legacy):
     ran = str(tmp_path / "ran").encode()
     pickled = ATTACKS[attack].replace(b"%s", len(ran).to_bytes(4, "little") + ran)
     with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
-        check_object("x", pickled if legacy else zipped(pickled))
+        check_safe_object("x", pickled if legacy else zipped(pickled))
     assert not (tmp_path / "ran").exists()
 
 
@@ -168,16 +168,16 @@ def test_a_legacy_file_that_is_a_pickle_from_its_first_byte(tmp_path):
     data = io.BytesIO()
     torch.save(Evil(tmp_path / "ran"), data, _use_new_zipfile_serialization=False)
     with pytest.raises(UntrustedObjectError):
-        check_object("x", data.getvalue())
+        check_safe_object("x", data.getvalue())
     with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
-        check_object("x", pickle.dumps(Evil(tmp_path / "ran")))
+        check_safe_object("x", pickle.dumps(Evil(tmp_path / "ran")))
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x02", archive([1, 2])[:-100]])
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x02", archive_object([1, 2])[:-100]])
 def test_what_is_cut_short_is_damage(data):
     with pytest.raises((CheckpointDamagedError, UntrustedObjectError)):
-        check_object("x", data)
+        check_safe_object("x", data)
 
 
 # -- plain steps ------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ GADGETS = {
 def test_metadata_makes_the_classes_of_metadata_and_nothing_else(tmp_path, gadget):
     ran = str(tmp_path / "ran").encode()
     with pytest.raises(pickle.UnpicklingError):
-        load_metadata(io.BytesIO(GADGETS[gadget].replace(b"%s", len(ran).to_bytes(4, "little") + ran)))
+        load_dcp_metadata(io.BytesIO(GADGETS[gadget].replace(b"%s", len(ran).to_bytes(4, "little") + ran)))
     assert not (tmp_path / "ran").exists()
 
 
@@ -254,9 +254,9 @@ def test_metadata_as_dcp_writes_it_is_read_as_dcp_reads_it(tmp_path):
     state.pop("s")
     dcp.save(state, checkpoint_id=str(tmp_path / "one"), no_dist=True)
     data = (tmp_path / "one" / ".metadata").read_bytes()
-    assert load_metadata(io.BytesIO(data)) == pickle.loads(data)
+    assert load_dcp_metadata(io.BytesIO(data)) == pickle.loads(data)
     found = zeroed(state)
-    from tieredckpt.plain import folder_reader
+    from tieredckpt.dcp.plain_checkpoints import folder_reader
 
     dcp.load(found, storage_reader=folder_reader(tmp_path / "one"), no_dist=True)
     assert found["a"]["b"].eq(1).all()

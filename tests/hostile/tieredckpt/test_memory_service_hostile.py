@@ -12,13 +12,11 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from peerstore.store import NodeStore
+from integration.sagemaker.memory_service.http_frontend import MemoryServiceMetrics, TokenCheck, serve_shards
+from integration.sagemaker.memory_service.memory_service import MemoryService
+from peerstore.store.node_store import NodeStore
 from tests.support.memory_servers import ask, ask_on, our_service
 from tests.support.stores import pinned_file
-from tieredckpt.agent.memory_service.access import Access
-from tieredckpt.agent.memory_service.front import serving
-from tieredckpt.agent.memory_service.reporting import Reporting
-from tieredckpt.agent.memory_service.service import MemoryService
 
 MIB = 1 << 20
 
@@ -61,7 +59,7 @@ class Served:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     with (
         our_service(getattr(request, "param", "8MiB")) as (service, store),
-        serving(service, "127.0.0.1", 0, Access(), None) as address,
+        serve_shards(service, "127.0.0.1", 0, TokenCheck(), None) as address,
     ):
         yield Served(address, service, store)
 
@@ -218,7 +216,7 @@ def test_its_numbers_are_told(served: Served) -> None:
     ask(served.address, "POST", PUT.format(5), b"four")
     ask(served.address, "GET", PUT.format(5))
     ask(served.address, "GET", PUT.format(6))
-    reporting = Reporting(served.service, served.address)
+    reporting = MemoryServiceMetrics(served.service, served.address)
     registry = CollectorRegistry()
     registry.register(reporting)
     told = generate_latest(registry).decode()

@@ -6,10 +6,8 @@ import msgspec
 import pytest
 
 from peerstore.errors import UnavailableError
-from peerstore.peers.board import Wish
-from peerstore.peers.pulling import Puller
-from peerstore.peers.spans import Target
-from peerstore.records import CHUNK_BYTES
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
+from peerstore.shard_records import CHUNK_BYTES
 from tests.support.neighbours import neighbours, until
 from tests.support.stores import MIB, content, flip, key
 
@@ -62,11 +60,11 @@ def test_a_slice_of_a_chunk_is_compared_by_its_holder_before_it_leaves(nodes):
     (record,) = team.records("n3", V1.group)
     start = CHUNK_BYTES + 500
     data = bytearray(100)
-    target = Target(start, start + 100, memoryview(data))
-    alone = Puller(team.tending.peer).pull([Wish(record, [target], ["n2"])])
+    target = ReadTarget(start, start + 100, memoryview(data))
+    alone = RangeReader(team.tending.peer).pull([ReadRequest(record, [target], ["n2"])])
     assert {node for node, _, _ in alone.refused} == {"n2"}
     assert data == bytes(100)
-    both = Puller(team.tending.peer).pull([Wish(record, [target], ["n2", "n3"])])
+    both = RangeReader(team.tending.peer).pull([ReadRequest(record, [target], ["n2", "n3"])])
     assert both.failed == {}
     assert data == content(V1, SIZE)[start : start + 100]
     is_mended(nodes["n2"])
@@ -121,7 +119,7 @@ def test_a_connection_that_was_kept_and_ended_meanwhile_is_made_again(nodes):
     for line in peer._idle:
         line.close()
     data = bytearray(SIZE)
-    pulled = Puller(lambda _: peer).pull([Wish(record, [Target(0, SIZE, memoryview(data))], ["n2"])])
+    pulled = RangeReader(lambda _: peer).pull([ReadRequest(record, [ReadTarget(0, SIZE, memoryview(data))], ["n2"])])
     assert pulled.failed == {}
     assert data == content(V1, SIZE)
 
@@ -135,10 +133,10 @@ def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes)
     records = {record.key: record for record in team.records("n2", V1.group)}
     slice_of, data = bytearray(100), bytearray(SIZE)
     wishes = [
-        Wish(records[V1], [Target(10, 110, memoryview(slice_of))], ["n2"]),
-        Wish(records[other], [Target(0, SIZE, memoryview(data))], ["n2"]),
+        ReadRequest(records[V1], [ReadTarget(10, 110, memoryview(slice_of))], ["n2"]),
+        ReadRequest(records[other], [ReadTarget(0, SIZE, memoryview(data))], ["n2"]),
     ]
-    pulled = Puller(team.tending.peer, streams=1).pull(wishes)
+    pulled = RangeReader(team.tending.peer, streams=1).pull(wishes)
     assert pulled.failed.keys() == {V1}
     assert data == content(other, SIZE)
 

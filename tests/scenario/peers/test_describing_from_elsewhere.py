@@ -9,11 +9,11 @@ import xxhash
 from peerstore.errors import PeerUnreachableError
 from tests.support.neighbours import JOB, neighbours, until
 from tests.support.stores import flip, key, save
-from tieredckpt.agent.messages import LAYOUT, TABLE
-from tieredckpt.agent.others import Others
-from tieredckpt.agent.service import NodeService
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.peer_tier import PeerTier
 from tieredckpt.errors import CheckpointDamagedError
-from tieredckpt.manifest import ShardMeta, encode_meta, pack, unpack
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob, unpack_blob
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 WRITERS = NAMES[1:]
@@ -39,8 +39,8 @@ def nodes():
     with neighbours(*NAMES, copies=1) as nodes:
         for part, name in enumerate(WRITERS):
             store = nodes[name].store
-            store.put_blob(JOB, LAYOUT + layout(part), pack(text(part)))
-            store.put_blob(JOB, TABLE + TABLE_OF_ALL, pack(TEXT_OF_TABLE))
+            store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(part), pack_blob(text(part)))
+            store.put_blob(JOB, TABLE_BLOB_PREFIX + TABLE_OF_ALL, pack_blob(TEXT_OF_TABLE))
             meta = encode_meta(ShardMeta(layout(part), (), table=TABLE_OF_ALL))
             save(store, key(1, part), 4096, parts=len(WRITERS), meta=meta)
         yield nodes
@@ -70,78 +70,84 @@ def asked(nodes, monkeypatch):
 
 
 def test_layouts_are_asked_of_those_who_have_them_once_each(nodes, asked):
-    others = Others(nodes["n1"].neighbourhood)
-    found, everybody = others.blobs(JOB, [LAYOUT + layout(part) for part in range(len(WRITERS))])
-    assert found == {LAYOUT + layout(part): text(part) for part in range(len(WRITERS))}
+    others = PeerTier(nodes["n1"].neighbourhood)
+    found, everybody = others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(part) for part in range(len(WRITERS))])
+    assert found == {LAYOUT_BLOB_PREFIX + layout(part): text(part) for part in range(len(WRITERS))}
     assert everybody
     assert +asked == Counter({("blobs", writer): 1 for writer in WRITERS})
 
 
 def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monkeypatch):
-    monkeypatch.setattr("peerstore.peers.desk._MOST_BLOB_BYTES", 4)
-    many = [f"{LAYOUT}{number:032x}" for number in range(100, 105)]
+    monkeypatch.setattr("peerstore.server.peer_server._MOST_BLOB_BYTES", 4)
+    many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
         nodes["n2"].store.put_blob(JOB, name, name.encode())
-    found = nodes["n1"].team.blobs("n2", [*many[:2], LAYOUT + layout(9), *many[2:]])
+    found = nodes["n1"].team.blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
     assert found == {name: name.encode() for name in many}
 
 
 def test_what_nobody_seems_to_have_is_asked_of_others_too(nodes, asked):
-    nodes["n4"].store.put_blob(JOB, LAYOUT + layout(7), pack(text(7)))
-    others = Others(nodes["n1"].neighbourhood)
-    wanted = [LAYOUT + layout(7), LAYOUT + layout(8)]
+    nodes["n4"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
+    others = PeerTier(nodes["n1"].neighbourhood)
+    wanted = [LAYOUT_BLOB_PREFIX + layout(7), LAYOUT_BLOB_PREFIX + layout(8)]
     assert others.blobs(JOB, wanted) == ({wanted[0]: text(7)}, True)
 
 
-@pytest.mark.parametrize("bad", [b"not even packed", pack(b"another layout")])
+@pytest.mark.parametrize("bad", [b"not even packed", pack_blob(b"another layout")])
 def test_what_is_not_the_layout_it_is_called_is_asked_of_the_next_node(nodes, asked, bad):
     """n2 has a shard that goes with it, so it is asked first."""
-    name = LAYOUT + layout(0)
+    name = LAYOUT_BLOB_PREFIX + layout(0)
     nodes["n2"].store.put_blob(JOB, name, bad)
-    nodes["n4"].store.put_blob(JOB, name, pack(text(0)))
-    assert Others(nodes["n1"].neighbourhood).blobs(JOB, [name]) == ({name: text(0)}, True)
+    nodes["n4"].store.put_blob(JOB, name, pack_blob(text(0)))
+    assert PeerTier(nodes["n1"].neighbourhood).blobs(JOB, [name]) == ({name: text(0)}, True)
     assert asked["blobs", "n2"] == 1
 
 
 def test_a_layout_that_is_damaged_everywhere_is_damaged(nodes):
-    nodes["n2"].store.put_blob(JOB, LAYOUT + layout(0), pack(b"another layout"))
+    nodes["n2"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(0), pack_blob(b"another layout"))
     node = nodes["n1"]
-    service = NodeService(node.store, neighbourhood=node.neighbourhood)
+    service = NodeAgentService(node.store, neighbourhood=node.neighbourhood)
     with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
         service.layouts(JOB, GROUP, [layout(0)], [])
 
 
 @pytest.mark.parametrize("what", ["layout", "table"])
 def test_where_this_nodes_own_is_damaged_another_ones_is_taken(nodes, what):
-    name, good = (LAYOUT + layout(0), text(0)) if what == "layout" else (TABLE + TABLE_OF_ALL, TEXT_OF_TABLE)
+    name, good = (
+        (LAYOUT_BLOB_PREFIX + layout(0), text(0))
+        if what == "layout"
+        else (TABLE_BLOB_PREFIX + TABLE_OF_ALL, TEXT_OF_TABLE)
+    )
     node = nodes["n1"]
-    node.store.put_blob(JOB, name, pack(good))
+    node.store.put_blob(JOB, name, pack_blob(good))
     (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
     flip(file, file.stat().st_size - 1)
-    with contextlib.closing(NodeService(node.store, neighbourhood=node.neighbourhood)) as service:
+    with contextlib.closing(NodeAgentService(node.store, neighbourhood=node.neighbourhood)) as service:
         found = service.layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
     said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
-    assert unpack(said) == good
+    assert unpack_blob(said) == good
 
 
 def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
-    others = Others(nodes["n1"].neighbourhood)
+    others = PeerTier(nodes["n1"].neighbourhood)
 
     def silent(node, names):
         raise PeerUnreachableError(f"{node} says nothing")
 
     monkeypatch.setattr(nodes["n1"].team, "blobs", silent)
-    assert others.blobs(JOB, [LAYOUT + layout(0)]) == ({}, False)
+    assert others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(0)]) == ({}, False)
 
 
 def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
     """Each node has its own order of the others."""
-    first = {next(iter(Others(node.neighbourhood)._holders(node.team, TABLE + TABLE_OF_ALL))) for node in nodes}
+    first = {
+        next(iter(PeerTier(node.neighbourhood)._holders(node.team, TABLE_BLOB_PREFIX + TABLE_OF_ALL))) for node in nodes
+    }
     assert len(first) > 1
 
 
 def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes, asked, monkeypatch):
-    others = Others(nodes["n1"].neighbourhood)
+    others = PeerTier(nodes["n1"].neighbourhood)
     facts, sources = others.held(JOB, GROUP)
     assert sorted(facts) == sorted(sources)
     assert {part: [source.node for source in there] for part, there in sources.items()} == {
@@ -163,7 +169,7 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
 
 
 def test_one_node_commits_a_step_and_the_next_one_when_it_is_gone(nodes):
-    others = [Others(node.neighbourhood) for node in nodes]
+    others = [PeerTier(node.neighbourhood) for node in nodes]
     assert {one.first_with(JOB, GROUP) for one in others} == {WRITERS[0]}
     nodes.network.lose(WRITERS[0])
     rest = [one for one in others if one.neighbourhood.name != WRITERS[0]]

@@ -6,11 +6,16 @@ import threading
 import msgspec
 import pytest
 
-from peerstore.cluster.lookouts import LOOKOUTS, Districts
-from peerstore.cluster.members import MembershipSettings
 from peerstore.errors import PeerStoreError, ProtocolError, RequestError, UnavailableError
-from peerstore.peers.messages import MOST_LOOKED_FOR, Looked, LookedFor, LookFor
-from peerstore.records import ShardKey
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import MAX_DELEGATES, NodePartitions
+from peerstore.peers.peer_messages import (
+    MAX_NODES_PER_REQUEST,
+    GetPartitionInventory,
+    NodeInventory,
+    PartitionInventory,
+)
+from peerstore.shard_records import ShardKey
 from tests.support.neighbours import JOB, neighbours, until
 from tests.support.stores import key
 
@@ -19,7 +24,7 @@ SPLIT_FROM = 8
 SIZE = 4096
 STEADY = MembershipSettings(heartbeat_s=1.0, ping_timeout_s=10.0, dead_after_s=10.0)
 """Twelve nodes share this process: one that comes to nothing for half a second would take its clock for leapt."""
-DISTRICTS = Districts(NAMES, split_from=SPLIT_FROM)
+DISTRICTS = NodePartitions(NAMES, split_from=SPLIT_FROM)
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
     peer = nodes[ASKER].team.tending.peer(lookout)
 
     def ask():
-        found.append(peer.call("look_for", LookFor(FAR), LookedFor, timeout_s=60))
+        found.append(peer.call("look_for", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
 
     asking = [threading.Thread(target=ask) for _ in range(30)]
     for thread in asking:
@@ -196,7 +201,7 @@ def test_where_no_lookout_answers_everybody_is_asked(nodes):
     for name in FAR:
         answers_with(nodes, name, refuse)
     sees_everything(nodes)
-    assert len(asked) == min(LOOKOUTS, len(FAR))
+    assert len(asked) == min(MAX_DELEGATES, len(FAR))
 
 
 def test_an_agent_that_does_not_know_the_question_is_not_asked_by_way_of_others_of_its_age(nodes):
@@ -233,7 +238,7 @@ def test_a_node_that_nobody_reaches_is_named(nodes):
 
 # -- lookouts that lie ------------------------------------------------------------------------------------------------
 
-NOTHING = msgspec.Raw(msgspec.msgpack.encode(Looked((), 99, "liar", None, 0)))
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(NodeInventory((), 99, "liar", None, 0)))
 
 
 def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
@@ -241,7 +246,7 @@ def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
 
     def lie(asked, honest):
         answer = honest(asked)
-        return LookedFor(
+        return PartitionInventory(
             answer.nodes | dict.fromkeys(["stranger", *others], NOTHING), {"nobody": "made up", **answer.silent}
         )
 
@@ -252,10 +257,10 @@ def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda asked, _: LookedFor({}, {}),
-        lambda asked, _: LookedFor({}, dict.fromkeys(asked.nodes, "it is not there")),
-        lambda asked, _: LookedFor(dict.fromkeys(asked.nodes, msgspec.Raw(b"\x93\x01\x02\x03")), {}),
-        lambda asked, _: LookedFor(dict.fromkeys(asked.nodes, msgspec.Raw(b"\xc0")), {}),
+        lambda asked, _: PartitionInventory({}, {}),
+        lambda asked, _: PartitionInventory({}, dict.fromkeys(asked.nodes, "it is not there")),
+        lambda asked, _: PartitionInventory(dict.fromkeys(asked.nodes, msgspec.Raw(b"\x93\x01\x02\x03")), {}),
+        lambda asked, _: PartitionInventory(dict.fromkeys(asked.nodes, msgspec.Raw(b"\xc0")), {}),
     ],
     ids=["nothing", "all silent", "no such thing", "nil"],
 )
@@ -268,7 +273,11 @@ def test_nodes_of_which_a_lookout_says_nothing_of_use_are_asked_themselves(nodes
 
 
 def ask(nodes, names, lookout=FAR[0]):
-    return nodes[ASKER].team.tending.peer(lookout).call("look_for", LookFor(tuple(names)), LookedFor)
+    return (
+        nodes[ASKER]
+        .team.tending.peer(lookout)
+        .call("look_for", GetPartitionInventory(tuple(names)), PartitionInventory)
+    )
 
 
 def test_nodes_of_other_districts_and_strangers_are_not_looked_for(nodes):
@@ -288,9 +297,9 @@ def test_of_those_that_are_named_only_the_districts_own_are_looked_for(nodes):
 
 
 def test_too_many_names_are_refused(nodes):
-    assert set(ask(nodes, [f"x{number}" for number in range(MOST_LOOKED_FOR)]).silent) != set()
+    assert set(ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST)]).silent) != set()
     with pytest.raises(ProtocolError):
-        ask(nodes, [f"x{number}" for number in range(MOST_LOOKED_FOR + 1)])
+        ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST + 1)])
     with pytest.raises(ProtocolError):
         ask(nodes, ["x" * 129])
     sees_everything(nodes)
@@ -299,7 +308,7 @@ def test_too_many_names_are_refused(nodes):
 def test_what_does_not_fit_into_one_answer_is_left_to_the_asker(nodes):
     """Here because one node has very much to say; the asker gets it from that node."""
     big, room = FAR[1], 1 << 20
-    nodes.monkeypatch.setattr("peerstore.peers.looking.MOST_BYTES", room)
+    nodes.monkeypatch.setattr("peerstore.peers.peer_inventory.MAX_PARTITION_REPLY_BYTES", room)
     honest = nodes[big].team.look
 
     def look():

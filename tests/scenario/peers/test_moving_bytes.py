@@ -5,11 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peerstore.peers.board import Wish
-from peerstore.peers.desk import _Conversation
-from peerstore.peers.pulling import Puller
-from peerstore.peers.spans import Target
-from peerstore.records import CHUNK_BYTES
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
+from peerstore.server.peer_server import _PeerSession
+from peerstore.shard_records import CHUNK_BYTES
 from tests.support.neighbours import neighbours, until
 from tests.support.stores import MIB, content, fill, flip, key, load
 
@@ -66,10 +64,10 @@ def test_a_source_dies_in_the_middle_and_the_other_one_serves_the_rest():
         nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
         record = nodes[other].store.records("job", key(1).group)[0]
         data = bytearray(record.size_bytes)
-        wish = Wish(record, [Target(0, len(data), memoryview(data))], [other, "n1"])
+        wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
         with ThreadPoolExecutor(1) as aside:
             nodes.network.drop_after(other, reader.name, 6 * MIB)
-            pulling = aside.submit(Puller(reader.team.tending.peer, streams=1).pull, [wish])
+            pulling = aside.submit(RangeReader(reader.team.tending.peer, streams=1).pull, [wish])
             until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
             nodes.lose(other)
             nodes.network.heal("n1", reader.name)
@@ -89,13 +87,16 @@ def test_a_reader_gets_its_ranges_and_no_more(count):
         step = SIZE // count
         targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
         buffers = [bytearray(stop - start) for start, stop in targets]
-        wish = Wish(
+        wish = ReadRequest(
             record,
-            [Target(start, stop, memoryview(buffer)) for (start, stop), buffer in zip(targets, buffers, strict=True)],
+            [
+                ReadTarget(start, stop, memoryview(buffer))
+                for (start, stop), buffer in zip(targets, buffers, strict=True)
+            ],
             ["n1"],
         )
         before = nodes["n1"].neighbourhood.desk.lending.sent_bytes
-        pulled = Puller(nodes["n2"].team.tending.peer).pull([wish])
+        pulled = RangeReader(nodes["n2"].team.tending.peer).pull([wish])
         assert pulled.failed == {}
         whole = content(key(1), SIZE)
         assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
@@ -110,6 +111,6 @@ def test_a_connection_forgets_the_copies_that_it_has_finished():
             nodes["n1"].write(key(version), MIB)
             nodes.settle(version)
         teams = {id(nodes[name].team) for name in ("n1", "n2")}
-        talks = [one for one in gc.get_objects() if type(one) is _Conversation and id(one._team) in teams]
+        talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._team) in teams]
         assert talks
         until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")

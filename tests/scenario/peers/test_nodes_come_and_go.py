@@ -6,9 +6,9 @@ import threading
 import msgspec
 import pytest
 
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.roster import roster_of
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import member_list
 from tests.support.neighbours import JOB, neighbours, until
 from tests.support.stores import MIB, content, fill, key
 
@@ -324,7 +324,7 @@ def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_perio
     slow = MembershipSettings(heartbeat_s=3600.0)
     with neighbours("n1", "n2", membership=slow) as nodes:
         without = nodes.plan()
-        alone = msgspec.structs.replace(without, roster=roster_of(without.roster.version, [nodes["n1"].node]))
+        alone = msgspec.structs.replace(without, roster=member_list(without.roster.version, [nodes["n1"].node]))
         for node in nodes:
             node.join(alone)
         assert nodes["n1"].sees("n1")
@@ -350,7 +350,7 @@ def test_a_node_that_is_being_pinged_when_a_roster_comes_is_met_all_the_same():
         try:
             tending.beat()
             assert has_come.wait(60)
-            alone = roster_of(nodes.plan().roster.version, [nodes["n1"].node])
+            alone = member_list(nodes.plan().roster.version, [nodes["n1"].node])
             for node in nodes:
                 node.join(msgspec.structs.replace(nodes.plan(), roster=alone))
             nodes.meet()

@@ -3,9 +3,9 @@
 import threading
 import time
 
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.placement import place
-from peerstore.peers.messages import Wanted
+from peerstore.membership.swim import MembershipSettings
+from peerstore.peers.peer_messages import OfferReply
+from peerstore.replication.replica_placement import place_replicas
 from tests.support.neighbours import neighbours, until
 from tests.support.stores import MIB, key
 
@@ -13,7 +13,7 @@ SIZE = 3 * MIB + 17
 
 
 def partner_of(nodes, name):
-    (found,) = place([node.node for node in nodes], copies=2).partners[nodes[name].node.id]
+    (found,) = place_replicas([node.node for node in nodes], copies=2).partners[nodes[name].node.id]
     return str(found)
 
 
@@ -114,7 +114,7 @@ def test_where_everybody_is_full_the_writer_goes_on_with_one_copy_and_says_why()
 def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
     with neighbours("n1", "n2", "n3", copies=3) as nodes:
         n1, liar = nodes["n1"], nodes["n2"].neighbourhood.desk.receiving
-        liar.offer = lambda *_: Wanted("0123456789abcdef", ((0, 1 << 60),))
+        liar.offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
         n1.write(key(1), SIZE)
         until(lambda: nodes["n3"].holds(key(1)), "the honest one has its copy")
         assert n1.settled == -1

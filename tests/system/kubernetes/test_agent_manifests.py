@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from integration.hyperpod.cluster.health import LABEL, NodeHealth, worse
-from integration.hyperpod.cluster.nodes import connected
+from integration.hyperpod.cluster.node_health import NODE_HEALTH_LABEL, NodeHealth, connect_node_labels, is_worse_health
 from tests.support.kube_jobs import ROOT
 from tests.support.kube_server import Kube, Refused, add_node
-from tieredckpt.cli.exits import CommandError, Exit
+from tieredckpt.cli.exit_codes import CommandError, ExitCode
 
 pytestmark = pytest.mark.system
 
@@ -65,16 +64,19 @@ def test_the_account_may_label_nodes_and_nothing_else(
     try:
         config = str(account.kubeconfig(tmp_path / "config"))
         monkeypatch.setenv("no_proxy", "*")
-        labels = connected(kubeconfig=config)
+        labels = connect_node_labels(kubeconfig=config)
         assert labels.health("gpu-1") is None
         assert labels.change("gpu-1", NodeHealth.PENDING_REBOOT, when=lambda _: True) is None
-        assert kube.get("/api/v1/nodes/gpu-1")["metadata"]["labels"][LABEL] == "UnschedulablePendingReboot"
+        assert kube.get("/api/v1/nodes/gpu-1")["metadata"]["labels"][NODE_HEALTH_LABEL] == "UnschedulablePendingReboot"
         wanted = NodeHealth.PENDING_REPLACEMENT
-        assert labels.change("gpu-1", wanted, when=lambda was: worse(was, wanted)) == "UnschedulablePendingReboot"
+        assert (
+            labels.change("gpu-1", wanted, when=lambda was: is_worse_health(was, wanted))
+            == "UnschedulablePendingReboot"
+        )
         assert labels.health("gpu-1") == wanted.value
         with pytest.raises(CommandError) as absent:
             labels.health("gpu-2")
-        assert absent.value.code is Exit.NOT_FOUND
+        assert absent.value.code is ExitCode.NOT_FOUND
         for path in ("/api/v1/nodes", "/api/v1/pods", "/api/v1/secrets"):
             with pytest.raises(Refused) as refused:
                 account.get(path)
@@ -92,8 +94,8 @@ def test_an_account_without_the_rights_is_told_which(
         config = str(account.kubeconfig(tmp_path / "config"))
         monkeypatch.setenv("no_proxy", "*")
         with pytest.raises(CommandError, match="refuses") as refused:
-            connected(kubeconfig=config).change("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
-        assert refused.value.code is Exit.REFUSED
+            connect_node_labels(kubeconfig=config).change("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
+        assert refused.value.code is ExitCode.REFUSED
         assert "manifests/node-health" in refused.value.advice
     finally:
         account.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.kubernetes.cluster import connected
+from integration.kubernetes.api_client import connected
 from tests.support.kube_jobs import JOBS, PODS, ROOT, ControllerProcess
 from tests.support.kube_objects import job_object
 from tests.support.kube_server import Kube, add_node, control_plane, why_not

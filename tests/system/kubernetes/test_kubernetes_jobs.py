@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from integration.hyperpod.operator import RestartMode
-from integration.kubernetes.status import stored_state
+from integration.hyperpod.operator import AgentRestartMode
+from integration.kubernetes.resource_status import load_job_state
 from tests.support import kube_recoverable
 from tests.support.kube_jobs import RunningJob
 from tests.support.kube_server import Kube
@@ -130,10 +130,10 @@ def test_processes_that_stay_recover_where_they_are(job: RunningJob, kube: Kube)
     job.say("raise-1")
     job.until_world(2, restarts=1)
     assert _who(job.worlds()[-1]) == _who(first)
-    state = stored_state(kube.get(job.path))
+    state = load_job_state(kube.get(job.path))
     assert state is not None
     assert state.last_fault is not None
-    assert state.last_fault.mode is RestartMode.IN_PROCESS
+    assert state.last_fault.mode is AgentRestartMode.IN_PROCESS
     assert "ZeroDivisionError" in state.last_fault.message
     assert "1" in job.status()["latestFaultyPodInstanceList"]["faultyRankList"]
 

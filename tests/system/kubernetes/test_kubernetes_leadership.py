@@ -10,9 +10,9 @@ import pytest
 import yaml
 from kubernetes.config import kube_config
 
-from elastic.control.leadership import Leadership, leadership_at
-from elastic.errors import ControlLostError, RefusedError
-from elastic.inject import Faults
+from elastic.control.leader_election import LeaderRecordStore, open_leader_record
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
+from elastic.fault_injection import FaultPlan
 from tests.support import leadership_contract as contract
 from tests.support.elastic_runs import kill
 from tests.support.golden_runs import (
@@ -72,8 +72,8 @@ def lease(bare_kube: Kube, config: Path, request: pytest.FixtureRequest) -> Iter
         bare_kube.delete(f"{_LEASES}/{name}")
 
 
-def place(lease: str) -> Leadership:
-    return leadership_at(f"kubernetes://default/{lease}?lease={_LEASE_S}")
+def place(lease: str) -> LeaderRecordStore:
+    return open_leader_record(f"kubernetes://default/{lease}?lease={_LEASE_S}")
 
 
 def test_it_keeps_what_is_written(lease: str, bare_kube: Kube) -> None:
@@ -112,7 +112,7 @@ def test_who_has_not_the_right_is_told_which_it_is(bare_kube: Kube, lease: str, 
     other = bare_kube.as_service_account("default", "default")
     _use(other.kubeconfig(tmp_path / "other"), monkeypatch)
     other.close()
-    with pytest.raises(RefusedError, match=r"get, create and patch on leases: .*leadership\.yaml"):
+    with pytest.raises(ControlPlaneRefusedError, match=r"get, create and patch on leases: .*leadership\.yaml"):
         place(lease).read()
 
 
@@ -120,16 +120,16 @@ def test_a_server_that_is_away_is_unknown(config: Path, lease: str) -> None:
     document = yaml.safe_load(config.read_text())
     document["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     config.write_text(yaml.safe_dump(document))
-    with pytest.raises(ControlLostError) as lost:
+    with pytest.raises(ControlPlaneUnavailableError) as lost:
         place(lease).read()
-    assert not isinstance(lost.value, RefusedError)
+    assert not isinstance(lost.value, ControlPlaneRefusedError)
 
 
 def test_the_leaders_machine_is_lost_and_the_job_learns_the_same_bits(lease: str, config: Path, tmp_path: Path) -> None:
     quiet = quiet_run(tmp_path / "quiet", _STEPS)
     folder = tmp_path / "k"
     folder.mkdir()
-    job = Golden(folder, "job", "ddp", Faults())
+    job = Golden(folder, "job", "ddp", FaultPlan())
     try:
         runs = {name: _machine(job, lease, config, name) for name in ("m1", "m2", "m3")}
         until(lambda: [one for one in job.lines("step") if one["size"] == 3 and one["step"] >= 6], "steps", 120)

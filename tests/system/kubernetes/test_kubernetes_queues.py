@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from integration.hyperpod.operator import read_job
-from integration.kubernetes.workloads import PriorityClass, steps_for, workload_for
+from integration.hyperpod.operator import parse_job_resource
+from integration.kubernetes.kueue_admission import PriorityClass, build_workload, workload_steps
 from tests.support.kube_jobs import ControllerProcess, RunningJob
 from tests.support.kube_objects import job_object
 from tests.support.kube_server import Kube, Refused
@@ -105,8 +105,8 @@ def test_its_workloads_are_what_either_version_takes(kube: Kube, version: str, o
     install(kube, version, group=group)
     job = job_object(elasticPolicy={"minReplicas": 1, "maxReplicas": 2})
     job["metadata"] |= {"labels": QUEUE}
-    (step,) = steps_for(job, read_job(job), ())
-    workload = workload_for(job, step, version, PriorityClass("high", of_kueue), 1000)
+    (step,) = workload_steps(job, parse_job_resource(job), ())
+    workload = build_workload(job, step, version, PriorityClass("high", of_kueue), 1000)
     workload["apiVersion"] = f"{group}/{version}"
     made = kube.create(f"/apis/{group}/{version}/namespaces/default/workloads", workload, dry_run=True)
     for key, value in workload["spec"].items():

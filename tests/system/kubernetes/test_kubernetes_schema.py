@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.hyperpod.operator import read_job
+from integration.hyperpod.operator import parse_job_resource
 from tests.support.kube_jobs import JOBS, described
 from tests.support.kube_objects import job_object
 from tests.support.kube_server import Kube, Refused
@@ -82,7 +82,7 @@ BAD = {
 def test_taken(kube: Kube, case: str) -> None:
     made = kube.create(JOBS, _job(*GOOD[case]), dry_run=True)
     assert made["spec"]["nprocPerNode"] == "2"
-    read_job(made)
+    parse_job_resource(made)
 
 
 @pytest.mark.parametrize("case", BAD)

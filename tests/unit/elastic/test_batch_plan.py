@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.batch.plan import BatchPlan, Microbatch, Quota, common_microbatch
+from elastic.batch_scaling.batch_plan import BatchPlan, PlannedMicrobatch, RankQuota, common_microbatch
 from elastic.errors import PolicyError
 
 SIZES = st.integers(1, 90)
@@ -23,17 +23,17 @@ def split(plan):
 def test_a_batch_that_divides():
     plan = BatchPlan(128, 16, 4)
     assert (plan.accumulation, plan.microbatch_size, plan.microbatch_count) == (2, 4, 32)
-    assert plan.quotas == (Quota(16, 8),)
+    assert plan.quotas == (RankQuota(16, 8),)
     assert plan.utilization == 1
     share = plan.of(8)
-    assert share.microbatches == (Microbatch(16, 64, 4), Microbatch(17, 68, 4))
+    assert share.microbatches == (PlannedMicrobatch(16, 64, 4), PlannedMicrobatch(17, 68, 4))
     assert (share.first, share.samples, share.empty, share.weight) == (64, 8, 0, 1 / 16)
 
 
 def test_a_batch_that_does_not_divide():
     plan = BatchPlan(10, 4, 2)
     assert split(plan) == [[2, 1], [2, 1], [1, 1], [1, 1]]
-    assert plan.quotas == (Quota(2, 3), Quota(2, 2))
+    assert plan.quotas == (RankQuota(2, 3), RankQuota(2, 2))
     assert plan.utilization == 10 / 12
     assert not plan.world_independent
 
@@ -57,9 +57,9 @@ def test_fixed_microbatches_are_cut_alike_in_every_world():
     assert split(one) == [[3, 3, 3, 1]]
     assert split(three) == [[3, 3], [3], [1]]
     assert split(four) == [[3], [3], [3], [1]]
-    assert three.of(2).microbatches == (Microbatch(3, 9, 1),)
+    assert three.of(2).microbatches == (PlannedMicrobatch(3, 9, 1),)
     assert [three.of(rank).empty for rank in range(3)] == [0, 1, 1]
-    assert three.quotas == (Quota(1, 6), Quota(1, 3), Quota(1, 1))
+    assert three.quotas == (RankQuota(1, 6), RankQuota(1, 3), RankQuota(1, 1))
     assert three.world_independent
 
 
@@ -106,10 +106,10 @@ def test_idle_ranks_are_asked_for():
     assert split(plan) == [[1], [1], [1], [], []]
     assert [plan.of(rank).empty for rank in range(5)] == [0, 0, 0, 1, 1]
     assert (plan.of(4).samples, plan.of(4).weight, plan.smallest, plan.empty) == (0, 0, 0, 2)
-    assert plan.quotas == (Quota(3, 1), Quota(2, 0))
+    assert plan.quotas == (RankQuota(3, 1), RankQuota(2, 0))
     fixed = BatchPlan(5, 4, microbatch=2, allow_idle=True)
     assert split(fixed) == [[2], [2], [1], []]
-    assert fixed.quotas == (Quota(2, 2), Quota(1, 1), Quota(1, 0))
+    assert fixed.quotas == (RankQuota(2, 2), RankQuota(1, 1), RankQuota(1, 0))
 
 
 def test_nobody_else_has_a_share():
@@ -139,7 +139,7 @@ def test_every_sample_is_computed_once_and_in_order(plan):
     for share in shares:
         assert share.first == samples
         for microbatch in share.microbatches:
-            assert microbatch == Microbatch(ids, samples, microbatch.samples)
+            assert microbatch == PlannedMicrobatch(ids, samples, microbatch.samples)
             assert microbatch.samples >= 1
             assert plan.at(ids) == microbatch
             assert plan.rank_of_microbatch(ids) == share.rank

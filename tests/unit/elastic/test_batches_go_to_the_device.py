@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from elastic.demo.trainer import Text, Training
+from elastic.demo.fsdp_trainer import DemoTraining, TextDataset
 from tieredckpt.testing import memory_node
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "elastic_loop.py"
@@ -52,7 +52,7 @@ def test_the_example(samples_on_host):
 
 
 def test_the_demo(samples_on_host):
-    samples_on_host(Text)
-    training = Training()
+    samples_on_host(TextDataset)
+    training = DemoTraining()
     with training.data:
         training.step(0)

@@ -8,29 +8,29 @@ import threading
 import pytest
 import torch
 
-from elastic.control.plane import Notice, Want
-from elastic.control.testing import MemoryPlane
-from elastic.errors import UnhealthyError
-from elastic.workers.finalizers import Finalizers
-from elastic.workers.health import DeviceHealth, within
-from elastic.workers.loop import End, Policy, _Rank, recoverable, run
-from elastic.workers.recording import Recording
+from elastic.control.control_plane import ControlNotice, NoticeKind
+from elastic.errors import UnhealthyProcessError
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.in_process_restart import DeviceHealthCheck, run_within
+from elastic.workers.rank_timeline import RankTimeline
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, _Rank, recoverable, run
+from elastic.workers.world_handle import CleanupStack
 from tests.support.planes import PATIENCE_S
-from tieredckpt.device import NoDevice, installed
-from tieredckpt.ledger import NullLedger
-from tieredckpt.live.fence import Fence
+from tieredckpt.event_log import NullEventLog
+from tieredckpt.live.abort_fence import AbortFence
+from tieredckpt.tensors.device import CpuBackend, use_device_backend
 
-QUIET = Policy(backend="none", settle_s=0.0)
+QUIET = RecoveryPolicy(backend="none", settle_s=0.0)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What is collected between worlds is large only because of everything else that tests have imported."""
-    monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
+    monkeypatch.setattr("elastic.workers.in_process_restart.gc.collect", lambda: 0)
 
 
 def test_the_last_one_added_is_called_first_and_each_once(caplog):
-    called, finalizers = [], Finalizers()
+    called, finalizers = [], CleanupStack()
     finalizers.add(lambda: called.append("first"))
 
     @finalizers.add
@@ -48,7 +48,7 @@ def test_the_last_one_added_is_called_first_and_each_once(caplog):
 
 @pytest.mark.parametrize("how", ["returns", "raises", "resize", "restart"])
 def test_a_world_is_undone_whichever_way_it_is_left(how):
-    plane, undone = MemoryPlane(1), []
+    plane, undone = InMemoryCoordinator(1), []
 
     def train(world):
         world.on_leave(lambda: undone.append(world.epoch))
@@ -64,12 +64,12 @@ def test_a_world_is_undone_whichever_way_it_is_left(how):
         if how == "returns":
             plane.restart()
 
-    assert run(train, plane=plane.seats[0], policy=QUIET).how is End.FINISHED
+    assert run(train, plane=plane.seats[0], policy=QUIET).how is RunOutcome.FINISHED
     assert undone == [0, 1]
 
 
 def test_a_process_that_is_not_fit_ends_instead_of_asking_for_a_place():
-    plane, asked = MemoryPlane(1), []
+    plane, asked = InMemoryCoordinator(1), []
 
     def health():
         asked.append(1)
@@ -78,27 +78,27 @@ def test_a_process_that_is_not_fit_ends_instead_of_asking_for_a_place():
     def train(_world):
         raise ZeroDivisionError("a step too far")
 
-    with pytest.raises(UnhealthyError, match="the device remembers"):
-        run(train, plane=plane.seats[0], policy=Policy(backend="none", settle_s=0.0, health=health))
+    with pytest.raises(UnhealthyProcessError, match="the device remembers"):
+        run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none", settle_s=0.0, health=health))
     assert asked == [1]
     assert not plane.seats[0].is_alive
 
 
 def test_a_device_that_does_not_answer_is_not_fit():
     hangs = threading.Event()
-    with pytest.raises(UnhealthyError, match="has not answered for"):
-        within(0.01, hangs.wait, "the device")
+    with pytest.raises(UnhealthyProcessError, match="has not answered for"):
+        run_within(0.01, hangs.wait, "the device")
     hangs.set()
-    with pytest.raises(UnhealthyError, match="the device is broken: division"):
-        within(PATIENCE_S, lambda: 1 / 0, "the device")
-    within(PATIENCE_S, lambda: None, "the device")
-    DeviceHealth()()  # nothing has used one
+    with pytest.raises(UnhealthyProcessError, match="the device is broken: division"):
+        run_within(PATIENCE_S, lambda: 1 / 0, "the device")
+    run_within(PATIENCE_S, lambda: None, "the device")
+    DeviceHealthCheck()()  # nothing has used one
 
 
 def test_the_rank_s_own_device_is_looked_at_not_the_first_one():
     """The current device is a thread's own, and a new thread's is the first one."""
 
-    class Two(NoDevice):
+    class Two(CpuBackend):
         def __init__(self):
             self.index, self.synchronized = threading.local(), []
 
@@ -114,15 +114,15 @@ def test_the_rank_s_own_device_is_looked_at_not_the_first_one():
         def synchronize(self, place):
             self.synchronized.append(place)
 
-    with installed(Two()) as device:
+    with use_device_backend(Two()) as device:
         device.make_current(1)
-        DeviceHealth()()
+        DeviceHealthCheck()()
         device.make_current(0)
     assert device.synchronized == [torch.device("cuda", 1)]
 
 
 def test_what_a_device_keeps_of_a_world_is_told_from_what_it_had_before():
-    class Full(NoDevice):
+    class Full(CpuBackend):
         in_bytes, released = 100, 0
 
         def in_use(self):
@@ -134,13 +134,13 @@ def test_what_a_device_keeps_of_a_world_is_told_from_what_it_had_before():
         def release_cached(self):
             self.released += 1
 
-    with installed(Full()) as device:
-        health = DeviceHealth(most_left_bytes=10)
+    with use_device_backend(Full()) as device:
+        health = DeviceHealthCheck(most_left_bytes=10)
         health()
         device.in_bytes = 110
         health()
         device.in_bytes = 111
-        with pytest.raises(UnhealthyError, match="11 bytes more"):
+        with pytest.raises(UnhealthyProcessError, match="11 bytes more"):
             health()
         assert device.released == 3
 
@@ -159,19 +159,24 @@ def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):
         order.append("mine")
         raise ZeroDivisionError("on the way out")
 
-    policy = Policy(abort=("connections", fails, "groups"))
+    policy = RecoveryPolicy(abort=("connections", fails, "groups"))
     rank = _Rank(
-        lambda _: None, MemoryPlane(1).seats[0], policy, record=Recording(NullLedger()), hydrating=None, faults=None
+        lambda _: None,
+        InMemoryCoordinator(1).seats[0],
+        policy,
+        record=RankTimeline(NullEventLog()),
+        hydrating=None,
+        faults=None,
     )
     rank._groups = Groups()
     with caplog.at_level(logging.ERROR):
-        rank._abort(Notice(0, Want.RESTART, "broken"))
+        rank._abort(ControlNotice(0, NoticeKind.RESTART, "broken"))
     assert order == ["connections", "mine", "groups"]
     assert "on the way out" in caplog.text
 
 
 def test_it_is_warmed_up_once_before_it_asks_for_a_place():
-    plane, order = MemoryPlane(1), []
+    plane, order = InMemoryCoordinator(1), []
 
     @recoverable(plane=plane.seats[0], policy=QUIET, warm=lambda: order.append(plane.epoch))
     def train(world):
@@ -179,12 +184,12 @@ def test_it_is_warmed_up_once_before_it_asks_for_a_place():
         if world.epoch == 0:
             raise ZeroDivisionError("a step too far")
 
-    assert train().how is End.FINISHED
+    assert train().how is RunOutcome.FINISHED
     assert order == [-1, 0, 1]
 
 
 def test_a_process_that_cannot_be_warmed_up_ends():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
     with pytest.raises(ZeroDivisionError):
         run(lambda _: None, plane=plane.seats[0], policy=QUIET, warm=lambda: 1 / 0)
     assert not plane.seats[0].is_alive
@@ -207,14 +212,19 @@ def test_what_devices_have_completed_is_asked_before_anything_is_aborted():
         def cut_connections(self):
             aborted.append("connections")
 
-    policy = Policy(abort=(lambda: aborted.append("mine"), "groups", "connections"))
+    policy = RecoveryPolicy(abort=(lambda: aborted.append("mine"), "groups", "connections"))
     rank = _Rank(
-        lambda _: None, MemoryPlane(1).seats[0], policy, record=Recording(NullLedger()), hydrating=None, faults=None
+        lambda _: None,
+        InMemoryCoordinator(1).seats[0],
+        policy,
+        record=RankTimeline(NullEventLog()),
+        hydrating=None,
+        faults=None,
     )
     work = Work()
-    rank._groups, rank._fence = Groups(), Fence(lambda: None)
+    rank._groups, rank._fence = Groups(), AbortFence(lambda: None)
     rank._fence._recorded.add(work)
-    rank._abort(Notice(0, Want.RESTART, "broken"))
+    rank._abort(ControlNotice(0, NoticeKind.RESTART, "broken"))
     assert aborted == ["mine", "groups", "connections"]
     assert work.has_completed()
     assert not rank._fence.believes(work)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment
-from elastic.workers import cutting
-from elastic.workers.groups import Groups, address_of
+from elastic.control.control_plane import RankAssignment
+from elastic.workers import process_groups
+from elastic.workers.process_groups import ProcessGroups, parse_store_address
 from tests.support.neighbours import until
 from tests.support.planes import at_once
 
@@ -27,8 +27,8 @@ def store():
 
 
 def groups_of(store, epoch, size):
-    place = Assignment(epoch, 0, size, 0, 1, 0, size, store)
-    return Groups(place, backend="gloo", timeout=timedelta(seconds=0.5 if size > 1 else 60))
+    place = RankAssignment(epoch, 0, size, 0, 1, 0, size, store)
+    return ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=0.5 if size > 1 else 60))
 
 
 def name_of_a_world(store, epoch):
@@ -60,8 +60,8 @@ def test_worlds_leave_no_hook_behind(store):
 @pytest.mark.parametrize("spread", [False, True], ids=["one store", "rootless"])
 def test_a_name_service_that_is_gone_keeps_nobody_in_a_world_that_is_over(store, spread, monkeypatch):
     """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
-    place = Assignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
-    groups = Groups(place, backend="gloo", timeout=timedelta(seconds=120))
+    place = RankAssignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
+    groups = ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=120))
     (entering,) = at_once(groups.enter)
     until(lambda: is_connected(store))
     asked = asked_on_the_way_in_only(threading.current_thread(), socket.getaddrinfo)
@@ -84,12 +84,12 @@ def asked_on_the_way_in_only(cutting, ask):
 
 def is_connected(store) -> bool:
     """Whether a client of this process has a connection to the store by now, and waits there."""
-    remote = address_of(store)
+    remote = parse_store_address(store)
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     return any(leads_to(number, remote) for number in numbers)
 
 
 def leads_to(number, remote) -> bool:
-    with contextlib.suppress(OSError), cutting._borrowed(number) as one:
-        return cutting._remote(one) == remote
+    with contextlib.suppress(OSError), process_groups._borrowed(number) as one:
+        return process_groups._remote(one) == remote
     return False

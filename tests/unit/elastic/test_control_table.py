@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Gone, Leave, Resize
-from elastic.control.ordering import for_node, refusal
-from elastic.control.tidings import for_coordinator
+from elastic.control.control_messages import DrainRequest, ResizeRequest, SupervisorExited
+from elastic.coordinator.desired_state import node_desired, why_refused
+from elastic.supervisor.node_state import node_status
 from tests.support.control_table import Node, Table
 
 HAPPENINGS = (
@@ -24,7 +24,7 @@ steps = st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 11)), max
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_log():
-    logger = logging.getLogger("elastic.control.desk")
+    logger = logging.getLogger("elastic.coordinator.world_reconciler")
     before = logger.level
     logger.setLevel(logging.WARNING)
     yield
@@ -140,7 +140,7 @@ def test_where_nobody_gets_any_further_a_used_spare_is_replaced_all_the_same():
 def test_an_older_supervisor_of_a_node_is_refused():
     table = Table(1)
     table.settle(5)
-    old = for_coordinator(table.nodes["n0"].seats, table.now)
+    old = node_status(table.nodes["n0"].seats, table.now)
     table.nodes["n0"].seats.life = table.new_life()
     table.deliver(0)
     assert "newer supervisor" in table.desk.said(old, table.now)
@@ -150,7 +150,7 @@ def test_a_report_that_comes_again_changes_nothing():
     table = Table(2)
     table.settle(15)
     world = table.desk.world
-    again = for_coordinator(table.nodes["n0"].seats, table.now)
+    again = node_status(table.nodes["n0"].seats, table.now)
     for _ in range(3):
         table.desk.said(again, table.now)
     assert table.desk.world == world
@@ -161,9 +161,9 @@ def test_somebody_who_asks_for_what_cannot_be_had_is_told_why():
     table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
     table.desk = table._desk(fresh=True)
     table.settle(15)
-    assert "too few" in refusal(table.desk, Resize(1, "less"))
-    assert "no node n9" in refusal(table.desk, Leave(("n9",), 1.0, "gone"))
-    assert refusal(table.desk, Resize(3, "more")) == ""
+    assert "too few" in why_refused(table.desk, ResizeRequest(1, "less"))
+    assert "no node n9" in why_refused(table.desk, DrainRequest(("n9",), 1.0, "gone"))
+    assert why_refused(table.desk, ResizeRequest(3, "more")) == ""
 
 
 def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_without_it_meanwhile():
@@ -188,7 +188,7 @@ def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_withou
 def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
     table = Table(2)
     table.settle(60)
-    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     if away:
         table.lose_node(sorted(table.nodes).index("n1"))
         table.settle(away)
@@ -205,7 +205,7 @@ def lost_supervisor(told_before):
     table.settle(60)
     desk, life = table.desk, table.nodes["n1"].seats.life
     if told_before:
-        desk.asked(Gone("n1"), table.now)
+        desk.asked(SupervisorExited("n1"), table.now)
         desk.tick(table.now)
         assert desk.broken is None
     del table.nodes["n1"]
@@ -213,7 +213,7 @@ def lost_supervisor(told_before):
     if not told_before:
         desk.tick(table.now)
         assert desk.broken is None  # it may come back
-        desk.asked(Gone("n1"), table.now)
+        desk.asked(SupervisorExited("n1"), table.now)
     desk.tick(table.now)
     return table
 
@@ -237,7 +237,7 @@ def test_another_supervisor_of_that_node_is_not_the_one_that_ended():
 def test_of_a_node_that_nobody_knows_nothing_follows():
     table = Table(1)
     table.settle(15)
-    table.desk.asked(Gone("n9"), table.now)
+    table.desk.asked(SupervisorExited("n9"), table.now)
     table.desk.tick(table.now)
     assert table.desk.broken is None
 
@@ -245,7 +245,7 @@ def test_of_a_node_that_nobody_knows_nothing_follows():
 def test_a_node_that_has_left_may_come_back():
     table = Table(2)
     table.settle(60)
-    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.settle(5)
     assert "n1" not in table.nodes
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
@@ -256,7 +256,7 @@ def test_a_node_that_has_left_may_come_back():
 def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
     table = Table(2)
     table.settle(60)
-    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.settle(5)
     assert "n1" not in table.nodes
     table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
@@ -269,8 +269,8 @@ def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
 def test_the_node_that_was_dismissed_stays_dismissed_whatever_it_says():
     table = Table(2)
     table.settle(60)
-    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     node = table.nodes["n1"]
     table.settle(5)
     node.report()
-    assert for_node(table.desk, "n1", table.now).release is not None
+    assert node_desired(table.desk, "n1", table.now).release is not None

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from elastic.control.changes import NodeEnd
-from elastic.control.coordinator import Coordinator
-from elastic.control.desk import DeskSettings
-from elastic.control.link import open_channel
-from elastic.control.messages import Leave, NodeHears, NodeSays
-from elastic.control.movement import HangLimits
-from elastic.control.plane import Progress
-from elastic.world.members import Phase
-from elastic.world.policy import ScalingPolicy
-from peerstore.cluster.nodes import NodeId
-from peerstore.transport.seam import Channel
+from elastic.control.control_messages import DrainRequest, NodeCodec, NodeDesired, NodeStatus
+from elastic.control.control_plane import RankProgress
+from elastic.control.coordinator_client import connect_to_coordinator
+from elastic.control.hang_detector import HangTimeouts
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import WorldPhase
+from peerstore.membership.topology import NodeId
+from peerstore.transport.base import MessageChannel
 from tests.support.neighbours import until
 from tests.unit.elastic.test_running_clock import Hand
 
@@ -30,10 +29,12 @@ class Node:
     """One that says what a supervisor would, and is told what it would be."""
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
-        self.name, self._coordinator, self._end = name, coordinator, NodeEnd()
-        self.channel: Channel = open_channel(coordinator.address, job="job", me=NodeId(name), secret=SECRET)
-        self.says = NodeSays(0, name, 1, 1, births=1, ready=True, store=f"{name}:1", steps=(None,), quiet_s=(0.0,))
-        self.hears: NodeHears | None = None
+        self.name, self._coordinator, self._end = name, coordinator, NodeCodec()
+        self.channel: MessageChannel = connect_to_coordinator(
+            coordinator.address, job="job", me=NodeId(name), secret=SECRET
+        )
+        self.says = NodeStatus(0, name, 1, 1, births=1, ready=True, store=f"{name}:1", steps=(None,), quiet_s=(0.0,))
+        self.hears: NodeDesired | None = None
 
     def say(self, **changes: object) -> None:
         """And wait until the coordinator has heard it."""
@@ -47,14 +48,14 @@ class Node:
         return seen is not None and seen.says.number == self.says.number
 
     def step(self, number: int) -> None:
-        self.say(steps=(Progress(number),), formed=self._coordinator.desk.formed, ready=False)
+        self.say(steps=(RankProgress(number),), formed=self._coordinator.desk.formed, ready=False)
 
 
 @contextlib.contextmanager
 def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]:
     hand = Hand()
     policy = ScalingPolicy(min_replicas=1, max_replicas=2, scaling_timeout_s=5.0, faulty_scale_down_timeout_s=0.0)
-    settings = DeskSettings("job", policy, 1, hang=HangLimits(**limits))
+    settings = CoordinatorSettings("job", policy, 1, hang=HangTimeouts(**limits))
     with contextlib.closing(Coordinator(settings, SECRET, clock=hand)) as coordinator:
         nodes = [Node(coordinator, name) for name in ("n0", "n1")]
         try:
@@ -81,7 +82,7 @@ def test_nobody_is_lost_because_the_coordinator_did_not_run():
         before = coordinator.desk.world.epoch
         hand.now += 600.0
         coordinator._turn()
-        assert coordinator.desk.world.phase is Phase.RUNNING
+        assert coordinator.desk.world.phase is WorldPhase.RUNNING
         assert (coordinator.desk.world.epoch, coordinator.desk.broken) == (before, None)
 
 
@@ -107,7 +108,7 @@ def test_nobody_hangs_because_the_coordinator_did_not_run():
 
 def test_a_machine_that_was_asked_back_goes_when_it_was_to_all_the_same():
     with two_nodes() as (coordinator, hand, nodes):
-        coordinator.desk.asked(Leave(("n1",), 120.0, "the machine is asked back"), coordinator._clock())
+        coordinator.desk.asked(DrainRequest(("n1",), 120.0, "the machine is asked back"), coordinator._clock())
         hand.now += 60.0
         coordinator._turn()
         nodes[1].say()

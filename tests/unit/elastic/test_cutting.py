@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.workers import cutting
-from elastic.workers.cutting import cut_gloo, cut_store
+from elastic.workers import process_groups
+from elastic.workers.process_groups import close_gloo_connections, close_store_connections
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def stranger():
 
 def test_a_number_that_became_somebody_else_s_is_not_cut_in_a_store_s_place(pair, stranger):
     here, _ = pair
-    cut_store(_TakenMeanwhile(here.getpeername(), here.fileno(), stranger[0].fileno()))
+    close_store_connections(_TakenMeanwhile(here.getpeername(), here.fileno(), stranger[0].fileno()))
     assert works(stranger)
 
 
 def test_a_number_that_became_somebody_else_s_is_not_cut_in_gloo_s_place(pair, stranger, monkeypatch):
     here, _ = pair
-    watched = cutting._watched
+    watched = process_groups._watched
 
     def and_then_taken(poll):
         found = watched(poll)
@@ -70,17 +70,17 @@ def test_a_number_that_became_somebody_else_s_is_not_cut_in_gloo_s_place(pair, s
 
     with select.epoll() as poll:
         poll.register(here, select.EPOLLIN)
-        monkeypatch.setattr(cutting, "_polls", lambda: [poll.fileno()])
-        monkeypatch.setattr(cutting, "_watched", and_then_taken)
-        assert cut_gloo() == 0
+        monkeypatch.setattr(process_groups, "_polls", lambda: [poll.fileno()])
+        monkeypatch.setattr(process_groups, "_watched", and_then_taken)
+        assert close_gloo_connections() == 0
     assert works(stranger)
 
 
 def test_what_a_poll_watches_is_cut(pair, stranger, monkeypatch):
     with select.epoll() as poll:
         poll.register(pair[0], select.EPOLLIN)
-        monkeypatch.setattr(cutting, "_polls", lambda: [poll.fileno()])
-        assert cut_gloo() == 1
+        monkeypatch.setattr(process_groups, "_polls", lambda: [poll.fileno()])
+        assert close_gloo_connections() == 1
     assert not works(pair)
     assert works(stranger)
 
@@ -98,7 +98,7 @@ def test_a_loop_that_is_in_another_call_is_not_taken_for_one_that_polls():
     thread.start()
     try:
         assert named.wait(60)
-        assert [*cutting._polls()] == []
+        assert [*process_groups._polls()] == []
     finally:
         os.write(writing, b"x")
         thread.join()
@@ -134,10 +134,10 @@ def test_gloo_loops_without_a_name_are_cut_and_python_threads_are_not(python_pol
         rank.join()
     work = groups[0].allreduce([torch.ones(4)])
     own = Path(f"/proc/self/task/{os.getpid()}/comm").read_text()
-    for task in cutting._tasks():
+    for task in process_groups._tasks():
         (task / "comm").write_text(own)
-    assert cutting._tasks() == []
-    assert cut_gloo()  # one end at least: the other loop sees it, and closes its own
+    assert process_groups._tasks() == []
+    assert close_gloo_connections()  # one end at least: the other loop sees it, and closes its own
     with pytest.raises(RuntimeError):
         work.wait()
     assert works(stranger)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from elastic.demo import story as demo
-from elastic.demo.story import DemoFailedError, Story, all_told, losses_of
+from elastic.demo import scenario as demo
+from elastic.demo.scenario import DemoFailedError, ElasticDemo, losses_by_step, read_demo_events
 
 
 def step(number: int, loss: str, epoch: int = 0) -> dict[str, object]:
@@ -16,22 +16,22 @@ def step(number: int, loss: str, epoch: int = 0) -> dict[str, object]:
 
 def test_a_step_done_again_counts_as_the_later_world_found_it():
     told = [step(0, "a"), step(1, "b"), step(1, "c", epoch=1), step(2, "d", epoch=1)]
-    assert losses_of(reversed(told)) == {0: "a", 1: "c", 2: "d"}
+    assert losses_by_step(reversed(told)) == {0: "a", 1: "c", 2: "d"}
 
 
 def test_ranks_of_one_world_that_do_not_agree_are_no_result():
     with pytest.raises(DemoFailedError, match="step 1"):
-        losses_of([step(1, "a"), step(1, "b")])
+        losses_by_step([step(1, "a"), step(1, "b")])
 
 
 def test_the_line_a_process_died_in_is_left_out(tmp_path):
     (tmp_path / "1.jsonl").write_text(json.dumps(step(0, "a")) + "\n" + '{"step": 1, "lo')
-    assert list(all_told(tmp_path)) == [step(0, "a")]
+    assert list(read_demo_events(tmp_path)) == [step(0, "a")]
 
 
 def test_a_long_wait_prints_its_progress(tmp_path, monkeypatch):
     printed = []
-    story = Story(tmp_path, tmp_path, {}, printed.append)
+    story = ElasticDemo(tmp_path, tmp_path, {}, printed.append)
     told = tmp_path / "events/1.jsonl"
     results = iter([0, 0, 1])
     monkeypatch.setattr(demo, "PROGRESS_S", -1.0)
@@ -42,7 +42,7 @@ def test_a_long_wait_prints_its_progress(tmp_path, monkeypatch):
 
 
 def test_a_wait_beyond_the_limit_names_the_act_and_the_event(tmp_path):
-    story = Story(tmp_path, tmp_path, {}, print)
+    story = ElasticDemo(tmp_path, tmp_path, {}, print)
     story.limit_s = 0.0
     with pytest.raises(DemoFailedError, match="kill a rank: waited 0 s for step 9"):
         story._until(lambda: None, "step 9", "kill a rank")

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from elastic.control.plane import Want
-from elastic.control.testing import MemoryPlane
-from elastic.workers import launched
-from elastic.workers.detected import Detector, close_detectors, elastic_event_detected
-from elastic.workers.store_plane import StorePlane
+from elastic.control.control_plane import NoticeKind
+from elastic.testing import InMemoryCoordinator
+from elastic.workers import launch_environment
+from elastic.workers.event_detector import EventDetector, close_detectors, elastic_event_detected
+from elastic.workers.store_control_plane import StoreControlPlane
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, at_once, results
 
@@ -22,8 +22,8 @@ def alone(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     planes = []
-    make = launched.alone
-    monkeypatch.setattr(launched, "alone", lambda: planes.append(make()) or planes[0])
+    make = launch_environment.single_process_control_plane
+    monkeypatch.setattr(launch_environment, "single_process_control_plane", lambda: planes.append(make()) or planes[0])
     yield planes
     close_detectors()
 
@@ -39,7 +39,7 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
         assert until(lambda: elastic_event_detected(number))
         assert elastic_event_detected()
         assert heard == [number]
-        assert isinstance(alone[0], StorePlane)
+        assert isinstance(alone[0], StoreControlPlane)
         close_detectors()
         assert signal.getsignal(number).__name__ == "<lambda>"
     finally:
@@ -47,15 +47,15 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
 
 
 def test_all_ranks_get_their_true_at_one_step():
-    plane = MemoryPlane(3)
-    detectors = results(at_once(*(lambda s=seat: Detector(s) for seat in plane.seats)))
+    plane = InMemoryCoordinator(3)
+    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.seats)))
     meeting = threading.Barrier(3)
 
     def train(number):
         steps = 0
         while not detectors[number].ask():
             if steps == 16 and number == 1:
-                plane.seats[1].request(Want.RESIZE, "SIGUSR1")
+                plane.seats[1].request(NoticeKind.RESIZE, "SIGUSR1")
             meeting.wait(PATIENCE_S)
             steps += 1
         return steps
@@ -70,8 +70,8 @@ def test_all_ranks_get_their_true_at_one_step():
 
 
 def test_in_a_broken_world_nobody_is_kept():
-    plane = MemoryPlane(2)
-    detectors = results(at_once(*(lambda s=seat: Detector(s) for seat in plane.seats)))
+    plane = InMemoryCoordinator(2)
+    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.seats)))
     assert not detectors[0].ask()
     plane.lose(plane.seats[1])
     assert until(detectors[0].ask)

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.workers.forgetting import forget_frames, forget_world, only_what_worlds_made
-from tieredckpt.incarnation import decide
-from tieredckpt.session import open_session
+from elastic.workers.in_process_restart import drop_traceback_frames, freeze_startup_objects, reset_process_state
+from tieredckpt.session.incarnation import decide_save
+from tieredckpt.session.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
 
@@ -39,18 +39,18 @@ def rows_of(rank, size=4):
 
 def test_a_rank_saves_its_own_rows_in_every_world():
     assert rows_of(3) == [6] * 4
-    forget_world()
+    reset_process_state()
     assert rows_of(1) == [2] * 4
-    forget_world()
+    reset_process_state()
     assert rows_of(0, size=8) == [0] * 4
 
 
 def test_without_forgetting_it_would_not():
     """Should this fail one day, torch has learned it, and there is less to forget."""
-    forget_world()
+    reset_process_state()
     assert rows_of(3) == [6] * 4
     assert rows_of(1) != [2] * 4
-    forget_world()
+    reset_process_state()
 
 
 def test_groups_of_a_world_are_gone_with_it():
@@ -62,7 +62,7 @@ def test_groups_of_a_world_are_gone_with_it():
     DTensor.from_local(like_no_other, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
     del mesh
     dist.destroy_process_group()
-    forget_world()
+    reset_process_state()
     assert gone() is None
     assert group() is None
 
@@ -95,7 +95,7 @@ def test_an_error_that_is_kept_holds_nothing_but_words(deep):
     del model, caught
     gc.collect()
     assert gone() is not None
-    forget_frames(kept)
+    drop_traceback_frames(kept)
     gc.collect()
     assert gone() is None
     said = "".join(traceback.format_exception(kept))
@@ -107,12 +107,12 @@ def test_an_error_that_is_kept_holds_nothing_but_words(deep):
 def test_an_error_that_is_its_own_context_is_forgotten_too():
     first, second = ValueError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
-    forget_frames(first)
+    drop_traceback_frames(first)
 
 
 def test_plans_of_dcp_are_forgotten():
     SavePlanner._cached_save_plan["planner"] = "a plan"
-    forget_world()
+    reset_process_state()
     assert not SavePlanner._cached_save_plan
 
 
@@ -121,7 +121,7 @@ def test_what_is_saved_next_is_of_a_new_incarnation():
         session = open_session("job-forget", Settings())
         first = agreed(session)
         session.owner.skip_attempts(7, 5)
-        forget_world()
+        reset_process_state()
         assert session.owner.current is None
         second = agreed(session, known_epoch=first.incarnation.epoch)
         assert second.incarnation.epoch > first.incarnation.epoch
@@ -131,7 +131,7 @@ def test_what_is_saved_next_is_of_a_new_incarnation():
 def agreed(session, known_epoch=0):
     """What two ranks that know the same agree on for a save of step 7."""
     point = session.owner.capture()
-    decision = decide([session.owner.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}")
+    decision = decide_save([session.owner.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}")
     session.adopt(decision, point)
     return decision
 
@@ -153,12 +153,12 @@ def thawed():
 
 def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked_through(thawed):
     kept = Cycle()
-    with only_what_worlds_made():
+    with freeze_startup_objects():
         assert gc.get_freeze_count() > 10_000
         old, seen = Cycle(), weakref.ref(kept)
         gone = weakref.ref(old)
         del old, kept
-        forget_world()
+        reset_process_state()
         assert gone() is None
         assert seen() is not None
     assert not gc.get_freeze_count()
@@ -169,7 +169,7 @@ def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked
 def test_who_has_frozen_already_stays_frozen():
     gc.freeze()
     try:
-        with only_what_worlds_made():
+        with freeze_startup_objects():
             pass
         assert gc.get_freeze_count() > 1000
     finally:
@@ -180,5 +180,5 @@ def test_garbage_from_before_is_not_kept():
     old = Cycle()
     gone = weakref.ref(old)
     del old
-    with only_what_worlds_made():
+    with freeze_startup_objects():
         assert gone() is None

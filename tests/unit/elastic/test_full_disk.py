@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control import coordinator as shell
-from elastic.control import tasks
-from elastic.control.coordinator import Coordinator
-from elastic.control.door import Door
-from elastic.control.messages import Over
-from elastic.control.runs import RunPlace
-from elastic.control.tasks import CoordinatorTask
-from elastic.world.policy import ScalingPolicy
+from elastic import launcher
+from elastic.control.control_messages import ExitReason
+from elastic.control.run_directory import RunDirectory
+from elastic.coordinator import coordinator as shell
+from elastic.coordinator.coordinator import Coordinator
+from elastic.launcher import CoordinatorSpec
+from elastic.supervisor.supervisor import RankServer
+from elastic.world.scaling_policy import ScalingPolicy
 
 FULL = Path("/dev/full")
 
@@ -23,7 +23,7 @@ FULL = Path("/dev/full")
 def test_a_world_is_noted_in_place(tmp_path):
     """On a disk without room no file is made, and none that is there grows."""
     note = tmp_path / "epoch"
-    assert shell.has_room(note)
+    assert shell.can_write_epoch(note)
     assert shell._epoch_in(note) == -1
     before = note.stat()
     for epoch in (3, 12345):
@@ -35,13 +35,13 @@ def test_a_world_is_noted_in_place(tmp_path):
 
 
 def test_where_no_world_can_be_noted_from_the_beginning_that_is_said(caplog):
-    assert not shell.has_room(FULL)
+    assert not shell.can_write_epoch(FULL)
     assert "learns the world's number from its nodes" in caplog.text
 
 
 @pytest.fixture
 def task(tmp_path):
-    return CoordinatorTask(
+    return CoordinatorSpec(
         "job", "", "127.0.0.1:0", ScalingPolicy(), 1, fresh=True, epoch_file=str(FULL), end_file=str(tmp_path / "end")
     )
 
@@ -52,11 +52,11 @@ def test_the_last_words_are_said_where_they_cannot_be_written(task, tmp_path, mo
 
     (tmp_path / "secret").write_text("s" * 32)
     (tmp_path / "secret").chmod(0o600)
-    monkeypatch.setattr(tasks, "write_private", full)
-    monkeypatch.setattr(tasks, "coordinate", lambda *_: (Over.STOPPED, "stopped: by a person"))
-    given = tasks.msgspec.json.encode(tasks.msgspec.structs.replace(task, secret_file=str(tmp_path / "secret")))
+    monkeypatch.setattr(launcher, "write_private_file", full)
+    monkeypatch.setattr(launcher, "run_coordinator", lambda *_: (ExitReason.STOPPED, "stopped: by a person"))
+    given = launcher.msgspec.json.encode(launcher.msgspec.structs.replace(task, secret_file=str(tmp_path / "secret")))
     with caplog.at_level(logging.WARNING):
-        assert tasks.main(given.decode()) == tasks.STATUS[Over.STOPPED]
+        assert launcher.main(given.decode()) == launcher.EXIT_STATUS[ExitReason.STOPPED]
     assert "stopped: by a person" in caplog.text
 
 
@@ -67,12 +67,12 @@ def test_one_that_is_started_again_needs_no_file(task, tmp_path, monkeypatch):
     def run(self):
         self.close()
         ran.append(self._epoch_file)
-        return Over.STOPPED, ""
+        return ExitReason.STOPPED, ""
 
     monkeypatch.setattr(Coordinator, "run", run)
-    monkeypatch.setattr(tasks, "heed", lambda _: None)
+    monkeypatch.setattr(launcher, "handle_signals", lambda _: None)
     away = str(tmp_path / "not there" / "address")
-    tasks.coordinate(tasks.msgspec.structs.replace(task, fresh=False, address_file=away), b"s" * 32)
+    launcher.run_coordinator(launcher.msgspec.structs.replace(task, fresh=False, address_file=away), b"s" * 32)
     assert ran == [None]
 
 
@@ -80,9 +80,9 @@ def test_a_directory_that_lets_nobody_in_keeps_what_is_in_it_and_ends_no_job_tha
     def forbidden(path, missing_ok=False):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    place = RunPlace(tmp_path / "run", "job")
+    place = RunDirectory(tmp_path / "run", "job")
     place.prepare()
-    door = Door(tmp_path / "rank.sock", came=lambda *_: "", said=lambda *_: None, left=lambda *_: None)
+    door = RankServer(tmp_path / "rank.sock", came=lambda *_: "", said=lambda *_: None, left=lambda *_: None)
     monkeypatch.setattr(Path, "unlink", forbidden)
     door.close()
     place.remove()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.plane import Notice, Want
-from elastic.control.testing import MemoryPlane
-from elastic.errors import ControlLostError
-from elastic.workers.gate import Gate, Way
+from elastic.control.control_plane import ControlNotice, NoticeKind
+from elastic.errors import ControlPlaneUnavailableError
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.step_barrier import BoundaryDecision, StepBarrier
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results
 
 
@@ -19,9 +19,9 @@ class Lockstep:
     """Ranks that meet in a collective in every step, so that none is further than one step from any other."""
 
     def __init__(self, size, steps):
-        self.plane = MemoryPlane(size)
+        self.plane = InMemoryCoordinator(size)
         places = all_ready(self.plane.seats)
-        self.gates = [Gate(seat, place.epoch) for seat, place in zip(self.plane.seats, places, strict=True)]
+        self.gates = [StepBarrier(seat, place.epoch) for seat, place in zip(self.plane.seats, places, strict=True)]
         self.meeting = threading.Barrier(size)
         self.steps = steps
 
@@ -30,7 +30,7 @@ class Lockstep:
         gate, completed = self.gates[number], 0
         while completed < self.steps:
             way = gate.enter(completed)
-            if way is not Way.ON:
+            if way is not BoundaryDecision.ON:
                 return completed, way
             act(number, completed)
             self.meeting.wait(PATIENCE_S)
@@ -72,7 +72,7 @@ def test_ranks_in_lockstep_stop_at_one_step(size, asker, at):
     assert asked.is_set()
     assert len(set(ways)) == 1
     completed, way = ways[0]
-    assert way is Way.STOP
+    assert way is BoundaryDecision.STOP
     assert completed > at
 
 
@@ -93,16 +93,16 @@ def test_who_is_inside_a_step_says_so_at_once():
 
     asking = threading.Thread(target=others)
     asking.start()
-    assert job.run(act) == [(2, Way.STOP)] * 2
+    assert job.run(act) == [(2, BoundaryDecision.STOP)] * 2
     asking.join()
     assert job.plane.seats[1].paused_step == 2
 
 
 @pytest.fixture
 def two():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
     places = all_ready(plane.seats)
-    gates = [Gate(seat, place.epoch, retry_s=0.01) for seat, place in zip(plane.seats, places, strict=True)]
+    gates = [StepBarrier(seat, place.epoch, retry_s=0.01) for seat, place in zip(plane.seats, places, strict=True)]
     yield plane, gates
     for seat in plane.seats:
         seat.close()
@@ -114,12 +114,15 @@ def test_a_rank_that_is_still_loading_stops_where_it_loads(two):
     plane, gates = two
     plane.resize(2)
     gates[1].look()
-    assert results(at_once(*(lambda g=gate: g.enter(7) for gate in gates))) == [Way.STOP, Way.STOP]
+    assert results(at_once(*(lambda g=gate: g.enter(7) for gate in gates))) == [
+        BoundaryDecision.STOP,
+        BoundaryDecision.STOP,
+    ]
 
 
 def test_nothing_wanted_is_no_stop(two):
     _, gates = two
-    assert [gates[0].enter(step) for step in range(1000)] == [Way.ON] * 1000
+    assert [gates[0].enter(step) for step in range(1000)] == [BoundaryDecision.ON] * 1000
 
 
 def test_a_loss_while_others_pause_ends_their_wait(two):
@@ -127,28 +130,31 @@ def test_a_loss_while_others_pause_ends_their_wait(two):
     plane.resize(2)
     waiting = at_once(lambda: gates[0].enter(3))
     plane.lose(plane.seats[1])
-    assert results(waiting) == [Way.LEAVE]
+    assert results(waiting) == [BoundaryDecision.LEAVE]
     assert "rank 1 was lost" in gates[0].why_broken
 
 
 def test_a_broken_world_is_left_at_the_next_boundary(two):
     plane, gates = two
     plane.restart("the loss is not finite")
-    assert gates[0].enter(1) is Way.LEAVE
+    assert gates[0].enter(1) is BoundaryDecision.LEAVE
     assert gates[0].why_broken == "the loss is not finite"
     assert gates[0].wait_broken(0.0)
 
 
 def test_what_is_said_of_another_epoch_is_not_heard(two):
     _, gates = two
-    gates[0].broken(Notice(gates[0].epoch - 1, Want.RESTART, "long ago"))
-    assert gates[0].enter(0) is Way.ON
+    gates[0].broken(ControlNotice(gates[0].epoch - 1, NoticeKind.RESTART, "long ago"))
+    assert gates[0].enter(0) is BoundaryDecision.ON
     assert not gates[0].wait_broken(0.0)
 
 
 def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
     plane, gates = two
-    pause, failures = plane.seats[0].pause, iter([ControlLostError("away"), ControlLostError("still away")])
+    pause, failures = (
+        plane.seats[0].pause,
+        iter([ControlPlaneUnavailableError("away"), ControlPlaneUnavailableError("still away")]),
+    )
 
     def away(step, *, timeout_s=None):
         for error in failures:
@@ -158,7 +164,10 @@ def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
     plane.seats[0].pause = away
     plane.resize(2)
     gates[1].look()
-    assert results(at_once(*(lambda g=gate: g.enter(4) for gate in gates))) == [Way.STOP, Way.STOP]
+    assert results(at_once(*(lambda g=gate: g.enter(4) for gate in gates))) == [
+        BoundaryDecision.STOP,
+        BoundaryDecision.STOP,
+    ]
 
 
 def test_a_stop_that_becomes_urgent_has_one_target(two):
@@ -166,6 +175,6 @@ def test_a_stop_that_becomes_urgent_has_one_target(two):
     plane.resize(1)
     first = at_once(lambda: gates[0].enter(4))
     plane.stop("now all of it")
-    assert gates[1].enter(3) is Way.ON
-    assert gates[1].enter(4) is Way.STOP
-    assert results(first) == [Way.STOP]
+    assert gates[1].enter(3) is BoundaryDecision.ON
+    assert gates[1].enter(4) is BoundaryDecision.STOP
+    assert results(first) == [BoundaryDecision.STOP]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from elastic.workers.randomness import Randomness
-from tieredckpt.device import NoDevice, installed
+from elastic.samples.rng import RNGState
+from tieredckpt.tensors.device import CpuBackend, use_device_backend
 
 
-class Drawing(NoDevice):
+class Drawing(CpuBackend):
     """A device whose generator's state is as small as a GPU's; the CPU's own is too large to stand in for it."""
 
     def __init__(self, drawn: int, *, is_used: bool = True) -> None:
@@ -28,15 +28,15 @@ class Drawing(NoDevice):
 
 
 def test_a_device_s_generator_is_saved_and_set_again():
-    with installed(Drawing(7)):
-        saved = Randomness().state_dict()
-    with installed(Drawing(0, is_used=False)) as device:
-        Randomness().load_state_dict(saved)
+    with use_device_backend(Drawing(7)):
+        saved = RNGState().state_dict()
+    with use_device_backend(Drawing(0, is_used=False)) as device:
+        RNGState().load_state_dict(saved)
         assert device.state.tolist() == [7] * 16
 
 
 def test_without_a_device_nothing_of_it_is_saved_nor_set():
-    saved = Randomness().state_dict()
-    with installed(Drawing(3)) as device:
-        Randomness().load_state_dict(saved)
+    saved = RNGState().state_dict()
+    with use_device_backend(Drawing(3)) as device:
+        RNGState().load_state_dict(saved)
         assert device.state.tolist() == [3] * 16

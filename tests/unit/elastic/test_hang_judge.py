@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.movement import HangLimits, Pace
-from elastic.control.plane import Progress
-from elastic.workers.hang_judge import FIRST_WORD, QUIET_BEATS, Heartbeats, Judge
+from elastic.control.control_plane import RankProgress
+from elastic.control.hang_detector import HangTimeouts, StepTimes
+from elastic.workers.peer_hang_detector import FIRST_HEARTBEAT, IDLE_HEARTBEATS, PeerHangDetector, RankHeartbeats
 
-SHORT = HangLimits(step_s=30.0, first_s=100.0, silent_s=20.0)
+SHORT = HangTimeouts(step_s=30.0, first_s=100.0, silent_s=20.0)
 
 
 class CountedStore:
@@ -16,7 +16,7 @@ class CountedStore:
 
     def __init__(self, size: int) -> None:
         self.keys = [f"beat/{rank}" for rank in range(size)]
-        self.held = dict.fromkeys(self.keys, FIRST_WORD.encode())
+        self.held = dict.fromkeys(self.keys, FIRST_HEARTBEAT.encode())
         self.requests = self.most_keys = 0
 
     def set(self, key: str, value: str) -> None:
@@ -36,7 +36,7 @@ class CountedStore:
 class World:
     """Ranks that beat once a second, but for those that are stopped."""
 
-    def __init__(self, size: int, limits: HangLimits = SHORT) -> None:
+    def __init__(self, size: int, limits: HangTimeouts = SHORT) -> None:
         self.store = CountedStore(size)
         self.now = 0.0
         self.stopped: set[int] = set()
@@ -44,7 +44,7 @@ class World:
         self.steps = [-1] * size
         self.free: set[int] = set()
         self.ranks = [
-            Heartbeats(self.store, self.store.keys, rank, lambda: Judge(3, size, limits, Pace()))
+            RankHeartbeats(self.store, self.store.keys, rank, lambda: PeerHangDetector(3, size, limits, StepTimes()))
             for rank in range(size)
         ]
         self.told: list[tuple[int, str]] = []
@@ -56,7 +56,7 @@ class World:
                 if rank in self.stopped:
                     continue
                 self.steps[rank] += rank in moving
-                said = Progress(self.steps[rank], free=rank in self.free)
+                said = RankProgress(self.steps[rank], free=rank in self.free)
                 found = one.beat(said, self.now, over=rank in self.over)
                 if found is not None:
                     self.told.append((rank, found))
@@ -128,7 +128,7 @@ def test_outside_of_its_steps_a_rank_is_not_late_but_may_be_stopped():
 
 
 def test_off_is_off():
-    world = World(3, HangLimits(0.0, 0.0))
+    world = World(3, HangTimeouts(0.0, 0.0))
     world.stopped = {2}
     assert world.pass_by(5000) == []
 
@@ -140,9 +140,9 @@ def test_what_ranks_ask_for_does_not_grow_with_their_number(size):
     for rank in (0, size - 1):
         for moving in (False, True):
             store = CountedStore(size)
-            one = Heartbeats(store, store.keys, rank, lambda: Judge(0, size, SHORT, Pace()))
+            one = RankHeartbeats(store, store.keys, rank, lambda: PeerHangDetector(0, size, SHORT, StepTimes()))
             for beat in range(10):
-                one.beat(Progress(beat if moving else 7), float(beat))
+                one.beat(RankProgress(beat if moving else 7), float(beat))
             asked[rank > 0, moving] = store.requests
             assert store.most_keys <= 1024
     assert asked == {(False, False): 12, (False, True): 20, (True, False): 4, (True, True): 12}
@@ -157,10 +157,10 @@ def test_in_a_large_world_a_stopped_rank_is_found_although_not_all_are_read_at_o
 
 def test_a_rank_that_has_nothing_new_still_says_that_it_can():
     store = CountedStore(2)
-    one = Heartbeats(store, store.keys, 1, None)
+    one = RankHeartbeats(store, store.keys, 1, None)
     words = []
-    for beat in range(2 * QUIET_BEATS):
-        one.beat(Progress(7), float(beat))
+    for beat in range(2 * IDLE_HEARTBEATS):
+        one.beat(RankProgress(7), float(beat))
         words.append(store.held["beat/1"])
     assert len(set(words)) == 2
 

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Formed, NodeSays
-from elastic.control.movement import HangLimits, Movement, Pace
-from elastic.control.plane import Assignment, Progress
-from elastic.control.settings import hang_limits, hang_limits_in
+from elastic.control.control_messages import NodeStatus, WorldSpec
+from elastic.control.control_plane import RankAssignment, RankProgress
+from elastic.control.hang_detector import HangDetector, HangTimeouts, StepTimes
 from elastic.errors import PolicyError
-from elastic.workers.groups import Groups
-from elastic.world.events import Hang, RankLost
+from elastic.settings import hang_limits, hang_limits_in
+from elastic.workers.process_groups import ProcessGroups
+from elastic.world.world_state import HangDetected, RankLost
 from tests.support.control_table import Table
 from tests.support.examples import examples
 
-WORLD = Formed(7, ("n0", "n1"), 0, "")
-SHORT = HangLimits(step_s=5.0, first_s=100.0)
+WORLD = WorldSpec(7, ("n0", "n1"), 0, "")
+SHORT = HangTimeouts(step_s=5.0, first_s=100.0)
 
 
 def report(node, *steps, quiet=(), free=False):
-    said = tuple(None if step is None else Progress(step, free=free) for step in steps)
-    return NodeSays(1, node, 3, len(steps), births=9, formed=WORLD, steps=said, quiet_s=tuple(map(float, quiet)))
+    said = tuple(None if step is None else RankProgress(step, free=free) for step in steps)
+    return NodeStatus(1, node, 3, len(steps), births=9, formed=WORLD, steps=said, quiet_s=tuple(map(float, quiet)))
 
 
 def both(one, other):
@@ -35,7 +35,7 @@ def both(one, other):
 
 def moving(at, *, pace=None, began=0.0):
     """A world whose first rank has got to step 4 by ``at``."""
-    movement = Movement(began, pace)
+    movement = HangDetector(began, pace)
     movement.said(report("n0", 3, 3), report("n0", 4, 4), at)
     return movement
 
@@ -55,7 +55,7 @@ def test_a_hang_of_several_ranks_is_nobodys():
 
 
 def test_who_is_alone_is_not_behind():
-    world = Formed(7, ("n0",), 0, "")
+    world = WorldSpec(7, ("n0",), 0, "")
     (hang,) = moving(10.0).hangs(world, {"n0": report("n0", 4)}, SHORT, 99.0)
     assert (hang.node, hang.local_rank) == ("", -1)
 
@@ -70,7 +70,7 @@ def test_who_does_not_answer_is_to_blame_also_where_it_is_ahead():
 def test_all_who_do_not_answer_are_replaced_at_once():
     reports = both(report("n0", 4, 4, quiet=(30, 30)), report("n1", 4, 4, quiet=(0, 30)))
     hang, *others = moving(10.0).hangs(WORLD, reports, SHORT, 40.0)
-    assert isinstance(hang, Hang)
+    assert isinstance(hang, HangDetected)
     assert [(one.node, one.local_rank, one.life, one.births) for one in others if isinstance(one, RankLost)] == [
         ("n0", 1, 3, 9),
         ("n1", 1, 3, 9),
@@ -78,7 +78,7 @@ def test_all_who_do_not_answer_are_replaced_at_once():
 
 
 def test_before_the_first_step_there_is_another_limit():
-    movement = Movement(10.0)
+    movement = HangDetector(10.0)
     movement.said(report("n0", None), report("n0", None), 90.0)
     reports = both(report("n0", None), report("n1", None))
     assert movement.hangs(WORLD, reports, SHORT, 110.0) == []
@@ -87,31 +87,31 @@ def test_before_the_first_step_there_is_another_limit():
 
 
 def test_who_stopped_while_it_restored_is_found_before_the_first_step():
-    movement = Movement(10.0)
+    movement = HangDetector(10.0)
     reports = both(report("n0", None, quiet=(70,)), report("n1", None, quiet=(0.2,)))
-    assert movement.hangs(WORLD, reports, HangLimits(), 70.0) == []
-    (hang,) = movement.hangs(WORLD, reports, HangLimits(), 80.1)
+    assert movement.hangs(WORLD, reports, HangTimeouts(), 70.0) == []
+    (hang,) = movement.hangs(WORLD, reports, HangTimeouts(), 80.1)
     assert (hang.node, hang.local_rank) == ("n0", 0)
 
 
 def test_who_does_not_answer_is_left_alone_while_others_get_on():
     movement = moving(100.0)
     reports = both(report("n0", 4, quiet=(80,)), report("n1", 4))
-    assert movement.hangs(WORLD, reports, HangLimits(), 130.0) == []
+    assert movement.hangs(WORLD, reports, HangTimeouts(), 130.0) == []
 
 
 def test_what_is_not_given_follows_from_what_steps_take():
-    pace = Pace()
+    pace = StepTimes()
     movement = moving(400.0, pace=pace)
     assert (pace.first_s, pace.step_s) == (400.0, 0.0)
     movement.said(report("n1", 4), report("n1", 5), 490.0)
     assert (pace.first_s, pace.step_s) == (400.0, 90.0)
     reports = both(report("n0", 5), report("n1", 5))
-    assert movement.hangs(WORLD, reports, HangLimits(), 490.0 + 900.0) == []
-    assert movement.hangs(WORLD, reports, HangLimits(), 490.0 + 901.0)
-    again = Movement(2000.0, pace)
-    assert again.hangs(WORLD, reports, HangLimits(), 2000.0 + 4000.0) == []
-    assert again.hangs(WORLD, reports, HangLimits(), 2000.0 + 4001.0)
+    assert movement.hangs(WORLD, reports, HangTimeouts(), 490.0 + 900.0) == []
+    assert movement.hangs(WORLD, reports, HangTimeouts(), 490.0 + 901.0)
+    again = HangDetector(2000.0, pace)
+    assert again.hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4000.0) == []
+    assert again.hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4001.0)
 
 
 def test_a_step_that_is_left_for_an_earlier_one_is_no_progress():
@@ -128,11 +128,11 @@ def test_outside_of_its_steps_a_rank_may_take_as_long_as_it_likes():
 
 
 def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
-    assert SHORT.longest_s(Pace()) == 100.0
-    assert HangLimits().longest_s(Pace()) == 3600.0
-    assert HangLimits().longest_s(Pace(step_s=500.0, first_s=90.0)) == 5000.0
-    assert hang_limits("9", "off").longest_s(Pace()) is None
-    table = Table(2, hang=HangLimits(step_s=7.0, first_s=50.0))
+    assert SHORT.longest_s(StepTimes()) == 100.0
+    assert HangTimeouts().longest_s(StepTimes()) == 3600.0
+    assert HangTimeouts().longest_s(StepTimes(step_s=500.0, first_s=90.0)) == 5000.0
+    assert hang_limits("9", "off").longest_s(StepTimes()) is None
+    table = Table(2, hang=HangTimeouts(step_s=7.0, first_s=50.0))
     table.settle(15)
     assert {place.hang_s for place in table.assignments} == {50.0}
 
@@ -141,9 +141,9 @@ def timeouts(monkeypatch, given, hang_s):
     """What torch was told."""
     told = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, timeout, **_n: told.append(timeout))
-    monkeypatch.setattr(Groups, "_store", lambda _self: dist.HashStore())
-    place = Assignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", hang_s=hang_s)
-    Groups(place, backend="gloo", timeout=given).enter()
+    monkeypatch.setattr(ProcessGroups, "_store", lambda _self: dist.HashStore())
+    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", hang_s=hang_s)
+    ProcessGroups(place, backend="gloo", timeout=given).enter()
     return told[0]
 
 
@@ -169,7 +169,7 @@ def test_off_is_off():
     off = hang_limits("off", "off")
     reports = both(report("n0", 4, quiet=(9999,)), report("n1", 4))
     assert moving(10.0).hangs(WORLD, reports, off, 99999.0) == []
-    assert Movement(0.0).hangs(WORLD, reports, off, 99999.0) == []
+    assert HangDetector(0.0).hangs(WORLD, reports, off, 99999.0) == []
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
@@ -186,8 +186,8 @@ def test_what_is_no_limit_is_refused(text):
 )
 def test_nobody_hangs_as_long_as_steps_take_no_longer_than_ten_times_the_longest_so_far(moves, first, later):
     """Whatever the ranks do: what is reported came after at least the least limit, and only once."""
-    pace, now, last = Pace(), 0.0, 0.0
-    movement, steps = Movement(now, pace), {"n0": [0, 0], "n1": [0, 0]}
+    pace, now, last = StepTimes(), 0.0, 0.0
+    movement, steps = HangDetector(now, pace), {"n0": [0, 0], "n1": [0, 0]}
     for node, rank, gap in moves:
         before = report(node, *steps[node])
         steps[node][rank] += 1
@@ -195,15 +195,15 @@ def test_nobody_hangs_as_long_as_steps_take_no_longer_than_ten_times_the_longest
         movement.said(before, report(node, *steps[node]), now)
         last = now
     reports = {node: report(node, *said) for node, said in steps.items()}
-    found = movement.hangs(WORLD, reports, HangLimits(), now + later)
+    found = movement.hangs(WORLD, reports, HangTimeouts(), now + later)
     limit = max(600.0, 10 * pace.step_s) if moves else 3600.0
     assert bool(found) is (now + later - last > limit)
-    assert movement.hangs(WORLD, reports, HangLimits(), math.inf if first else now + later) == [] or not found
+    assert movement.hangs(WORLD, reports, HangTimeouts(), math.inf if first else now + later) == [] or not found
 
 
 def test_where_there_is_no_command_line_of_ours_limits_are_in_the_environment():
-    assert hang_limits_in({}) == HangLimits()
+    assert hang_limits_in({}) == HangTimeouts()
     said = {"ELASTIC_HANG_TIMEOUT": "90", "ELASTIC_FIRST_STEP_TIMEOUT": "off"}
-    assert hang_limits_in(said) == HangLimits(90.0, 0.0)
+    assert hang_limits_in(said) == HangTimeouts(90.0, 0.0)
     with pytest.raises(PolicyError, match=r"\$ELASTIC_FIRST_STEP_TIMEOUT 'soon'"):
         hang_limits_in({"ELASTIC_FIRST_STEP_TIMEOUT": "soon"})

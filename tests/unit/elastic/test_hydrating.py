@@ -5,30 +5,30 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment, Notice, Want
-from elastic.control.testing import MemoryPlane
+from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment
 from elastic.errors import WorldChanged
-from elastic.workers.gate import Gate
-from elastic.workers.hydrating import Hydrating
-from elastic.workers.store_plane import StorePlane
-from elastic.workers.world import World
-from tieredckpt.live.keeping import Hydration, keeper
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.in_process_restart import SurvivorRecovery
+from elastic.workers.step_barrier import StepBarrier
+from elastic.workers.store_control_plane import StoreControlPlane
+from elastic.workers.world_handle import World
+from tieredckpt.live.survivor_state import Hydration, current_survivor_state
 
 
 def one_rank():
-    return StorePlane(dist.HashStore, Assignment(0, 0, 1, 0, 1, 0, 1, "localhost:1"))
+    return StoreControlPlane(dist.HashStore, RankAssignment(0, 0, 1, 0, 1, 0, 1, "localhost:1"))
 
 
 @pytest.mark.parametrize(
     ("plane", "own_groups", "why"),
     [
         (one_rank, False, "after a fault all processes are started anew"),
-        (lambda: MemoryPlane(1).seats[0], True, "the train function makes its own groups"),
+        (lambda: InMemoryCoordinator(1).seats[0], True, "the train function makes its own groups"),
     ],
 )
 def test_where_nobody_could_be_given_anything_that_is_said(plane, own_groups, why, caplog):
-    with Hydrating(plane(), own_groups=own_groups, settle_s=0) as hydrating:
-        assert keeper() is None
+    with SurvivorRecovery(plane(), own_groups=own_groups, settle_s=0) as hydrating:
+        assert current_survivor_state() is None
         hydrating.enter(None, silent=False)
         hydrating.leave(sealed=False)
     assert caplog.messages == [f"recovery is from what was saved: {why}"]
@@ -38,17 +38,20 @@ def test_where_nobody_could_be_given_anything_that_is_said(plane, own_groups, wh
 def entering(monkeypatch):
     """A process that is about to enter a world, and what it hears there of what survivors have."""
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
-    plane = MemoryPlane(1).seats[0]
-    world = World(Assignment(3, 0, 1, 0, 1, 0, 1, "localhost:1"), plane, Gate(plane, 3))
+    plane = InMemoryCoordinator(1).seats[0]
+    world = World(RankAssignment(3, 0, 1, 0, 1, 0, 1, "localhost:1"), plane, StepBarrier(plane, 3))
 
     def enter(hydration):
-        monkeypatch.setattr("tieredckpt.live.giving.hydrate", lambda *_args, **_named: [hydration] if hydration else [])
-        with Hydrating(plane, own_groups=False, settle_s=0) as hydrating:
-            keeper().kept["job"] = object()
+        monkeypatch.setattr(
+            "tieredckpt.checkpointer.hydrate_from_survivors.hydrate_from_survivors",
+            lambda *_args, **_named: [hydration] if hydration else [],
+        )
+        with SurvivorRecovery(plane, own_groups=False, settle_s=0) as hydrating:
+            current_survivor_state().kept["job"] = object()
             try:
                 hydrating.enter(world, silent=False)
             finally:
-                world.held = dict(keeper().kept)
+                world.held = dict(current_survivor_state().kept)
         return world
 
     return enter
@@ -69,7 +72,7 @@ def test_what_cannot_be_given_is_let_go_of(entering):
 
 
 def test_what_could_not_be_given_because_another_rank_was_lost_is_kept(entering, monkeypatch):
-    broken = Notice(3, Want.RESTART, "rank 1 was lost")
+    broken = ControlNotice(3, NoticeKind.RESTART, "rank 1 was lost")
     world = entering(None)
     world._gate.broken(broken)
     with pytest.raises(WorldChanged, match="lost before it had"):

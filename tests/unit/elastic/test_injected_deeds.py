@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.inject import deeds
+from elastic.fault_injection import fault_actions
 from tests.support.neighbours import until
 
 ROOT = Path(__file__).parents[3]
 
 
 def start(what: str) -> subprocess.Popen[bytes]:
-    lines = f"from elastic.inject import deeds; print('begins', flush=True); deeds.{what}"
+    lines = f"from elastic.fault_injection import fault_actions; print('begins', flush=True); fault_actions.{what}"
     one = subprocess.Popen(
         [sys.executable, "-c", lines],
         stdout=subprocess.PIPE,
@@ -40,10 +40,12 @@ def test_it_ends_by_that_signal(what, number):
 
 def test_a_lack_of_memory_is_bounded_and_ends_as_the_kernel_would_end_it():
     limit = 48 << 20
-    assert ended(start(f"oom({limit})")) == -signal.SIGKILL
+    assert ended(start(f"exhaust_memory({limit})")) == -signal.SIGKILL
     peak = "int(__import__('re').search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
-    measured = f"(before := {peak}), setattr(deeds, 'sigkill', lambda: print({peak} - before)), deeds.oom({limit})"
-    lines = f"from elastic.inject import deeds; {measured}"
+    measured = (
+        f"setattr(fault_actions, 'sigkill', lambda: print({peak} - before)), fault_actions.exhaust_memory({limit})"
+    )
+    lines = f"from elastic.fault_injection import fault_actions; (before := {peak}), {measured}"
     said = subprocess.run(
         [sys.executable, "-c", lines], capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
     )
@@ -52,7 +54,7 @@ def test_a_lack_of_memory_is_bounded_and_ends_as_the_kernel_would_end_it():
 
 
 def test_who_keeps_the_lock_hears_no_signal_that_could_be_handled():
-    one = start("gil()")
+    one = start("hold_gil()")
     try:
         until(lambda: has(one.pid, "SigBlk", signal.SIGTERM), "it keeps the lock")
         os.kill(one.pid, signal.SIGTERM)
@@ -69,5 +71,5 @@ def has(pid: int, field: str, number: int) -> bool:
 
 
 def test_a_process_that_no_supervisor_started_loses_no_node():
-    with pytest.raises(deeds.InjectedFaultError, match="is no supervisor"):
-        deeds.supervisor_of_this_rank()
+    with pytest.raises(fault_actions.InjectedFaultError, match="is no supervisor"):
+        fault_actions.parent_supervisor()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control import tidings
-from elastic.control.messages import Inject as Asked
-from elastic.control.messages import RankSays, Request, Stand
-from elastic.control.ordering import refusal
-from elastic.control.plane import Want
-from elastic.control.seats import Cut, Inject
-from elastic.inject import Injection, Kind, Phase
+from elastic.control.control_messages import InjectRequest as Asked
+from elastic.control.control_messages import RankPhase, RankRequest, RankStatus
+from elastic.control.control_plane import NoticeKind
+from elastic.coordinator.desired_state import why_refused
+from elastic.fault_injection import FaultInjection, InjectionKind, InjectionPhase
+from elastic.supervisor import node_state
+from elastic.supervisor.node_state import InjectFault, PartitionNode
 from tests.support.control_table import Table
 
 
@@ -22,7 +22,7 @@ def table():
 
 
 def ask(table, injection):
-    assert refusal(table.desk, Asked(injection)) == ""
+    assert why_refused(table.desk, Asked(injection)) == ""
     table.desk.asked(Asked(injection), table.now)
     table.settle(4)
 
@@ -36,24 +36,26 @@ def heard(table):
 
 
 def hears(table, node, token):
-    return tidings.for_rank(node.seats, token, table.now)
+    return node_state.rank_desired(node.seats, token, table.now)
 
 
-@pytest.mark.parametrize("kind", [Kind.SIGKILL, Kind.SIGSTOP, Kind.NODE, Kind.PARTITION])
+@pytest.mark.parametrize(
+    "kind", [InjectionKind.SIGKILL, InjectionKind.SIGSTOP, InjectionKind.NODE, InjectionKind.PARTITION]
+)
 def test_what_is_to_happen_at_once_is_for_the_supervisor_of_that_rank(table, kind):
-    ask(table, Injection(kind=kind, rank=3, name="a"))
+    ask(table, FaultInjection(kind=kind, rank=3, name="a"))
     node = table.desk.formed.places[1]
     told = {one.name: one.injected for one in table.nodes.values() if one.injected}
-    assert told == {node: [Inject(Injection(kind=kind, node=node, local_rank=1, name="a"))]}
+    assert told == {node: [InjectFault(FaultInjection(kind=kind, node=node, local_rank=1, name="a"))]}
     assert not any(heard(table).values())
 
 
 @pytest.mark.parametrize(
     "injection",
     [
-        Injection(kind=Kind.SIGKILL, rank=3, step=30, name="a"),
-        Injection(kind=Kind.NODE, rank=3, phase=Phase.SAVE, name="a"),
-        Injection(kind=Kind.OOM, rank=3, name="a"),
+        FaultInjection(kind=InjectionKind.SIGKILL, rank=3, step=30, name="a"),
+        FaultInjection(kind=InjectionKind.NODE, rank=3, phase=InjectionPhase.SAVE, name="a"),
+        FaultInjection(kind=InjectionKind.OOM, rank=3, name="a"),
     ],
 )
 def test_what_waits_for_a_moment_is_told_to_all_ranks(table, injection):
@@ -63,7 +65,7 @@ def test_what_waits_for_a_moment_is_told_to_all_ranks(table, injection):
 
 
 def test_a_rank_that_is_started_anew_hears_of_it_too(table):
-    ask(table, Injection(kind=Kind.OOM, rank=0, step=30, name="a"))
+    ask(table, FaultInjection(kind=InjectionKind.OOM, rank=0, step=30, name="a"))
     table.lose_rank(0)
     table.settle(10)
     assert all(names == {"a"} for names in heard(table).values())
@@ -72,21 +74,24 @@ def test_a_rank_that_is_started_anew_hears_of_it_too(table):
 def test_a_rank_has_its_node_cut_off_once(table):
     node = table.nodes["n0"]
     token = next(iter(node.ranks))
-    request = Request(1, Want.RESTART, "a partition", cut_s=7.0)
+    request = RankRequest(1, NoticeKind.RESTART, "a partition", cut_s=7.0)
     for number in (100, 101):
-        node.seats.said(token, RankSays(number, Stand.INSIDE, 0, requests=(request,)), table.now)
-    assert [effect for effect in node.seats.effects_due() if isinstance(effect, Cut)] == [Cut(7.0)]
+        node.seats.said(token, RankStatus(number, RankPhase.INSIDE, 0, requests=(request,)), table.now)
+    assert [effect for effect in node.seats.effects_due() if isinstance(effect, PartitionNode)] == [PartitionNode(7.0)]
     assert {hears(table, node, token).cuts for token in node.ranks} == {1}
 
 
 @pytest.mark.parametrize(
     ("injection", "why"),
     [
-        (Injection(kind=Kind.OOM, rank=6), "rank=6: the job has 6 ranks now, 0 to 5"),
-        (Injection(kind=Kind.OOM, node="n7"), "there is no node n7: the job has n0, n1, n2"),
-        (Injection(kind=Kind.OOM, node="n0", local_rank=2), "local_rank=2: a node has 2 ranks here"),
+        (FaultInjection(kind=InjectionKind.OOM, rank=6), "rank=6: the job has 6 ranks now, 0 to 5"),
+        (FaultInjection(kind=InjectionKind.OOM, node="n7"), "there is no node n7: the job has n0, n1, n2"),
+        (FaultInjection(kind=InjectionKind.OOM, node="n0", local_rank=2), "local_rank=2: a node has 2 ranks here"),
     ],
 )
 def test_nobody_is_hit_by_mistake(table, injection, why):
-    assert refusal(table.desk, Asked(injection)) == why
-    assert refusal(Table(1).desk, Asked(Injection(kind=Kind.OOM, rank=0))) == "rank=0: the job has no ranks yet"
+    assert why_refused(table.desk, Asked(injection)) == why
+    assert (
+        why_refused(Table(1).desk, Asked(FaultInjection(kind=InjectionKind.OOM, rank=0)))
+        == "rank=0: the job has no ranks yet"
+    )

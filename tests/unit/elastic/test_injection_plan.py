@@ -8,42 +8,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
-from elastic.inject import Faults, Injection, Kind, Phase
-from elastic.inject.plan import NAN_PHASES, Place, checked
-from elastic.inject.reading import injection_of, plan_of
+from elastic.fault_injection import FaultInjection, FaultPlan, InjectionKind, InjectionPhase
+from elastic.fault_injection.fault_spec import (
+    NAN_PHASES,
+    RankLocation,
+    parse_injection,
+    parse_injections,
+    validated_injections,
+)
 
 placed = st.integers(0, 64)
-kinds = st.sampled_from([kind for kind in Kind if kind is not Kind.NAN])
+kinds = st.sampled_from([kind for kind in InjectionKind if kind is not InjectionKind.NAN])
 steps = st.builds(
-    Injection,
+    FaultInjection,
     kind=kinds,
     step=st.none() | placed,
-    phase=st.sampled_from([phase for phase in Phase if not phase.is_between]),
+    phase=st.sampled_from([phase for phase in InjectionPhase if not phase.is_between]),
     rank=placed,
     local_rank=st.none() | placed,
     after_s=st.none() | st.floats(0, 1e6),
 )
 
 
-def words_of(one: Injection) -> str:
+def words_of(one: FaultInjection) -> str:
     return " ".join(f"{name}={value}" for name, value in msgspec.to_builtins(one).items())
 
 
 @given(st.lists(steps, max_size=6))
 @settings(max_examples=30)
 def test_what_is_written_is_read(found):
-    plan = checked(tuple(found))
-    assert plan_of(Faults(0, plan).encode()) == plan
-    assert plan_of("; ".join(map(words_of, plan))) == plan
+    plan = validated_injections(tuple(found))
+    assert parse_injections(FaultPlan(0, plan).encode()) == plan
+    assert parse_injections("; ".join(map(words_of, plan))) == plan
 
 
 def test_a_plan_may_be_in_a_file(tmp_path):
-    faults = Faults().at(step=30, rank=8).sigkill().then(phase="recovery", rank=0).segfault()
+    faults = FaultPlan().at(step=30, rank=8).sigkill().then(phase="recovery", rank=0).segfault()
     (tmp_path / "plan").write_text(faults.encode())
-    assert plan_of(f"file:{tmp_path}/plan") == faults.injections
+    assert parse_injections(f"file:{tmp_path}/plan") == faults.injections
     assert [one.then for one in faults.injections] == [None, "0000"]
     with pytest.raises(PolicyError, match="cannot be read"):
-        plan_of(f"file:{tmp_path}/none")
+        parse_injections(f"file:{tmp_path}/none")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_a_plan_may_be_in_a_file(tmp_path):
 )
 def test_what_is_impossible_names_its_field(words, kind, field):
     with pytest.raises(PolicyError) as error:
-        injection_of(words.split(), kind)
+        parse_injection(words.split(), kind)
     assert field in str(error.value)
 
 
@@ -87,12 +92,15 @@ def test_what_is_impossible_names_its_field(words, kind, field):
 )
 def test_a_plan_is_whole_or_refused(text, what):
     with pytest.raises(PolicyError, match=what):
-        plan_of(text)
+        parse_injections(text)
 
 
 def test_it_is_meant_for_who_is_there_at_that_moment():
-    by_rank, by_node = Injection(kind=Kind.OOM, rank=8), Injection(kind=Kind.OOM, node="n1", local_rank=0)
-    places = [Place(0, "n0", 0), Place(8, "n0", 1), Place(16, "n1", 0), Place(8, "n1", 1)]
+    by_rank, by_node = (
+        FaultInjection(kind=InjectionKind.OOM, rank=8),
+        FaultInjection(kind=InjectionKind.OOM, node="n1", local_rank=0),
+    )
+    places = [RankLocation(0, "n0", 0), RankLocation(8, "n0", 1), RankLocation(16, "n1", 0), RankLocation(8, "n1", 1)]
     assert [by_rank.is_at(place) for place in places] == [False, True, False, True]
     assert [by_node.is_at(place) for place in places] == [False, False, True, False]
 
@@ -100,18 +108,21 @@ def test_it_is_meant_for_who_is_there_at_that_moment():
 @given(st.integers(0, 2**32), st.integers(0, 60), st.integers(1, 9))
 @settings(max_examples=30)
 def test_a_seed_gives_the_same_faults_and_they_can_all_happen(seed, count, ranks):
-    faults = Faults(seed).scattered(count, ranks=ranks, kinds=tuple(Kind), together=0.3)
-    assert faults.injections == Faults(seed).scattered(count, ranks=ranks, kinds=tuple(Kind), together=0.3).injections
+    faults = FaultPlan(seed).scattered(count, ranks=ranks, kinds=tuple(InjectionKind), together=0.3)
+    assert (
+        faults.injections
+        == FaultPlan(seed).scattered(count, ranks=ranks, kinds=tuple(InjectionKind), together=0.3).injections
+    )
     assert len(faults.injections) == count
-    assert plan_of(faults.encode()) == faults.injections
+    assert parse_injections(faults.encode()) == faults.injections
     in_steps = [one.step for one in faults.injections if one.step is not None]
     assert in_steps == sorted(set(in_steps))
     for one in faults.injections:
         assert one.rank in range(ranks)
         assert one.when.is_between == (one.step is None)
-        assert one.kind is not Kind.NAN or one.when in NAN_PHASES
+        assert one.kind is not InjectionKind.NAN or one.when in NAN_PHASES
 
 
 def test_scattering_without_a_phase_that_can_be_is_refused():
     with pytest.raises(PolicyError, match="phases: none of them is one for nan"):
-        Faults(1).scattered(1, ranks=1, kinds=[Kind.NAN], phases=[Phase.SAVE])
+        FaultPlan(1).scattered(1, ranks=1, kinds=[InjectionKind.NAN], phases=[InjectionPhase.SAVE])

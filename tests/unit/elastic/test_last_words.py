@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.kills import Kills
-from elastic.control.messages import Formed, NodeSays
-from elastic.control.plane import Progress
-from elastic.control.processes import told
-from elastic.control.wholeness import Wholeness
-from elastic.control.world_state import WorldState
+from elastic.control.child_processes import describe_exit
+from elastic.control.control_messages import NodeStatus, WorldSpec
+from elastic.control.control_plane import RankProgress
+from elastic.control.oom_detector import OomDetector
+from elastic.coordinator.node_reports import LastCommittedStep, WorldProgress
 
-WORLD = Formed(3, ("n0", "n8"), 0, "")
+WORLD = WorldSpec(3, ("n0", "n8"), 0, "")
 
 
 def says(*sealed, node="n0"):
-    steps = tuple(None if step is None else Progress(step + 1, step) for step in sealed)
-    return NodeSays(1, node, 1, len(sealed), formed=WORLD, steps=steps)
+    steps = tuple(None if step is None else RankProgress(step + 1, step) for step in sealed)
+    return NodeStatus(1, node, 1, len(sealed), formed=WORLD, steps=steps)
 
 
 def test_a_step_is_whole_when_all_ranks_of_a_world_have_sealed_it():
-    whole, state = Wholeness(), WorldState(WORLD)
+    whole, state = LastCommittedStep(), WorldProgress(WORLD)
     assert "no step" in str(whole)
 
     def said(report):
@@ -48,7 +47,7 @@ def test_a_kill_for_lack_of_memory_is_told_once(tmp_path, file, before, after):
     counted, machine = tmp_path / file, tmp_path / "vmstat"
     counted.write_text(before.format(2))
     machine.write_text("nr_free_pages 7\noom_kill 2\n")
-    kills = Kills(counted, machine)
+    kills = OomDetector(counted, machine)
     assert kills.since_asked() == ""
     counted.write_text(before.format(3))
     machine.write_text("nr_free_pages 7\noom_kill 3\n")
@@ -59,12 +58,12 @@ def test_a_kill_for_lack_of_memory_is_told_once(tmp_path, file, before, after):
 
 
 def test_where_nobody_counts_nothing_is_said(tmp_path):
-    kills = Kills(tmp_path / "absent", tmp_path / "absent")
+    kills = OomDetector(tmp_path / "absent", tmp_path / "absent")
     assert kills.since_asked() == ""
-    Kills().since_asked()  # whatever this machine counts, it can be read
+    OomDetector().since_asked()  # whatever this machine counts, it can be read
 
 
 def test_how_a_process_ended_is_said_in_words():
-    assert told(3) == "it ended with status 3"
-    assert told(-9) == "it was killed by signal 9 (SIGKILL)"
-    assert told(-63) == "it was killed by signal 63"
+    assert describe_exit(3) == "it ended with status 3"
+    assert describe_exit(-9) == "it was killed by signal 9 (SIGKILL)"
+    assert describe_exit(-63) == "it was killed by signal 63"

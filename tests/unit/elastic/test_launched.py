@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic.workers.launched import place_in
+from elastic.workers.launch_environment import assignment_from_environ
 
 
 def told(rank, size, local, **more):
@@ -18,7 +18,7 @@ def told(rank, size, local, **more):
 
 
 def nodes(environ):
-    place = place_in(environ)
+    place = assignment_from_environ(environ)
     return place.node_rank, place.node_count
 
 

@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from elastic.control.leadership import GROUP, UNKNOWN, Election, LeaderRecord, Write, is_url, leadership_at
+from elastic.control.leader_election import (
+    LEADER_RECORD_ENTRY_POINTS,
+    UNKNOWN_HOLDER,
+    LeaderElection,
+    LeaderRecord,
+    LeaderRecordWrite,
+    is_leader_url,
+    open_leader_record,
+)
 from elastic.errors import PolicyError
 from tests.support.examples import examples
 
@@ -30,7 +38,7 @@ class Store:
         self.record: LeaderRecord | None = None
         self._versions = itertools.count(1)
 
-    def write(self, write: Write) -> LeaderRecord | None:
+    def write(self, write: LeaderRecordWrite) -> LeaderRecord | None:
         if (self.record and self.record.version) != (write.over and write.over.version):
             return None
         self.record = replace(write.record, version=str(next(self._versions)))
@@ -41,10 +49,10 @@ class Store:
 class Player:
     """A candidate and the way between it and the store."""
 
-    election: Election
+    election: LeaderElection
     store: Store
     offset_s: float = 0.0
-    under_way: list[Write] = field(default_factory=list)
+    under_way: list[LeaderRecordWrite] = field(default_factory=list)
     """Sent, given up by the sender, and not there yet."""
 
     def turn(self, now: float, *, fate: str = "answered") -> None:
@@ -72,7 +80,7 @@ class Player:
 
 def player(store: Store, me: str, *, terms: Callable[[], int] | None = None, **more) -> Player:
     count = itertools.count(100)
-    return Player(Election(me, f"{me}:1", DURATION_S, terms or (lambda: next(count)), **more), store)
+    return Player(LeaderElection(me, f"{me}:1", DURATION_S, terms or (lambda: next(count)), **more), store)
 
 
 def lead(one: Player, now: float) -> float:
@@ -98,7 +106,7 @@ def test_a_record_that_is_made_anew_is_waited_for_as_if_somebody_held_it():
     one = player(store, "a")
     one.turn(0.0)
     one.turn(0.0)
-    assert store.record.holder == UNKNOWN
+    assert store.record.holder == UNKNOWN_HOLDER
     assert lead(one, 0.0) >= DURATION_S
 
 
@@ -179,7 +187,7 @@ def test_a_deleted_record_is_made_again_by_its_holder_at_once_and_by_others_only
     b.turn(now)
     b.turn(now)
     b.turn(now)
-    assert store.record.holder == UNKNOWN  # b was first
+    assert store.record.holder == UNKNOWN_HOLDER  # b was first
     acting = []
     for _ in range(40):
         a.turn(now)
@@ -247,9 +255,9 @@ def test_a_successor_of_one_that_is_known_to_have_ended_does_not_wait():
     ["nobody:///x", "file:///x?lease=soon", "file:///x?lease=0.1", "file:///x?held=3", "file://host/x", "file:///"],
 )
 def test_what_says_no_place_is_refused(url):
-    assert is_url(url)
+    assert is_leader_url(url)
     with pytest.raises(PolicyError):
-        leadership_at(url)
+        open_leader_record(url)
 
 
 def of_tests(parts, duration_s):
@@ -257,11 +265,14 @@ def of_tests(parts, duration_s):
 
 
 def test_another_package_brings_its_place_by_the_scheme_of_its_urls():
-    found = [EntryPoint("etcd", f"{__name__}:of_tests", GROUP), EntryPoint("broken", "no_such_package:place", GROUP)]
-    assert leadership_at("etcd://host/job?lease=4.5", found) == ("/job", 4.5)
+    found = [
+        EntryPoint("etcd", f"{__name__}:of_tests", LEADER_RECORD_ENTRY_POINTS),
+        EntryPoint("broken", "no_such_package:place", LEADER_RECORD_ENTRY_POINTS),
+    ]
+    assert open_leader_record("etcd://host/job?lease=4.5", found) == ("/job", 4.5)
     with pytest.raises(PolicyError, match="which knows broken://, cannot be loaded"):
-        leadership_at("broken://host/job", found)
-    assert "kubernetes" in {entry.name for entry in entry_points(group=GROUP)}
+        open_leader_record("broken://host/job", found)
+    assert "kubernetes" in {entry.name for entry in entry_points(group=LEADER_RECORD_ENTRY_POINTS)}
 
 
 NAMES = ("a", "b", "c")
@@ -278,7 +289,7 @@ class Elections(RuleBasedStateMachine):
         self.led: dict[int, str] = {}
 
     def new(self, name: str, offset_s: float) -> Player:
-        election = Election(f"{name}{next(self.lives)}", f"{name}:1", DURATION_S, lambda: int(self.now * 1000))
+        election = LeaderElection(f"{name}{next(self.lives)}", f"{name}:1", DURATION_S, lambda: int(self.now * 1000))
         return Player(election, self.store, offset_s)
 
     @rule(name=st.sampled_from(NAMES), fate=st.sampled_from(
@@ -323,7 +334,7 @@ class Elections(RuleBasedStateMachine):
         before = self.players[name]
         election = before.election
         self.players[name] = Player(
-            Election(election.me, election.address, DURATION_S, election.new_term), self.store, before.offset_s,
+            LeaderElection(election.me, election.address, DURATION_S, election.new_term), self.store, before.offset_s,
             before.under_way,
         )  # fmt: skip
 
@@ -369,16 +380,18 @@ def test_the_machine_finds_rules_that_are_broken(broken, monkeypatch):
     def taking(self, now):
         seen = self.seen
         if broken == "no wait for a new record" and seen is None:
-            return Write(LeaderRecord(self.me, self.new_term(), duration_s=self.duration_s), None)
+            return LeaderRecordWrite(LeaderRecord(self.me, self.new_term(), duration_s=self.duration_s), None)
         if broken == "no wait for a holder" and seen is not None:
-            return Write(LeaderRecord(self.me, seen.term + 1, self.address, seen.epoch, self.duration_s), seen)
+            return LeaderRecordWrite(
+                LeaderRecord(self.me, seen.term + 1, self.address, seen.epoch, self.duration_s), seen
+            )
         return real(self, now)
 
-    real = Election._taking
-    monkeypatch.setattr(Election, "_taking", taking)
+    real = LeaderElection._taking
+    monkeypatch.setattr(LeaderElection, "_taking", taking)
     if broken == "no margin in time":
-        monkeypatch.setattr(Election, "margin_s", property(lambda self: -5.0))
-        monkeypatch.setattr(Election, "next_at", lambda self, now: now)
+        monkeypatch.setattr(LeaderElection, "margin_s", property(lambda self: -5.0))
+        monkeypatch.setattr(LeaderElection, "next_at", lambda self, now: now)
 
     class Broken(Elections):
         pass

@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import lr_scheduler as torch_schedulers
 
+from elastic.batch_scaling.lr_rules import (
+    AdamSqrtLRRule,
+    ConstantLRRule,
+    LinearLRRule,
+    LRScale,
+    LRTable,
+    Rewarmup,
+    ScaledAdam,
+    SqrtLRRule,
+)
+from elastic.batch_scaling.lr_scaler import LRScaler
 from elastic.errors import PolicyError
-from elastic.rates.adam import AdamScaling
-from elastic.rates.ramp import Rewarm
-from elastic.rates.rules import AdamSqrt, Constant, Linear, Scale, Sqrt, Table
-from elastic.rates.stepping import ElasticRate
 
 STEPS = 20
 LRS = (0.1, 0.003)
@@ -76,7 +83,7 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](groups)
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
         made = {"global_batch": batch, "world_size": world, "rewarm": rewarm}
-        self.rate = None if rule is None else ElasticRate(self.optimizer, rule, **made)
+        self.rate = None if rule is None else LRScaler(self.optimizer, rule, **made)
         self.used = []
         self.record()
 
@@ -134,7 +141,7 @@ PAIRS = [*((o, s) for o in ("SGD", "AdamW") for s in SCHEDULERS), ("RMSprop", "S
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_constant_rule_changes_no_bit(optimizer, scheduler):
     plain = Run(optimizer, scheduler).train(0, STEPS)
-    ruled = Run(optimizer, scheduler, Constant(), rewarm=Rewarm(5, 0.0)).train(0, STEPS // 2)
+    ruled = Run(optimizer, scheduler, ConstantLRRule(), rewarm=Rewarmup(5, 0.0)).train(0, STEPS // 2)
     ruled.rate.resize(128, 24)
     ruled.rate.resize(512, 64)
     ruled.train(STEPS // 2, STEPS)
@@ -142,10 +149,12 @@ def test_a_constant_rule_changes_no_bit(optimizer, scheduler):
     assert same_bits(ruled, plain)
 
 
-@pytest.mark.parametrize("rule", [Linear(128), Sqrt(128), AdamSqrt(128), Table({4: 3e-4, 24: 9e-4}, 3e-4)])
+@pytest.mark.parametrize(
+    "rule", [LinearLRRule(128), SqrtLRRule(128), AdamSqrtLRRule(128), LRTable({4: 3e-4, 24: 9e-4}, 3e-4)]
+)
 def test_no_rule_changes_a_bit_while_the_batch_stays(rule):
     plain = Run("AdamW", "OneCycleLR").train(0, STEPS)
-    ruled = Run("AdamW", "OneCycleLR", rule, rewarm=Rewarm(5, 0.0)).train(0, STEPS // 2)
+    ruled = Run("AdamW", "OneCycleLR", rule, rewarm=Rewarmup(5, 0.0)).train(0, STEPS // 2)
     ruled.rate.resize(128, 16)
     ruled.train(STEPS // 2, STEPS)
     assert ruled.used == plain.used
@@ -156,7 +165,7 @@ def test_no_rule_changes_a_bit_while_the_batch_stays(rule):
 def test_a_factor_is_of_the_schedules_own_value_in_every_step(optimizer, scheduler):
     """Also where the schedule makes each value out of the one before: nothing is multiplied twice."""
     plain = Run(optimizer, scheduler).train(0, STEPS)
-    ruled = Run(optimizer, scheduler, Sqrt(128), batch=384).train(0, STEPS)
+    ruled = Run(optimizer, scheduler, SqrtLRRule(128), batch=384).train(0, STEPS)
     by = math.sqrt(3)
     assert ruled.lrs == [[lr * by for lr in lrs] for lrs in plain.lrs]
     shown = [[group["lr"] for group in run.optimizer.param_groups] for run in (plain, ruled)]
@@ -166,7 +175,7 @@ def test_a_factor_is_of_the_schedules_own_value_in_every_step(optimizer, schedul
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_change_is_warmed_up_to(scheduler):
     plain = Run("SGD", scheduler).train(0, STEPS)
-    ruled = Run("SGD", scheduler, Linear(128), rewarm=Rewarm(3)).train(0, 8)
+    ruled = Run("SGD", scheduler, LinearLRRule(128), rewarm=Rewarmup(3)).train(0, 8)
     ruled.rate.resize(256, 16)
     ruled.train(8, 16)
     ruled.rate.resize(64, 4)
@@ -178,13 +187,13 @@ def test_a_change_is_warmed_up_to(scheduler):
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_restored_run_uses_the_same_rates_and_gets_the_same_weights(optimizer, scheduler):
-    made = (optimizer, scheduler, Sqrt(128))
-    whole = Run(*made, rewarm=Rewarm(6)).train(0, 5)
+    made = (optimizer, scheduler, SqrtLRRule(128))
+    whole = Run(*made, rewarm=Rewarmup(6)).train(0, 5)
     whole.rate.resize(288, 8)
     whole.train(5, 8)
     saved = whole.state()
     whole.train(8, STEPS)
-    again = Run(*made, batch=288, rewarm=Rewarm(6)).load(saved).train(8, STEPS)
+    again = Run(*made, batch=288, rewarm=Rewarmup(6)).load(saved).train(8, STEPS)
     assert again.used == whole.used[8:]
     assert same_bits(again, whole)
 
@@ -195,7 +204,7 @@ def test_a_restored_run_uses_the_same_rates_and_gets_the_same_weights(optimizer,
     st.lists(st.tuples(st.integers(0, STEPS), st.sampled_from([64, 128, 200, 512])), max_size=3),
     st.integers(0, STEPS),
     st.permutations(["model", "optimizer", "scheduler", "rate"]),
-    st.builds(Rewarm, st.integers(0, 9), st.none() | st.sampled_from([0.0, 0.3, 1.0])),
+    st.builds(Rewarmup, st.integers(0, 9), st.none() | st.sampled_from([0.0, 0.3, 1.0])),
 )
 def test_wherever_it_is_cut_and_in_whatever_order_it_is_loaded(scheduler, resizes, cut, order, rewarm):
     def train(run, first, last):
@@ -206,11 +215,11 @@ def test_wherever_it_is_cut_and_in_whatever_order_it_is_loaded(scheduler, resize
             run.step(number)
 
     batch = ([128] + [batch for at, batch in sorted(resizes, key=lambda resize: resize[0]) if at < cut])[-1]
-    whole = Run("SGD", scheduler, Linear(128), rewarm=rewarm)
+    whole = Run("SGD", scheduler, LinearLRRule(128), rewarm=rewarm)
     train(whole, 0, cut)
     saved = whole.state()
     train(whole, cut, STEPS)
-    again = Run("SGD", scheduler, Linear(128), batch=batch, rewarm=rewarm)
+    again = Run("SGD", scheduler, LinearLRRule(128), batch=batch, rewarm=rewarm)
     again.load(json_of_rate(saved), order)
     train(again, cut, STEPS)
     assert again.used == whole.used[cut:]
@@ -223,18 +232,18 @@ def json_of_rate(state):
 
 def test_restored_in_another_world_it_warms_up_from_where_it_was():
     """Nobody has to say that something changed: the new process was made for another batch than the state."""
-    old = Run(rule=Linear(128), batch=128).train(0, 4)
-    new = Run(rule=Linear(128), batch=256, world=16, rewarm=Rewarm(1)).load(old.state()).train(4, 7)
+    old = Run(rule=LinearLRRule(128), batch=128).train(0, 4)
+    new = Run(rule=LinearLRRule(128), batch=256, world=16, rewarm=Rewarmup(1)).load(old.state()).train(4, 7)
     assert new.lrs == [[lr * by for lr in LRS] for by in (1.5, 2.0, 2.0)]
 
 
 def test_made_for_a_batch_it_does_not_warm_up_to_it():
-    run = Run(rule=Linear(128), batch=256, rewarm=Rewarm(5, 0.0)).train(0, 1)
+    run = Run(rule=LinearLRRule(128), batch=256, rewarm=Rewarmup(5, 0.0)).train(0, 1)
     assert run.lrs == [[lr * 2 for lr in LRS]]
 
 
 def test_a_table_follows_the_world():
-    run = Run(rule=Table({8: 0.1, 16: 0.2}, base=0.1)).train(0, 1)
+    run = Run(rule=LRTable({8: 0.1, 16: 0.2}, base=0.1)).train(0, 1)
     run.rate.resize(128, 16)
     run.train(1, 2)
     run.rate.resize(128, 12)
@@ -244,8 +253,8 @@ def test_a_table_follows_the_world():
 
 def test_adam_for_another_batch_is_the_adam_of_the_rule():
     """Bit for bit the optimizer that is made with the numbers the rule gives."""
-    scaled = AdamScaling(LRS[0], 0.9, 0.95, 1e-8).at(4)
-    run = Run("AdamW", rule=AdamSqrt(128), batch=512)
+    scaled = ScaledAdam(LRS[0], 0.9, 0.95, 1e-8).at(4)
+    run = Run("AdamW", rule=AdamSqrtLRRule(128), batch=512)
     own = Run("AdamW")
     own.optimizer = torch.optim.AdamW(
         [{"params": part.parameters(), "lr": lr * 2} for part, lr in zip(own.model, LRS, strict=True)],
@@ -261,7 +270,7 @@ def test_adam_for_another_batch_is_the_adam_of_the_rule():
 
 
 def test_rmsprop_has_one_average():
-    run = Run("RMSprop", rule=AdamSqrt(128), batch=512).train(0, 1)
+    run = Run("RMSprop", rule=AdamSqrtLRRule(128), batch=512).train(0, 1)
     assert run.used[0][0]["alpha"] == pytest.approx(0.96)
     assert run.used[0][0]["eps"] == 5e-9
     assert run.optimizer.param_groups[0]["alpha"] == 0.99
@@ -269,32 +278,32 @@ def test_rmsprop_has_one_average():
 
 def test_betas_that_a_schedule_changes_are_scaled_as_they_are():
     plain = Run("AdamW", "OneCycleLR").train(0, STEPS)
-    run = Run("AdamW", "OneCycleLR", AdamSqrt(128), batch=256).train(0, STEPS)
+    run = Run("AdamW", "OneCycleLR", AdamSqrtLRRule(128), batch=256).train(0, STEPS)
     for before, after in zip(plain.used, run.used, strict=True):
-        expected = AdamScaling(before[0]["lr"], *before[0]["betas"], before[0]["eps"]).at(2)
+        expected = ScaledAdam(before[0]["lr"], *before[0]["betas"], before[0]["eps"]).at(2)
         assert after[0]["betas"] == (expected.beta1, expected.beta2)
 
 
 def test_a_batch_too_large_for_a_beta_is_refused_and_changes_nothing():
-    run = Run("AdamW", rule=AdamSqrt(128))
+    run = Run("AdamW", rule=AdamSqrtLRRule(128))
     with pytest.raises(PolicyError, match=r"beta1 is 0.9.* up to 10 times"):
         run.rate.resize(128 * 11, 8)
     run.train(0, 1)
     assert run.lrs == [list(LRS)]
     with pytest.raises(PolicyError, match="beta1"):
-        Run("AdamW", rule=AdamSqrt(128), batch=128 * 11)
+        Run("AdamW", rule=AdamSqrtLRRule(128), batch=128 * 11)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD, torch.optim.Adagrad])
 def test_an_optimizer_without_betas_cannot_be_scaled_like_adam(kind):
     optimizer = kind([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(PolicyError, match="AdamSqrt scales betas and eps"):
-        ElasticRate(optimizer, AdamSqrt(128), global_batch=256, world_size=8)
+    with pytest.raises(PolicyError, match="AdamSqrtLRRule scales betas and eps"):
+        LRScaler(optimizer, AdamSqrtLRRule(128), global_batch=256, world_size=8)
 
 
 class Broken:
     def scale(self, global_batch, world_size):
-        return Scale(math.nan)
+        return LRScale(math.nan)
 
 
 def test_a_rule_that_gives_no_number_is_refused():
@@ -303,7 +312,7 @@ def test_a_rule_that_gives_no_number_is_refused():
 
 
 def test_what_the_next_step_uses_can_be_asked():
-    run = Run(rule=Linear(128), batch=256)
+    run = Run(rule=LinearLRRule(128), batch=256)
     assert run.rate.learning_rates == [lr * 2 for lr in LRS]
     assert run.rate.factor == 2
     run.train(0, 1)
@@ -311,12 +320,12 @@ def test_what_the_next_step_uses_can_be_asked():
 
 
 def test_one_rule_for_an_optimizer():
-    run = Run(rule=Linear(128))
-    with pytest.raises(PolicyError, match="close the other ElasticRate first"):
-        ElasticRate(run.optimizer, Constant(), global_batch=128, world_size=8)
+    run = Run(rule=LinearLRRule(128))
+    with pytest.raises(PolicyError, match="close the other LRScaler first"):
+        LRScaler(run.optimizer, ConstantLRRule(), global_batch=128, world_size=8)
     run.rate.close()
     run.rate.close()
-    with ElasticRate(run.optimizer, Linear(128), global_batch=256, world_size=8):
+    with LRScaler(run.optimizer, LinearLRRule(128), global_batch=256, world_size=8):
         run.record()
         run.train(0, 1)
     run.train(1, 2)
@@ -329,7 +338,7 @@ def test_a_learning_rate_in_a_tensor_stays_that_tensor():
     lr = torch.tensor(0.1, dtype=torch.float64)
     optimizer = torch.optim.Adam([weight], lr=lr, foreach=False, capturable=False)
     scheduler = torch_schedulers.ExponentialLR(optimizer, 0.5)
-    rate = ElasticRate(optimizer, Linear(128), global_batch=384, world_size=8)
+    rate = LRScaler(optimizer, LinearLRRule(128), global_batch=384, world_size=8)
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.append((o.param_groups[0]["lr"], float(lr))))
     for plain in (0.1, 0.05, 0.025):
@@ -351,7 +360,7 @@ def test_a_step_that_fails_leaves_nothing_behind():
     def closure():
         raise OutOfMemory
 
-    run = Run(rule=Linear(128), batch=256, rewarm=Rewarm(2))
+    run = Run(rule=LinearLRRule(128), batch=256, rewarm=Rewarmup(2))
     run.rate.resize(512, 8)
     expected = run.rate.learning_rates
     with pytest.raises(OutOfMemory):
@@ -372,7 +381,7 @@ def test_a_failed_step_does_not_spoil_what_is_loaded_after_it():
     def closure():
         raise OutOfMemory
 
-    run = Run(rule=Linear(128), batch=256)
+    run = Run(rule=LinearLRRule(128), batch=256)
     saved = copy.deepcopy(run.optimizer.state_dict())
     for group in saved["param_groups"]:
         group["lr"] = 0.5
@@ -389,7 +398,7 @@ def test_after_a_failed_step_a_batch_is_judged_by_the_optimizers_own_betas():
     def closure():
         raise OutOfMemory
 
-    run = Run("AdamW", rule=AdamSqrt(128), batch=512)
+    run = Run("AdamW", rule=AdamSqrtLRRule(128), batch=512)
     with pytest.raises(OutOfMemory):
         run.optimizer.step(closure)
     run.rate.resize(384, 8)
@@ -404,7 +413,7 @@ class Overriding(torch.optim.SGD):
 def test_a_step_that_calls_the_one_it_overrides_is_one_step():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = Overriding([weight], lr=1.0)
-    rate = ElasticRate(optimizer, Linear(1), global_batch=1, world_size=1, rewarm=Rewarm(3))
+    rate = LRScaler(optimizer, LinearLRRule(1), global_batch=1, world_size=1, rewarm=Rewarmup(3))
     rate.resize(5, 1)
     for expected in (2.0, 3.0, 4.0, 5.0, 5.0):
         weight.grad = torch.ones(1)
@@ -418,7 +427,7 @@ def test_a_scheduler_that_is_a_hook_itself_sees_its_own_rate():
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scheduler = torch_schedulers.ExponentialLR(optimizer, 0.5)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    ElasticRate(optimizer, Linear(1), global_batch=3, world_size=1)
+    LRScaler(optimizer, LinearLRRule(1), global_batch=3, world_size=1)
     for expected in (3.0, 1.5, 0.75):
         weight.grad = torch.ones(1)
         before = weight.item()
@@ -428,12 +437,12 @@ def test_a_scheduler_that_is_a_hook_itself_sees_its_own_rate():
 
 def test_torch_making_an_optimizers_state_is_no_step():
     """``torch.distributed.checkpoint`` does that by a step with a learning rate of 0, before it loads."""
-    old = Run("AdamW", rule=Linear(128), rewarm=Rewarm(3)).train(0, 2)
+    old = Run("AdamW", rule=LinearLRRule(128), rewarm=Rewarmup(3)).train(0, 2)
     old.rate.resize(256, 8)
     old.train(2, 3)
     saved = old.rate.state_dict()
     weights = get_optimizer_state_dict(old.model, old.optimizer)
-    new = Run("AdamW", rule=Linear(128), batch=256, rewarm=Rewarm(3))
+    new = Run("AdamW", rule=LinearLRRule(128), batch=256, rewarm=Rewarmup(3))
     new.rate.load_state_dict(saved)
     set_optimizer_state_dict(new.model, new.optimizer, weights)
     assert new.rate.state_dict() == saved
@@ -442,11 +451,11 @@ def test_torch_making_an_optimizers_state_is_no_step():
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_state_goes_through_a_distributed_checkpoint(tmp_path):
-    old = Run(rule=Sqrt(128), rewarm=Rewarm(4)).train(0, 1)
+    old = Run(rule=SqrtLRRule(128), rewarm=Rewarmup(4)).train(0, 1)
     old.rate.resize(512, 8)
     old.train(1, 3)
     dcp.save({"rate": old.rate}, checkpoint_id=tmp_path, no_dist=True)
-    new = Run(rule=Sqrt(128), batch=512, rewarm=Rewarm(4))
+    new = Run(rule=SqrtLRRule(128), batch=512, rewarm=Rewarmup(4))
     dcp.load({"rate": new.rate}, checkpoint_id=tmp_path, no_dist=True)
     assert new.rate.state_dict() == old.rate.state_dict()
     assert new.rate.factor == 1.6
@@ -456,7 +465,7 @@ def test_steps_that_a_scaler_skips_are_not_counted():
     """A schedule does not go on when a step was skipped for gradients that are not finite; nor does a way up."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    rate = ElasticRate(optimizer, Linear(1), global_batch=1, world_size=1, rewarm=Rewarm(3))
+    rate = LRScaler(optimizer, LinearLRRule(1), global_batch=1, world_size=1, rewarm=Rewarmup(3))
     rate.resize(5, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     for grad, expected in ((math.inf, 2.0), (1.0, 3.0), (math.nan, 3.0), (1.0, 4.0)):
@@ -468,7 +477,7 @@ def test_steps_that_a_scaler_skips_are_not_counted():
 
 
 def test_groups_that_are_added_later_are_scaled_too():
-    run = Run(rule=Linear(128), batch=256).train(0, 1)
+    run = Run(rule=LinearLRRule(128), batch=256).train(0, 1)
     extra = torch.nn.Parameter(torch.ones(1))
     run.optimizer.add_param_group({"params": [extra], "lr": 0.5})
     extra.grad = torch.ones(1)

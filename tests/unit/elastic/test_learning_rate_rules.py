@@ -12,10 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.batch_scaling.lr_rules import (
+    AdamSqrtLRRule,
+    ConstantLRRule,
+    LinearLRRule,
+    LRScale,
+    LRTable,
+    Rewarmup,
+    ScaledAdam,
+    SqrtLRRule,
+    WarmupRamp,
+    lr_factor,
+)
 from elastic.errors import PolicyError
-from elastic.rates.adam import AdamScaling
-from elastic.rates.ramp import Ramp, Rewarm
-from elastic.rates.rules import AdamSqrt, Constant, Linear, Scale, Sqrt, Table, factor
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hyperpod-recipes"
 
@@ -33,7 +42,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "hyperpod-recipes"
     ],
 )
 def test_factors(law, base, new, expected):
-    assert factor(law, base, new) == expected
+    assert lr_factor(law, base, new) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,25 +57,25 @@ def test_factors(law, base, new, expected):
 )
 def test_factors_that_are_none(asked, named):
     with pytest.raises(PolicyError) as wrong:
-        factor(*asked)
+        lr_factor(*asked)
     assert named in str(wrong.value)
 
 
 def test_rules():
-    assert Constant().scale(512, 64) == Scale(1.0, 1.0)
-    assert Linear(128).scale(512, 64) == Scale(4.0, 1.0)
-    assert Sqrt(128).scale(512, 64) == Scale(2.0, 1.0)
-    assert AdamSqrt(128).scale(512, 64) == Scale(2.0, 4.0)
+    assert ConstantLRRule().scale(512, 64) == LRScale(1.0, 1.0)
+    assert LinearLRRule(128).scale(512, 64) == LRScale(4.0, 1.0)
+    assert SqrtLRRule(128).scale(512, 64) == LRScale(2.0, 1.0)
+    assert AdamSqrtLRRule(128).scale(512, 64) == LRScale(2.0, 4.0)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5))
 def test_at_its_own_batch_no_rule_does_anything(batch, world):
-    for rule in (Constant(), Linear(batch), Sqrt(batch), AdamSqrt(batch)):
-        assert rule.scale(batch, world) == Scale(1.0, 1.0)
+    for rule in (ConstantLRRule(), LinearLRRule(batch), SqrtLRRule(batch), AdamSqrtLRRule(batch)):
+        assert rule.scale(batch, world) == LRScale(1.0, 1.0)
 
 
 def test_sizes_of_a_table_hold_until_the_next():
-    table = Table({8: 1e-4, 64: 4e-4}, base=2e-4)
+    table = LRTable({8: 1e-4, 64: 4e-4}, base=2e-4)
     assert [table.scale(128, world).lr for world in (8, 63, 64, 512)] == [0.5, 0.5, 2.0, 2.0]
     with pytest.raises(PolicyError, match="nothing about a world_size of 7: the smallest is 8"):
         table.scale(128, 7)
@@ -85,26 +94,26 @@ def test_sizes_of_a_table_hold_until_the_next():
 )
 def test_tables_that_are_none(rates, base, named):
     with pytest.raises(PolicyError) as wrong:
-        Table(rates, base)
+        LRTable(rates, base)
     assert named in str(wrong.value)
 
 
 def test_a_recipe_is_a_table():
     """None of those that are published changes the learning rate, so nor does the table of one."""
-    table = Table.of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004)
+    table = LRTable.of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004)
     assert table.rates == dict.fromkeys((8, 16, 24, 32, 48, 64, 128), 0.0004)
     assert [table.scale(128, world).lr for world in (8, 40, 128)] == [1.0, 1.0, 1.0]
-    assert list(Table.of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
+    assert list(LRTable.of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
 
 
 def test_a_recipe_without_a_learning_rate_is_no_table():
     args = {"train_batch_size": 128}
     with pytest.raises(PolicyError, match=r"scale_config\.2 and the recipe state no learning_rate"):
-        Table.of_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)
+        LRTable.of_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)
 
 
 def test_adam_for_four_times_the_batch():
-    scaled = AdamScaling(1e-3).at(4)
+    scaled = ScaledAdam(1e-3).at(4)
     assert scaled.lr == 2e-3
     assert scaled.beta1 == pytest.approx(0.6, abs=1e-15)
     assert scaled.beta2 == pytest.approx(0.996, abs=1e-15)
@@ -112,7 +121,7 @@ def test_adam_for_four_times_the_batch():
 
 
 def test_adam_for_the_same_batch_is_the_same_adam():
-    adam = AdamScaling(3e-4, 0.1, 0.95, 1e-8)
+    adam = ScaledAdam(3e-4, 0.1, 0.95, 1e-8)
     assert 1 - (1 - 0.1) != 0.1
     assert adam.at(1) == adam
     assert adam.at(1.0) == adam
@@ -121,7 +130,7 @@ def test_adam_for_the_same_batch_is_the_same_adam():
 @given(st.floats(1e-6, 1.0), st.floats(0, 0.9999), st.floats(0, 0.99999), st.floats(1e-12, 1e-3), st.floats(0.01, 100))
 def test_adam_forgets_as_much_for_each_sample(lr, beta1, beta2, eps, kappa):
     """The rule's invariants: what is averaged over, in samples, and the signal and noise of an update stay."""
-    adam = AdamScaling(lr, beta1, beta2, eps)
+    adam = ScaledAdam(lr, beta1, beta2, eps)
     if 1 - kappa * (1 - min(beta1, beta2)) < 0:
         with pytest.raises(PolicyError):
             adam.at(kappa)
@@ -140,21 +149,21 @@ def test_adam_forgets_as_much_for_each_sample(lr, beta1, beta2, eps, kappa):
 @pytest.mark.parametrize(("beta1", "beta2", "named"), [(0.9, 0.999, "beta1 is 0.9"), (0.99, 0.95, "beta2 is 0.95")])
 def test_a_batch_too_large_for_a_beta_is_named_with_its_limit(beta1, beta2, named):
     with pytest.raises(PolicyError) as wrong:
-        AdamScaling(1e-3, beta1, beta2).at(32)
+        ScaledAdam(1e-3, beta1, beta2).at(32)
     assert named in str(wrong.value)
     assert f"up to {10 if beta1 == 0.9 else 20} times" in str(wrong.value)
 
 
 def test_a_batch_just_small_enough_for_a_beta():
-    assert AdamScaling(1e-3, 0.9).at(10).beta1 == pytest.approx(0, abs=1e-12)
+    assert ScaledAdam(1e-3, 0.9).at(10).beta1 == pytest.approx(0, abs=1e-12)
     assert 1 - 20 * (1 - 0.95) < 0
-    assert AdamScaling(1e-3, 0.95).at(20).beta1 == 0
+    assert ScaledAdam(1e-3, 0.95).at(20).beta1 == 0
 
 
 @pytest.mark.parametrize("kappa", [0, -1, math.nan, math.inf])
 def test_no_batch_is_so_many_times_another(kappa):
     with pytest.raises(PolicyError, match="kappa is"):
-        AdamScaling(1e-3).at(kappa)
+        ScaledAdam(1e-3).at(kappa)
 
 
 def factors(ramp, count):
@@ -166,31 +175,31 @@ def factors(ramp, count):
 
 
 def test_up_in_equal_steps_and_then_exactly_there():
-    ramp = Ramp(1.0).to(2.0, Rewarm(steps=3))
+    ramp = WarmupRamp(1.0).to(2.0, Rewarmup(steps=3))
     assert factors(ramp, 6) == [1.25, 1.5, 1.75, 2.0, 2.0, 2.0]
 
 
 def test_down_at_once():
     """A learning rate for more samples than there are is never gone on with."""
-    assert factors(Ramp(2.0).to(1.0, Rewarm(steps=3)), 2) == [1.0, 1.0]
+    assert factors(WarmupRamp(2.0).to(1.0, Rewarmup(steps=3)), 2) == [1.0, 1.0]
 
 
 def test_from_a_part_of_the_new_one():
-    assert factors(Ramp(2.0).to(1.0, Rewarm(steps=3, start=0.0)), 4) == [0.25, 0.5, 0.75, 1.0]
-    assert factors(Ramp(1.0).to(2.0, Rewarm(steps=1, start=0.5)), 3) == [1.5, 2.0, 2.0]
-    assert Ramp(1.0).to(2.0, Rewarm(steps=9, start=1.0)).rising is False
+    assert factors(WarmupRamp(2.0).to(1.0, Rewarmup(steps=3, start=0.0)), 4) == [0.25, 0.5, 0.75, 1.0]
+    assert factors(WarmupRamp(1.0).to(2.0, Rewarmup(steps=1, start=0.5)), 3) == [1.5, 2.0, 2.0]
+    assert WarmupRamp(1.0).to(2.0, Rewarmup(steps=9, start=1.0)).rising is False
 
 
 def test_a_change_on_the_way_up_goes_on_from_there():
-    ramp = Ramp(1.0).to(2.0, Rewarm(steps=3)).next()
+    ramp = WarmupRamp(1.0).to(2.0, Rewarmup(steps=3)).next()
     assert ramp.factor == 1.5
-    assert factors(ramp.to(4.0, Rewarm(steps=1)), 3) == [2.75, 4.0, 4.0]
-    assert factors(ramp.to(1.25, Rewarm(steps=1)), 2) == [1.25, 1.25]
+    assert factors(ramp.to(4.0, Rewarmup(steps=1)), 3) == [2.75, 4.0, 4.0]
+    assert factors(ramp.to(1.25, Rewarmup(steps=1)), 2) == [1.25, 1.25]
 
 
 def test_no_change_is_no_new_ramp():
-    ramp = Ramp(1.0).to(2.0, Rewarm(steps=3)).next()
-    assert ramp.to(2.0, Rewarm(steps=50)) is ramp
+    ramp = WarmupRamp(1.0).to(2.0, Rewarmup(steps=3)).next()
+    assert ramp.to(2.0, Rewarmup(steps=50)) is ramp
 
 
 @given(
@@ -201,29 +210,29 @@ def test_no_change_is_no_new_ramp():
     st.integers(0, 25),
 )
 def test_on_the_way_up_it_only_rises_and_survives_json(old, new, steps, start, done):
-    ramp = Ramp(old).to(new, Rewarm(steps, start))
+    ramp = WarmupRamp(old).to(new, Rewarmup(steps, start))
     way = factors(ramp, steps + 2)
     assert way == sorted(way)
     assert way[-2:] == [new, new]
     for _ in range(done):
         ramp = ramp.next()
-    again = Ramp.of_state(json.loads(json.dumps(ramp.as_state())))
+    again = WarmupRamp.of_state(json.loads(json.dumps(ramp.as_state())))
     assert factors(again, 30) == factors(ramp, 30)
 
 
 @pytest.mark.parametrize("state", [{}, {"target": 1.0}, {"target": None, "start": 1, "steps": 0, "done": 0}])
 def test_a_state_that_is_none(state):
     with pytest.raises(PolicyError, match="no state of a learning rate rule"):
-        Ramp.of_state(state)
+        WarmupRamp.of_state(state)
 
 
 @pytest.mark.parametrize("asked", [{"steps": -1}, {"steps": 1.5}, {"steps": 1, "start": 1.5}, {"start": math.nan}])
 def test_a_rewarming_that_is_none(asked):
     with pytest.raises(PolicyError, match="rewarm"):
-        Rewarm(**asked)
+        Rewarmup(**asked)
 
 
 def test_rules_and_plans_need_no_torch():
-    code = "import sys, elastic.rates.rules, elastic.rates.adam, elastic.rates.ramp, elastic.batch.command\n"
+    code = "import sys; import elastic.batch_scaling.lr_rules; import elastic.cli.plan\n"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic.control.plane import Notice, Want
+from elastic.control.control_plane import ControlNotice, NoticeKind
 from elastic.workers.leave_deadline import LeaveDeadline
 from tests.support.control_table import Table
 from tests.support.planes import PATIENCE_S
@@ -34,8 +34,8 @@ def deadline(plane, ended):
     one.left()
 
 
-def broken(epoch: int, deadline_s: float | None) -> Notice:
-    return Notice(epoch, Want.RESTART, "rank 1 was lost", deadline_s)
+def broken(epoch: int, deadline_s: float | None) -> ControlNotice:
+    return ControlNotice(epoch, NoticeKind.RESTART, "rank 1 was lost", deadline_s)
 
 
 def threads() -> list[threading.Thread]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.messages import Over
-from elastic.control.recording import Recorder
+from elastic.control.control_messages import ExitReason
+from elastic.coordinator.job_status import WorldEventRecorder
 from tests.support.control_table import Table
 from tests.unit.elastic.test_ledger_of_a_rank import Written
-from tieredckpt.ledger.events import Began, Ended, Fault, Notice, WorldFormed
+from tieredckpt.event_log.event_types import FaultEvent, ProcessBegan, ProcessEnded, StopRequested, WorldFormed
 
 
 @pytest.fixture
@@ -19,24 +19,24 @@ def table():
 
 def told(table):
     table.written = Written()
-    table.recorder = Recorder(table.written, "job", again=False, wall=lambda: 1000.0 + table.now)
+    table.recorder = WorldEventRecorder(table.written, "job", again=False, wall=lambda: 1000.0 + table.now)
     table.desk._witness = table.recorder.saw
     table.settle(30)
     assert [(one.how, one.ranks) for one in table.written.of(WorldFormed)] == [("start", 3 * table.nproc)]
-    assert table.written.of(Fault) == []
+    assert table.written.of(FaultEvent) == []
     table.written.events.clear()
     return table
 
 
 def faults(table):
-    return [(one.kind, one.epoch) for one in table.written.of(Fault)]
+    return [(one.kind, one.epoch) for one in table.written.of(FaultEvent)]
 
 
 def test_a_rank_that_is_lost(table):
     table.lose_rank(1)
     table.settle(30)
     assert faults(table) == [("process", 0)]
-    (fault,) = table.written.of(Fault)
+    (fault,) = table.written.of(FaultEvent)
     assert (fault.node, fault.reason) == ("n1", "it was killed")
     assert [(one.epoch, one.how) for one in table.written.of(WorldFormed)] == [(1, "respawn")]
 
@@ -46,7 +46,7 @@ def test_a_node_that_is_lost_was_last_heard_of_before(table):
     table.lose_node(2)
     table.settle(100)
     assert faults(table) == [("node", 0)]
-    (fault,) = table.written.of(Fault)
+    (fault,) = table.written.of(FaultEvent)
     assert fault.since == pytest.approx(lost_at)
     assert fault.at > fault.since
     assert [(one.how, len(one.nodes)) for one in table.written.of(WorldFormed)] == [("shrink", 2)]
@@ -63,7 +63,7 @@ def test_a_resize_is_no_fault(table):
     table.resize(2)
     table.settle(30)
     assert faults(table) == []
-    (notice,) = table.written.of(Notice)
+    (notice,) = table.written.of(StopRequested)
     assert (notice.want, notice.by, notice.epoch) == ("resize", "person", 0)
     assert notice.deadline_s > 0
     assert [one.how for one in table.written.of(WorldFormed)] == ["shrink"]
@@ -76,7 +76,7 @@ def test_a_rank_that_does_not_stop_is_late(table):
         for node in list(table.nodes.values()):
             table._exchange(node)
         table.wait(5.0)
-        if table.written.of(Fault):
+        if table.written.of(FaultEvent):
             break
     assert {kind for kind, _ in faults(table)} == {"late"}
 
@@ -86,18 +86,18 @@ def test_two_ranks_of_a_node_one_after_the_other(table):
     table.settle(1)
     table.lose_rank(0)
     table.settle(60)
-    assert len(faults(table)) == len({(one.at, one.local_rank, one.epoch) for one in table.written.of(Fault)}) <= 2
+    assert len(faults(table)) == len({(one.at, one.local_rank, one.epoch) for one in table.written.of(FaultEvent)}) <= 2
     assert faults(table)[0] == ("process", 0)
 
 
 def test_how_it_ended(table):
-    table.recorder.ended(Over.GAVE_UP, "too many faults")
-    (ended,) = table.written.of(Ended)
+    table.recorder.ended(ExitReason.GAVE_UP, "too many faults")
+    (ended,) = table.written.of(ProcessEnded)
     assert (ended.who, ended.how, ended.words) == ("coordinator", "gave up", "too many faults")
 
 
 def test_a_coordinator_that_starts_again_says_so():
     written = Written()
-    Recorder(written, "job", again=True)
-    (began,) = written.of(Began)
+    WorldEventRecorder(written, "job", again=True)
+    (began,) = written.of(ProcessBegan)
     assert began.again

@@ -8,10 +8,10 @@ import pickle
 import pytest
 import torch
 
-from elastic.control.testing import MemoryPlane
-from elastic.errors import GaveUpError, NonFiniteLossError, PolicyError
-from elastic.workers.loop import End, Policy, run
-from elastic.workers.losses import Losses
+from elastic.errors import JobFailedError, NonFiniteLossError, PolicyError
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, run
+from elastic.workers.world_handle import NonFiniteGuard
 from tests.support.planes import PATIENCE_S, at_once, results
 
 NAN = float("nan")
@@ -25,12 +25,12 @@ def failed(losses, step, loss=NAN):
 
 @pytest.mark.parametrize("loss", [0.0, 3, -1e30, torch.tensor(2.0), torch.zeros(3), torch.ones(1, requires_grad=True)])
 def test_what_is_finite_is_used(loss):
-    assert Losses("fault", 1, 0).check(7, loss)
+    assert NonFiniteGuard("fault", 1, 0).check(7, loss)
 
 
 @pytest.mark.parametrize("loss", [NAN, math.inf, torch.tensor(-math.inf), torch.tensor([1.0, NAN])])
 def test_what_is_not_is_a_fault_and_in_the_end_the_jobs(loss):
-    losses = Losses("fault", 2, 0)
+    losses = NonFiniteGuard("fault", 2, 0)
     first, second = failed(losses, 7, loss), failed(losses, 7, loss)
     assert (first.final, second.final) == (False, True)
     assert "step 7" in str(first)
@@ -39,11 +39,11 @@ def test_what_is_not_is_a_fault_and_in_the_end_the_jobs(loss):
 
 
 def test_ignored_it_is_nobodys_business():
-    assert Losses("ignore", 1, 0).check(7, NAN)
+    assert NonFiniteGuard("ignore", 1, 0).check(7, NAN)
 
 
 def test_where_ranks_cannot_agree_on_it_no_step_is_left_out():
-    losses = Losses("skip", 2, 5)
+    losses = NonFiniteGuard("skip", 2, 5)
     assert [failed(losses, 7).final for _ in range(3)] == [False, False, True]
 
 
@@ -55,11 +55,11 @@ def test_an_error_of_it_survives_pickling():
 @pytest.mark.parametrize("how", [("explode", 1, 1), ("fault", 0, 1), ("skip", 1, -1)])
 def test_what_is_no_policy_is_refused(how):
     with pytest.raises(PolicyError, match="nonfinite"):
-        Losses(*how)
+        NonFiniteGuard(*how)
 
 
 def test_the_job_gives_up_on_a_loss_that_is_never_finite_and_one_that_is_the_next_time_costs_a_step():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
 
     def train(world):
         for step in world.steps(0, 20):
@@ -69,17 +69,17 @@ def test_the_job_gives_up_on_a_loss_that_is_never_finite_and_one_that_is_the_nex
             else:
                 world.check(NAN if bad else 1.0)
 
-    policy = Policy(backend="none", settle_s=0.0)
+    policy = RecoveryPolicy(backend="none", settle_s=0.0)
     ends = at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.seats))
     for end in ends:
-        with pytest.raises(GaveUpError, match="step 9 is not finite"):
+        with pytest.raises(JobFailedError, match="step 9 is not finite"):
             results([end])
     assert plane.restarts == 3
     assert [len(seat.faults) for seat in plane.seats] == [0, 3]
 
 
 def test_ignored_the_training_ends_as_if_nothing_was():
-    plane = MemoryPlane(1)
-    policy = Policy(backend="none", nonfinite="ignore")
+    plane = InMemoryCoordinator(1)
+    policy = RecoveryPolicy(backend="none", nonfinite="ignore")
     ended = run(lambda world: [world.check(NAN) for _ in world.steps(0, 3)], plane=plane.seats[0], policy=policy)
-    assert (ended.how, ended.value, plane.restarts) == (End.FINISHED, [True] * 3, 0)
+    assert (ended.how, ended.value, plane.restarts) == (RunOutcome.FINISHED, [True] * 3, 0)

@@ -3,25 +3,25 @@
 import msgspec
 import pytest
 
-from elastic.control.memory_release import Held, why_kept
-from peerstore.records import Group
-from tieredckpt.node import StepView, Survey
-from tieredckpt.resolve import Tier
+from elastic.supervisor.memory_tier import JobMemory, reason_to_keep
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
 
 DURABLE = DurableSettings(url="/somewhere")
 
 
 def group(step, epoch=1):
-    return Group(epoch, step, 0, "a")
+    return VersionId(epoch, step, 0, "a")
 
 
 def survey(*durable, **changed):
-    views = tuple(StepView(group(step), 2, {}, durable=step in durable) for step in range(6))
-    return msgspec.structs.replace(Survey(views, durable=DURABLE), **changed)
+    views = tuple(StepStatus(group(step), 2, {}, durable=step in durable) for step in range(6))
+    return msgspec.structs.replace(StepInventory(views, durable=DURABLE), **changed)
 
 
-HELD = Held([group(3), group(4)], [], used=False)
+HELD = JobMemory([group(3), group(4)], [], used=False)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ HELD = Held([group(3), group(4)], [], used=False)
     ],
 )
 def test_only_what_the_durable_tier_has_may_go(held, seen, why):
-    assert why_kept(held, seen) == why
+    assert reason_to_keep(held, seen) == why
 
 
 def test_a_durable_step_that_must_not_be_loaded_replaces_nothing():
-    bad = StepView(group(4), 2, {}, durable=True, quarantined="it is damaged")
-    assert why_kept(HELD, Survey((bad,), durable=DURABLE)) == "step 4 is not in the durable tier"
+    bad = StepStatus(group(4), 2, {}, durable=True, quarantined="it is damaged")
+    assert reason_to_keep(HELD, StepInventory((bad,), durable=DURABLE)) == "step 4 is not in the durable tier"

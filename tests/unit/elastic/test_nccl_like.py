@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import PolicyError
-from elastic.workers.cutting import cut_gloo
-from elastic.workers.groups import Groups, abort_together
-from elastic.workers.nccl_environment import leave_errors_to_us
+from elastic.workers.process_groups import ProcessGroups, abort_groups, close_gloo_connections, disable_nccl_watchdog
 from tests.support import nccl_like
 from tests.support.nccl_like import NcclLike
 
@@ -74,7 +72,7 @@ def test_what_is_aborted_returns_with_garbage_and_so_does_all_that_comes_later(p
     sent = torch.full((4,), 7.0)
     work = pair[0].allreduce([sent])
     assert not work.is_completed()
-    abort_together(pair[:1])
+    abort_groups(pair[:1])
     assert work.wait()
     assert sent.isfinite().all()
     assert not torch.equal(sent, torch.full((4,), 7.0))
@@ -88,7 +86,7 @@ def test_a_peer_that_is_lost_is_heard_of_by_the_watchdog_alone(pair, monkeypatch
     monkeypatch.setattr(nccl_like.os, "kill", lambda *_: ended.set())
     meet(pair)
     work = pair[0].allreduce([torch.ones(1)])
-    cut_gloo()
+    close_gloo_connections()
     assert not work.is_completed()
     assert not ended.is_set()
     monkeypatch.setenv(_HANDLING, "3")
@@ -101,7 +99,7 @@ def test_a_watchdog_that_cleans_up_lets_garbage_through_without_a_word(pair, mon
     meet(pair)
     monkeypatch.setenv(_HANDLING, "2")
     work = pair[0].allreduce([torch.ones(1)])
-    cut_gloo()
+    close_gloo_connections()
     assert work.wait()
 
 
@@ -113,13 +111,13 @@ def asleep(monkeypatch):
     pair = [NcclLike(store, rank, 2, timedelta(seconds=_PATIENCE_S)) for rank in range(2)]
     meet(pair)
     pair[0].allreduce([torch.ones(1)])
-    cut_gloo()
+    close_gloo_connections()
     assert pair[0].watchdog.asleep.wait(_PATIENCE_S)
     return pair
 
 
 def test_destructor_joins_the_sleeping_watchdog(asleep):
-    abort_together(asleep[:1])
+    abort_groups(asleep[:1])
     watchdog = asleep[0].watchdog
     drop = Call(asleep.clear)
     drop._thread.join(0.2)
@@ -167,7 +165,7 @@ def two_groups():
     for group in (None, other):
         dist.all_reduce(torch.ones(1), group=group)
     yield list(dist.distributed_c10d._world.pg_map)
-    abort_together(list(dist.distributed_c10d._world.pg_map))
+    abort_groups(list(dist.distributed_c10d._world.pg_map))
     dist.destroy_process_group()
 
 
@@ -184,9 +182,9 @@ def test_one_of_two_communicators_that_is_aborted_alone_waits_for_ever(two_group
 
 
 def groups(backend):
-    from elastic.control.plane import Assignment
+    from elastic.control.control_plane import RankAssignment
 
-    return Groups(Assignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", reason="test"), backend=backend)
+    return ProcessGroups(RankAssignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", reason="test"), backend=backend)
 
 
 def test_all_groups_are_aborted_together(two_groups):
@@ -207,7 +205,7 @@ def test_leaving_a_broken_world_does_not_wait_for_a_sleeping_watchdog(monkeypatc
     meet([world, peer])
     watchdog = world.watchdog
     world.allreduce([torch.ones(1)])
-    cut_gloo()
+    close_gloo_connections()
     assert watchdog.asleep.wait(_PATIENCE_S)
     del world
     try:
@@ -215,7 +213,7 @@ def test_leaving_a_broken_world_does_not_wait_for_a_sleeping_watchdog(monkeypatc
         assert leave.join() is None
         assert watchdog.is_running
     finally:
-        abort_together([peer])
+        abort_groups([peer])
         with nccl_like.forgotten():
             pass
     watchdog.join()
@@ -243,7 +241,7 @@ def test_failing_abort_leaves_no_other_backend_running():
         return Backend(RuntimeError("it cannot"))
 
     parent, child = (Group(cpu=broken(), cuda=Backend()), Group(cpu=broken(), cuda=Backend()))
-    abort_together([parent, child])
+    abort_groups([parent, child])
     assert [one.aborted for group in (parent, child) for one in group._backends.values()] == [1, 1, 1, 1]
 
 
@@ -253,7 +251,7 @@ def test_the_watchdog_is_off_before_the_first_group_is_made(monkeypatch):
     monkeypatch.delenv(_DUMP)
     found = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, **_n: found.append(dict(nccl_like.os.environ)))
-    monkeypatch.setattr(Groups, "_store", lambda _self: dist.HashStore())
+    monkeypatch.setattr(ProcessGroups, "_store", lambda _self: dist.HashStore())
     groups(nccl_like.NAME).enter()
     assert (found[0][_HANDLING], found[0]["TORCH_NCCL_ENABLE_MONITORING"], found[0][_DUMP]) == ("0", "0", "0")
 
@@ -263,7 +261,7 @@ def test_the_watchdog_is_off_before_the_first_group_is_made(monkeypatch):
 def test_an_environment_that_has_the_watchdog_act_is_refused(name, value):
     environ = {name: value}
     with pytest.raises(PolicyError, match=f"{name}={value}: NCCL's watchdog would end this process"):
-        leave_errors_to_us(environ)
+        disable_nccl_watchdog(environ)
     assert environ == {name: value}
 
 
@@ -281,19 +279,19 @@ def test_what_has_torch_end_the_process_all_the_same_is_refused(name, value):
     """The monitor by itself; the others turn error handling on again, whatever it is set to."""
     environ = {_HANDLING: "0", name: value}
     with pytest.raises(PolicyError, match=f"{name}={value}: "):
-        leave_errors_to_us(environ)
+        disable_nccl_watchdog(environ)
     assert environ == {_HANDLING: "0", name: value}
 
 
 @pytest.mark.parametrize("value", ["501", "15000", "-1", "1s", ""])
 def test_long_sleep_of_the_watchdog_is_refused(value):
     with pytest.raises(PolicyError, match=f"{_DUMP}={value}: after an error NCCL's watchdog sleeps four times"):
-        leave_errors_to_us({_DUMP: value})
+        disable_nccl_watchdog({_DUMP: value})
 
 
 def test_all_that_is_wrong_with_an_environment_is_said_at_once():
     with pytest.raises(PolicyError, match=r"HANDLING=3: .*MONITORING=1: .*Unset .*HANDLING and .*MONITORING"):
-        leave_errors_to_us({_HANDLING: "3", "TORCH_NCCL_ENABLE_MONITORING": "1"})
+        disable_nccl_watchdog({_HANDLING: "3", "TORCH_NCCL_ENABLE_MONITORING": "1"})
 
 
 def test_what_is_set_as_it_has_to_be_stays_as_it_is():
@@ -304,7 +302,7 @@ def test_what_is_set_as_it_has_to_be_stays_as_it_is():
         "TORCH_DISTRIBUTED_DEBUG": "INFO",
     }
     before = dict(environ)
-    leave_errors_to_us(environ)
+    disable_nccl_watchdog(environ)
     assert environ == before
 
 

@@ -7,26 +7,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.changes import CoordinatorEnd, NodeEnd
-from elastic.control.messages import MAX_NODE_BYTES, MAX_NODES, Command, Do, Formed, Lost, NodeHears, NodeSays, Pausing
-from elastic.control.plane import Progress
+from elastic.control.control_messages import (
+    MAX_NODE_MESSAGE_BYTES,
+    MAX_NODES,
+    CommandKind,
+    CoordinatorCodec,
+    NodeCodec,
+    NodeCommand,
+    NodeDesired,
+    NodeStatus,
+    PauseOrder,
+    RankFailure,
+    WorldSpec,
+)
+from elastic.control.control_plane import RankProgress
 from peerstore.errors import ProtocolError
 from tests.support.examples import examples
 
 replace = msgspec.structs.replace
 encode = msgspec.msgpack.Encoder().encode
 
-WORLDS = st.builds(Formed, st.integers(0, 3), st.sampled_from([("n0",), ("n0", "n8")]), st.just(0), st.just(""))
+WORLDS = st.builds(WorldSpec, st.integers(0, 3), st.sampled_from([("n0",), ("n0", "n8")]), st.just(0), st.just(""))
 REPORTS = st.fixed_dictionaries(
     {},
     optional={
         "births": st.integers(0, 3),
         "broken": st.none() | st.just("a fault"),
-        "pausing": st.none() | st.builds(Pausing, st.integers(0, 3), st.just("resized"), st.just(5.0)),
+        "pausing": st.none() | st.builds(PauseOrder, st.integers(0, 3), st.just("resized"), st.just(5.0)),
         "ready": st.booleans(),
         "sealed": st.none() | st.integers(-1, 3),
-        "lost": st.just(()) | st.tuples(st.builds(Lost, st.integers(0, 1), st.just("it was killed"))),
-        "steps": st.lists(st.none() | st.builds(Progress, st.integers(-1, 9)), max_size=2).map(tuple),
+        "lost": st.just(()) | st.tuples(st.builds(RankFailure, st.integers(0, 1), st.just("it was killed"))),
+        "steps": st.lists(st.none() | st.builds(RankProgress, st.integers(-1, 9)), max_size=2).map(tuple),
         "leaving_s": st.none() | st.just(9.0),
         "life": st.integers(1, 2),
     },
@@ -38,7 +49,7 @@ ORDERS = st.fixed_dictionaries(
         "formed": st.none() | WORLDS,
         "broken": st.none() | st.just("a fault"),
         "target": st.none() | st.integers(-1, 9),
-        "commands": st.just(()) | st.tuples(st.builds(Command, st.integers(1, 9), st.sampled_from(Do))),
+        "commands": st.just(()) | st.tuples(st.builds(NodeCommand, st.integers(1, 9), st.sampled_from(CommandKind))),
         "life_over": st.booleans(),
     },
 )
@@ -48,12 +59,12 @@ SPEAKS_OF = st.sampled_from(["nothing", "heard", "own", "before"])
 class Both:
     """The two ends of a connection, and a node that takes over worlds that it hears of."""
 
-    def __init__(self, says: NodeSays) -> None:
-        self.node = NodeEnd()
-        self.says, self.hears = says, NodeHears("c", 1)
-        self.coordinator = CoordinatorEnd(msgspec.msgpack.decode(self.node.encode(says), type=NodeSays))
-        self.heard: NodeHears | None = None
-        self.worlds: list[Formed] = []
+    def __init__(self, says: NodeStatus) -> None:
+        self.node = NodeCodec()
+        self.says, self.hears = says, NodeDesired("c", 1)
+        self.coordinator = CoordinatorCodec(msgspec.msgpack.decode(self.node.encode(says), type=NodeStatus))
+        self.heard: NodeDesired | None = None
+        self.worlds: list[WorldSpec] = []
 
     def say(self, **changes) -> None:
         self.says = replace(self.says, number=self.says.number + 1, **changes)
@@ -70,7 +81,7 @@ class Both:
 @settings(max_examples=examples(200))
 @given(st.none() | WORLDS, st.lists(st.tuples(REPORTS, SPEAKS_OF) | ORDERS, max_size=20), WORLDS)
 def test_changes_one_after_the_other_are_the_whole(known, script, own):
-    both = Both(NodeSays(1, "n0", 1, 2, formed=known))
+    both = Both(NodeStatus(1, "n0", 1, 2, formed=known))
     for one in script:
         if isinstance(one, dict):
             both.tell(**one)
@@ -91,12 +102,12 @@ def test_a_report_does_not_grow_with_the_job():
     """A heartbeat, a step and the word that a world was heard of cost as much among 2,000 nodes as among 2."""
 
     def bytes_of(nodes: int) -> list[int]:
-        end, places = NodeEnd(), tuple(f"ip-10-0-{place}.cluster.local" for place in range(nodes))
-        says = NodeSays(1, places[0], 1, 8, steps=(Progress(-1),) * 8, quiet_s=(0.1,) * 8)
-        coordinator = CoordinatorEnd(msgspec.msgpack.decode(end.encode(says), type=NodeSays))
-        heard = end.decode(coordinator.encode(NodeHears("c", 1, 1, formed=Formed(0, places, 0, ""))))
+        end, places = NodeCodec(), tuple(f"ip-10-0-{place}.cluster.local" for place in range(nodes))
+        says = NodeStatus(1, places[0], 1, 8, steps=(RankProgress(-1),) * 8, quiet_s=(0.1,) * 8)
+        coordinator = CoordinatorCodec(msgspec.msgpack.decode(end.encode(says), type=NodeStatus))
+        heard = end.decode(coordinator.encode(NodeDesired("c", 1, 1, formed=WorldSpec(0, places, 0, ""))))
         inside = replace(says, number=2, formed=heard.formed)
-        later = replace(inside, number=3, steps=(Progress(7, 6),) * 8, quiet_s=(0.2,) * 8)
+        later = replace(inside, number=3, steps=(RankProgress(7, 6),) * 8, quiet_s=(0.2,) * 8)
         bodies = [end.encode(inside), end.encode(later), coordinator.encode(replace(heard, heard=3))]
         return [len(body) for body in bodies]
 
@@ -105,27 +116,27 @@ def test_a_report_does_not_grow_with_the_job():
 
 
 def test_a_world_that_all_nodes_are_told_is_encoded_once_and_kept_once():
-    packed, kept = [], Formed(4, ("n0", "n8"), 0, "")
+    packed, kept = [], WorldSpec(4, ("n0", "n8"), 0, "")
 
     def pack(formed):
         packed.append(formed)
         return msgspec.Raw(encode(formed))
 
-    ends = [CoordinatorEnd(NodeSays(1, node, 1, 1), pack, lambda _: kept) for node in ("n0", "n8")]
+    ends = [CoordinatorCodec(NodeStatus(1, node, 1, 1), pack, lambda _: kept) for node in ("n0", "n8")]
     for end in ends:
-        end.encode(NodeHears("c", 1, 1, formed=kept))
-        end.encode(NodeHears("c", 1, 2, formed=kept))
+        end.encode(NodeDesired("c", 1, 1, formed=kept))
+        end.encode(NodeDesired("c", 1, 2, formed=kept))
     assert packed == [kept, kept]  # once a connection: who packs keeps what it packed
-    again = CoordinatorEnd(NodeSays(1, "n0", 1, 1, formed=Formed(4, ("n0", "n8"), 0, "")), pack, lambda _: kept)
+    again = CoordinatorCodec(NodeStatus(1, "n0", 1, 1, formed=WorldSpec(4, ("n0", "n8"), 0, "")), pack, lambda _: kept)
     assert again.said.formed is kept
 
 
 def test_a_world_that_was_not_told_here_is_nobodys():
-    end = CoordinatorEnd(NodeSays(1, "n0", 1, 1))
+    end = CoordinatorCodec(NodeStatus(1, "n0", 1, 1))
     with pytest.raises(ProtocolError, match="world number 1"):
         end.decode(encode({"type": "changed", "formed": {"type": "told", "number": 1}}))
 
 
 def test_the_largest_job_that_may_be_fits_a_message():
-    longest = Formed(1, tuple(f"{place:0128d}" for place in range(MAX_NODES)), 0, "x" * 2000)
-    assert len(NodeEnd().encode(NodeSays(1, "n0", 1, 8, formed=longest))) < MAX_NODE_BYTES
+    longest = WorldSpec(1, tuple(f"{place:0128d}" for place in range(MAX_NODES)), 0, "x" * 2000)
+    assert len(NodeCodec().encode(NodeStatus(1, "n0", 1, 8, formed=longest))) < MAX_NODE_MESSAGE_BYTES

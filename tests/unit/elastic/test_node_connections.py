@@ -8,23 +8,22 @@ import socket
 import msgspec
 import pytest
 
-from elastic.cli.policies import policy_from
-from elastic.control.changes import CoordinatorEnd, NodeEnd
-from elastic.control.connections import PATIENCE_S, Connection, Connections
-from elastic.control.messages import MAX_NODES, Formed, NodeHears, NodeSays
+from elastic.cli.run import load_scaling_policy
+from elastic.control.control_messages import MAX_NODES, CoordinatorCodec, NodeCodec, NodeDesired, NodeStatus, WorldSpec
+from elastic.coordinator.coordinator import STALL_TIMEOUT_S, NodeConnection, NodeConnections
 from elastic.errors import PolicyError
 from peerstore.errors import PeerUnreachableError, ProtocolError
-from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 
-LARGE = Formed(1, tuple(f"node-{place:0100d}" for place in range(MAX_NODES)), 0, "")
+LARGE = WorldSpec(1, tuple(f"node-{place:0100d}" for place in range(MAX_NODES)), 0, "")
 
 
 @pytest.fixture
 def line():
     """A connection, and its other side."""
     ours, theirs = socket.socketpair()
-    connections = Connections()
-    connection = Connection(ours, "there", "n0", CoordinatorEnd(NodeSays(1, "n0", 1, 1)))
+    connections = NodeConnections()
+    connection = NodeConnection(ours, "there", "n0", CoordinatorCodec(NodeStatus(1, "n0", 1, 1)))
     connections.add(connection)
     with contextlib.closing(theirs):
         yield connections, connection, theirs
@@ -32,26 +31,26 @@ def line():
 
 
 def framed(body: bytes) -> bytes:
-    return PREFIX.pack(MAGIC, VERSION, len(body), 0) + body
+    return FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body
 
 
 def test_who_does_not_read_is_given_up_although_it_goes_on_reporting(line):
     connections, connection, theirs = line
-    connection.say(NodeHears("c", 1, 1, formed=LARGE), 0.0)
+    connection.say(NodeDesired("c", 1, 1, formed=LARGE), 0.0)
     connections.look(connection)
     assert connection.is_sending
-    end = NodeEnd()
-    end.encode(NodeSays(1, "n0", 1, 1))
+    end = NodeCodec()
+    end.encode(NodeStatus(1, "n0", 1, 1))
     for number in range(2, 20):
-        theirs.sendall(framed(end.encode(NodeSays(number, "n0", 1, 1))))
+        theirs.sendall(framed(end.encode(NodeStatus(number, "n0", 1, 1))))
         assert [says.number for says in connection.read(float(number))] == [number]
         connections.look(connection)
-        assert connections.stuck(float(number)) == ([connection] if number > PATIENCE_S else [])
+        assert connections.stuck(float(number)) == ([connection] if number > STALL_TIMEOUT_S else [])
 
 
 def test_who_reads_slowly_gets_all_of_it(line):
     _, connection, theirs = line
-    connection.say(NodeHears("c", 1, 1, formed=LARGE), 0.0)
+    connection.say(NodeDesired("c", 1, 1, formed=LARGE), 0.0)
     arrived = bytearray()
     while connection.is_sending:
         arrived += theirs.recv(1 << 16)
@@ -61,28 +60,28 @@ def test_who_reads_slowly_gets_all_of_it(line):
     with contextlib.suppress(BlockingIOError):
         while True:
             arrived += theirs.recv(1 << 16)
-    assert NodeEnd().decode(bytes(arrived[PREFIX.size :])).formed == LARGE
+    assert NodeCodec().decode(bytes(arrived[FRAME_PREFIX.size :])).formed == LARGE
 
 
 def test_half_a_report_is_waited_for_and_then_given_up(line):
     connections, connection, theirs = line
-    end = NodeEnd()
-    end.encode(NodeSays(1, "n0", 1, 1))
-    data = framed(end.encode(NodeSays(2, "n0", 1, 1, births=3)))
+    end = NodeCodec()
+    end.encode(NodeStatus(1, "n0", 1, 1))
+    data = framed(end.encode(NodeStatus(2, "n0", 1, 1, births=3)))
     theirs.sendall(data[:-1])
     assert list(connection.read(0.0)) == []
     connections.look(connection)
-    assert connections.stuck(PATIENCE_S) == []
-    assert connections.stuck(PATIENCE_S + 0.1) == [connection]
+    assert connections.stuck(STALL_TIMEOUT_S) == []
+    assert connections.stuck(STALL_TIMEOUT_S + 0.1) == [connection]
     theirs.sendall(data[-1:])
-    assert [says.births for says in connection.read(PATIENCE_S + 0.1)] == [3]
+    assert [says.births for says in connection.read(STALL_TIMEOUT_S + 0.1)] == [3]
     connections.look(connection)
     assert connections.stuck(1e9) == []
 
 
 def test_what_is_no_message_and_who_hangs_up(line):
     _, connection, theirs = line
-    theirs.sendall(PREFIX.pack(MAGIC, VERSION, 0xFFFFFFFF, 0))
+    theirs.sendall(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 0xFFFFFFFF, 0))
     with pytest.raises(ProtocolError, match="announced a header"):
         list(connection.read(0.0))
     theirs.shutdown(socket.SHUT_WR)
@@ -98,11 +97,11 @@ def test_somebody_in_another_thread_wakes_who_waits(line):
 
 def test_more_nodes_than_a_job_can_have_are_refused_at_the_start():
     with pytest.raises(PolicyError, match="16384"):
-        policy_from(f"1:{MAX_NODES + 1}", None)
-    assert policy_from(f"1:{MAX_NODES}", None).max_replicas == MAX_NODES
+        load_scaling_policy(f"1:{MAX_NODES + 1}", None)
+    assert load_scaling_policy(f"1:{MAX_NODES}", None).max_replicas == MAX_NODES
 
 
 def test_the_first_that_a_node_hears_can_be_read_as_a_whole_message():
     """What a node hears first says everything that is not as :data:`NOTHING_HEARD` has it."""
-    body = CoordinatorEnd(NodeSays(1, "n0", 1, 1)).encode(NodeHears("c", 7, 1))
+    body = CoordinatorCodec(NodeStatus(1, "n0", 1, 1)).encode(NodeDesired("c", 7, 1))
     assert msgspec.msgpack.decode(body) == {"type": "hears", "coordinator": "c", "life": 7, "heard": 1}

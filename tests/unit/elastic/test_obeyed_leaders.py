@@ -8,48 +8,47 @@ import threading
 import msgspec
 import pytest
 
-from elastic.control.changes import NodeEnd
-from elastic.control.coordinator import Coordinator
-from elastic.control.desk import DeskSettings
-from elastic.control.leadership import LeaderRecord
-from elastic.control.link import open_channel
-from elastic.control.messages import NodeHears, NodeSays, Over
-from elastic.control.seats import Seats
-from elastic.control.testing import MemoryLeadership
-from elastic.world.policy import ScalingPolicy
-from peerstore.cluster.nodes import NodeId
+from elastic.control.control_messages import ExitReason, NodeCodec, NodeDesired, NodeStatus
+from elastic.control.coordinator_client import connect_to_coordinator
+from elastic.control.leader_election import LeaderRecord
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.supervisor.node_state import NodeState
+from elastic.testing import MemoryLeadership
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore.membership.topology import NodeId
 from tests.support.neighbours import until
 
 SECRET = b"a secret of the tests, long enough"
 replace = msgspec.structs.replace
 
 
-def seats() -> Seats:
-    return Seats("n0", 1, iter("abcdef").__next__, iter(range(1, 9)).__next__)
+def seats() -> NodeState:
+    return NodeState("n0", 1, iter("abcdef").__next__, iter(range(1, 9)).__next__)
 
 
 def test_what_carries_an_older_term_is_refused() -> None:
     one = seats()
-    assert one.obeys(NodeHears("first", 1, term=4))
-    assert one.obeys(NodeHears("second", 1, term=5))
-    assert not one.obeys(NodeHears("first", 1, term=4))
-    assert one.obeys(NodeHears("second", 1, term=5))
+    assert one.obeys(NodeDesired("first", 1, term=4))
+    assert one.obeys(NodeDesired("second", 1, term=5))
+    assert not one.obeys(NodeDesired("first", 1, term=4))
+    assert one.obeys(NodeDesired("second", 1, term=5))
     assert one.leader == (5, "second")
 
 
 def test_in_a_term_nobody_else_is_obeyed_not_even_by_a_node_that_begins_anew() -> None:
     one = seats()
     one.begin()
-    assert one.obeys(NodeHears("first", 1, term=4))
+    assert one.obeys(NodeDesired("first", 1, term=4))
     one.reborn()
-    assert not one.obeys(NodeHears("second", 1, term=4))
-    assert one.obeys(NodeHears("first", 1, term=4))
+    assert not one.obeys(NodeDesired("second", 1, term=4))
+    assert one.obeys(NodeDesired("first", 1, term=4))
 
 
 def test_a_coordinator_in_one_place_for_good_is_obeyed_as_ever() -> None:
     one = seats()
-    assert one.obeys(NodeHears("first", 1))
-    assert one.obeys(NodeHears("second", 1))
+    assert one.obeys(NodeDesired("first", 1))
+    assert one.obeys(NodeDesired("second", 1))
 
 
 @contextlib.contextmanager
@@ -57,9 +56,9 @@ def leading(leadership: MemoryLeadership, name: str):
     """A coordinator that seeks the lead, and how its run ends."""
     policy = ScalingPolicy(min_replicas=1, max_replicas=2)
     coordinator = Coordinator(
-        DeskSettings("job", policy, 1), SECRET, fresh=False, leadership=leadership, candidate=name
+        CoordinatorSettings("job", policy, 1), SECRET, fresh=False, leadership=leadership, candidate=name
     )
-    ends: list[tuple[Over, str]] = []
+    ends: list[tuple[ExitReason, str]] = []
     thread = threading.Thread(target=lambda: ends.append(coordinator.run()))
     thread.start()
     try:
@@ -78,12 +77,12 @@ def test_who_leads_a_job_that_has_obeyed_another_one_steps_back_and_the_next_lea
     with leading(leadership, "b") as (coordinator, ends):
         until(lambda: coordinator.desk.term)
         term = coordinator.desk.term if of_its_own_term else 70
-        says = NodeSays(1, "n0", 1, 1, births=1, ready=True, term=term, leader="another one")
-        channel = open_channel(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
-        channel.send(NodeEnd().encode(says))
+        says = NodeStatus(1, "n0", 1, 1, births=1, ready=True, term=term, leader="another one")
+        channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
+        channel.send(NodeCodec().encode(says))
         ((over, why),) = until(lambda: ends)
         channel.close()
-    assert over is Over.DISMISSED
+    assert over is ExitReason.DISMISSED
     assert "another one has led" in why
     assert coordinator.desk.nodes == {}
     record = leadership.read()
@@ -109,9 +108,9 @@ def test_no_world_is_told_before_its_number_is_in_the_record() -> None:
     leadership.write(LeaderRecord("", 1), None)
     with leading(leadership, "b") as (coordinator, _):
         until(lambda: coordinator.desk.term)
-        channel = open_channel(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
-        end = NodeEnd()
-        says = NodeSays(1, "n0", 1, 1, births=1, ready=True, store="n0:1")
+        channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
+        end = NodeCodec()
+        says = NodeStatus(1, "n0", 1, 1, births=1, ready=True, store="n0:1")
         channel.send(end.encode(says))
         until(lambda: "n0" in coordinator.desk.nodes)
         coordinator._post(lambda: coordinator.desk.__dict__.update(gathering=False))

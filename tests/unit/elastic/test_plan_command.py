@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic.batch.command import plan
+from elastic.cli.plan import batch_plan_command
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "tests" / "golden" / "hyperpod-recipes" / "llama3_1_8b_sft_lora.yaml"
 
 
 def run(*args):
-    return CliRunner().invoke(plan, [str(arg) for arg in args], standalone_mode=False)
+    return CliRunner().invoke(batch_plan_command, [str(arg) for arg in args], standalone_mode=False)
 
 
 def lines(result):

@@ -6,11 +6,11 @@ from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 
-from elastic.control.plugged import GROUP, plugged_plane
-from elastic.control.testing import MemoryPlane
+from elastic.control.control_plane import CONTROL_PLANE_ENTRY_POINTS, platform_control_plane
 from elastic.errors import PolicyError
+from elastic.testing import InMemoryCoordinator
 
-_SEATS = MemoryPlane(2).seats
+_SEATS = InMemoryCoordinator(2).seats
 
 
 def nobodys(environ):
@@ -26,22 +26,22 @@ def second(environ):
 
 
 def entry(name, function):
-    return EntryPoint(name, f"{__name__}:{function}", GROUP)
+    return EntryPoint(name, f"{__name__}:{function}", CONTROL_PLANE_ENTRY_POINTS)
 
 
 def test_the_first_by_name_that_knows_this_process_is_taken():
     found = [entry("c", "second"), entry("a", "nobodys"), entry("b", "first")]
-    assert plugged_plane({"PLATFORM": "first"}, found) is _SEATS[0]
-    assert plugged_plane({}, found) is _SEATS[1]
-    assert plugged_plane({}, found[1:]) is None
+    assert platform_control_plane({"PLATFORM": "first"}, found) is _SEATS[0]
+    assert platform_control_plane({}, found) is _SEATS[1]
+    assert platform_control_plane({}, found[1:]) is None
 
 
 @pytest.mark.parametrize("value", ["no_such_package_anywhere:plane", f"{__name__}:no_such_plane"])
 def test_one_that_cannot_be_loaded_may_be_the_right_one(value):
     with pytest.raises(PolicyError, match="a plane called broken"):
-        plugged_plane({}, [EntryPoint("broken", value, GROUP)])
+        platform_control_plane({}, [EntryPoint("broken", value, CONTROL_PLANE_ENTRY_POINTS)])
 
 
 def test_those_that_are_installed_leave_other_processes_alone():
-    assert entry_points(group=GROUP)
-    assert plugged_plane({}) is None
+    assert entry_points(group=CONTROL_PLANE_ENTRY_POINTS)
+    assert platform_control_plane({}) is None

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastic.batch.plan import Quota
-from elastic.batch.recipes import Size, Uneven, read_scale_config, world_of
+from elastic.batch_scaling.batch_plan import RankQuota
+from elastic.batch_scaling.scale_config import RecipeSize, UnevenBatch, data_parallel_size, read_scale_config
 from elastic.errors import PolicyError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hyperpod-recipes"
@@ -61,10 +61,10 @@ def test_one_limit_plans_every_number_of_a_recipe(name):
         assert sum(quota.ranks * quota.samples for quota in plan.quotas) == batch == 128
         assert config.sizes[nodes].learning_rate == rate
         if uneven is None:
-            assert plan.quotas == (Quota(world, batch // world),)
+            assert plan.quotas == (RankQuota(world, batch // world),)
         else:
             small_ranks, small, large = uneven
-            assert plan.quotas == (Quota(world - small_ranks, large), Quota(small_ranks, small))
+            assert plan.quotas == (RankQuota(world - small_ranks, large), RankQuota(small_ranks, small))
             assert small_ranks * small + (world - small_ranks) * large == batch
             assert plan.accumulation == 1
         if micro is not None:
@@ -88,8 +88,8 @@ def test_a_file_as_it_is():
     config = read_scale_config(EXCERPT)
     assert config.name == EXCERPT.name
     assert list(config.sizes) == [1, 2, 3, 4, 6, 8, 16]
-    assert config.sizes[1] == Size(1, 1, 128, 8, 0.0004, None)
-    assert config.sizes[3] == Size(3, 3, 128, None, 0.0004, Uneven(16, 5, 6))
+    assert config.sizes[1] == RecipeSize(1, 1, 128, 8, 0.0004, None)
+    assert config.sizes[3] == RecipeSize(3, 3, 128, None, 0.0004, UnevenBatch(16, 5, 6))
     assert read_scale_config(str(EXCERPT)) == config
     assert read_scale_config(recipe(*RECIPES["llama3_1_8b_instruct_seq4k_gpu_sft_lora"])).sizes == config.sizes
     assert config.disagreements() == []
@@ -102,7 +102,7 @@ def test_recipes_for_four_devices_a_node_do_not_add_up():
     assert (small.theirs, small.ours) == (16, 12)
     total = found[6, "train_batch_size"]
     assert (total.theirs, total.ours) == (128, 16 * 2 + 8 * 3)
-    assert found[6, "uneven_batch"].ours == Uneven(16, 5, 6)
+    assert found[6, "uneven_batch"].ours == UnevenBatch(16, 5, 6)
     assert "scale_config.6: train_batch_size is 128, planned is 56" in str(total)
 
 
@@ -111,8 +111,8 @@ def test_recipes_for_four_devices_a_node_do_not_add_up():
     [
         ([(1, 128, 7)], "micro_train_batch_size", 7, 6),
         ([(1, 128, 4), (2, 128, 2)], "micro_train_batch_size", 2, 4),
-        ([(3, 128, 8)], "uneven_batch", None, Uneven(16, 5, 6)),
-        ([(3, 128, None, 1e-4, (20, 4, 12))], "uneven_batch", Uneven(20, 4, 12), Uneven(16, 5, 6)),
+        ([(3, 128, 8)], "uneven_batch", None, UnevenBatch(16, 5, 6)),
+        ([(3, 128, None, 1e-4, (20, 4, 12))], "uneven_batch", UnevenBatch(20, 4, 12), UnevenBatch(16, 5, 6)),
         ([(3, 128, None, 1e-4, (16, 5, 7))], "train_batch_size", 128, 136),
         ([(32, 128, 1)], "train_batch_size", 128, "nothing"),
     ],
@@ -153,7 +153,7 @@ def test_uneven_batches_that_are_switched_off_are_none():
 def test_numbers_may_be_text():
     """YAML 1.1 reads ``1e-4`` as text, and keys in quotes are text."""
     (size,) = read_scale_config(recipe(("8", "128", "2", "1e-4"))).sizes.values()
-    assert size == Size(8, 8, 128, 2, 1e-4, None)
+    assert size == RecipeSize(8, 8, 128, 2, 1e-4, None)
 
 
 def test_sizes_hold_until_the_next_one():
@@ -170,10 +170,10 @@ def test_where_no_microbatch_is_stated_one_sample_is_known_to_fit():
 
 
 def test_ranks_that_share_samples():
-    assert world_of(6, 8, model_parallel=4) == 12
-    assert read_scale_config(EXCERPT).plan(6, model_parallel=4).quotas == (Quota(8, 11), Quota(4, 10))
+    assert data_parallel_size(6, 8, model_parallel=4) == 12
+    assert read_scale_config(EXCERPT).plan(6, model_parallel=4).quotas == (RankQuota(8, 11), RankQuota(4, 10))
     with pytest.raises(PolicyError, match="model_parallel is 5: it must divide 48 ranks"):
-        world_of(6, 8, model_parallel=5)
+        data_parallel_size(6, 8, model_parallel=5)
 
 
 def spoil(path, value):

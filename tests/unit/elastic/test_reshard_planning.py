@@ -13,18 +13,24 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from elastic.reshard.cutting import fsdp, like, undivided
-from elastic.reshard.forms import Form, disjoint, windows
-from elastic.reshard.holding import boxes_of, shard_rows
-from peerstore.records import ShardKey
+from elastic.reshard.offline import (
+    CheckpointTensor,
+    disjoint_boxes,
+    plan_fsdp,
+    plan_like,
+    plan_whole_tensors,
+    split_into_windows,
+)
+from elastic.reshard.state_checksum import boxes_from_runs, shard_runs
+from peerstore.shard_records import ShardKey
 from tests.support.examples import examples
-from tieredckpt.boxes import Box, coalesce, intersection, runs, uncovered, whole
+from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
-from tieredckpt.layout import TensorEntry, encode, lay_out
-from tieredckpt.manifest import ShardIndex, ShardMeta, build_manifest
-from tieredckpt.node import Described
-from tieredckpt.resolve import Tier
-from tieredckpt.stored import StoredStep
+from tieredckpt.format.manifest import ShardIndex, ShardMeta, build_manifest
+from tieredckpt.format.shard_layout import TensorEntry, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box, byte_runs, coalesce_ranges, full_box, intersection, uncovered
+from tieredckpt.resolve_step import Tier
+from tieredckpt.restore.step_index import StepIndex
 
 ITEMSIZE = 2
 CHUNK = 1 << 20
@@ -48,7 +54,7 @@ def boxes(layout, world, shape):
     """Every rank's boxes."""
     mesh, placements = LAYOUTS[layout](world)
     coordinates = itertools.product(*map(range, mesh))
-    return [[there for _, there in boxes_of(shard_rows("w", shape, mesh, c, placements))] for c in coordinates]
+    return [[there for _, there in boxes_from_runs(shard_runs("w", shape, mesh, c, placements))] for c in coordinates]
 
 
 def stored(shape, pieces):
@@ -56,14 +62,14 @@ def stored(shape, pieces):
     shards, layouts, seen = [], {}, set()
     for part, held in enumerate(pieces):
         mine = [box for box in held if box not in seen and not seen.add(box)]
-        layout = lay_out([TensorEntry("w", "bfloat16", shape, box, ITEMSIZE, True) for box in mine], [], None)
-        layouts[layout.digest] = encode(layout)
+        layout = build_layout([TensorEntry("w", "bfloat16", shape, box, ITEMSIZE, True) for box in mine], [], None)
+        layouts[layout.digest] = encode_layout(layout)
         size = layout.size_bytes(())
         sums = bytes(8 * -(-size // CHUNK))
         key = ShardKey("job", 1, 1, "i", 0, part)
         shards.append(ShardIndex(key, len(pieces), size, CHUNK, sums, ShardMeta(layout.digest, ())))
     manifest = build_manifest(shards, layouts, {}, created_ns=0, writer="")
-    return StoredStep(Described(manifest, dict.fromkeys(range(len(pieces)), (Tier.MEMORY,))))
+    return StepIndex(StepDescription(manifest, dict.fromkeys(range(len(pieces)), (Tier.MEMORY,))))
 
 
 def check(step, shape, wanted):
@@ -76,7 +82,7 @@ def check(step, shape, wanted):
         for piece in pieces:
             span = step.tensor_range(piece)
             assert 0 <= span.start <= span.stop <= step.shards[piece.part].size_bytes
-            moved += sum(run.size_bytes for run in runs(piece.box, piece.entry.box, box, ITEMSIZE))
+            moved += sum(run.size_bytes for run in byte_runs(piece.box, piece.entry.box, box, ITEMSIZE))
         assert moved == box.volume * ITEMSIZE
 
 
@@ -128,7 +134,7 @@ def test_odd_sizes(shape, n, before, m, after):
 
 
 def form(shape, pieces=None):
-    return Form("bfloat16", shape, ITEMSIZE, pieces or ((0, whole(shape)),))
+    return CheckpointTensor("bfloat16", shape, ITEMSIZE, pieces or ((0, full_box(shape)),))
 
 
 SHAPES = st.dictionaries(
@@ -137,7 +143,7 @@ SHAPES = st.dictionaries(
 
 
 @settings(max_examples=examples(100), derandomize=True, database=None)
-@given(SHAPES, st.integers(1, 12), st.sampled_from([fsdp, undivided]))
+@given(SHAPES, st.integers(1, 12), st.sampled_from([plan_fsdp, plan_whole_tensors]))
 def test_every_element_has_one_place(shapes, ranks, how):
     cut = how({name: form(shape) for name, shape in shapes.items()}, ranks)
     assert len(cut.parts) == ranks
@@ -147,18 +153,18 @@ def test_every_element_has_one_place(shapes, ranks, how):
         mine = [piece.box for piece in slices if piece.name == name]
         assert mine
         assert sum(box.volume for box in mine) == math.prod(shape)
-        assert not uncovered(whole(shape), mine)
+        assert not uncovered(full_box(shape), mine)
 
 
 @given(st.integers(1, 50), st.integers(1, 12))
 def test_ranks_get_the_rows_that_fully_shard_gives_them(rows, ranks):
-    cut = fsdp({"w": form((rows, 3))}, ranks)
+    cut = plan_fsdp({"w": form((rows, 3))}, ranks)
     expected = boxes("fsdp", ranks, (rows, 3))
     assert [[piece.box for piece in part] for part in cut.parts] == [[b for b in held if b.volume] for held in expected]
 
 
 def test_whole_tensors_are_dealt_out_evenly():
-    cut = undivided({f"t{n}": form((n + 1, 100)) for n in range(20)}, 4)
+    cut = plan_whole_tensors({f"t{n}": form((n + 1, 100)) for n in range(20)}, 4)
     loads = [sum(piece.box.volume for piece in part) for part in cut.parts]
     assert max(loads) - min(loads) <= 400
 
@@ -167,21 +173,21 @@ def test_whole_tensors_are_dealt_out_evenly():
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.integers(1, 9), st.sampled_from(sorted(LAYOUTS)))
 def test_like_another(shape, world, layout):
     pieces = tuple((part, box) for part, held in enumerate(boxes(layout, world, shape)) for box in held)
-    cut = like({"w": form(shape)}, {"w": form(shape, pieces)}, world)
+    cut = plan_like({"w": form(shape)}, {"w": form(shape, pieces)}, world)
     found = {(part, piece.box) for part, held in enumerate(cut.parts) for piece in held}
     assert sum(box.volume for _, box in found) == math.prod(shape)
-    assert not uncovered(whole(shape), [box for _, box in found])
+    assert not uncovered(full_box(shape), [box for _, box in found])
     assert {item for item in found if item[1].volume} <= set(pieces)
 
 
 def test_like_another_of_other_tensors():
     with pytest.raises(MismatchError, match=r"1 are not in it \(w\), 1 are only in it \(v\)"):
-        like({"w": form((3,))}, {"v": form((3,))}, 1)
+        plan_like({"w": form((3,))}, {"v": form((3,))}, 1)
     with pytest.raises(MismatchError, match=r"w is \(3,\) here and \(4,\)"):
-        like({"w": form((3,))}, {"w": form((4,))}, 1)
+        plan_like({"w": form((3,))}, {"w": form((4,))}, 1)
     for ranks in (0, 1 << 17):
         with pytest.raises(UsageError):
-            fsdp({}, ranks)
+            plan_fsdp({}, ranks)
 
 
 @settings(max_examples=examples(150), derandomize=True, database=None)
@@ -189,16 +195,16 @@ def test_like_another_of_other_tensors():
 def test_windows_are_the_box_in_order(axes, most):
     box = Box(tuple(before for _, before, _ in axes), tuple(size for size, _, _ in axes))
     shape = tuple(before + size + after for size, before, after in axes)
-    found = list(windows(box, shape, ITEMSIZE, most))
+    found = list(split_into_windows(box, shape, ITEMSIZE, most))
     at = 0
     for window in found:
-        places = list(runs(window, window, box, ITEMSIZE))
-        assert coalesce((run.target, run.target + run.size_bytes) for run in places) == [
+        places = list(byte_runs(window, window, box, ITEMSIZE))
+        assert coalesce_ranges((run.target, run.target + run.size_bytes) for run in places) == [
             (at, at + window.volume * ITEMSIZE)
         ]
         at += window.volume * ITEMSIZE
-        (span,) = coalesce(
-            ((r.target, r.target + r.size_bytes) for r in runs(window, window, whole(shape), ITEMSIZE)),
+        (span,) = coalesce_ranges(
+            ((r.target, r.target + r.size_bytes) for r in byte_runs(window, window, full_box(shape), ITEMSIZE)),
             gap_bytes=1 << 30,
         )
         assert window.volume == 1 or span[1] - span[0] <= max(most, ITEMSIZE)
@@ -207,8 +213,8 @@ def test_windows_are_the_box_in_order(axes, most):
 
 def test_pieces_that_are_there_twice_count_once():
     twice = ((0, Box((0, 0), (3, 4))), (1, Box((2, 0), (3, 4))), (2, Box((0, 0), (5, 4))))
-    found = disjoint("w", form((5, 4), twice))
+    found = disjoint_boxes("w", form((5, 4), twice))
     assert sum(box.volume for box in found) == 20
     assert not any(intersection(a, b) for a, b in itertools.combinations(found, 2))
     with pytest.raises(CheckpointDamagedError, match="nothing holds"):
-        disjoint("w", form((6, 4), twice))
+        disjoint_boxes("w", form((6, 4), twice))

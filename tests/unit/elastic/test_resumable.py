@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.cli import running
-from elastic.control.resumable import began_ns, in_words, resumable_steps
+from elastic.cli import run
+from elastic.control.run_directory import LocalRun, RunDirectory
 from elastic.control.running_clock import since_boot
-from elastic.control.runs import Run, RunPlace
-from elastic.control.settings import RankSeat
-from elastic.control.supervised import SupervisorPlane
-from elastic.control.tasks import CoordinatorTask
-from elastic.control.testing import MemoryPlane
-from elastic.errors import ControlLostError, GaveUpError
-from elastic.workers.loop import End, Policy, run
-from elastic.world.policy import ScalingPolicy
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.errors import ControlPlaneUnavailableError, JobFailedError
+from elastic.launcher import CoordinatorSpec
+from elastic.settings import SupervisorEndpoint
+from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
+from elastic.workers.train_loop import run as train_loop_run
+from elastic.world.scaling_policy import ScalingPolicy
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError
 
-RUN = Run("job", "", "", 1, 0, ("x",), "/", "/logs", 1.0)
+RUN = LocalRun("job", "", "", 1, 0, ("x",), "/", "/logs", 1.0)
 
 
 class Screen:
@@ -38,7 +39,7 @@ class Screen:
 
 @pytest.fixture
 def place(tmp_path):
-    found = RunPlace(tmp_path, "job")
+    found = RunDirectory(tmp_path, "job")
     found.prepare()
     return found
 
@@ -74,9 +75,9 @@ def test_a_clock_that_stays_or_goes_ahead_changes_nothing_of_when_a_job_began():
 
 
 def test_the_words_name_the_job_where_there_are_several():
-    assert in_words({}) == ""
-    assert in_words({"a": 3}) == "the last whole step is 3"
-    assert in_words({"b": 4, "a": 3}) == "the last whole step of a is 3, the last whole step of b is 4"
+    assert describe_resumable({}) == ""
+    assert describe_resumable({"a": 3}) == "the last whole step is 3"
+    assert describe_resumable({"b": 4, "a": 3}) == "the last whole step of a is 3, the last whole step of b is 4"
 
 
 def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
@@ -91,15 +92,15 @@ def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
                 raise raises
             return status
 
-    monkeypatch.setattr(running, "Launcher", Launcher)
-    monkeypatch.setattr(running, "resumable_steps", lambda environs, since_ns: steps)
+    monkeypatch.setattr(run, "JobLauncher", Launcher)
+    monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns: steps)
     place.keep_secret(b"s" * 32)
-    leader = CoordinatorTask("job", "", "", ScalingPolicy(), 1, True)
-    record = Run("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
+    leader = CoordinatorSpec("job", "", "", ScalingPolicy(), 1, True)
+    record = LocalRun("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
     screen = Screen()
     try:
-        running._launch(screen, place, record, [], leader)
-    except GaveUpError:
+        run._launch(screen, place, record, [], leader)
+    except JobFailedError:
         assert raises is not None
     return screen.notes
 
@@ -118,7 +119,7 @@ def test_where_nobody_could_write_why_the_step_is_said_all_the_same(monkeypatch,
 
 
 def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, place):
-    died = GaveUpError("the coordinator ended 6 times within 60 s")
+    died = JobFailedError("the coordinator ended 6 times within 60 s")
     (words,) = launched(monkeypatch, place, "", steps={"a": 9}, raises=died)
     assert words == (
         "the coordinator ended 6 times within 60 s (the last whole step is 9); the same command resumes it: "
@@ -127,33 +128,33 @@ def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, 
 
 
 def test_who_is_not_there_is_the_supervisor(tmp_path):
-    with pytest.raises(ControlLostError, match="this node's supervisor does not answer") as caught:
-        SupervisorPlane(RankSeat(tmp_path / "rank.sock", "token"))
+    with pytest.raises(ControlPlaneUnavailableError, match="this node's supervisor does not answer") as caught:
+        SupervisorClient(SupervisorEndpoint(tmp_path / "rank.sock", "token"))
     assert "agent" not in str(caught.value)
 
 
 def test_what_gives_the_same_answer_in_any_world_is_not_tried_again():
-    plane, tries = MemoryPlane(1), []
+    plane, tries = InMemoryCoordinator(1), []
 
     def train(world):
         tries.append(world.epoch)
         if len(tries) < 3:
             raise SettingsError("both are called A")
 
-    with pytest.raises(GaveUpError, match="both are called A"):
-        run(train, plane=plane.seats[0], policy=Policy(backend="none"))
+    with pytest.raises(JobFailedError, match="both are called A"):
+        train_loop_run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none"))
     assert tries == [0]
 
 
 def test_what_does_not_fit_so_many_ranks_may_fit_others():
-    plane, tries = MemoryPlane(1), []
+    plane, tries = InMemoryCoordinator(1), []
 
     def train(world):
         tries.append(world.epoch)
         if len(tries) < 2:
             world.mesh((2, -1))
 
-    assert run(train, plane=plane.seats[0], policy=Policy(backend="none")).how is End.FINISHED
+    assert train_loop_run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none")).how is RunOutcome.FINISHED
     assert tries == [0, 1]
 
 
@@ -163,10 +164,10 @@ def test_the_node_and_its_agent_have_one_name(monkeypatch, place, configured, ex
     if configured:
         monkeypatch.setenv("TIEREDCKPT_AGENT_NODE", configured)
     options = {"node": "A", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
-    task = running._node_task(place, RUN, "A", {**options, "verbose": 0})
+    task = run._node_task(place, RUN, "A", {**options, "verbose": 0})
     assert task.environ.get("TIEREDCKPT_AGENT_NODE") == expected
     assert Path(task.directory).name == "A"
-    named = running._node_task(place, RUN, os.uname().nodename, {**options, "node": "", "verbose": 0})
+    named = run._node_task(place, RUN, os.uname().nodename, {**options, "node": "", "verbose": 0})
     assert "TIEREDCKPT_AGENT_NODE" not in named.environ
 
 
@@ -175,7 +176,7 @@ def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
 
     def memory(name="here", **more):
         options = {"node": "", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
-        task = running._node_task(place, RUN, name, {**options, "verbose": 0, **more})
+        task = run._node_task(place, RUN, name, {**options, "verbose": 0, **more})
         return task.environ.get("TIEREDCKPT_AGENT_DIRECTORY"), task.environ.get("TIEREDCKPT_AGENT_NODE")
 
     n0, n8 = place.node("n0") / "agent", place.node("n8") / "agent"

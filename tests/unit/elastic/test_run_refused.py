@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.cli import main
-from elastic.cli.exits import Exit
-from elastic.cli.policies import policy_from
+from elastic.cli.common import ElasticExit
+from elastic.cli.run import load_scaling_policy
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def refused(tmp_path, monkeypatch, capsys):
     script.touch()
 
     def run(*options, script=script):
-        assert main(["run", "--no-agent", *map(str, options), str(script)]) == Exit.USAGE
+        assert main(["run", "--no-agent", *map(str, options), str(script)]) == ElasticExit.USAGE
         assert not (tmp_path / "run").exists()
         return " ".join(capsys.readouterr().err.split())
 
@@ -111,8 +111,8 @@ def test_who_names_sizes_in_a_file_needs_no_nnodes(policy):
         "min_nodes: 2\n  max_nodes: 3": (2, 3),
     }
     for text, expected in sizes.items():
-        assert policy_from("1", policy(f"elasticPolicy:\n  {text}\n")).sizes == expected
-    assert policy_from("2:3", policy("elasticPolicy:\n  scalingTimeoutInSeconds: 5\n")).sizes == (2, 3)
+        assert load_scaling_policy("1", policy(f"elasticPolicy:\n  {text}\n")).sizes == expected
+    assert load_scaling_policy("2:3", policy("elasticPolicy:\n  scalingTimeoutInSeconds: 5\n")).sizes == (2, 3)
 
 
 IN_A_STEP = {

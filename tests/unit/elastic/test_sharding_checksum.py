@@ -11,15 +11,26 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from elastic.reshard.checksum import Checksum, Part, StateChecksum, checksum, combine, part_of
-from elastic.reshard.holding import boxes_of, copy_of, shard_rows
-from elastic.reshard.objects import canonical
-from elastic.reshard.weights import MASK, seed_of, weighted_sum
+from elastic.reshard.state_checksum import (
+    MASK64,
+    ChecksumPart,
+    RankChecksum,
+    WholeChecksum,
+    boxes_from_runs,
+    canonical_bytes,
+    checksum_part,
+    combine_checksums,
+    name_seed,
+    replica_of,
+    shard_runs,
+    state_checksum,
+    weighted_sum,
+)
 from tests.support.examples import examples
-from tieredckpt.boxes import Box
-from tieredckpt.dtypes import WIDTHS
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
-from tieredckpt.tensors import is_plain
+from tieredckpt.format.shard_layout import DTYPE_WIDTHS
+from tieredckpt.format.slice_boxes import Box
+from tieredckpt.tensors.state_dict import is_plain_tensor
 
 NAME = "model.layer.0.weight"
 
@@ -34,7 +45,7 @@ def bits(dtype, shape, seed=0):
 
 def sum_of(tensor, shape=None, offsets=None, name=NAME):
     return weighted_sum(
-        seed_of(name), tensor, tuple(shape or tensor.shape), tuple(offsets or (0,) * len(shape or tensor.shape))
+        name_seed(name), tensor, tuple(shape or tensor.shape), tuple(offsets or (0,) * len(shape or tensor.shape))
     )
 
 
@@ -42,19 +53,19 @@ def sum_of(tensor, shape=None, offsets=None, name=NAME):
 
 
 def mix(x):
-    x &= MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    x &= MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
     return x ^ (x >> 31)
 
 
 def weight(name, number):
     """The definition of docs/resharding.md, in whole numbers."""
     high, low = divmod(number, 8192)
-    golden, seed = 0x9E3779B97F4A7C15, seed_of(name)
+    golden, seed = 0x9E3779B97F4A7C15, name_seed(name)
     t, u = mix(low * golden + 0x243F6A8885A308D3) | 1, mix(low * golden + 0x13198A2E03707344)
     a, b = mix(high * golden + seed) | 1, mix(high * golden + (seed ^ 0xA4093822299F31D0)) << 1
-    return (t * a + u * b) & MASK
+    return (t * a + u * b) & MASK64
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
@@ -64,20 +75,20 @@ def test_it_is_what_it_is_said_to_be(dtype, shape):
     size = min(4, dtype.itemsize)
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     words = [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
-    assert sum_of(tensor) == sum(word * weight(NAME, j) for j, word in enumerate(words)) & MASK
+    assert sum_of(tensor) == sum(word * weight(NAME, j) for j, word in enumerate(words)) & MASK64
     assert all(weight(NAME, j) % 2 for j in range(0, 20000, 97))
 
 
 def test_numbers_stay_what_they_are():
     """Kept beside a checkpoint, a checksum has to mean the same in the next release."""
     state = {"w": torch.arange(20000, dtype=torch.float32), "b": {"x": torch.tensor(3, dtype=torch.int64)}, "lr": 0.5}
-    found = checksum(state).combined()
+    found = state_checksum(state).combined()
     assert str(found) == "0x3d40f02ff48fc79e"
 
 
 # -- any partition --------------------------------------------------------------------------------------------------
 
-DTYPES = [getattr(torch, name) for name in sorted(WIDTHS) if isinstance(getattr(torch, name, None), torch.dtype)]
+DTYPES = [getattr(torch, name) for name in sorted(DTYPE_WIDTHS) if isinstance(getattr(torch, name, None), torch.dtype)]
 PLAIN = [dtype for dtype in DTYPES if not str(dtype).startswith("torch.q")]
 
 
@@ -113,7 +124,7 @@ SHAPES = st.one_of(
 def test_any_partition_adds_up_to_the_same(shape, dtype, data):
     tensor = bits(dtype, shape)
     boxes = data.draw(partitions(shape))
-    total = sum(sum_of(cut(tensor, box), shape, box.offsets) for box in boxes) & MASK
+    total = sum(sum_of(cut(tensor, box), shape, box.offsets) for box in boxes) & MASK64
     assert total == sum_of(tensor)
 
 
@@ -129,12 +140,12 @@ def test_strides_do_not_count(dtype, order):
 
 
 def test_large_tensors_are_taken_in_pieces(monkeypatch):
-    from elastic.reshard import weights
+    from elastic.reshard import state_checksum
 
     tensor = bits(torch.bfloat16, (70, 3001))
     expected = sum_of(tensor)
     for words in (8192, 20000, 1000, 100):
-        monkeypatch.setattr(weights, "_CPU_WORDS", words)
+        monkeypatch.setattr(state_checksum, "_CPU_WORDS", words)
         assert sum_of(tensor) == expected
 
 
@@ -194,18 +205,21 @@ def test_another_place_and_another_name_are_seen():
     sums |= {sum_of(part, (10, 60), (0, column)) for column in range(1, 31)}
     assert len(sums) == 120
     one, other = bits(torch.float32, (5,), 1), bits(torch.float32, (5,), 2)
-    saved, swapped = checksum({"a": one, "b": other}).combined(), checksum({"a": other, "b": one}).combined()
+    saved, swapped = (
+        state_checksum({"a": one, "b": other}).combined(),
+        state_checksum({"a": other, "b": one}).combined(),
+    )
     assert saved.value != swapped.value
     assert list(saved.differences(swapped)) == ["a", "b"]
 
 
 def test_the_same_bits_as_another_type_or_shape_are_seen():
     tensor = bits(torch.int16, (4, 6))
-    saved = checksum({"w": tensor}).combined()
+    saved = state_checksum({"w": tensor}).combined()
     for other in (tensor.view(torch.float16), tensor.view(6, 4), tensor.view(-1)):
         with pytest.raises(CheckpointDamagedError, match="w"):
-            checksum({"w": other}).combined().must_equal(saved)
-    checksum({"w": tensor.clone()}).combined().must_equal(saved)
+            state_checksum({"w": other}).combined().must_equal(saved)
+    state_checksum({"w": tensor.clone()}).combined().must_equal(saved)
 
 
 # -- shardings ------------------------------------------------------------------------------------------------------
@@ -216,11 +230,11 @@ def shares(tensor, mesh, placements):
     shape, found = tuple(tensor.shape), []
     ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
     for coordinate in itertools.product(*map(range, mesh)):
-        boxes = [there for _, there in boxes_of(shard_rows(NAME, shape, mesh, coordinate, placements))]
-        total = sum(sum_of(cut(tensor, box), shape, box.offsets) for box in boxes) & MASK
+        boxes = [there for _, there in boxes_from_runs(shard_runs(NAME, shape, mesh, coordinate, placements))]
+        total = sum(sum_of(cut(tensor, box), shape, box.offsets) for box in boxes) & MASK64
         count = sum(box.volume for box in boxes)
-        part = Part("float32", shape, total, count, copy_of(ranks, coordinate, placements))
-        found.append(StateChecksum({NAME: part}))
+        part = ChecksumPart("float32", shape, total, count, replica_of(ranks, coordinate, placements))
+        found.append(RankChecksum({NAME: part}))
     return found
 
 
@@ -239,7 +253,7 @@ PLACEMENTS = st.one_of(
 def test_any_placement_on_any_mesh_adds_up(shape, dims):
     mesh, placements = zip(*dims, strict=True)
     tensor = bits(torch.float32, shape)
-    found = combine(shares(tensor, mesh, placements))
+    found = combine_checksums(shares(tensor, mesh, placements))
     assert found.entries[NAME].sum == sum_of(tensor)
     assert not found.diverged
 
@@ -254,7 +268,7 @@ def test_shards_are_those_torch_makes(shape, dims, data):
     mesh, placements = zip(*dims, strict=True)
     coordinate = [data.draw(st.integers(0, size - 1)) for size in mesh]
     sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, coordinate, placements)
-    rows = shard_rows(NAME, shape, mesh, coordinate, placements)
+    rows = shard_runs(NAME, shape, mesh, coordinate, placements)
     assert tuple(sum(size for _, size in axis) for axis in rows) == tuple(sizes)
     if all(sizes):
         assert tuple(axis[0][0] for axis in rows) == tuple(offsets)
@@ -263,10 +277,10 @@ def test_shards_are_those_torch_makes(shape, dims, data):
 def test_a_copy_that_differs_is_named():
     tensor = bits(torch.float32, (8, 3))
     found = shares(tensor, (2, 2), (Replicate(), Shard(0)))
-    combine(found)
+    combine_checksums(found)
     part = found[3].parts[NAME]
-    found[3] = StateChecksum({NAME: Part(part.dtype, part.shape, part.sum ^ 1, part.count, part.copy)})
-    whole = combine(found)
+    found[3] = RankChecksum({NAME: ChecksumPart(part.dtype, part.shape, part.sum ^ 1, part.count, part.copy)})
+    whole = combine_checksums(found)
     assert whole.diverged == (NAME,)
     with pytest.raises(CheckpointDamagedError, match="not the same on all ranks"):
         whole.must_equal(whole)
@@ -278,14 +292,14 @@ def test_what_nobody_holds_is_an_error(lost):
     kept = [share for rank, share in enumerate(found) if rank not in lost]
     if kept:
         with pytest.raises(MismatchError, match="each element once"):
-            combine(kept)
+            combine_checksums(kept)
     with pytest.raises(MismatchError, match="each element once"):
-        combine([*found, found[0]])
+        combine_checksums([*found, found[0]])
 
 
 def test_partial_sums_have_no_place():
     with pytest.raises(UsageError, match="partial sum"):
-        shard_rows(NAME, (4,), (2,), (0,), [Partial()])
+        shard_runs(NAME, (4,), (2,), (0,), [Partial()])
 
 
 # -- objects --------------------------------------------------------------------------------------------------------
@@ -300,13 +314,13 @@ VALUES = st.recursive(
 @settings(max_examples=examples(150), derandomize=True, database=None)
 @given(VALUES, VALUES)
 def test_objects_are_told_apart_by_value_and_type(a, b):
-    assert (canonical(a) == canonical(b)) == (repr(form(a)) == repr(form(b)))
+    assert (canonical_bytes(a) == canonical_bytes(b)) == (repr(form(a)) == repr(form(b)))
 
 
 def form(value):
     """With mappings in one order, and floats by their bits."""
     if isinstance(value, float):
-        return ("float", value.hex() if value == value else canonical(value))
+        return ("float", value.hex() if value == value else canonical_bytes(value))
     if isinstance(value, complex):
         return ("complex", form(value.real), form(value.imag))
     if isinstance(value, dict):
@@ -317,21 +331,21 @@ def form(value):
 
 
 def test_the_order_of_a_mapping_does_not_count():
-    assert canonical({"a": 1, "b": [2]}) == canonical({"b": [2], "a": 1})
-    assert canonical({1, 2, 3}) == canonical({3, 2, 1})
-    assert canonical(torch.arange(3)) == canonical(torch.arange(6)[:3])
-    assert canonical(torch.arange(3)) != canonical(torch.arange(3).int())
+    assert canonical_bytes({"a": 1, "b": [2]}) == canonical_bytes({"b": [2], "a": 1})
+    assert canonical_bytes({1, 2, 3}) == canonical_bytes({3, 2, 1})
+    assert canonical_bytes(torch.arange(3)) == canonical_bytes(torch.arange(6)[:3])
+    assert canonical_bytes(torch.arange(3)) != canonical_bytes(torch.arange(3).int())
 
 
 def test_tensors_that_are_more_than_bytes_count_as_objects():
     sparse = torch.eye(3).to_sparse()
-    assert not is_plain(sparse)
-    part = part_of("s", sparse)
+    assert not is_plain_tensor(sparse)
+    part = checksum_part("s", sparse)
     assert part.dtype == "object"
-    assert part == part_of("s", torch.eye(3).to_sparse())
-    assert part != part_of("s", (2 * torch.eye(3)).to_sparse())
+    assert part == checksum_part("s", torch.eye(3).to_sparse())
+    assert part != checksum_part("s", (2 * torch.eye(3)).to_sparse())
 
 
 def test_a_checksum_can_be_kept():
-    found = checksum({"w": torch.randn(5), "n": {"lr": 0.1}}).combined()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Checksum) == found
+    found = state_checksum({"w": torch.randn(5), "n": {"lr": 0.1}}).combined()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=WholeChecksum) == found

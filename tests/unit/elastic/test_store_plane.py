@@ -13,14 +13,19 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from elastic.control.movement import HangLimits
-from elastic.control.plane import Assignment, Dismissed, Progress, Want
-from elastic.errors import ControlLostError, DeadlineError, GaveUpError, PolicyError, StaleEpochError
-from elastic.rootless.holders import Patience
-from elastic.rootless.store import RootlessStore
-from elastic.workers.cutting import cut_store
-from elastic.workers.launched import alone, connected, launched_plane
-from elastic.workers.store_plane import StorePlane, pauses_s
+from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.hang_detector import HangTimeouts
+from elastic.errors import (
+    ControlDeadlineError,
+    ControlPlaneUnavailableError,
+    JobFailedError,
+    PolicyError,
+    StaleEpochError,
+)
+from elastic.rendezvous.rootless_tcpstore import RootlessStore, StoreTimeouts
+from elastic.workers.launch_environment import connect_store, detect_control_plane, single_process_control_plane
+from elastic.workers.process_groups import close_store_connections
+from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results, wants
 from tests.support.store_servers import server_processes
@@ -38,10 +43,12 @@ def start(server):
 
         def planes(size):
             def connect():
-                return connected("127.0.0.1", server.port)
+                return connect_store("127.0.0.1", server.port)
 
-            places = [Assignment(0, rank, size, 0, 1, rank, size, f"127.0.0.1:{server.port}") for rank in range(size)]
-            made = [StorePlane(connect, place) for place in places]
+            places = [
+                RankAssignment(0, rank, size, 0, 1, rank, size, f"127.0.0.1:{server.port}") for rank in range(size)
+            ]
+            made = [StoreControlPlane(connect, place) for place in places]
             stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
             return made
 
@@ -56,11 +63,13 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
 
 def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
     """Their collectives wait longer than that."""
-    place = Assignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}")
+    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}")
     for number, (limits, hang_s) in enumerate(
-        [(HangLimits(40.0, 50.0), 50.0), (HangLimits(0, 50.0), None), (None, None)]
+        [(HangTimeouts(40.0, 50.0), 50.0), (HangTimeouts(0, 50.0), None), (None, None)]
     ):
-        plane = StorePlane(lambda: connected("127.0.0.1", server.port), place, limits=limits, prefix=f"{number}/")
+        plane = StoreControlPlane(
+            lambda: connect_store("127.0.0.1", server.port), place, limits=limits, prefix=f"{number}/"
+        )
         try:
             assert plane.ready(timeout_s=PATIENCE_S).hang_s == hang_s
         finally:
@@ -70,20 +79,20 @@ def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
 def test_an_attempt_has_nothing_of_the_one_before(start):
     first = start(3)
     all_ready(first)
-    first[0].request(Want.RESIZE, "other numbers")
+    first[0].request(NoticeKind.RESIZE, "other numbers")
     assert results(at_once(*(lambda p=plane: p.pause(8) for plane in first))) == [8, 8, 8]
     second = start(2)  # what the first ones said is all still in the store
     late = at_once(lambda: second[1].ready(timeout_s=PATIENCE_S))
     places = [second[0].ready(timeout_s=PATIENCE_S), *results(late)]
     assert [(place.epoch, place.world_size) for place in places] == [(1, 2), (1, 2)]
     assert [plane.notice() for plane in second] == [None, None]
-    second[1].request(Want.RESIZE, "once more")
+    second[1].request(NoticeKind.RESIZE, "once more")
     assert results(at_once(*(lambda p=plane: p.pause(16) for plane in second))) == [16, 16]
 
 
 def test_who_is_not_there_is_not_waited_for_for_ever(start):
     first, _ = start(2)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(ControlDeadlineError):
         first.ready(timeout_s=0.05)
 
 
@@ -91,14 +100,14 @@ def test_one_rank_asks_and_all_stop_at_the_greatest_step_said(start):
     planes = start(3)
     all_ready(planes)
     assert [plane.notice() for plane in planes] == [None] * 3
-    planes[1].request(Want.RESIZE, "asked back", deadline_s=60.0)
-    until(lambda: all(wants(plane) is Want.STOP for plane in planes))
+    planes[1].request(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
+    until(lambda: all(wants(plane) is NoticeKind.STOP for plane in planes))
     assert all(0 < plane.notice().deadline_s <= 60 for plane in planes)
     said = results(at_once(*(lambda p=plane, n=n: p.pause(n) for plane, n in zip(planes, (16, 8, 0), strict=True))))
     assert said == [16, 16, 16]
     assert planes[0].pause(17) == 16  # once is what counts
     for plane in planes:
-        plane.progress(Progress(16))
+        plane.progress(RankProgress(16))
         plane.sealed(16)
         with pytest.raises(Dismissed):
             plane.ready()
@@ -110,15 +119,15 @@ def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
     heard = [threading.Event() for _ in planes]
     for plane, event in zip(planes, heard, strict=True):
         plane.on_broken(lambda _notice, event=event: event.set())
-    planes[0].request(Want.STOP, "enough")
+    planes[0].request(NoticeKind.STOP, "enough")
     waiting = at_once(*(lambda p=plane: p.pause(5) for plane in planes[:2]))
     planes[2].fault("its loss is not finite")
     for one in waiting:
         with pytest.raises(StaleEpochError):
             one.result(PATIENCE_S)
     assert all(event.wait(PATIENCE_S) for event in heard)
-    assert {wants(plane) for plane in planes} == {Want.RESTART}
-    with pytest.raises(GaveUpError, match="rank 2: its loss is not finite"):
+    assert {wants(plane) for plane in planes} == {NoticeKind.RESTART}
+    with pytest.raises(JobFailedError, match="rank 2: its loss is not finite"):
         planes[0].ready()
     late = threading.Event()
     planes[1].on_broken(lambda _notice: late.set())
@@ -130,7 +139,7 @@ def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
 def test_a_pause_ends_in_time(start):
     planes = start(2)
     all_ready(planes)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(ControlDeadlineError):
         planes[0].pause(1, timeout_s=0.01)
 
 
@@ -148,8 +157,8 @@ def test_what_is_said_before_the_beginning_is_refused(start):
     for call in (lambda: plane.pause(0), lambda: plane.sealed(0), lambda: plane.fault("x")):
         with pytest.raises(StaleEpochError):
             call()
-    with pytest.raises(ControlLostError):
-        plane.request(Want.STOP, "too early")
+    with pytest.raises(ControlPlaneUnavailableError):
+        plane.request(NoticeKind.STOP, "too early")
 
 
 def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(start, monkeypatch):
@@ -157,7 +166,7 @@ def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(s
     (plane,) = start(1)
     all_ready([plane])
     real = time.time
-    plane.request(Want.STOP, "soon", deadline_s=50.0)
+    plane.request(NoticeKind.STOP, "soon", deadline_s=50.0)
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     until(plane.notice)
     assert 0 < plane.notice().deadline_s <= 50
@@ -168,15 +177,15 @@ def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(s
 def test_of_two_deadlines_the_earlier_one_holds(start):
     plane = start(1)[0]
     plane.ready()
-    plane.request(Want.STOP, "soon", deadline_s=50.0)
+    plane.request(NoticeKind.STOP, "soon", deadline_s=50.0)
     until(plane.notice)
-    plane.request(Want.STOP, "later", deadline_s=5000.0)
+    plane.request(NoticeKind.STOP, "later", deadline_s=5000.0)
     until(lambda: plane.notice().reason == "later")
     assert plane.notice().deadline_s <= 50
 
 
 def test_nobody_started_it():
-    plane = alone()
+    plane = single_process_control_plane()
     try:
         place = plane.ready(timeout_s=PATIENCE_S)
         assert (place.rank, place.world_size, place.node_count) == (0, 1, 1)
@@ -186,18 +195,18 @@ def test_nobody_started_it():
 
 def test_half_an_environment_is_an_error():
     with pytest.raises(PolicyError, match="MASTER_ADDR, MASTER_PORT are not"):
-        launched_plane({"RANK": "0", "WORLD_SIZE": "2"})
+        detect_control_plane({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_a_launcher_says_where_a_rank_is(server):
-    plane = launched_plane(
+    plane = detect_control_plane(
         {
             "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_RESTART_COUNT": "2",
             "TORCHELASTIC_USE_AGENT_STORE": "True", "ELASTIC_HANG_TIMEOUT": "90",
         }
     )  # fmt: skip
-    assert plane._limits == HangLimits(step_s=90.0)
+    assert plane._limits == HangTimeouts(step_s=90.0)
     place = plane._place
     assert (place.rank, place.local_rank, place.node_rank, place.node_count, place.restarts) == (9, 1, 1, 2, 2)
     plane.close()
@@ -205,11 +214,11 @@ def test_a_launcher_says_where_a_rank_is(server):
 
 def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
     def connect():
-        return connected("127.0.0.1", server.port)
+        return connect_store("127.0.0.1", server.port)
 
     def world(*least):
-        places = [Assignment(floor, rank, len(least), 0, 1, rank, 1, "n:1") for rank, floor in enumerate(least)]
-        made = [StorePlane(connect, place, last=False) for place in places]
+        places = [RankAssignment(floor, rank, len(least), 0, 1, rank, 1, "n:1") for rank, floor in enumerate(least)]
+        made = [StoreControlPlane(connect, place, last=False) for place in places]
         epochs = {place.epoch for place in all_ready(made)}
         results(at_once(*(plane.close for plane in made)))
         return epochs
@@ -229,18 +238,18 @@ def test_who_knows_that_nobody_comes_any_more_waits_no_longer(start):
 
 def test_another_size_is_no_stop_where_the_processes_stay(server):
     def connect():
-        return connected("127.0.0.1", server.port)
+        return connect_store("127.0.0.1", server.port)
 
-    plane = StorePlane(connect, Assignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
+    plane = StoreControlPlane(connect, RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
     plane.ready()
-    plane.request(Want.RESIZE, "other numbers")
-    until(lambda: wants(plane) is Want.RESIZE)
+    plane.request(NoticeKind.RESIZE, "other numbers")
+    until(lambda: wants(plane) is NoticeKind.RESIZE)
     plane.end("the launcher says so")
-    assert (wants(plane), plane.notice().reason) == (Want.RESTART, "the launcher says so")
+    assert (wants(plane), plane.notice().reason) == (NoticeKind.RESTART, "the launcher says so")
     plane.close()
 
 
-PATIENCE = Patience(look_s=0.2, answer_s=3.0, connect_s=5.0)
+PATIENCE = StoreTimeouts(look_s=0.2, answer_s=3.0, connect_s=5.0)
 """Torch's own client waits for ever for the answer of a server that is stopped."""
 
 
@@ -250,12 +259,12 @@ def stoppable(zygote):
     with server_processes(zygote, 1) as (server,), contextlib.ExitStack() as stack:
 
         def planes(size, beat_s=0.05):
-            places = [Assignment(0, rank, size, 0, 1, rank, size, server.address) for rank in range(size)]
+            places = [RankAssignment(0, rank, size, 0, 1, rank, size, server.address) for rank in range(size)]
 
             def connect():
-                return connected(server.host, server.port, patience=PATIENCE)
+                return connect_store(server.host, server.port, patience=PATIENCE)
 
-            made = [StorePlane(connect, place, limits=HangLimits(), beat_s=beat_s) for place in places]
+            made = [StoreControlPlane(connect, place, limits=HangTimeouts(), beat_s=beat_s) for place in places]
             stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
             return made
 
@@ -266,7 +275,7 @@ def stoppable(zygote):
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(lambda plane: plane.request(Want.RESIZE, "other numbers"), id="request"),
+        pytest.param(lambda plane: plane.request(NoticeKind.RESIZE, "other numbers"), id="request"),
         pytest.param(lambda plane: plane.fault("its loss is not finite"), id="fault", marks=pytest.mark.nightly),
         pytest.param(lambda plane: plane.pause(3), id="pause", marks=pytest.mark.nightly),
         pytest.param(lambda plane: plane.gather("the end"), id="gather", marks=pytest.mark.nightly),
@@ -278,7 +287,7 @@ def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
     plane.ready()
     server.stop()
     (told,) = at_once(lambda: call(plane))
-    with pytest.raises(ControlLostError, match="does not answer"):
+    with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
         told.result(PATIENCE_S)
     (closed,) = at_once(plane.close)
     closed.result(PATIENCE_S)
@@ -292,7 +301,7 @@ def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
     (coming,) = at_once(plane.ready)
     until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
     server.stop()
-    with pytest.raises(ControlLostError, match="does not answer"):
+    with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
         coming.result(PATIENCE_S)
 
 
@@ -310,7 +319,7 @@ def test_who_waits_for_others_is_told_that_the_store_is_stopped(stoppable, wait)
     server.stop()
     with pytest.raises(StaleEpochError, match="the store that the ranks met at is gone"):
         waiting.result(PATIENCE_S)
-    until(lambda: all(wants(plane) is Want.RESTART for plane in planes))
+    until(lambda: all(wants(plane) is NoticeKind.RESTART for plane in planes))
     results(at_once(*(plane.close for plane in planes)))
 
 
@@ -321,7 +330,7 @@ class Counted(RootlessStore):
     """One rank's client, and what it asks for."""
 
     def __init__(self, port):
-        super().__init__((f"127.0.0.1:{port}",), cut=cut_store, copies=1)
+        super().__init__((f"127.0.0.1:{port}",), cut=close_store_connections, copies=1)
         self.asked = collections.Counter()
 
 
@@ -340,16 +349,16 @@ for _name in ("set", "get", "wait", "check", "add", "compare_set", "multi_get", 
 @pytest.mark.parametrize("size", [2, 6])
 def test_what_a_rank_asks_for_is_the_same_in_a_world_of_any_size(server, size):
     """At rest: one request that waits. Of an event: that one is answered, and what happened is read."""
-    places = [Assignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
+    places = [RankAssignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
     made = [
-        StorePlane(lambda: Counted(server.port), place, limits=HangLimits(), beat_s=3600.0, last=False)
+        StoreControlPlane(lambda: Counted(server.port), place, limits=HangTimeouts(), beat_s=3600.0, last=False)
         for place in places
     ]
     all_ready(made)
     until(lambda: all(plane._store.asked["wait"] == 1 and plane._heartbeats._beats == 1 for plane in made))
     until(lambda: made[0]._store.asked["multi_get"] == 2)  # of the meeting, and of the judge
     before = [plane._store.asked.copy() for plane in made]
-    made[1].request(Want.RESIZE, "other numbers")
+    made[1].request(NoticeKind.RESIZE, "other numbers")
     until(lambda: all(plane._store.asked["wait"] == 2 for plane in made))
     after = [dict(plane._store.asked - earlier) for plane, earlier in zip(made, before, strict=True)]
     heard = {"wait": 1, "get": 1}
@@ -369,7 +378,7 @@ def test_what_somebody_told_who_ended_before_it_woke_others_is_heard(start):
     all_ready([first, second])
     told = msgspec.json.encode({"want": "restart", "reason": "rank 0: it is about to end", "by": "0.1"})
     first._store.compare_set(first._name("event/0"), "", told.decode())
-    until(lambda: {wants(first), wants(second)} == {Want.RESTART})
+    until(lambda: {wants(first), wants(second)} == {NoticeKind.RESTART})
 
 
 def test_what_no_rank_can_have_told_ends_the_world_and_is_not_passed_over(start):
@@ -377,19 +386,19 @@ def test_what_no_rank_can_have_told_ends_the_world_and_is_not_passed_over(start)
     plane.ready()
     plane._store.set(plane._name("event/0"), "no event")
     plane._store.set(plane._name("wake/0/0"), "1")
-    until(lambda: wants(plane) is Want.RESTART)
+    until(lambda: wants(plane) is NoticeKind.RESTART)
 
 
 def _hangs(say, port, leaves):
     """A world of one whose rank does no step."""
-    limits = HangLimits(step_s=0.3, first_s=0.3)
-    place = Assignment(0, 0, 1, 0, 1, 0, 1, "n:1")
-    plane = StorePlane(lambda: connected("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)
+    limits = HangTimeouts(step_s=0.3, first_s=0.3)
+    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1")
+    plane = StoreControlPlane(lambda: connect_store("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)
     plane.ready()
     until(plane.notice)
     say(plane.notice().reason)
     if leaves:
-        plane.progress(Progress(-1, free=True))
+        plane.progress(RankProgress(-1, free=True))
         threading.Event().wait(1.0)
         return "out of it"
     signal.pause()

@@ -8,18 +8,25 @@ import threading
 
 import pytest
 
-from elastic.control.messages import MAX_RANK_BYTES, Over, RankGreeting, RankHears, RankSays, Stand
-from elastic.control.plane import Assignment, Dismissed, Notice, Want
-from elastic.control.settings import RankSeat
-from elastic.control.supervised import SupervisorPlane
-from elastic.errors import DeadlineError, GaveUpError, StaleEpochError
-from peerstore import frames
+from elastic.control.control_messages import (
+    MAX_RANK_MESSAGE_BYTES,
+    ExitReason,
+    RankDesired,
+    RankHello,
+    RankPhase,
+    RankStatus,
+)
+from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
+from elastic.settings import SupervisorEndpoint
+from peerstore import message_codec
 from tests.support.planes import PATIENCE_S, at_once
 
-PLACE = Assignment(
+PLACE = RankAssignment(
     epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
 )
-STOP = Notice(0, Want.STOP, "enough")
+STOP = ControlNotice(0, NoticeKind.STOP, "enough")
 
 
 @contextlib.contextmanager
@@ -32,16 +39,18 @@ def supervised(tmp_path, over):
         def answer():
             line, _ = door.accept()
             with line, contextlib.suppress(BrokenPipeError):  # the rank has gone, and waits for no answer
-                assert frames.receive(line, RankGreeting).token == "token"
-                while (says := frames.receive(line, RankSays, limit_bytes=MAX_RANK_BYTES)) is not None:
-                    hears = RankHears(says.number, PLACE, STOP, 4)
-                    if says.sealed is not None or (over is Over.GAVE_UP and says.stand is Stand.INSIDE):
-                        hears = RankHears(says.number, over=over, reason="the end")
-                    frames.send(line, hears)
+                assert message_codec.receive_frame(line, RankHello).token == "token"
+                while (
+                    says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
+                ) is not None:
+                    hears = RankDesired(says.number, PLACE, STOP, 4)
+                    if says.sealed is not None or (over is ExitReason.GAVE_UP and says.stand is RankPhase.INSIDE):
+                        hears = RankDesired(says.number, over=over, reason="the end")
+                    message_codec.send_frame(line, hears)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        plane = SupervisorPlane(RankSeat(tmp_path / "door", "token"))
+        plane = SupervisorClient(SupervisorEndpoint(tmp_path / "door", "token"))
         try:
             plane.ready(timeout_s=60)
             yield plane
@@ -50,7 +59,7 @@ def supervised(tmp_path, over):
             thread.join()
 
 
-@pytest.mark.parametrize("over", [Over.STOPPED, Over.DISMISSED])
+@pytest.mark.parametrize("over", [ExitReason.STOPPED, ExitReason.DISMISSED])
 def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
     with supervised(tmp_path, over) as plane:
         assert plane.pause(4, timeout_s=60) == 4
@@ -60,10 +69,10 @@ def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
 
 
 def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
-    with supervised(tmp_path, Over.GAVE_UP) as plane:
+    with supervised(tmp_path, ExitReason.GAVE_UP) as plane:
         with pytest.raises(StaleEpochError, match="the end"):
             plane.sealed(4, timeout_s=60)
-        with pytest.raises(GaveUpError, match="the end"):
+        with pytest.raises(JobFailedError, match="the end"):
             plane.ready(timeout_s=60)
 
 
@@ -72,21 +81,21 @@ def test_a_supervisor_that_is_stopped_keeps_no_rank_waiting(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.bind(str(tmp_path / "door"))
         door.listen()
-        plane = SupervisorPlane(RankSeat(tmp_path / "door", "token"))
+        plane = SupervisorClient(SupervisorEndpoint(tmp_path / "door", "token"))
 
         def speak():
             while not plane._unsent:
                 with plane._changed:
                     plane._say()
-            with pytest.raises(DeadlineError):
+            with pytest.raises(ControlDeadlineError):
                 plane.ready(timeout_s=0.1)
 
         (spoken,) = at_once(speak)
         spoken.result(PATIENCE_S)
         line, _ = door.accept()  # it goes on
         with line:
-            assert frames.receive(line, RankGreeting).token == "token"
-            says = RankSays(0, Stand.INSIDE)
-            while says.stand is not Stand.READY:
-                says = frames.receive(line, RankSays, limit_bytes=MAX_RANK_BYTES)
+            assert message_codec.receive_frame(line, RankHello).token == "token"
+            says = RankStatus(0, RankPhase.INSIDE)
+            while says.stand is not RankPhase.READY:
+                says = message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
         plane.close()

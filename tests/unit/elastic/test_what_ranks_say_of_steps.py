@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.control.plane import Progress
-from elastic.control.testing import MemoryPlane
-from elastic.workers.detected import Detector
-from elastic.workers.gate import Gate
-from elastic.workers.world import World
+from elastic.control.control_plane import RankProgress
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.event_detector import EventDetector
+from elastic.workers.step_barrier import StepBarrier
+from elastic.workers.world_handle import World
 
 
 @pytest.fixture
 def seat():
-    (seat,) = MemoryPlane(1).seats
+    (seat,) = InMemoryCoordinator(1).seats
     yield seat
     seat.close()
 
@@ -21,7 +21,7 @@ def seat():
 @pytest.fixture
 def world(seat):
     place = seat.ready()
-    gate = Gate(seat, place.epoch)
+    gate = StepBarrier(seat, place.epoch)
     yield World(place, seat, gate)
     gate.close()
 
@@ -29,15 +29,15 @@ def world(seat):
 def test_what_comes_before_the_first_step_is_done_is_no_step(seat, world):
     """It compiles, restores, and looks at what it has; a step takes ten minutes at the most, this an hour."""
     with world.unwatched():
-        assert seat.last_progress == Progress(-1, free=True)
-    assert seat.last_progress == Progress(-1)
+        assert seat.last_progress == RankProgress(-1, free=True)
+    assert seat.last_progress == RankProgress(-1)
     steps = world.steps(100, 102)
     next(steps)
     with world.unwatched():
         pass
-    assert seat.last_progress == Progress(-1)
+    assert seat.last_progress == RankProgress(-1)
     next(steps)
-    assert seat.last_progress == Progress(101)
+    assert seat.last_progress == RankProgress(101)
 
 
 def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
@@ -45,25 +45,25 @@ def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
     assert not world.event_detected()
     assert seat.last_progress is None or seat.last_progress.step == -1
     assert not world.event_detected()
-    assert seat.last_progress == Progress(1)
+    assert seat.last_progress == RankProgress(1)
     with world.unwatched():
-        assert seat.last_progress == Progress(1, free=True)
+        assert seat.last_progress == RankProgress(1, free=True)
     assert not world.event_detected()
-    assert seat.last_progress == Progress(2)
+    assert seat.last_progress == RankProgress(2)
 
 
 def test_a_world_that_is_left_before_its_first_step_has_done_none(seat, world):
     world.left()
-    assert seat.last_progress == Progress(-1)
+    assert seat.last_progress == RankProgress(-1)
 
 
 @pytest.mark.parametrize(("set_to", "free"), [("", True), ("60", False), ("auto", False)])
 def test_a_loop_outside_of_a_world_is_not_late_where_nobody_said_how_long_it_may_take(seat, monkeypatch, set_to, free):
     """It cannot say that it evaluates. That its process is stopped is seen all the same."""
     monkeypatch.setenv("ELASTIC_HANG_TIMEOUT", set_to)
-    detector = Detector(seat)
+    detector = EventDetector(seat)
     assert not detector.ask()
-    assert seat.last_progress == Progress(-1, free=free)
+    assert seat.last_progress == RankProgress(-1, free=free)
     assert not detector.ask()
-    assert seat.last_progress == Progress(1, free=free)
+    assert seat.last_progress == RankProgress(1, free=free)
     detector.close()

@@ -10,25 +10,25 @@ import threading
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic.control.plane import Notice, Want
-from elastic.control.testing import MemoryPlane
-from elastic.errors import ElasticError, GaveUpError, PolicyError, WorldChanged
-from elastic.workers import watching
-from elastic.workers.gate import Gate
-from elastic.workers.loop import End, Policy, current_world, recoverable, run
-from elastic.workers.world import fitted
+from elastic.control.control_plane import ControlNotice, NoticeKind
+from elastic.errors import ElasticError, JobFailedError, PolicyError, WorldChanged
+from elastic.testing import InMemoryCoordinator
+from elastic.workers import step_barrier
+from elastic.workers.step_barrier import StepBarrier
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, current_world, recoverable, run
+from elastic.workers.world_handle import resolve_mesh_shape
 from tests.support.planes import PATIENCE_S, at_once, results
 from tieredckpt import NullCheckpointer, SaveFailedError
-from tieredckpt.preemption import Preemption, left_to_others
+from tieredckpt.checkpointer.preemption import PreemptionHandler, sigterm_handled_elsewhere
 
-QUIET = Policy(backend="none", settle_s=0.0)
-PATIENT = Policy(backend="none", settle_s=PATIENCE_S)
+QUIET = RecoveryPolicy(backend="none", settle_s=0.0)
+PATIENT = RecoveryPolicy(backend="none", settle_s=PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What is collected between worlds is large only because of everything else that tests have imported."""
-    monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
+    monkeypatch.setattr("elastic.workers.in_process_restart.gc.collect", lambda: 0)
 
 
 def job(plane, train, policy=QUIET):
@@ -45,12 +45,12 @@ def steps_to(total):
 
 
 def test_all_finish():
-    ends = results(job(MemoryPlane(3), steps_to(5)))
-    assert [(end.how, end.value, end.steps, end.worlds) for end in ends] == [(End.FINISHED, 4, 5, 1)] * 3
+    ends = results(job(InMemoryCoordinator(3), steps_to(5)))
+    assert [(end.how, end.value, end.steps, end.worlds) for end in ends] == [(RunOutcome.FINISHED, 4, 5, 1)] * 3
 
 
 def test_a_resize_goes_on_at_the_step_where_all_stopped():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
     done, sealed, lock = {0: [], 1: []}, [], threading.Lock()
 
     def train(world):
@@ -74,7 +74,7 @@ def test_a_resize_goes_on_at_the_step_where_all_stopped():
 
 
 def test_a_stop_is_sealed_and_says_where_to_go_on():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
     seen = []
 
     def train(world):
@@ -83,14 +83,14 @@ def test_a_stop_is_sealed_and_says_where_to_go_on():
                 plane.stop("the night is over")
 
     ends = results(job(plane, train))
-    assert {end.how for end in ends} == {End.STOPPED}
+    assert {end.how for end in ends} == {RunOutcome.STOPPED}
     assert len({end.steps for end in ends}) == 1
     assert set(seen) == {ends[0].steps - 1}
     assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to go on with step {seen[0] + 1}"
 
 
 def test_an_exception_is_a_fault_and_all_begin_again():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
 
     def train(world):
         for step in world.steps(0, 4):
@@ -101,30 +101,30 @@ def test_an_exception_is_a_fault_and_all_begin_again():
         return world.restarts
 
     ends = results(job(plane, train))
-    assert [(end.how, end.value) for end in ends] == [(End.FINISHED, 1)] * 2
+    assert [(end.how, end.value) for end in ends] == [(RunOutcome.FINISHED, 1)] * 2
     assert [seat.faults for seat in plane.seats if seat.faults] == [["ZeroDivisionError: a step too far"]]
 
 
 def test_an_exception_may_be_wanted_back():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     def train(_world):
         raise ZeroDivisionError("a step too far")
 
     with pytest.raises(ZeroDivisionError):
-        run(train, plane=plane.seats[0], policy=Policy(backend="none", on_error="raise"))
+        run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none", on_error="raise"))
     assert plane.seats[0].faults == ["ZeroDivisionError: a step too far"]
 
 
 def test_who_gives_up_says_after_what():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     def train(_world):
         plane.give_up("two faults in a row")
         raise ZeroDivisionError("a step too far")
 
     plane.seats[0].fault = lambda _reason: None
-    with pytest.raises(GaveUpError, match="two faults"):
+    with pytest.raises(JobFailedError, match="two faults"):
         run(train, plane=plane.seats[0], policy=QUIET)
 
 
@@ -138,7 +138,7 @@ def test_who_gives_up_says_after_what():
     ],
 )
 def test_what_comes_of_the_loss_of_another_rank_is_no_fault(error):
-    plane = MemoryPlane(1, spares=1)
+    plane = InMemoryCoordinator(1, spares=1)
     left = threading.Event()
 
     def train(world):
@@ -150,23 +150,23 @@ def test_what_comes_of_the_loss_of_another_rank_is_no_fault(error):
     ends = job(plane, train, PATIENT)
     assert left.wait(PATIENCE_S)
     plane.restart("another rank was lost")
-    assert {end.how for end in results(ends)} == {End.FINISHED, End.DISMISSED}
+    assert {end.how for end in results(ends)} == {RunOutcome.FINISHED, RunOutcome.DISMISSED}
     assert [seat.faults for seat in plane.seats] == [[], []]
 
 
 def test_what_nobody_was_lost_for_is_a_fault():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     def train(world):
         if world.restarts == 0:
             raise RuntimeError("[gloo] Timed out waiting 1ms for recv operation to complete")
 
-    assert results(job(plane, train))[0].how is End.FINISHED
+    assert results(job(plane, train))[0].how is RunOutcome.FINISHED
     assert len(plane.seats[0].faults) == 1
 
 
 def test_a_loss_while_others_seal_is_handled():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
 
     def train(world):
         def seal(_step):
@@ -185,7 +185,7 @@ def test_a_loss_while_others_seal_is_handled():
 
 
 def test_a_step_that_could_not_be_sealed_is_not_called_sealed():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     def seal(step):
         raise SaveFailedError(f"step {step} left no shard")
@@ -201,7 +201,7 @@ def test_a_step_that_could_not_be_sealed_is_not_called_sealed():
 
 
 def test_errors_on_the_way_out_of_a_world_are_not_faults():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     def train(world):
         try:
@@ -218,7 +218,7 @@ def test_errors_on_the_way_out_of_a_world_are_not_faults():
 
 
 def test_a_loss_on_the_last_step_is_heard_before_the_end():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
 
     def train(world):
         for _ in world.steps(0, 3):
@@ -239,7 +239,7 @@ def test_a_loss_on_the_last_step_is_heard_before_the_end():
 
 
 def test_loops_that_count_themselves_ask_once_a_step():
-    plane = MemoryPlane(2)
+    plane = InMemoryCoordinator(2)
     meeting = threading.Barrier(2)
 
     def train(world):
@@ -252,14 +252,14 @@ def test_loops_that_count_themselves_ask_once_a_step():
             done += 1
         return done
 
-    assert [end.how for end in results(job(plane, train))] == [End.FINISHED] * 2
+    assert [end.how for end in results(job(plane, train))] == [RunOutcome.FINISHED] * 2
     assert {seat.epoch for seat in plane.seats} == {1}
 
 
 def test_the_environment_is_that_of_the_world_and_given_back(monkeypatch):
     monkeypatch.setenv("RANK", "8")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    plane = MemoryPlane(1, store="127.0.0.1:4711")
+    plane = InMemoryCoordinator(1, store="127.0.0.1:4711")
 
     def train(world):
         assert current_world() is world
@@ -277,11 +277,11 @@ def test_the_environment_is_that_of_the_world_and_given_back(monkeypatch):
 def test_a_signal_is_passed_on_and_who_had_it_is_called(number):
     heard = []
     before = signal.signal(number, lambda *_: heard.append("before"))
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
     notices = []
 
     def train(world):
-        inside = Preemption(lambda _s: heard.append("flushed"), 1.0)  # what a Checkpointer has
+        inside = PreemptionHandler(lambda _s: heard.append("flushed"), 1.0)  # what a Checkpointer has
         for step in world.steps(0, seal=lambda _step: inside.close()):
             if step == 1 and world.epoch == 0:
                 signal.raise_signal(number)
@@ -297,24 +297,24 @@ def test_a_signal_is_passed_on_and_who_had_it_is_called(number):
     finally:
         signal.signal(number, before)
     assert heard == ["before"]
-    assert notices[0].want is Want.RESIZE
+    assert notices[0].want is NoticeKind.RESIZE
     assert (notices[0].deadline_s is not None) is (number == signal.SIGTERM)
 
 
 def test_a_checkpointer_leaves_sigterm_to_the_loop():
     before = signal.getsignal(signal.SIGTERM)
-    with left_to_others():
-        inside = Preemption(lambda _s: None, 1.0)
+    with sigterm_handled_elsewhere():
+        inside = PreemptionHandler(lambda _s: None, 1.0)
         assert signal.getsignal(signal.SIGTERM) is before
         inside.close()
-    outside = Preemption(lambda _s: None, 1.0)
+    outside = PreemptionHandler(lambda _s: None, 1.0)
     assert signal.getsignal(signal.SIGTERM) is not before
     outside.close()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_decorated_it_takes_no_arguments():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     @recoverable(plane=plane.seats[0], policy=QUIET)
     def train(world):
@@ -328,13 +328,13 @@ def test_decorated_it_takes_no_arguments():
 
 
 def test_two_seals_are_one_too_many():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
 
     def train(world):
         next(world.steps(0, 1, checkpoint=(NullCheckpointer(), {}), seal=lambda _step: None))
 
     with pytest.raises(PolicyError, match="not both"):
-        run(train, plane=plane.seats[0], policy=Policy(backend="none", on_error="raise"))
+        run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none", on_error="raise"))
 
 
 @pytest.mark.parametrize(
@@ -342,33 +342,33 @@ def test_two_seals_are_one_too_many():
     [(8, (-1,), (8,)), (8, (2, -1), (2, 4)), (8, (-1, 8), (1, 8)), (6, (2, 3), (2, 3)), (16, (2, -1, 2), (2, 4, 2))],
 )
 def test_meshes_are_fitted(size, shape, expected):
-    assert fitted(size, shape) == expected
+    assert resolve_mesh_shape(size, shape) == expected
 
 
 @pytest.mark.parametrize(("size", "shape"), [(8, (3, -1)), (8, (2, 2)), (8, (-1, -1)), (8, (0, -1)), (4, (-2, -2))])
 def test_meshes_that_do_not_fit(size, shape):
     with pytest.raises(PolicyError, match="mesh"):
-        fitted(size, shape)
+        resolve_mesh_shape(size, shape)
 
 
 def test_a_notice_of_an_epoch_that_was_left_aborts_nothing():
-    plane = MemoryPlane(1)
+    plane = InMemoryCoordinator(1)
     aborted = []
 
     class Groups:
         def abort(self):
             aborted.append(True)
 
-    from elastic.workers.watching import Watch
+    from elastic.workers.step_barrier import NoticeWatcher
 
-    watch = Watch(plane.seats[0], lambda _notice: Groups().abort())
-    watch._broken(Notice(3, Want.RESTART, "long ago"))
+    watch = NoticeWatcher(plane.seats[0], lambda _notice: Groups().abort())
+    watch._broken(ControlNotice(3, NoticeKind.RESTART, "long ago"))
     watch.close()
     assert aborted == []
 
 
 def test_errors_of_the_package_have_one_root():
-    assert issubclass(GaveUpError, ElasticError)
+    assert issubclass(JobFailedError, ElasticError)
     assert not issubclass(WorldChanged, Exception)
 
 
@@ -377,25 +377,25 @@ def test_what_a_process_has_imported_is_looked_through_in_no_world():
         return gc.get_freeze_count()
 
     gc.unfreeze()
-    (end,) = results(job(MemoryPlane(1), train))
+    (end,) = results(job(InMemoryCoordinator(1), train))
     assert end.value > 1000
     assert gc.get_freeze_count() == 0
 
 
 def test_a_broken_world_is_aborted_again_and_again_until_it_is_left(monkeypatch):
     """What was just being made had no connections yet that could have been cut."""
-    monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
-    plane, again = MemoryPlane(1), threading.Semaphore(0)
-    watch = watching.Watch(plane.seats[0], lambda _notice: None, lambda _epoch: again.release())
+    monkeypatch.setattr(step_barrier, "_AGAIN_S", 0.0)
+    plane, again = InMemoryCoordinator(1), threading.Semaphore(0)
+    watch = step_barrier.NoticeWatcher(plane.seats[0], lambda _notice: None, lambda _epoch: again.release())
     try:
         place = plane.seats[0].ready()
-        gate = Gate(plane.seats[0], place.epoch)
+        gate = StepBarrier(plane.seats[0], place.epoch)
         watch.follow(gate)
         assert not again.acquire(timeout=0.2)
-        watch._broken(Notice(place.epoch, Want.RESTART, "lost"))
+        watch._broken(ControlNotice(place.epoch, NoticeKind.RESTART, "lost"))
         assert again.acquire(timeout=PATIENCE_S)
         assert again.acquire(timeout=PATIENCE_S)
-        watch.follow(Gate(plane.seats[0], place.epoch + 1))
+        watch.follow(StepBarrier(plane.seats[0], place.epoch + 1))
         while again.acquire(timeout=0.2):
             pass
     finally:

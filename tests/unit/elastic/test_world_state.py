@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Formed, NodeSays
-from elastic.control.plane import Progress
-from elastic.control.world_state import WorldState
+from elastic.control.control_messages import NodeStatus, WorldSpec
+from elastic.control.control_plane import RankProgress
+from elastic.coordinator.node_reports import WorldProgress
 from tests.support.examples import examples
 
-WORLD = Formed(3, ("n0", "n8", "n16"), 0, "")
-OTHER = Formed(2, ("n0",), 0, "")
+WORLD = WorldSpec(3, ("n0", "n8", "n16"), 0, "")
+OTHER = WorldSpec(2, ("n0",), 0, "")
 reports = st.builds(
-    NodeSays,
+    NodeStatus,
     st.just(1),
     st.sampled_from([*WORLD.places, "n24"]),
     st.just(1),
@@ -21,11 +21,11 @@ reports = st.builds(
     formed=st.sampled_from([WORLD, WORLD, WORLD, OTHER, None]),
     paused=st.none() | st.integers(-1, 4),
     finished=st.booleans(),
-    steps=st.lists(st.none() | st.builds(Progress, st.just(9), st.integers(-1, 4)), max_size=2).map(tuple),
+    steps=st.lists(st.none() | st.builds(RankProgress, st.just(9), st.integers(-1, 4)), max_size=2).map(tuple),
 )
 
 
-def whole(newest: dict[str, NodeSays]) -> tuple[bool, int, int | None]:
+def whole(newest: dict[str, NodeStatus]) -> tuple[bool, int, int | None]:
     """As one who goes through everything finds it."""
     inside = [newest[node] for node in WORLD.places if node in newest]
     said = [says for says in inside if says.formed is not None and says.formed.epoch == WORLD.epoch]
@@ -39,7 +39,7 @@ def whole(newest: dict[str, NodeSays]) -> tuple[bool, int, int | None]:
 @settings(max_examples=examples(300))
 @given(st.lists(reports | st.sampled_from(WORLD.places), max_size=30))
 def test_counted_one_by_one_it_is_the_same_as_gone_through(script):
-    state, newest = WorldState(WORLD), {}
+    state, newest = WorldProgress(WORLD), {}
     for one in script:
         if isinstance(one, str):
             state.forget(one)

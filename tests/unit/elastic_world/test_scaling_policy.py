@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
-from elastic.world.policy import ScalingPolicy
+from elastic.world.scaling_policy import ScalingPolicy
 
 
 @pytest.mark.parametrize(

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.world.actions import (
-    Ask,
-    Break,
-    Finish,
-    Form,
-    GiveUp,
-    How,
-    Pause,
-    PromoteSpare,
-    Release,
-    Respawn,
-    RespawnStragglers,
-    Stop,
-)
-from elastic.world.choosing import arranged, expendable
-from elastic.world.events import (
-    CapacityAskedBack,
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
     CapacityOffered,
-    Hang,
+    EventBatch,
+    FailJob,
+    FinishJob,
+    FormationKind,
+    FormWorld,
+    HangDetected,
+    JobStopRequested,
     NodeFinished,
+    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeMember,
     NodeReady,
-    Offender,
+    NodesPreempted,
+    PauseWorld,
+    PromoteSpare,
     RankFault,
     RankLost,
-    ResizeAsked,
-    Several,
-    StopAsked,
+    ReleaseNode,
+    RequestNodes,
+    ResizeRequested,
+    RespawnRanks,
+    RespawnStragglers,
+    StopJob,
     Tick,
+    WorldPhase,
 )
-from elastic.world.members import Member, Phase
-from elastic.world.policy import ScalingPolicy
+from elastic.world.world_transition import expendable, keep_node_ranks
 from tests.worlds.told import Told
 
 FOUR = ScalingPolicy(
@@ -63,34 +62,34 @@ def rank_lost(node: str, local_rank: int = 0, births: int = 2) -> RankLost:
 
 def test_it_begins_when_all_that_are_wanted_are_ready():
     job = Told(FOUR, "abcd")
-    assert job.did(Form) == Form(0, ("a", "b", "c", "d"), 2, How.START, 0, "")
-    assert (job.world.phase, job.world.world_size, job.world.tick_s) == (Phase.RUNNING, 8, None)
+    assert job.did(FormWorld) == FormWorld(0, ("a", "b", "c", "d"), 2, FormationKind.START, 0, "")
+    assert (job.world.phase, job.world.world_size, job.world.tick_s) == (WorldPhase.RUNNING, 8, None)
 
 
 def test_it_begins_with_fewer_after_the_scaling_timeout_and_with_nobody_below_the_least():
     job = Told(FOUR, "a")
-    assert (job.world.phase, job.world.tick_s) == (Phase.FORMING, None)
+    assert (job.world.phase, job.world.tick_s) == (WorldPhase.FORMING, None)
     job.tell(NodeJoined("b", 1, 2), at_s=5)
     job.tell(NodeReady("b", 1, 2), at_s=7)
     assert job.world.tick_s == 17
     job.tick()
-    assert job.did(Form).nodes == ("a", "b")
+    assert job.did(FormWorld).nodes == ("a", "b")
 
 
 def test_it_begins_at_once_with_the_replicas_asked_for():
     policy = ScalingPolicy(min_replicas=2, max_replicas=4, replicas=3)
-    assert Told(policy, "abc").did(Form).nodes == ("a", "b", "c")
+    assert Told(policy, "abc").did(FormWorld).nodes == ("a", "b", "c")
 
 
 def test_it_gives_up_when_too_few_come_in_the_time_for_that():
     job = Told(ScalingPolicy(min_replicas=2, max_replicas=2, startup_timeout_s=60), "a")
     job.tick()
-    assert "within 60 s, 1 of the 2 nodes needed were ready" in job.did(GiveUp).reason
+    assert "within 60 s, 1 of the 2 nodes needed were ready" in job.did(FailJob).reason
 
 
 def test_a_node_with_another_number_of_ranks_is_sent_away():
     job = Told(FOUR, "ab")
-    assert job.tell(NodeJoined("c", 1, 8)) == (Release("c", 1, "it runs 8 ranks, all others run 2", cut=True),)
+    assert job.tell(NodeJoined("c", 1, 8)) == (ReleaseNode("c", 1, "it runs 8 ranks, all others run 2", cut=True),)
     assert "c" not in job.world.members
 
 
@@ -98,9 +97,9 @@ def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_g
     job = Told(FOUR, "ab")
     job.tick()
     job.sealed("a")
-    assert "last coordinator" in job.did(Break).reason
+    assert "last coordinator" in job.did(BreakWorld).reason
     job.ready("a", "b")
-    assert (job.did(Form).nodes, job.did(Form).restarts) == (("a", "b"), 0)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).restarts) == (("a", "b"), 0)
 
 
 # -- what is tried after a loss, in this order ------------------------------------------------------------------------
@@ -109,29 +108,31 @@ def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_g
 def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
     job = Told(FOUR, "abcd", spares=1)
     assert job.tell(rank_lost("b")) == (
-        Break(0, "rank 0 of b was lost: exit 1", FOUR.leave_s),
+        BreakWorld(0, "rank 0 of b was lost: exit 1", FOUR.leave_s),
         PromoteSpare("b", 1, 0),
     )
     job.ready("a", "c", "d")
-    assert job.world.phase is Phase.FORMING
+    assert job.world.phase is WorldPhase.FORMING
     job.ready("b")
-    assert job.did(Form) == Form(1, ("a", "b", "c", "d"), 2, How.RESPAWN, 1, "rank 0 of b was lost: exit 1")
+    assert job.did(FormWorld) == FormWorld(
+        1, ("a", "b", "c", "d"), 2, FormationKind.RESPAWN, 1, "rank 0 of b was lost: exit 1"
+    )
 
 
 def test_a_node_that_stands_by_takes_the_place_of_a_lost_one_and_nobody_else_moves():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(lost("b")) == (Break(0, "b was lost: no heartbeat", FOUR.leave_s),)
+    assert job.tell(lost("b")) == (BreakWorld(0, "b was lost: no heartbeat", FOUR.leave_s),)
     job.ready("a", "c", "d")
-    assert (job.did(Form).nodes, job.did(Form).how) == (("a", "e", "c", "d"), How.REPLACE)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "e", "c", "d"), FormationKind.REPLACE)
 
 
 def test_a_node_that_stands_by_is_faster_than_a_new_process():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(rank_lost("b", 1))[1:] == (Respawn("b", 1, (1,)),)
+    assert job.tell(rank_lost("b", 1))[1:] == (RespawnRanks("b", 1, (1,)),)
     job.ready("a", "c", "d")
-    assert job.did(Form).nodes == ("a", "e", "c", "d")
+    assert job.did(FormWorld).nodes == ("a", "e", "c", "d")
     job.ready("b")
     assert job.world.standby == ("b",)
 
@@ -146,9 +147,9 @@ def test_a_node_that_knows_where_the_memory_is_is_waited_for():
     job.tell(rank_lost("a"))
     job.tell(lost("b"))
     job.joins("b", life=2)
-    assert job.world.phase is not Phase.RUNNING
+    assert job.world.phase is not WorldPhase.RUNNING
     job.ready("a")
-    assert job.did(Form).nodes == ("a", "c")
+    assert job.did(FormWorld).nodes == ("a", "c")
 
 
 def test_one_that_was_in_a_world_with_it_knows_as_much():
@@ -156,13 +157,13 @@ def test_one_that_was_in_a_world_with_it_knows_as_much():
     job.joins("c")
     job.tell(rank_lost("a"))
     job.ready("b")
-    assert job.did(Form).nodes == ("c", "b")
+    assert job.did(FormWorld).nodes == ("c", "b")
     job.tell(rank_lost("b"))
     job.tell(lost("c"))
-    assert job.world.phase is not Phase.RUNNING
+    assert job.world.phase is not WorldPhase.RUNNING
     job.joins("c", life=2)
     job.ready("a")  # it was in the first world, with b
-    assert set(job.did(Form).nodes) == {"a", "c"}
+    assert set(job.did(FormWorld).nodes) == {"a", "c"}
 
 
 def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
@@ -173,18 +174,18 @@ def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
     job.joins("d")
     job.tell(rank_lost("b"))
     job.ready("c")
-    assert set(job.did(Form).nodes) == {"c", "d"}
+    assert set(job.did(FormWorld).nodes) == {"c", "d"}
     job.joins("e")
     job.tell(lost("c"))
     job.ready("d")
-    assert set(job.did(Form).nodes) == {"d", "e"}
+    assert set(job.did(FormWorld).nodes) == {"d", "e"}
     job.tell(rank_lost("d"))
     job.tell(rank_lost("e"))
     job.joins("f")
     job.ready("b")  # its last world was that with c
-    assert job.world.phase is not Phase.RUNNING
+    assert job.world.phase is not WorldPhase.RUNNING
     job.ready("e")
-    assert "e" in job.did(Form).nodes
+    assert "e" in job.did(FormWorld).nodes
 
 
 def test_one_that_knows_and_is_not_ready_gets_no_place():
@@ -193,11 +194,11 @@ def test_one_that_knows_and_is_not_ready_gets_no_place():
     job.joins("d")
     job.tell(rank_lost("a"))
     job.ready("b")
-    assert job.did(Form).nodes == ("c", "b")
+    assert job.did(FormWorld).nodes == ("c", "b")
     job.joins("e")
     job.tell(lost("b"))
     job.tell(lost("c"))
-    assert set(job.did(Form).nodes) == {"d", "e"}
+    assert set(job.did(FormWorld).nodes) == {"d", "e"}
 
 
 def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
@@ -206,9 +207,9 @@ def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
     job.tell(rank_lost("a"))
     job.tell(lost("b"))
     job.joins("b", life=2)
-    while job.world.phase is not Phase.RUNNING:
+    while job.world.phase is not WorldPhase.RUNNING:
         job.tick()
-    assert set(job.did(Form).nodes) == {"b", "c"}
+    assert set(job.did(FormWorld).nodes) == {"b", "c"}
     assert job.now_s >= TWO.restart_timeout_s
     assert "a" not in job.world.members
 
@@ -217,9 +218,9 @@ def test_the_only_node_of_a_job_is_not_left_for_one_that_stands_by():
     job = Told(ScalingPolicy(max_replicas=1), "a")
     job.joins("b")
     job.tell(rank_lost("a"))
-    assert job.world.phase is not Phase.RUNNING
+    assert job.world.phase is not WorldPhase.RUNNING
     job.ready("a")
-    assert job.did(Form).nodes == ("a",)
+    assert job.did(FormWorld).nodes == ("a",)
 
 
 def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
@@ -227,28 +228,28 @@ def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
     job.joins("e")
     job.tell(RankFault("b", 1, 0, 1, "a loss that is not finite"))
     job.ready("a", "b", "c")
-    assert job.world.phase is Phase.FORMING
+    assert job.world.phase is WorldPhase.FORMING
     job.ready("d")
-    assert (job.did(Form).nodes, job.did(Form).how) == (("a", "b", "c", "d"), How.RESTART)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "b", "c", "d"), FormationKind.RESTART)
 
 
 def test_without_spares_a_process_is_started_anew_and_waited_for_beyond_the_scale_down():
     job = Told(FOUR, "abcd")
-    assert job.tell(rank_lost("b"))[1:] == (Respawn("b", 1, (0,)),)
+    assert job.tell(rank_lost("b"))[1:] == (RespawnRanks("b", 1, (0,)),)
     job.ready("a", "c", "d")
     job.tell(Tick(), at_s=50)
-    assert job.world.phase is Phase.FORMING
+    assert job.world.phase is WorldPhase.FORMING
     job.ready("b")
-    assert job.did(Form).how is How.RESPAWN
+    assert job.did(FormWorld).how is FormationKind.RESPAWN
 
 
 def test_a_replacement_is_waited_for_and_the_cluster_is_asked_for_one():
     job = Told(FOUR, "abcd")
-    assert job.tell(lost("b"), at_s=100)[1:] == (Ask(1, "b was lost: no heartbeat"),)
+    assert job.tell(lost("b"), at_s=100)[1:] == (RequestNodes(1, "b was lost: no heartbeat"),)
     job.ready("a", "c", "d")
-    assert (job.world.phase, job.world.tick_s) == (Phase.WAITING, 130)
+    assert (job.world.phase, job.world.tick_s) == (WorldPhase.WAITING, 130)
     job.joins("e")
-    assert job.did(Form).nodes == ("a", "e", "c", "d")
+    assert job.did(FormWorld).nodes == ("a", "e", "c", "d")
 
 
 def test_then_the_world_becomes_as_small_as_it_has_to():
@@ -256,7 +257,7 @@ def test_then_the_world_becomes_as_small_as_it_has_to():
     job.tell(lost("b"), at_s=100)
     job.ready("a", "c", "d")
     job.tick()
-    assert (job.now_s, job.did(Form).nodes, job.did(Form).how) == (130, ("a", "c", "d"), How.SHRINK)
+    assert (job.now_s, job.did(FormWorld).nodes, job.did(FormWorld).how) == (130, ("a", "c", "d"), FormationKind.SHRINK)
 
 
 def test_only_to_a_size_that_is_allowed_and_who_is_left_over_stands_by():
@@ -264,7 +265,7 @@ def test_only_to_a_size_that_is_allowed_and_who_is_left_over_stands_by():
     job.tell(lost("b"))
     job.ready("a", "c", "d")
     job.tick()
-    assert (job.did(Form).nodes, job.world.standby) == (("a", "c"), ("d",))
+    assert (job.did(FormWorld).nodes, job.world.standby) == (("a", "c"), ("d",))
 
 
 def test_then_the_job_stops_and_says_why():
@@ -273,8 +274,8 @@ def test_then_the_job_stops_and_says_why():
     job.tell(lost("b"))
     job.ready("a")
     job.tick()
-    assert job.did(Stop).reason == "b was lost: no heartbeat; 1 nodes are left, at least 2 are needed"
-    assert (job.world.phase, job.world.tick_s) == (Phase.STOPPED, None)
+    assert job.did(StopJob).reason == "b was lost: no heartbeat; 1 nodes are left, at least 2 are needed"
+    assert (job.world.phase, job.world.tick_s) == (WorldPhase.STOPPED, None)
     assert job.tell(NodeJoined("c", 1, 2)) == ()
 
 
@@ -285,9 +286,9 @@ def test_it_does_not_stop_while_somebody_is_still_warming_up():
     job.ready("a")
     job.tell(NodeJoined("c", 1, 2))
     job.tell(Tick(), at_s=60)
-    assert job.world.phase is Phase.WAITING
+    assert job.world.phase is WorldPhase.WAITING
     job.ready("c")
-    assert job.did(Form).nodes == ("a", "c")
+    assert job.did(FormWorld).nodes == ("a", "c")
 
 
 # -- what is one, and what is old -------------------------------------------------------------------------------------
@@ -296,18 +297,23 @@ def test_it_does_not_stop_while_somebody_is_still_warming_up():
 def test_several_faults_in_one_transition_are_one_new_world():
     job = Told(FOUR, "abcd")
     job.tell(rank_lost("b"))
-    for event in (rank_lost("b", 1), RankFault("a", 1, 0, 0, "connection reset"), Hang(0, "no step"), rank_lost("c")):
-        assert not [action for action in job.tell(event) if isinstance(action, (Break, Form))]
+    for event in (
+        rank_lost("b", 1),
+        RankFault("a", 1, 0, 0, "connection reset"),
+        HangDetected(0, "no step"),
+        rank_lost("c"),
+    ):
+        assert not [action for action in job.tell(event) if isinstance(action, (BreakWorld, FormWorld))]
     job.ready("a", "b", "c", "d")
-    assert (job.did(Form).epoch, job.did(Form).restarts) == (1, 1)
+    assert (job.did(FormWorld).epoch, job.did(FormWorld).restarts) == (1, 1)
 
 
 def test_what_comes_in_together_is_one_new_world():
     job = Told(FOUR, "abcd")
-    job.tell(Several((lost("a"), rank_lost("b"), lost("c"))))
-    assert job.did(Break).epoch == 0
-    assert job.did(Respawn).node == "b"
-    assert job.did(Ask).nodes == 2
+    job.tell(EventBatch((lost("a"), rank_lost("b"), lost("c"))))
+    assert job.did(BreakWorld).epoch == 0
+    assert job.did(RespawnRanks).node == "b"
+    assert job.did(RequestNodes).nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -315,15 +321,15 @@ def test_what_comes_in_together_is_one_new_world():
     [
         rank_lost("b"),
         RankFault("b", 1, 0, 0, "late"),
-        Hang(0, "late"),
+        HangDetected(0, "late"),
         NodeReady("b", 1, 2, 0),
         NodeReady("b", 1, 3, 0),
         NodeJoined("b", 1, 2),
         NodeLost("b", 0, "an earlier life"),
         NodeFinished("b", 1, 0),
         NodeLost("x", 1, "never seen"),
-        CapacityAskedBack(("x",), 1000.0),
-        ResizeAsked(1),
+        NodesPreempted(("x",), 1000.0),
+        ResizeRequested(1),
         Tick(),
     ],
     ids=lambda event: type(event).__name__,
@@ -334,7 +340,7 @@ def test_what_is_about_the_past_changes_nothing(event):
     job.ready("a", "b", "c", "d")
     assert job.world.epoch == 1
     assert job.tell(event) == ()
-    assert (job.world.phase, job.world.epoch) == (Phase.RUNNING, 1)
+    assert (job.world.phase, job.world.epoch) == (WorldPhase.RUNNING, 1)
 
 
 def test_a_node_is_not_ready_before_its_lost_process_has_been_replaced():
@@ -342,9 +348,9 @@ def test_a_node_is_not_ready_before_its_lost_process_has_been_replaced():
     job.tell(rank_lost("b"))
     job.ready("a", "c", "d")
     job.ready("b", births=2)
-    assert job.world.phase is Phase.FORMING
+    assert job.world.phase is WorldPhase.FORMING
     job.ready("b", births=3)
-    assert job.world.phase is Phase.RUNNING
+    assert job.world.phase is WorldPhase.RUNNING
 
 
 def test_a_life_that_was_lost_does_not_come_back_and_the_next_one_does():
@@ -359,15 +365,15 @@ def test_a_life_that_was_lost_does_not_come_back_and_the_next_one_does():
 def test_a_supervisor_that_began_again_has_lost_its_ranks():
     job = Told(FOUR, "abcd")
     job.tell(NodeJoined("b", 2, 2))
-    assert job.did(Break).reason == "b was lost: its supervisor began again"
+    assert job.did(BreakWorld).reason == "b was lost: its supervisor began again"
     job.ready("a", "c", "d", "b")
-    assert job.did(Form).nodes == ("a", "b", "c", "d")
+    assert job.did(FormWorld).nodes == ("a", "b", "c", "d")
 
 
 def test_ranks_that_leave_without_being_asked_break_the_world():
     job = Told(FOUR, "abcd")
     job.ready("c")
-    assert "without being asked" in job.did(Break).reason
+    assert "without being asked" in job.did(BreakWorld).reason
 
 
 def test_a_process_that_was_replaced_unasked_breaks_the_world():
@@ -375,7 +381,7 @@ def test_a_process_that_was_replaced_unasked_breaks_the_world():
     job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready("a", "b", "c", "d")
     job.tell(NodeReady("c", 1, 3, 0))
-    assert "were replaced" in job.did(Break).reason
+    assert "were replaced" in job.did(BreakWorld).reason
 
 
 # -- hangs, and ranks that do not come --------------------------------------------------------------------------------
@@ -383,16 +389,16 @@ def test_a_process_that_was_replaced_unasked_breaks_the_world():
 
 def test_the_process_that_is_known_to_hang_is_replaced():
     job = Told(FOUR, "abcd")
-    assert job.tell(Hang(0, "no step for 300 s", "c", 1)) == (
-        Break(0, "rank 1 of c hangs: no step for 300 s", FOUR.leave_hang_s),
-        Respawn("c", 1, (1,)),
+    assert job.tell(HangDetected(0, "no step for 300 s", "c", 1)) == (
+        BreakWorld(0, "rank 1 of c hangs: no step for 300 s", FOUR.leave_hang_s),
+        RespawnRanks("c", 1, (1,)),
     )
     assert job.tell(RankLost("c", 1, 2, 1, "killed")) == ()
 
 
 def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_and_then_given_up():
     job = Told(FOUR, "abcd")
-    job.tell(Hang(0, "no step for 300 s"), at_s=10)
+    job.tell(HangDetected(0, "no step for 300 s"), at_s=10)
     job.ready("a", "b", "d")
     job.tell(Tick(), at_s=13)
     assert job.actions == ()
@@ -400,9 +406,9 @@ def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_an
     assert job.actions == (RespawnStragglers("c", 1),)
     job.tell(Tick(), at_s=114)
     why = "its ranks did not come, nor others in their place within 100 s"
-    assert job.did(Release) == Release("c", 1, why, cut=True)
+    assert job.did(ReleaseNode) == ReleaseNode("c", 1, why, cut=True)
     job.tell(Tick(), at_s=200)
-    assert job.did(Form).nodes == ("a", "b", "d")
+    assert job.did(FormWorld).nodes == ("a", "b", "d")
 
 
 def test_leave_timeout_replaces_a_rank_after_a_fault():
@@ -417,7 +423,7 @@ def test_a_node_beside_the_world_whose_processes_keep_ending_is_sent_away():
     job = Told(FOUR, "abcd")
     job.tell(NodeJoined("e", 1, 2))
     for births in (2, 3):
-        assert job.tell(rank_lost("e", births=births)) == (Respawn("e", 1, (0,)),)
+        assert job.tell(rank_lost("e", births=births)) == (RespawnRanks("e", 1, (0,)),)
     assert "3 times before it was ready" in job.tell(rank_lost("e", births=4))[0].reason
     assert job.world.restarts == 0
 
@@ -432,12 +438,12 @@ def test_it_grows_after_the_scaling_timeout_as_far_as_it_may():
     for number, node in enumerate("cde"):
         job.tell(NodeJoined(node, 1, 2), at_s=began_s + 50 + number)
         job.ready(node)
-    assert (job.world.phase, job.world.tick_s) == (Phase.RUNNING, began_s + 60)
+    assert (job.world.phase, job.world.tick_s) == (WorldPhase.RUNNING, began_s + 60)
     job.tick()
-    assert job.did(Pause) == Pause(0, "4 nodes can be had", job.now_s + 60)
+    assert job.did(PauseWorld) == PauseWorld(0, "4 nodes can be had", job.now_s + 60)
     job.sealed("a", "b")
     job.ready("a", "b")
-    assert (job.did(Form).nodes, job.did(Form).how) == (("a", "b", "c", "d"), How.GROW)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "b", "c", "d"), FormationKind.GROW)
     assert job.world.restarts == 0
 
 
@@ -454,7 +460,7 @@ def test_it_does_not_grow_in_the_snooze_after_a_fault_made_it_smaller():
     job.ready("b")
     assert job.world.tick_s == 410
     job.tick()
-    assert job.did(Pause).stop is False
+    assert job.did(PauseWorld).stop is False
 
 
 def test_ranks_that_do_not_come_to_a_step_in_time_are_ended_and_the_change_goes_on():
@@ -464,9 +470,9 @@ def test_ranks_that_do_not_come_to_a_step_in_time_are_ended_and_the_change_goes_
     job.tick()
     job.ready("a", "b")
     job.tick()
-    assert job.did(Break).reason == "4 nodes can be had, and the ranks of c did not stop in time"
+    assert job.did(BreakWorld).reason == "4 nodes can be had, and the ranks of c did not stop in time"
     assert job.did(RespawnStragglers).node == "c"
-    assert (job.did(Form).nodes, job.world.restarts) == (("a", "b", "d"), 1)
+    assert (job.did(FormWorld).nodes, job.world.restarts) == (("a", "b", "d"), 1)
     job.ready("c")
     assert job.world.standby == ("c",)
 
@@ -481,7 +487,7 @@ def test_a_change_that_failed_is_tried_again_later_each_time():
         since_s = job.now_s
         job.tick()
         waits_s.append(job.now_s - since_s)
-        assert job.did(Pause)
+        assert job.did(PauseWorld)
         job.tell(NodeLeft("d", job.world.members["d"].life))
         job.tick()
         job.ready("a", "b", "c")
@@ -495,14 +501,14 @@ def test_a_fault_ends_a_pause():
     job.tick()
     job.ready("a")
     job.tell(rank_lost("b"))
-    assert job.did(Break).epoch == 0
+    assert job.did(BreakWorld).epoch == 0
     job.ready("c")
-    assert (job.did(Form).nodes, job.world.epoch) == (("a", "d", "c"), 1)
+    assert (job.did(FormWorld).nodes, job.world.epoch) == (("a", "d", "c"), 1)
 
 
 @pytest.mark.parametrize(("nodes", "taken"), [(1, 1), (2, 2), (5, 2)])
 def test_an_offer_is_taken_as_far_as_there_is_room(nodes, taken):
-    assert Told(FOUR, "ab").tell(CapacityOffered(nodes)) == (Ask(taken, "offered"),)
+    assert Told(FOUR, "ab").tell(CapacityOffered(nodes)) == (RequestNodes(taken, "offered"),)
 
 
 def test_an_offer_is_not_taken_where_there_is_no_room():
@@ -515,90 +521,90 @@ def test_an_offer_is_not_taken_where_there_is_no_room():
 @pytest.mark.parametrize(("deadline_s", "until_s"), [(1000.0, 60.0), (20.0, 20.0)])
 def test_a_node_asked_back_goes_when_all_have_sealed(deadline_s, until_s):
     job = Told(FOUR, "abcd")
-    job.tell(CapacityAskedBack(("b",), deadline_s))
-    assert job.did(Pause) == Pause(0, "b asked back", until_s)
+    job.tell(NodesPreempted(("b",), deadline_s))
+    assert job.did(PauseWorld) == PauseWorld(0, "b asked back", until_s)
     job.sealed("a", "b")
-    assert job.did(Release) == Release("b", 1, "asked back")
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back")
     job.ready("a", "c", "d")
-    assert (job.did(Form).nodes, job.world.restarts) == (("a", "c", "d"), 0)
+    assert (job.did(FormWorld).nodes, job.world.restarts) == (("a", "c", "d"), 0)
 
 
 def test_a_node_asked_back_is_replaced_by_one_that_stands_by():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    job.tell(CapacityAskedBack(("b",), 100.0))
+    job.tell(NodesPreempted(("b",), 100.0))
     job.sealed("b")
     job.ready("a", "c", "d")
-    assert (job.did(Form).nodes, job.did(Form).how) == (("a", "e", "c", "d"), How.REPLACE)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "e", "c", "d"), FormationKind.REPLACE)
 
 
 def test_a_node_asked_back_that_has_not_sealed_by_its_deadline_is_cut():
     job = Told(FOUR, "abcd")
-    job.tell(CapacityAskedBack(("b",), 20.0))
+    job.tell(NodesPreempted(("b",), 20.0))
     job.sealed("a", "c", "d")
     job.ready("a", "c", "d")
     job.tick()
     assert job.now_s == 20
-    assert job.did(Release) == Release("b", 1, "asked back, and its time is up", cut=True)
-    assert job.did(Form).nodes == ("a", "c", "d")
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back, and its time is up", cut=True)
+    assert job.did(FormWorld).nodes == ("a", "c", "d")
 
 
 def test_a_deadline_nearer_than_the_first_shortens_the_pause():
     job = Told(FOUR, "abcd")
-    job.tell(CapacityAskedBack(("b",), 50.0))
-    job.tell(CapacityAskedBack(("c",), 30.0))
-    assert job.did(Pause).deadline_s == 30
-    job.tell(CapacityAskedBack(("c",), 40.0))
+    job.tell(NodesPreempted(("b",), 50.0))
+    job.tell(NodesPreempted(("c",), 30.0))
+    assert job.did(PauseWorld).deadline_s == 30
+    job.tell(NodesPreempted(("c",), 40.0))
     assert job.actions == ()
 
 
 def test_a_node_that_stands_by_goes_at_once():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(CapacityAskedBack(("e",), 100.0)) == (Release("e", 1, "asked back"),)
+    assert job.tell(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "asked back"),)
 
 
 def test_when_too_few_are_left_others_are_asked_for_and_the_job_is_saved_at_the_last_moment():
     job = Told(FOUR, "ab")
     job.tick()
-    job.tell(CapacityAskedBack(("b",), 500.0), at_s=20)
-    assert job.actions == (Ask(1, "b asked back, too few are left"),)
+    job.tell(NodesPreempted(("b",), 500.0), at_s=20)
+    assert job.actions == (RequestNodes(1, "b asked back, too few are left"),)
     job.tick()
-    assert job.did(Pause) == Pause(0, "b asked back: 1 nodes are left, at least 2 are needed", 500, stop=True)
+    assert job.did(PauseWorld) == PauseWorld(0, "b asked back: 1 nodes are left, at least 2 are needed", 500, stop=True)
     job.sealed("a", "b")
-    assert job.did(Stop).reason == "b asked back: 1 nodes are left, at least 2 are needed"
+    assert job.did(StopJob).reason == "b asked back: 1 nodes are left, at least 2 are needed"
     assert job.now_s == 440
 
 
 def test_and_goes_on_when_another_comes_before_that():
     job = Told(FOUR, "ab")
     job.tick()
-    job.tell(CapacityAskedBack(("b",), 500.0))
+    job.tell(NodesPreempted(("b",), 500.0))
     job.joins("c")
-    assert job.did(Pause).stop is False
+    assert job.did(PauseWorld).stop is False
     job.sealed("b")
     job.ready("a")
-    assert job.did(Form).nodes == ("a", "c")
+    assert job.did(FormWorld).nodes == ("a", "c")
 
 
 def test_a_person_may_want_fewer_and_more_again():
     job = Told(FOUR, "abcd")
-    job.tell(ResizeAsked(3))
-    assert job.did(Pause).reason == "at most 3 nodes are wanted"
+    job.tell(ResizeRequested(3))
+    assert job.did(PauseWorld).reason == "at most 3 nodes are wanted"
     job.ready("a", "b", "c", "d")
-    assert (job.did(Form).nodes, job.world.standby) == (("a", "b", "c"), ("d",))
-    job.tell(ResizeAsked(None))  # which is not put off: nobody collects nodes first
-    assert job.did(Pause).reason == "4 nodes can be had"
+    assert (job.did(FormWorld).nodes, job.world.standby) == (("a", "b", "c"), ("d",))
+    job.tell(ResizeRequested(None))  # which is not put off: nobody collects nodes first
+    assert job.did(PauseWorld).reason == "4 nodes can be had"
     job.ready("a", "b", "c")
-    assert job.did(Form).nodes == ("a", "b", "c", "d")
+    assert job.did(FormWorld).nodes == ("a", "b", "c", "d")
 
 
 def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
     job = Told(ScalingPolicy(min_replicas=1, max_replicas=2, graceful_shutdown_timeout_s=0), "ab")
-    job.tell(CapacityAskedBack(("b",), 100.0))
-    assert job.did(Break).reason == "b asked back"
+    job.tell(NodesPreempted(("b",), 100.0))
+    assert job.did(BreakWorld).reason == "b asked back"
     job.ready("a")
-    assert (job.did(Form).nodes, job.world.restarts) == (("a",), 0)
+    assert (job.did(FormWorld).nodes, job.world.restarts) == (("a",), 0)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -606,41 +612,41 @@ def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
 
 def test_asked_to_stop_all_seal_first():
     job = Told(FOUR, "abcd")
-    job.tell(StopAsked("maintenance", 25.0))
-    assert job.did(Pause) == Pause(0, "maintenance", 25.0, stop=True)
+    job.tell(JobStopRequested("maintenance", 25.0))
+    assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 25.0, stop=True)
     job.sealed("a", "b", "c")
     job.tell(NodeFinished("d", 1, 0))
-    assert job.did(Stop) == Stop("maintenance")
+    assert job.did(StopJob) == StopJob("maintenance")
 
 
 def test_asked_to_stop_it_stops_also_when_a_rank_is_lost_and_says_so():
     job = Told(FOUR, "abcd")
-    job.tell(StopAsked("maintenance"))
+    job.tell(JobStopRequested("maintenance"))
     job.tell(rank_lost("b"))
-    assert job.did(Stop).reason == "maintenance; not all was saved: rank 0 of b was lost: exit 1"
+    assert job.did(StopJob).reason == "maintenance; not all was saved: rank 0 of b was lost: exit 1"
 
 
 def test_what_ends_after_it_has_sealed_to_stop_is_not_lost():
     job = Told(FOUR, "abcd")
-    job.tell(StopAsked("maintenance"))
+    job.tell(JobStopRequested("maintenance"))
     job.sealed("b")
     assert job.tell(rank_lost("b")) == ()
     assert job.tell(NodeLeft("b", 1)) == ()
     job.sealed("a", "c", "d")
-    assert job.did(Stop)
+    assert job.did(StopJob)
 
 
 def test_where_there_is_no_world_it_stops_at_once():
     job = Told(FOUR, "abcd")
     job.tell(lost("a"))
-    assert job.tell(StopAsked("maintenance")) == (Stop("maintenance"),)
+    assert job.tell(JobStopRequested("maintenance")) == (StopJob("maintenance"),)
 
 
 def test_a_pause_turns_into_a_stop():
     job = Told(FOUR, "abcd")
-    job.tell(CapacityAskedBack(("b",), 50.0))
-    job.tell(StopAsked("maintenance"))
-    assert job.did(Pause) == Pause(0, "maintenance", 50.0, stop=True)
+    job.tell(NodesPreempted(("b",), 50.0))
+    job.tell(JobStopRequested("maintenance"))
+    assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 50.0, stop=True)
 
 
 def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
@@ -649,18 +655,18 @@ def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
         job.tell(NodeFinished(node, 1, 0))
     assert job.tell(rank_lost("a")) == ()
     assert job.tell(NodeLeft("b", 1)) == ()
-    assert job.tell(NodeFinished("d", 1, 0)) == (Finish(),)
-    assert job.world.phase is Phase.FINISHED
+    assert job.tell(NodeFinished("d", 1, 0)) == (FinishJob(),)
+    assert job.world.phase is WorldPhase.FINISHED
 
 
 def test_it_has_finished_also_when_its_last_step_is_where_all_were_to_stop_for_another_world():
     job = Told(FOUR, "abcd")
-    job.tell(CapacityAskedBack(("b",), 100.0))
-    assert job.did(Pause)
+    job.tell(NodesPreempted(("b",), 100.0))
+    assert job.did(PauseWorld)
     for node in "abc":
         assert job.tell(NodeFinished(node, 1, 0)) == ()
-    assert job.tell(NodeFinished("d", 1, 0)) == (Finish(),)
-    assert job.world.phase is Phase.FINISHED
+    assert job.tell(NodeFinished("d", 1, 0)) == (FinishJob(),)
+    assert job.world.phase is WorldPhase.FINISHED
 
 
 # -- too often --------------------------------------------------------------------------------------------------------
@@ -675,8 +681,8 @@ def test_after_so_many_restarts_all_processes_are_started_anew_and_after_so_many
         seen.append(type(job.actions[-1]))
         if not job.world.phase.over:
             job.ready("a")
-    assert seen == [Break, Respawn, Break, GiveUp]
-    reason = job.did(GiveUp).reason
+    assert seen == [BreakWorld, RespawnRanks, BreakWorld, FailJob]
+    reason = job.did(FailJob).reason
     for said in (
         "max_full_job_restarts",
         "within 3600 s",
@@ -691,7 +697,7 @@ def test_what_is_long_ago_does_not_count():
     for at_s in (100, 250, 400):
         job.tell(RankFault("a", 1, job.world.epoch, 0, "x"), at_s=at_s)
         job.ready("a")
-    assert (job.world.phase, job.world.restarts) == (Phase.RUNNING, 3)
+    assert (job.world.phase, job.world.restarts) == (WorldPhase.RUNNING, 3)
 
 
 def test_in_its_whole_life_it_restarts_so_often():
@@ -701,7 +707,7 @@ def test_in_its_whole_life_it_restarts_so_often():
     job.tell(RankFault("a", 1, 1, 0, "y"))
     assert (
         "1 restarts in all (job_max_retry_count); the last fault: rank 0 of a reported a fault: y"
-        in job.did(GiveUp).reason
+        in job.did(FailJob).reason
     )
 
 
@@ -712,9 +718,9 @@ def test_a_script_that_ends_before_it_is_ready_is_not_started_for_ever():
     births = 2
     while not job.world.phase.over:
         actions = job.tell(RankLost("a", 1, births, 0, "ImportError"), at_s=job.now_s + 60)
-        births += sum(len(action.local_ranks) for action in actions if isinstance(action, Respawn))
+        births += sum(len(action.local_ranks) for action in actions if isinstance(action, RespawnRanks))
     assert job.world.restarts == 4
-    assert "ImportError" in job.did(GiveUp).reason
+    assert "ImportError" in job.did(FailJob).reason
 
 
 def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
@@ -725,21 +731,21 @@ def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
     assert job.world.places == ("a", "b")
     job.joins("c")
     job.tick()
-    assert job.did(Pause).reason == "an offender is replaced"
+    assert job.did(PauseWorld).reason == "an offender is replaced"
     job.ready("a", "b")
-    assert job.did(Form).nodes == ("c", "b")
+    assert job.did(FormWorld).nodes == ("c", "b")
     job.tell(lost("b"))
     job.ready("c")
-    assert job.did(Form).nodes == ("c", "a")
+    assert job.did(FormWorld).nodes == ("c", "a")
 
 
 def test_who_is_named_an_offender_from_outside_is_avoided_too():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(Offender("c", "its memory has errors")) == ()
+    assert job.tell(NodeFlagged("c", "its memory has errors")) == ()
     job.tick()
     job.ready("a", "b", "c", "d")
-    assert job.did(Form).nodes == ("a", "b", "e", "d")
+    assert job.did(FormWorld).nodes == ("a", "b", "e", "d")
 
 
 # -- who has which rank -----------------------------------------------------------------------------------------------
@@ -759,8 +765,8 @@ def test_who_is_named_an_offender_from_outside_is_avoided_too():
     ],
 )
 def test_who_stays_keeps_its_seat_and_who_is_new_fills_the_first_that_are_free(places, chosen, nodes):
-    members = [Member(node, 1, number, placed=node in places) for number, node in enumerate(chosen)]
-    assert arranged(members, tuple(places)) == tuple(nodes)
+    members = [NodeMember(node, 1, number, placed=node in places) for number, node in enumerate(chosen)]
+    assert keep_node_ranks(members, tuple(places)) == tuple(nodes)
 
 
 def test_who_has_no_rank_is_the_first_to_be_given_back_then_offenders_then_the_last_ranks():
@@ -777,28 +783,28 @@ def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
     job.joins("b")
     job.tick()
     job.ready("a")
-    assert (job.did(Form).nodes, job.did(Form).how) == (("b",), How.REPLACE)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("b",), FormationKind.REPLACE)
     job.tick()
     job.tick()
     assert job.now_s == 110
     job.ready("b")
-    assert job.did(Form).nodes == ("b", "a")
+    assert job.did(FormWorld).nodes == ("b", "a")
 
 
 @pytest.mark.parametrize("changing", [False, True])
 def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing):
     job = Told(FOUR, "abcd")
     if changing:
-        job.tell(CapacityAskedBack(("b",), 500.0))
-    job.tell(StopAsked("maintenance", -5.0), at_s=10)
-    assert job.did(Pause).deadline_s == 10
-    assert "not all was saved" in job.did(Stop).reason
+        job.tell(NodesPreempted(("b",), 500.0))
+    job.tell(JobStopRequested("maintenance", -5.0), at_s=10)
+    assert job.did(PauseWorld).deadline_s == 10
+    assert "not all was saved" in job.did(StopJob).reason
 
 
 def test_a_fault_that_another_attempt_would_not_mend_is_the_end_and_nobodys_offence():
     job = Told(FOUR, "abcd")
     actions = job.tell(RankFault("c", 1, 0, 1, "the loss of step 7 is not finite, for the 3rd time", final=True))
-    assert [type(one) for one in actions] == [Break, GiveUp]
+    assert [type(one) for one in actions] == [BreakWorld, FailJob]
     for said in ("gave up", "rank 1 of c", "step 7", "the 3rd time", "resumes from its newest whole step"):
         assert said in actions[1].reason
     assert job.world.offences == ()

@@ -9,30 +9,34 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from elastic.world.actions import Action, Break, Form, Pause
-from elastic.world.decide import begun, decide
-from elastic.world.events import (
-    CapacityAskedBack,
+from elastic.world.next_world import initial_world, next_world
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
     CapacityOffered,
-    Event,
-    Hang,
+    EventBatch,
+    FormWorld,
+    HangDetected,
+    JobStopRequested,
     NodeFinished,
+    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeReady,
     NodeSealed,
-    Offender,
+    NodesPreempted,
+    PauseWorld,
     RankFault,
     RankLost,
-    ResizeAsked,
-    Several,
-    StopAsked,
+    ResizeRequested,
     Tick,
+    WorldAction,
+    WorldEvent,
+    WorldPhase,
+    WorldState,
 )
-from elastic.world.members import Phase, World
-from elastic.world.offences import avoided
-from elastic.world.policy import ScalingPolicy
+from elastic.world.world_transition import avoided_nodes
 from tests.support.examples import examples
 
 NODES = st.sampled_from("abcde")
@@ -50,12 +54,12 @@ EVENTS = st.one_of(
     st.builds(NodeLeft, NODES, LIVES),
     st.builds(RankLost, NODES, LIVES, BIRTHS, RANKS, st.just("x")),
     st.builds(RankFault, NODES, LIVES, EPOCHS, RANKS, st.just("x")),
-    st.builds(Hang, EPOCHS, st.just("x"), st.sampled_from(("", "a", "b")), st.integers(-1, 2)),
-    st.builds(Offender, NODES, st.just("x")),
+    st.builds(HangDetected, EPOCHS, st.just("x"), st.sampled_from(("", "a", "b")), st.integers(-1, 2)),
+    st.builds(NodeFlagged, NODES, st.just("x")),
     st.builds(CapacityOffered, st.integers(0, 3)),
-    st.builds(CapacityAskedBack, st.tuples(NODES), st.floats(0, 500)),
-    st.builds(ResizeAsked, st.none() | st.integers(0, 5)),
-    st.builds(StopAsked, st.just("x"), st.none() | st.floats(0, 500)),
+    st.builds(NodesPreempted, st.tuples(NODES), st.floats(0, 500)),
+    st.builds(ResizeRequested, st.none() | st.integers(0, 5)),
+    st.builds(JobStopRequested, st.just("x"), st.none() | st.floats(0, 500)),
     st.builds(Tick),
 )
 POLICIES = st.sampled_from(
@@ -72,7 +76,7 @@ class AnyWorld(RuleBasedStateMachine):
     @initialize(policy=POLICIES, nodes=st.integers(0, 5))
     def begin(self, policy, nodes):
         self.policy, self.now_s = policy, 0.0
-        self.world = begun(policy, nproc=2, now_s=0.0)
+        self.world = initial_world(policy, nproc=2, now_s=0.0)
         self.epoch, self.runs = -1, False
         for node in "abcde"[:nodes]:
             self.tell(NodeJoined(node, 1, 2))
@@ -84,7 +88,7 @@ class AnyWorld(RuleBasedStateMachine):
 
     @rule(events=st.lists(EVENTS, max_size=4))
     def hear_several(self, events):
-        self.tell(Several(tuple(events)))
+        self.tell(EventBatch(tuple(events)))
 
     @rule(data=st.data())
     def a_member_is_ready(self, data):
@@ -104,23 +108,23 @@ class AnyWorld(RuleBasedStateMachine):
             self.now_s = max(self.now_s, self.world.tick_s)
             self.tell(Tick())
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: WorldEvent) -> None:
         before, kept = self.world, copy.deepcopy(self.world)
-        event = msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event)
-        self.world, actions = decide(before, event, self.policy, self.now_s)
+        event = msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=WorldEvent)
+        self.world, actions = next_world(before, event, self.policy, self.now_s)
         assert before == kept
-        assert decide(before, event, self.policy, self.now_s) == (self.world, actions)
+        assert next_world(before, event, self.policy, self.now_s) == (self.world, actions)
         if before.phase.over:
             assert (self.world, actions) == (before, ())
-        heard = event.events if isinstance(event, Several) else (event,)
+        heard = event.events if isinstance(event, EventBatch) else (event,)
         self.ready = {one.node for one in before.members.values() if one.ready}
         self.ready |= {one.node for one in heard if isinstance(one, NodeReady)}
         for action in actions:
-            assert msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=Action) == action
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=WorldAction) == action
             self.follow(action, before)
 
-    def follow(self, action: Action, before: World) -> None:
-        if isinstance(action, Form):
+    def follow(self, action: WorldAction, before: WorldState) -> None:
+        if isinstance(action, FormWorld):
             assert action.epoch == self.epoch + 1
             assert self.policy.allows(len(action.nodes))
             assert len(set(action.nodes)) == len(action.nodes)
@@ -130,29 +134,29 @@ class AnyWorld(RuleBasedStateMachine):
             assert self.ready >= set(action.nodes), "its ranks have not come"
             if all(node not in before.members or before.members[node].epoch < 0 for node in action.nodes):
                 left = {one.node for one in self.world.members.values() if one.epoch >= 0} - set(action.nodes)
-                assert left <= avoided(self.world, self.policy, self.now_s), "who knows the job is left behind"
-        elif isinstance(action, Break):
+                assert left <= avoided_nodes(self.world, self.policy, self.now_s), "who knows the job is left behind"
+        elif isinstance(action, BreakWorld):
             assert (self.runs, action.epoch) == (True, self.epoch)
             self.runs = False
-        elif isinstance(action, Pause):
+        elif isinstance(action, PauseWorld):
             assert (self.runs, action.epoch) == (True, self.epoch)
             assert action.deadline_s >= self.now_s
 
     @invariant()
     def it_is_one_that_can_be(self):
         world = self.world
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World) == world
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=WorldState) == world
         assert world.epoch == self.epoch
         assert {member.node for member in world.members.values() if member.placed} <= set(world.places)
         assert all(world.gone.get(node, -1) < member.life for node, member in world.members.items())
         assert world.tick_s is None or world.tick_s > self.now_s
         if world.phase.over:
             assert world.tick_s is None
-        if world.phase is Phase.RUNNING:
+        if world.phase is WorldPhase.RUNNING:
             assert self.policy.allows(world.size)
             assert all(node in world.members or node in world.done for node in world.places)
             assert not any(member.ready for member in world.members.values() if member.placed)
-        if world.phase is Phase.WAITING:
+        if world.phase is WorldPhase.WAITING:
             assert world.tick_s is not None
 
 

@@ -4,76 +4,86 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.world.actions import Break, Finish, Form, How, Respawn
-from elastic.world.decide import decide, rebuilt
-from elastic.world.events import NodeReady, NodeReport
-from elastic.world.members import Phase
-from elastic.world.policy import ScalingPolicy
+from elastic.world.next_world import next_world, rebuild_world
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
+    FinishJob,
+    FormationKind,
+    FormWorld,
+    NodeReady,
+    RejoinReport,
+    RespawnRanks,
+    WorldPhase,
+)
 
 POLICY = ScalingPolicy(min_replicas=1, max_replicas=4, faulty_scale_down_timeout_s=30)
 ABC = ("a", "b", "c")
 
 
-def report(node: str, **fields: object) -> NodeReport:
+def report(node: str, **fields: object) -> RejoinReport:
     known: dict = {"life": 1, "seats": 2, "births": 2, "epoch": 5, "places": ABC, "restarts": 3} | fields
-    return NodeReport(node, **known)
+    return RejoinReport(node, **known)
 
 
-def from_reports(*reports: NodeReport):
-    return rebuilt(reports, POLICY, nproc=2, now_s=1000.0)
+def from_reports(*reports: RejoinReport):
+    return rebuild_world(reports, POLICY, nproc=2, now_s=1000.0)
 
 
 def test_a_world_that_all_are_in_goes_on_as_if_nothing_had_happened():
     world, actions = from_reports(report("c"), report("a", births=4), report("b"))
     assert actions == ()
-    assert (world.phase, world.epoch, world.places, world.restarts) == (Phase.RUNNING, 5, ABC, 3)
+    assert (world.phase, world.epoch, world.places, world.restarts) == (WorldPhase.RUNNING, 5, ABC, 3)
     assert world.members["a"].births == 4
 
 
 def test_one_who_says_who_is_in_it_is_enough():
     world, actions = from_reports(report("a", places=()), report("b"), report("c", places=()))
-    assert (world.phase, world.places, actions) == (Phase.RUNNING, ABC, ())
+    assert (world.phase, world.places, actions) == (WorldPhase.RUNNING, ABC, ())
 
 
 def test_who_does_not_report_is_lost():
     world, actions = from_reports(report("a"), report("c"))
-    assert actions[0] == Break(5, "the new coordinator found nobody of b in the world", POLICY.leave_s)
-    assert (world.phase, world.restarts, world.tick_s) == (Phase.FORMING, 4, 1000 + POLICY.leave_s)
+    assert actions[0] == BreakWorld(5, "the new coordinator found nobody of b in the world", POLICY.leave_s)
+    assert (world.phase, world.restarts, world.tick_s) == (WorldPhase.FORMING, 4, 1000 + POLICY.leave_s)
 
 
 def test_who_had_not_heard_of_the_newest_world_is_in_none():
     world, actions = from_reports(report("a"), report("b"), report("c", epoch=4, places=("c", "d"), ready=True))
-    assert isinstance(actions[0], Break)
+    assert isinstance(actions[0], BreakWorld)
     assert world.members["c"].ready
 
 
 def test_ranks_that_were_lost_meanwhile_are_replaced():
     _, actions = from_reports(report("a"), report("b", lost=(1,)), report("c"))
-    assert actions[:2] == (Break(5, "rank 1 of b was lost: reported to be lost", POLICY.leave_s), Respawn("b", 1, (1,)))
+    assert actions[:2] == (
+        BreakWorld(5, "rank 1 of b was lost: reported to be lost", POLICY.leave_s),
+        RespawnRanks("b", 1, (1,)),
+    )
 
 
 def test_who_has_finished_is_not_waited_for():
     world, actions = from_reports(report("a", finished=True), report("b"), report("c", finished=True))
-    assert (world.phase, world.done, actions) == (Phase.RUNNING, {"a", "c"}, ())
+    assert (world.phase, world.done, actions) == (WorldPhase.RUNNING, {"a", "c"}, ())
     _, actions = from_reports(*(report(node, finished=True) for node in ABC))
-    assert actions == (Finish(),)
+    assert actions == (FinishJob(),)
 
 
 def test_a_world_that_was_being_formed_is_formed():
     world, actions = from_reports(*(report(node, ready=True) for node in ABC))
-    assert isinstance(actions[-1], Form)
-    assert (world.epoch, world.places, actions[-1].how) == (6, ABC, How.RESTART)
+    assert isinstance(actions[-1], FormWorld)
+    assert (world.epoch, world.places, actions[-1].how) == (6, ABC, FormationKind.RESTART)
 
 
 def test_before_the_first_world_all_just_wait():
     world, actions = from_reports(report("a", epoch=-1, places=(), ready=True), report("b", epoch=-1, places=()))
-    assert (world.phase, world.epoch, actions) == (Phase.FORMING, -1, ())
+    assert (world.phase, world.epoch, actions) == (WorldPhase.FORMING, -1, ())
     assert [member.ready for member in world.members.values()] == [True, False]
 
 
 def test_nobody_reports():
     world, actions = from_reports()
-    assert (world.phase, world.epoch, actions) == (Phase.FORMING, -1, ())
+    assert (world.phase, world.epoch, actions) == (WorldPhase.FORMING, -1, ())
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -90,8 +100,8 @@ def test_a_node_with_another_number_of_ranks_is_not_in_it():
 
 def test_who_is_still_in_an_older_world_leaves_that_first():
     world, actions = from_reports(*(report(node) for node in ABC), report("d", epoch=4, places=("d",)))
-    assert actions == (Break(4, "it was left behind", POLICY.leave_s),)
-    early, _ = decide(world, NodeReady("d", 1, 2, 3), POLICY, 1001.0)
+    assert actions == (BreakWorld(4, "it was left behind", POLICY.leave_s),)
+    early, _ = next_world(world, NodeReady("d", 1, 2, 3), POLICY, 1001.0)
     assert not early.members["d"].ready
-    late, _ = decide(world, NodeReady("d", 1, 2, 4), POLICY, 1001.0)
+    late, _ = next_world(world, NodeReady("d", 1, 2, 4), POLICY, 1001.0)
     assert late.members["d"].ready

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.world import events
-from elastic.world.events import (
-    CapacityAskedBack,
+from elastic.world import world_state
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
     CapacityOffered,
-    Hang,
+    EventBatch,
+    HangDetected,
+    JobStopRequested,
     NodeFinished,
+    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeReady,
     NodeSealed,
-    Offender,
+    NodesPreempted,
     RankFault,
     RankLost,
-    ResizeAsked,
-    Several,
-    StopAsked,
+    ResizeRequested,
     Tick,
 )
-from elastic.world.policy import ScalingPolicy
 from tests.worlds.told import Told
 
 POLICY = ScalingPolicy(
@@ -59,13 +59,13 @@ def _waiting() -> Told:
 
 def _changing() -> Told:
     job = _running()
-    job.tell(CapacityAskedBack(("c",), 1000.0))
+    job.tell(NodesPreempted(("c",), 1000.0))
     return job
 
 
 def _stopping() -> Told:
     job = _running()
-    job.tell(StopAsked("x"))
+    job.tell(JobStopRequested("x"))
     return job
 
 
@@ -94,19 +94,19 @@ EVENTS = {
     "node left": NodeLeft("b", 1),
     "rank lost": RankLost("b", 1, 2, 0, "x"),
     "rank fault": RankFault("b", 1, 0, 0, "x"),
-    "hang of a rank": Hang(0, "x", "b", 1),
-    "hang": Hang(0, "x"),
-    "offender": Offender("b", "x"),
+    "hang of a rank": HangDetected(0, "x", "b", 1),
+    "hang": HangDetected(0, "x"),
+    "offender": NodeFlagged("b", "x"),
     "offered": CapacityOffered(1),
-    "asked back": CapacityAskedBack(("b",), 500.0),
-    "resize": ResizeAsked(2),
-    "stop": StopAsked("y", 20.0),
+    "asked back": NodesPreempted(("b",), 500.0),
+    "resize": ResizeRequested(2),
+    "stop": JobStopRequested("y", 20.0),
     "tick": Tick(),
-    "several": Several((RankLost("b", 1, 2, 0, "x"), NodeLost("c", 1, "x"))),
+    "several": EventBatch((RankLost("b", 1, 2, 0, "x"), NodeLost("c", 1, "x"))),
 }
 
 
-def outcome(phase: str, event: events.Event) -> str:
+def outcome(phase: str, event: world_state.WorldEvent) -> str:
     job = PHASES[phase]()
     job.tell(event)
     return " ".join([job.world.phase.value, *(type(action).__name__ for action in job.actions)])
@@ -123,15 +123,15 @@ TABLE = {
     ),
     "node joined, other life": (
         "forming",
-        "forming Break",
+        "forming BreakWorld",
         "forming",
-        "waiting Ask",
-        "forming Break",
-        "stopped Break Stop",
+        "waiting RequestNodes",
+        "forming BreakWorld",
+        "stopped BreakWorld StopJob",
     ),
     "node ready": (
         "forming",
-        "forming Break",
+        "forming BreakWorld",
         "forming",
         "waiting",
         "changing",
@@ -139,7 +139,7 @@ TABLE = {
     ),
     "node sealed": (
         "forming",
-        "forming Break",
+        "forming BreakWorld",
         "forming",
         "waiting",
         "changing",
@@ -155,51 +155,51 @@ TABLE = {
     ),
     "node lost": (
         "forming",
-        "forming Break Ask",
-        "forming Ask",
-        "waiting Ask",
-        "forming Break Ask",
-        "stopped Break Stop",
+        "forming BreakWorld RequestNodes",
+        "forming RequestNodes",
+        "waiting RequestNodes",
+        "forming BreakWorld RequestNodes",
+        "stopped BreakWorld StopJob",
     ),
     "node left": (
         "forming",
-        "forming Break Ask",
-        "forming Ask",
-        "waiting Ask",
-        "forming Break Ask",
-        "stopped Break Stop",
+        "forming BreakWorld RequestNodes",
+        "forming RequestNodes",
+        "waiting RequestNodes",
+        "forming BreakWorld RequestNodes",
+        "stopped BreakWorld StopJob",
     ),
     "rank lost": (
-        "forming Respawn",
-        "forming Break Respawn",
-        "forming Respawn",
-        "forming Respawn",
-        "forming Break Respawn",
-        "stopped Break Stop",
+        "forming RespawnRanks",
+        "forming BreakWorld RespawnRanks",
+        "forming RespawnRanks",
+        "forming RespawnRanks",
+        "forming BreakWorld RespawnRanks",
+        "stopped BreakWorld StopJob",
     ),
     "rank fault": (
         "forming",
-        "forming Break",
+        "forming BreakWorld",
         "forming",
         "waiting",
-        "forming Break",
-        "stopped Break Stop",
+        "forming BreakWorld",
+        "stopped BreakWorld StopJob",
     ),
     "hang of a rank": (
         "forming",
-        "forming Break Respawn",
+        "forming BreakWorld RespawnRanks",
         "forming",
         "waiting",
-        "forming Break Respawn",
-        "stopped Break Stop",
+        "forming BreakWorld RespawnRanks",
+        "stopped BreakWorld StopJob",
     ),
     "hang": (
         "forming",
-        "forming Break",
+        "forming BreakWorld",
         "forming",
         "waiting",
-        "forming Break",
-        "stopped Break Stop",
+        "forming BreakWorld",
+        "stopped BreakWorld StopJob",
     ),
     "offender": (
         "forming",
@@ -210,16 +210,16 @@ TABLE = {
         "changing",
     ),
     "offered": (
-        "forming Ask",
+        "forming RequestNodes",
         "running",
         "forming",
-        "waiting Ask",
-        "changing Ask",
+        "waiting RequestNodes",
+        "changing RequestNodes",
         "changing",
     ),
     "asked back": (
-        "forming Release",
-        "changing Pause",
+        "forming ReleaseNode",
+        "changing PauseWorld",
         "forming",
         "waiting",
         "changing",
@@ -227,19 +227,19 @@ TABLE = {
     ),
     "resize": (
         "forming",
-        "changing Pause",
+        "changing PauseWorld",
         "forming",
-        "running Form",
+        "running FormWorld",
         "changing",
         "changing",
     ),
     "stop": (
-        "stopped Stop",
-        "changing Pause",
-        "stopped Stop",
-        "stopped Stop",
-        "changing Pause",
-        "changing Pause",
+        "stopped StopJob",
+        "changing PauseWorld",
+        "stopped StopJob",
+        "stopped StopJob",
+        "changing PauseWorld",
+        "changing PauseWorld",
     ),
     "tick": (
         "forming",
@@ -250,12 +250,12 @@ TABLE = {
         "changing",
     ),
     "several": (
-        "forming Respawn",
-        "forming Break Respawn Ask",
-        "forming Respawn Ask",
-        "waiting Respawn Ask",
-        "forming Break Respawn",
-        "stopped Break Stop",
+        "forming RespawnRanks",
+        "forming BreakWorld RespawnRanks RequestNodes",
+        "forming RespawnRanks RequestNodes",
+        "waiting RespawnRanks RequestNodes",
+        "forming BreakWorld RespawnRanks",
+        "stopped BreakWorld StopJob",
     ),
 }
 """One column per phase, in the order above; when the job is over, nothing follows from anything."""
@@ -274,4 +274,4 @@ def test_nothing_follows_when_the_job_is_over(name):
 
 
 def test_the_table_has_every_kind_of_event():
-    assert {type(event) for event in EVENTS.values()} == set(events.Event.__args__)
+    assert {type(event) for event in EVENTS.values()} == set(world_state.WorldEvent.__args__)

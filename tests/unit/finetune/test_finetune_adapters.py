@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from integration.finetune.adapters import Adapted, adapt, first_weights, merged
-from integration.finetune.job import Job
+from integration.finetune.finetune_job import FinetuneJob
+from integration.finetune.model import LoRALinear, add_lora, initial_lora_weights, merge_lora
 from tests.support.tiny_models import CONFIGS, config_file
 
 pytestmark = pytest.mark.slow
 
-JOB = Job(name="a", data=(), output="o", lora=4, lora_alpha=8.0, seed=1)
+JOB = FinetuneJob(name="a", data=(), output="o", lora=4, lora_alpha=8.0, seed=1)
 
 
 def model_of(tmp_path, family):
@@ -29,18 +29,18 @@ def model_of(tmp_path, family):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_with_adapters_is_one_without_in_the_end(tmp_path, family):
     plain, beside = model_of(tmp_path, family), model_of(tmp_path, family)
-    adapt(beside, JOB)
+    add_lora(beside, JOB)
     names = set(beside.state_dict())
-    beside.load_state_dict(first_weights(plain.state_dict(), names, JOB))
+    beside.load_state_dict(initial_lora_weights(plain.state_dict(), names, JOB))
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         before = plain(input_ids=ids).logits
         assert torch.equal(beside(input_ids=ids).logits, before)
         for one in beside.modules():
-            if isinstance(one, Adapted):
+            if isinstance(one, LoRALinear):
                 one.adapter_b.normal_(std=0.05)
         changed = beside(input_ids=ids).logits
-        plain.load_state_dict(merged(beside.state_dict(), JOB))
+        plain.load_state_dict(merge_lora(beside.state_dict(), JOB))
         assert not torch.allclose(changed, before, atol=1e-4)
         torch.testing.assert_close(plain(input_ids=ids).logits, changed, rtol=1e-4, atol=1e-5)
 
@@ -48,7 +48,7 @@ def test_a_model_with_adapters_is_one_without_in_the_end(tmp_path, family):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_only_adapters_are_trained_and_the_last_layer_has_none(tmp_path, family):
     model = model_of(tmp_path, family)
-    adapt(model, JOB)
+    add_lora(model, JOB)
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert trained
     assert all(name.endswith((".adapter_a", ".adapter_b")) for name in trained)
@@ -58,7 +58,7 @@ def test_only_adapters_are_trained_and_the_last_layer_has_none(tmp_path, family)
 def test_what_adapters_begin_with_is_the_seeds(tmp_path):
     model = model_of(tmp_path, "llama")
     weights = dict(model.state_dict())
-    adapt(model, JOB)
-    one, same = (first_weights(weights, set(model.state_dict()), JOB) for _ in range(2))
+    add_lora(model, JOB)
+    one, same = (initial_lora_weights(weights, set(model.state_dict()), JOB) for _ in range(2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert one.keys() == model.state_dict().keys()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integration.finetune.corpus import open_corpus
-from integration.finetune.errors import DataError
+from integration.finetune.finetune_job import DataError
+from integration.finetune.inputs import open_corpus
 from tests.support.examples import examples
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.finetune.encoding import UNCOUNTED, Encoder
-from integration.finetune.errors import DataError
+from integration.finetune.finetune_job import DataError
+from integration.finetune.inputs import IGNORE_INDEX, SampleEncoder
 
 BEGIN, END, VOCABULARY = 1, 2, 32
 
@@ -25,7 +25,7 @@ class Letters:
 
 
 def encoder(length=16, too_long="cut", tokenizer=None):
-    return Encoder(tokenizer or Letters(), length, VOCABULARY, too_long)
+    return SampleEncoder(tokenizer or Letters(), length, VOCABULARY, too_long)
 
 
 def listed(sample):
@@ -47,7 +47,7 @@ def test_without_an_end_there_is_none():
 
 
 def test_labels_are_beside_their_tokens_as_elsewhere():
-    line = {"input_ids": [5, 6, 7, 8], "labels": [UNCOUNTED, UNCOUNTED, 7, 9]}
+    line = {"input_ids": [5, 6, 7, 8], "labels": [IGNORE_INDEX, IGNORE_INDEX, 7, 9]}
     assert listed(encoder()(line, "here")) == ([5, 6, 7], [0, 7, 9], [0, 1, 1])
 
 
@@ -57,7 +57,7 @@ def test_weights_are_beside_the_tokens_they_are_of():
 
 
 def test_tokens_need_no_tokenizer():
-    assert listed(Encoder(None, 8, VOCABULARY)({"input_ids": [4, 5]}, "here")) == ([4], [5], [1])
+    assert listed(SampleEncoder(None, 8, VOCABULARY)({"input_ids": [4, 5]}, "here")) == ([4], [5], [1])
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=12), st.integers(1, 8))
@@ -79,7 +79,7 @@ def test_nothing_is_longer_than_it_may_be_and_all_parts_are_as_long(tokens, leng
         ({"text": "~"}, "token 32 of the tokenizer, but the model has 32"),
         ({"input_ids": [32]}, "token 32, but the model has 32"),
         ({"input_ids": [-1]}, "token -1"),
-        ({"input_ids": [UNCOUNTED, 4]}, f"token {UNCOUNTED}"),
+        ({"input_ids": [IGNORE_INDEX, 4]}, f"token {IGNORE_INDEX}"),
         ({"input_ids": "ab"}, "are lists of numbers"),
         ({"input_ids": [1.5]}, "are lists of numbers"),
         ({"input_ids": [True]}, "are lists of numbers"),
@@ -110,4 +110,4 @@ def test_what_is_too_long_is_an_error_where_that_is_wanted():
 
 def test_text_without_a_tokenizer_says_what_to_do():
     with pytest.raises(DataError, match="there is no tokenizer: say --tokenizer"):
-        Encoder(None, 8, VOCABULARY)({"text": "a"}, "here")
+        SampleEncoder(None, 8, VOCABULARY)({"text": "a"}, "here")

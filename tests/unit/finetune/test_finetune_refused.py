@@ -13,12 +13,11 @@ from click.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from elastic.cli.screen import ElasticScreen
+from elastic.cli.common import ElasticScreen
 from elastic.errors import PolicyError
-from integration.finetune.command import finetune, told
-from integration.finetune.errors import DataError, ModelError
-from integration.finetune.job import Job
-from integration.finetune.pretrained import prepared
+from integration.finetune.finetune_cli import finetune_command, step_text
+from integration.finetune.finetune_job import DataError, FinetuneJob, ModelError
+from integration.finetune.inputs import open_job_inputs
 from tests.support import tiny_models
 
 
@@ -31,7 +30,7 @@ def folder(tmp_path):
 
 
 def job_in(folder, **changed):
-    job = Job(
+    job = FinetuneJob(
         name="a",
         data=(str(folder / "data.jsonl"),),
         output=str(folder / "out"),
@@ -44,18 +43,18 @@ def job_in(folder, **changed):
 
 
 def test_what_is_brought_is_tried(folder):
-    brought = prepared(job_in(folder))
+    brought = open_job_inputs(job_in(folder))
     assert (len(brought.corpus), brought.length) == (40, 64)
-    assert prepared(job_in(folder, length=8)).length == 8
+    assert open_job_inputs(job_in(folder, length=8)).length == 8
     assert brought.encoder({"prompt": "w1", "completion": "w2"}, "here").weights.tolist() == [1, 1]
 
 
 def test_tokens_need_no_tokenizer_and_text_does(folder):
     tokens = folder / "tokens.jsonl"
     tokens.write_text('{"input_ids": [3, 4, 5]}\n')
-    assert prepared(job_in(folder, tokenizer="", data=(str(tokens),))).tokenizer is None
+    assert open_job_inputs(job_in(folder, tokenizer="", data=(str(tokens),))).tokenizer is None
     with pytest.raises(DataError, match="there is no tokenizer: say --tokenizer, or bring input_ids"):
-        prepared(job_in(folder, tokenizer=""))
+        open_job_inputs(job_in(folder, tokenizer=""))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_tokens_need_no_tokenizer_and_text_does(folder):
 )
 def test_a_model_that_does_not_fit_is_said(folder, changed, named):
     with pytest.raises(ModelError) as caught:
-        prepared(job_in(folder, **changed))
+        open_job_inputs(job_in(folder, **changed))
     assert named in str(caught.value)
 
 
@@ -77,19 +76,19 @@ def test_a_model_that_does_not_fit_is_said(folder, changed, named):
 def test_a_file_that_is_no_configuration_is_said(folder, text):
     (folder / "odd.json").write_text(text)
     with pytest.raises(ModelError, match=r"odd\.json is no configuration of a model"):
-        prepared(job_in(folder, config=str(folder / "odd.json")))
+        open_job_inputs(job_in(folder, config=str(folder / "odd.json")))
 
 
 def test_a_tokenizer_that_is_not_there_is_said(folder, monkeypatch):
     (folder / "empty").mkdir()
     with pytest.raises(ModelError, match=r"--tokenizer .*empty: there is none"):
-        prepared(job_in(folder, tokenizer=str(folder / "empty")))
+        open_job_inputs(job_in(folder, tokenizer=str(folder / "empty")))
 
 
 def test_the_first_line_of_every_file_is_tried(folder):
     (folder / "zz.jsonl").write_text('{"words": "w1"}\n')
     with pytest.raises(DataError, match=r"zz\.jsonl:1 has words; a line needs text"):
-        prepared(job_in(folder, data=(str(folder / "data.jsonl"), str(folder / "zz.jsonl"))))
+        open_job_inputs(job_in(folder, data=(str(folder / "data.jsonl"), str(folder / "zz.jsonl"))))
 
 
 def test_the_command_says_it_too_and_starts_nothing(folder, monkeypatch):
@@ -100,7 +99,9 @@ def test_the_command_says_it_too_and_starts_nothing(folder, monkeypatch):
         (["--nodes", "2", "--nproc", "16", "--tokenizer", "tokenizer"], "world_size is 32, but global_batch has 16"),
         (["--nodes", "2:1"], "MIN is at least 1"),
     ):
-        result = CliRunner().invoke(finetune, [*brought, *words], standalone_mode=False, obj=ElasticScreen("elastic"))
+        result = CliRunner().invoke(
+            finetune_command, [*brought, *words], standalone_mode=False, obj=ElasticScreen("elastic")
+        )
         assert isinstance(result.exception, PolicyError)
         assert named in str(result.exception)
     assert not (folder / "out").exists()
@@ -108,7 +109,7 @@ def test_the_command_says_it_too_and_starts_nothing(folder, monkeypatch):
 
 def test_a_step_for_people():
     line = {"step": 0, "steps": 10, "loss": 1.5, "tokens": 1234, "lr": 1e-5, "ranks": 1, "seconds": 0.5}
-    assert told(json.loads(json.dumps(line))) == "step 1/10  loss 1.5000  1,234 tokens  lr 1e-05  1 rank  0.50 s"
+    assert step_text(json.loads(json.dumps(line))) == "step 1/10  loss 1.5000  1,234 tokens  lr 1e-05  1 rank  0.50 s"
 
 
 def test_the_documentation_says_words_that_there_are():
@@ -117,5 +118,5 @@ def test_the_documentation_says_words_that_there_are():
     lines = re.findall(r"^(?:\$ )?elastic finetune (.*)$", text, re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:
-        context = finetune.make_context("finetune", shlex.split(line))
+        context = finetune_command.make_context("finetune", shlex.split(line))
         assert context.params["data"]

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.errors import ControlLostError, PolicyError
-from integration.hyperpod.agent.frames import MAX_SAID_BYTES, DamagedFrameError, Frames, decode, encode
+from elastic.errors import ControlPlaneUnavailableError, PolicyError
+from integration.hyperpod.elastic_agent.ipc import (
+    MAX_SENT_FRAME_BYTES,
+    DamagedFrameError,
+    FrameDecoder,
+    decode_agent_frame,
+    encode_agent_frame,
+)
 from tests.support.examples import examples
 
 _values = st.recursive(
@@ -30,9 +36,9 @@ def framed(body: bytes) -> bytes:
 @settings(max_examples=examples(60))
 @given(st.lists(_messages, max_size=5), st.data())
 def test_pieces_of_any_size_make_the_same_messages(messages, data):
-    stream = b"".join(encode(message) for message in messages)
+    stream = b"".join(encode_agent_frame(message) for message in messages)
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8).map(sorted))
-    frames, found = Frames(), []
+    frames, found = FrameDecoder(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += frames.feed(stream[start:end])
     frames.end()
@@ -42,8 +48,8 @@ def test_pieces_of_any_size_make_the_same_messages(messages, data):
 @settings(max_examples=examples(60))
 @given(_messages, st.data())
 def test_a_torn_frame_is_no_message_and_no_end(message, data):
-    frame = encode(message)
-    frames = Frames()
+    frame = encode_agent_frame(message)
+    frames = FrameDecoder()
     assert list(frames.feed(frame[: data.draw(st.integers(1, len(frame) - 1))])) == []
     with pytest.raises(DamagedFrameError, match="within a frame"):
         frames.end()
@@ -53,7 +59,7 @@ def test_a_torn_frame_is_no_message_and_no_end(message, data):
 @given(st.binary(max_size=64))
 def test_any_bytes_are_messages_or_refused(body):
     try:
-        message = decode(body)
+        message = decode_agent_frame(body)
     except DamagedFrameError:
         return
     assert isinstance(message["type"], str)
@@ -79,17 +85,17 @@ def test_any_bytes_are_messages_or_refused(body):
 )
 def test_what_is_no_message_is_refused_with_its_beginning(body):
     with pytest.raises(DamagedFrameError) as refused:
-        list(Frames().feed(framed(body)))
+        list(FrameDecoder().feed(framed(body)))
     assert repr(body[:20]).rstrip("'") in str(refused.value)
     assert len(str(refused.value)) < 600
-    assert isinstance(pickle.loads(pickle.dumps(refused.value)), ControlLostError)
+    assert isinstance(pickle.loads(pickle.dumps(refused.value)), ControlPlaneUnavailableError)
 
 
 def test_a_length_above_the_limit_is_refused_before_there_is_room_for_it():
     tracemalloc.start()
     try:
         with pytest.raises(DamagedFrameError, match="1073741824 bytes was announced"):
-            list(Frames().feed(struct.pack(">I", 1 << 30) + b"{"))
+            list(FrameDecoder().feed(struct.pack(">I", 1 << 30) + b"{"))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -98,14 +104,14 @@ def test_a_length_above_the_limit_is_refused_before_there_is_room_for_it():
 def test_what_was_announced_takes_no_memory_before_it_comes():
     tracemalloc.start()
     try:
-        assert list(Frames().feed(struct.pack(">I", 60 << 20) + b"{")) == []
+        assert list(FrameDecoder().feed(struct.pack(">I", 60 << 20) + b"{")) == []
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_what_came_before_a_damaged_frame_is_heard():
-    coming = Frames().feed(encode({"type": "job_fault"}) + framed(b"[]"))
+    coming = FrameDecoder().feed(encode_agent_frame({"type": "job_fault"}) + framed(b"[]"))
     assert next(coming) == {"type": "job_fault"}
     with pytest.raises(DamagedFrameError):
         next(coming)
@@ -114,12 +120,12 @@ def test_what_came_before_a_damaged_frame_is_heard():
 def test_what_nobody_can_read_is_not_sent():
     for message in ({"type": "x", "data": object()}, {"type": "x", "loss": float("nan")}):
         with pytest.raises(PolicyError):
-            encode(message)
+            encode_agent_frame(message)
     with pytest.raises(PolicyError, match="at the most"):
-        encode({"type": "x", "data": "a" * MAX_SAID_BYTES})
+        encode_agent_frame({"type": "x", "data": "a" * MAX_SENT_FRAME_BYTES})
 
 
 def test_the_length_is_big_endian_and_the_body_is_json():
-    frame = encode({"type": "init", "local_rank": 8})
+    frame = encode_agent_frame({"type": "init", "local_rank": 8})
     assert frame[:4] == len(frame[4:]).to_bytes(4, "big")
     assert json.loads(frame[4:]) == {"type": "init", "local_rank": 8}

@@ -8,13 +8,12 @@ import threading
 
 import pytest
 
-from elastic.control.plane import Want
-from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
-from elastic.world.policy import ScalingPolicy
-from integration.hyperpod.agent import meeting, words
-from integration.hyperpod.agent.in_process import AgentPlane
-from integration.hyperpod.agent.meeting import Servers
-from integration.hyperpod.agent.worker import Worker
+from elastic.control.control_plane import NoticeKind
+from elastic.errors import ControlDeadlineError, ControlPlaneUnavailableError, JobFailedError, StaleEpochError
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_agent import in_process_mode, ipc
+from integration.hyperpod.elastic_agent.in_process_mode import InProcessControlPlane, RendezvousStore
+from integration.hyperpod.elastic_agent.worker_client import AgentWorker
 from tests.support.hyperpod_double import agent_job, envs
 from tests.support.hyperpod_socket import listening
 from tests.support.neighbours import until
@@ -31,15 +30,15 @@ def start():
 @pytest.fixture
 def alone():
     """One rank, and a test that is its agent."""
-    from integration.hyperpod.agent.connection import Connection
+    from integration.hyperpod.elastic_agent.ipc import AgentConnection
 
     with listening() as listener:
-        connection = Connection(listener.path, 0)
+        connection = AgentConnection(listener.path, 0)
         environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         policy = ScalingPolicy(num_restart_before_full_job_restart=1, repeat_offender_faults=2)
-        plane = AgentPlane(Worker(connection), environ=environ, policy=policy)
+        plane = InProcessControlPlane(AgentWorker(connection), environ=environ, policy=policy)
         agent = listener.accept()
-        assert agent.hear()["type"] == words.INIT
+        assert agent.hear()["type"] == ipc.MSG_INIT
         yield plane, agent, environ
         plane.close()
         connection.close()
@@ -54,9 +53,9 @@ def port():
 def begin(plane, agent, port, count=0, **more):
     """Through the barrier, into a world of one."""
     coming = at_once(lambda: plane.ready(timeout_s=PATIENCE_S))
-    assert until(lambda: agent.hear()["type"] == words.AT_BARRIER)
-    agent.say(words.START, worker_envs=envs(0, 1, port, count, **more))
-    assert agent.hear()["type"] == words.PAST_BARRIER
+    assert until(lambda: agent.hear()["type"] == ipc.MSG_AT_BARRIER)
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, count, **more))
+    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
     return coming
 
 
@@ -68,8 +67,8 @@ def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
     job = start(2)
     all_ready(job.seats)
     job.seats[1].fault("ValueError: no such sample")
-    until(lambda: said(job, words.FAULT))
-    first = said(job, words.FAULT)[0]
+    until(lambda: said(job, ipc.MSG_JOB_FAULT))
+    first = said(job, ipc.MSG_JOB_FAULT)[0]
     assert (first["rank"], first["restart_mode"]) == (1, "in_process_restart")
     assert (first["reason"], first["message"]) == ("WorkerFault", "ValueError: no such sample")
 
@@ -77,8 +76,8 @@ def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
 def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(start):
     job = start(2)
     before = all_ready(job.seats)
-    job.seats[0].request(Want.RESIZE, "half is enough", nodes=1)
-    until(lambda: all(wants(seat) is Want.RESIZE for seat in job.seats))
+    job.seats[0].request(NoticeKind.RESIZE, "half is enough", nodes=1)
+    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.seats))
     assert results(at_once(*(lambda s=seat, n=n: s.pause(n) for seat, n in zip(job.seats, (3, 4), strict=True)))) == [
         4,
         4,
@@ -87,19 +86,19 @@ def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(s
     coming = at_once(lambda: job.seats[0].ready(timeout_s=PATIENCE_S))
     with pytest.raises(TimeoutError):  # the other one is on its way to the common step, and is not to be stopped there
         coming[0].result(0.3)
-    assert said(job, words.FAULT) == []
+    assert said(job, ipc.MSG_JOB_FAULT) == []
     job.seats[1].sealed(4)
     after = results([*coming, *at_once(lambda: job.seats[1].ready(timeout_s=PATIENCE_S))])
     assert after[0].epoch == before[0].epoch + 1
-    assert {message["reason"] for message in said(job, words.FAULT)} == {"ElasticWorld"}
-    assert "half is enough" in said(job, words.FAULT)[0]["message"]
+    assert {message["reason"] for message in said(job, ipc.MSG_JOB_FAULT)} == {"ElasticWorld"}
+    assert "half is enough" in said(job, ipc.MSG_JOB_FAULT)[0]["message"]
 
 
 def test_who_could_not_seal_is_not_waited_for(start):
     job = start(2)
     all_ready(job.seats)
-    job.seats[0].request(Want.RESIZE, "asked back")
-    until(lambda: all(wants(seat) is Want.RESIZE for seat in job.seats))
+    job.seats[0].request(NoticeKind.RESIZE, "asked back")
+    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.seats))
     results(at_once(*(lambda s=seat: s.pause(4) for seat in job.seats)))
     job.seats[0].sealed(4)
     assert {place.restarts for place in all_ready(job.seats)} == {1}
@@ -122,7 +121,7 @@ def test_who_has_finished_is_told_when_another_one_is_lost_on_its_last_steps(sta
     all_ready(job.seats)
     first = at_once(job.seats[1].finished)[0]
     job.lose(job.seats[0])
-    with pytest.raises((StaleEpochError, ControlLostError)):
+    with pytest.raises((StaleEpochError, ControlPlaneUnavailableError)):
         first.result(PATIENCE_S)
     assert job.seats[1].ready(timeout_s=PATIENCE_S).world_size == 1
 
@@ -140,8 +139,8 @@ def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, p
     environ["LOCAL_WORLD_SIZE"] = "2"
     coming = at_once(lambda: plane.ready(timeout_s=0.5))
     agent.hear()
-    agent.say(words.START, worker_envs={**envs(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"})
-    with pytest.raises(DeadlineError):  # three others are not there
+    agent.say(ipc.MSG_JOB_START, worker_envs={**envs(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"})
+    with pytest.raises(ControlDeadlineError):  # three others are not there
         coming[0].result(PATIENCE_S)
     assert plane._inner is not None
     assert plane._inner._place.node_count == 2
@@ -151,8 +150,8 @@ def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, p
     plane, agent, _ = alone
     (coming,) = begin(plane, agent, port, count=3)
     assert coming.result(PATIENCE_S).epoch == 3
-    agent.say(words.FAULT, restart_count=3)
-    until(lambda: wants(plane) is Want.RESTART)
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=3)
+    until(lambda: wants(plane) is NoticeKind.RESTART)
     (coming,) = begin(plane, agent, port, count=3)
     assert coming.result(PATIENCE_S).epoch == 4
 
@@ -160,9 +159,9 @@ def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, p
 def test_a_spare_waits_until_it_is_needed(alone, port):
     plane, agent, _ = alone
     (coming,) = begin(plane, agent, port, spare=True)
-    assert agent.hear()["type"] == words.AT_BARRIER
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
     assert not coming.done()
-    agent.say(words.START, worker_envs=envs(0, 1, port, 1))
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
     assert coming.result(PATIENCE_S).restarts == 1
 
 
@@ -170,11 +169,13 @@ def test_a_start_that_is_taken_back_is_waited_for_anew(alone, port):
     plane, agent, _ = alone
     coming = at_once(lambda: plane.ready(timeout_s=PATIENCE_S))
     agent.hear()
-    agent.say(words.START, worker_envs=envs(1, 2, port, 0))  # the first rank, which is to keep the store, never comes
-    assert agent.hear()["type"] == words.PAST_BARRIER
-    agent.say(words.FAULT, restart_count=0)
-    assert agent.hear()["type"] == words.AT_BARRIER
-    agent.say(words.START, worker_envs=envs(0, 1, port, 1))
+    agent.say(
+        ipc.MSG_JOB_START, worker_envs=envs(1, 2, port, 0)
+    )  # the first rank, which is to keep the store, never comes
+    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
     assert coming[0].result(PATIENCE_S).epoch == 1
 
 
@@ -183,7 +184,7 @@ def test_too_many_restarts_in_one_process_ask_for_new_processes_and_label_the_ra
     begin(plane, agent, port)[0].result(PATIENCE_S)
     plane.fault("once")
     assert agent.hear()["restart_mode"] == "in_process_restart"
-    agent.say(words.FAULT, restart_count=0)
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
     begin(plane, agent, port, count=1)[0].result(PATIENCE_S)
     plane.fault("twice")
     assert agent.hear() | {"client_id": ""} == {
@@ -197,7 +198,7 @@ def test_what_would_fail_again_in_any_process_is_asked_for_once(alone, port):
     begin(plane, agent, port)[0].result(PATIENCE_S)
     plane.fault("a loss that is never finite", final=True)
     assert agent.hear()["restart_mode"] == "job_level_restart"
-    with pytest.raises(GaveUpError, match="never finite"):
+    with pytest.raises(JobFailedError, match="never finite"):
         plane.ready(timeout_s=PATIENCE_S)
 
 
@@ -208,13 +209,13 @@ def test_an_agent_that_is_gone_ends_the_world_and_the_rank(alone, port):
     plane.on_broken(lambda _notice: told.set())
     agent.close()
     assert told.wait(PATIENCE_S)
-    assert wants(plane) is Want.RESTART
-    with pytest.raises(ControlLostError):
+    assert wants(plane) is NoticeKind.RESTART
+    with pytest.raises(ControlPlaneUnavailableError):
         plane.ready(timeout_s=PATIENCE_S)
 
 
 def test_a_place_that_is_taken_is_met_at_all_the_same(port):
-    first, second = Servers(), Servers()
+    first, second = RendezvousStore(), RendezvousStore()
     first.serve(f"127.0.0.1:{port}")
     first.serve(f"127.0.0.1:{port}")
     second.serve(f"127.0.0.1:{port}")
@@ -227,15 +228,15 @@ def test_a_place_that_is_taken_is_met_at_all_the_same(port):
 
 def test_a_place_that_somebody_has_who_keeps_no_store_is_left_for_another(alone, port, monkeypatch):
     """Any connection that goes out may have that port; waiting for it would be waiting for ever."""
-    monkeypatch.setattr(meeting, "_TAKEN_S", 0.2)
+    monkeypatch.setattr(in_process_mode, "_FOREIGN_STORE_TIMEOUT_S", 0.2)
     plane, agent, _ = alone
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         (coming,) = begin(plane, agent, other.getsockname()[1])
         told = agent.hear()
-        assert (told["type"], told["restart_mode"]) == (words.FAULT, "in_process_restart")
+        assert (told["type"], told["restart_mode"]) == (ipc.MSG_JOB_FAULT, "in_process_restart")
         assert "is taken" in told["message"]
-        agent.say(words.FAULT, restart_count=0)
-        assert agent.hear()["type"] == words.AT_BARRIER
-        agent.say(words.START, worker_envs=envs(0, 1, port, 1))
+        agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+        assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+        agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
         assert coming.result(PATIENCE_S).restarts == 1

@@ -7,12 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
-from elastic.world.policy import ScalingPolicy
-from integration.hyperpod.job import CONTAINER, JobError, TrainingJob, elastic_policy, is_elastic, resource
-from integration.hyperpod.memory import DIRECTORY, Memory
-from integration.hyperpod.operator.spec import read_job
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.job_manifest import (
+    ARENA_DIRECTORY,
+    TRAINER_CONTAINER,
+    JobManifestError,
+    MemoryLocation,
+    TrainingJob,
+    elastic_policy,
+    is_elastic,
+    job_manifest,
+)
+from integration.hyperpod.operator.job_spec import parse_job_resource
 from tests.support.examples import examples
-from tieredckpt.settings import Settings, load_settings, settings_from
+from tieredckpt.settings import Settings, load_settings, settings_from_mapping
 
 aws = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
 
@@ -64,12 +72,12 @@ def job_settings(draw, embedded):
     }
     if embedded:
         tree["agent"] = {"job_ttl_s": draw(seconds), "slots_per_rank": draw(st.integers(2, 5))}
-    return settings_from(tree)
+    return settings_from_mapping(tree)
 
 
 @st.composite
 def jobs(draw):
-    memory = draw(st.sampled_from(list(Memory)))
+    memory = draw(st.sampled_from(list(MemoryLocation)))
     rule = {
         "name": "hang",
         "logPattern": r".*loss=(\d+).*",
@@ -83,9 +91,9 @@ def jobs(draw):
         image=draw(st.sampled_from(["training:1", "repo.example/training@sha256:00"])),
         command=draw(st.sampled_from([RUN, ["sh", "-c", "exec hyperpodrun train.py"]])),
         policy=draw(policies()),
-        settings=draw(job_settings(memory is Memory.EMBEDDED)),
+        settings=draw(job_settings(memory is MemoryLocation.EMBEDDED)),
         memory=memory,
-        memory_size="" if memory is Memory.NODE else draw(st.sampled_from(["64GiB", "100Gi", "1.5TiB", "5GB"])),
+        memory_size="" if memory is MemoryLocation.NODE else draw(st.sampled_from(["64GiB", "100Gi", "1.5TiB", "5GB"])),
         nproc=draw(st.sampled_from(["auto", "gpu", "cpu", "8"])),
         spares=draw(st.integers(0, 3)),
         resources=draw(st.sampled_from([{}, {"nvidia.com/gpu": 8, "memory": "200Gi", "vpc.amazonaws.com/efa": 32}])),
@@ -113,7 +121,7 @@ def accepted(document):
 @settings(max_examples=examples(40))
 @given(jobs())
 def test_awss_models_take_every_resource(job):
-    document = resource(job)
+    document = job_manifest(job)
     accepted(document)
     assert (document["apiVersion"], document["kind"]) == ("sagemaker.amazonaws.com/v1", "HyperPodPyTorchJob")
 
@@ -124,7 +132,7 @@ def test_awss_models_take_every_resource(job):
 def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
     template = pytest.importorskip("hyperpod_pytorch_job_template.v1_1.model")
     policy = ScalingPolicy(min_replicas=2, max_replicas=8, **sizes, job_max_retry_count=3)
-    ours = resource(
+    ours = job_manifest(
         TrainingJob(
             name="llama",
             image="training:1",
@@ -169,7 +177,7 @@ def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
 
 
 def test_awss_models_would_say_so():
-    document = resource(TrainingJob(name="llama", image="i", command=RUN))
+    document = job_manifest(TrainingJob(name="llama", image="i", command=RUN))
     document["spec"]["replicaSpecs"][0]["template"]["spec"]["securityContext"] = {"fsGroup": 1}
     with pytest.raises(ValueError, match="fsGroup"):
         accepted(document)
@@ -178,7 +186,7 @@ def test_awss_models_would_say_so():
 @settings(max_examples=examples(40))
 @given(policies())
 def test_the_policy_is_read_back_as_it_was(policy):
-    document = resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
+    document = job_manifest(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
     run = document["spec"]["runPolicy"]
     if not is_elastic(policy):
         assert "elasticPolicy" not in document["spec"]
@@ -209,7 +217,7 @@ def test_the_policy_is_read_back_as_it_was(policy):
 @settings(max_examples=examples(40))
 @given(policies())
 def test_the_reference_operator_reads_the_same_job(policy):
-    job = read_job(resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
+    job = parse_job_resource(job_manifest(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
     assert job.elastic is is_elastic(policy)
     assert job.policy.sizes == (policy.sizes if is_elastic(policy) else (policy.least,))
     assert job.policy.wanted == policy.least
@@ -234,12 +242,12 @@ def environment(document):
 @settings(max_examples=examples(40))
 @given(jobs())
 def test_trainers_have_the_settings_that_were_given(job):
-    variables = environment(resource(dataclasses.replace(job, cluster_config="")))
+    variables = environment(job_manifest(dataclasses.replace(job, cluster_config="")))
     found = load_settings(variables)
     assert dataclasses.replace(found, agent=job.settings.agent) == job.settings
-    assert str(found.agent_directory) == DIRECTORY
-    assert found.agent.embedded is (job.memory is Memory.EMBEDDED)
-    if job.memory is Memory.EMBEDDED:
+    assert str(found.agent_directory) == ARENA_DIRECTORY
+    assert found.agent.embedded is (job.memory is MemoryLocation.EMBEDDED)
+    if job.memory is MemoryLocation.EMBEDDED:
         assert found.agent.budget == job.memory_size
         assert found.agent.job_ttl_s == job.settings.agent.job_ttl_s
         assert found.agent.peers == "10.0.0.1:7070"
@@ -248,7 +256,7 @@ def test_trainers_have_the_settings_that_were_given(job):
 @settings(max_examples=examples(40))
 @given(jobs())
 def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
-    pod = resource(job)["spec"]["replicaSpecs"][0]["template"]["spec"]
+    pod = job_manifest(job)["spec"]["replicaSpecs"][0]["template"]["spec"]
     volumes = [volume["name"] for volume in pod["volumes"]]
     assert len(set(volumes)) == len(volumes)
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
@@ -257,9 +265,9 @@ def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
         assert len(set(variables)) == len(variables)
         ports = [port["name"] for port in container["ports"]]
         assert len(set(ports)) == len(ports)
-    assert pod["containers"][0]["name"] == CONTAINER
-    assert (job.memory is Memory.NODE) == any("hostPath" in volume for volume in pod["volumes"])
-    assert (job.memory is Memory.SIDECAR) == ("initContainers" in pod)
+    assert pod["containers"][0]["name"] == TRAINER_CONTAINER
+    assert (job.memory is MemoryLocation.NODE) == any("hostPath" in volume for volume in pod["volumes"])
+    assert (job.memory is MemoryLocation.SIDECAR) == ("initContainers" in pod)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +277,13 @@ def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
         ({"command": ()}, "command is empty"),
         ({"nproc": "0"}, "nproc '0'"),
         ({"spares": -1}, "spares is -1"),
-        ({"memory": Memory.SIDECAR}, "needs memory_size"),
+        ({"memory": MemoryLocation.SIDECAR}, "needs memory_size"),
         ({"memory_size": "1GiB"}, "has its own size"),
-        ({"memory": Memory.EMBEDDED, "memory_size": "much"}, "memory_size 'much' is not a size"),
+        ({"memory": MemoryLocation.EMBEDDED, "memory_size": "much"}, "memory_size 'much' is not a size"),
         ({"resources": {"memory": "lots"}}, "resources: memory 'lots' is not a size"),
-        ({"settings": settings_from({"peer": {"secret": "x" * 32}})}, "name a Kubernetes Secret"),
-        ({"settings": settings_from({"agent": {"budget": "1GiB"}})}, "has no effect"),
-        ({"settings": settings_from({"durable": {"options": {"a": "1,2"}}})}, "commas"),
+        ({"settings": settings_from_mapping({"peer": {"secret": "x" * 32}})}, "name a Kubernetes Secret"),
+        ({"settings": settings_from_mapping({"agent": {"budget": "1GiB"}})}, "has no effect"),
+        ({"settings": settings_from_mapping({"durable": {"options": {"a": "1,2"}}})}, "commas"),
         ({"environment": {"TIEREDCKPT_AGENT_DIRECTORY": "/x"}}, "TIEREDCKPT_AGENT_DIRECTORY is made of the settings"),
         ({"log_rules": [{"name": "a", "logPattern": "x", "faultOnMatch": True}]}, "faultOnMatch is not known to AWS"),
         ({"log_rules": [{"name": "a", "logPattern": "x", "metricThreshold": 2.5}]}, "metricThreshold is 2.5"),
@@ -284,19 +292,19 @@ def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
     ],
 )
 def test_impossible_jobs_cannot_be_made(given, why):
-    with pytest.raises(JobError, match=why) as refused:
+    with pytest.raises(JobManifestError, match=why) as refused:
         TrainingJob(**{"name": "llama", "image": "i", "command": RUN, **given})
     assert isinstance(refused.value, PolicyError)
 
 
 def test_everything_that_is_wrong_is_said_at_once():
-    with pytest.raises(JobError) as refused:
+    with pytest.raises(JobManifestError) as refused:
         TrainingJob(name="A", image="", command=(), spares=-1)
     for why in ("no DNS label", "image is empty", "command is empty", "spares"):
         assert why in str(refused.value)
 
 
 def test_no_settings_make_no_variables_but_the_agents_place():
-    found = environment(resource(TrainingJob(name="llama", image="i", command=RUN, settings=Settings())))
-    ours = {"TIEREDCKPT_AGENT_DIRECTORY": DIRECTORY, "TIEREDCKPT_AGENT_EMBEDDED": "0"}
+    found = environment(job_manifest(TrainingJob(name="llama", image="i", command=RUN, settings=Settings())))
+    ours = {"TIEREDCKPT_AGENT_DIRECTORY": ARENA_DIRECTORY, "TIEREDCKPT_AGENT_EMBEDDED": "0"}
     assert found == {"POD_IP": "10.0.0.1", **ours}

@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 import integration.hyperpod
-from integration.hyperpod.example_jobs import JOBS, written
-from integration.hyperpod.job import MEMORY_LABEL, resource
-from integration.hyperpod.memory import DIRECTORY, HTTP_PORT, PEERS_PORT
-from tieredckpt.agent.__main__ import add_arguments
+from integration.hyperpod.example_jobs import EXAMPLE_JOBS, example_text
+from integration.hyperpod.job_manifest import ARENA_DIRECTORY, HTTP_PORT, MEMORY_LABEL, PEERS_PORT, job_manifest
+from tieredckpt.agent.__main__ import add_agent_arguments
 
 ROOT = Path(integration.hyperpod.__file__).parent / "manifests"
 CUSTOMIZATIONS = sorted(path.parent for path in ROOT.rglob("kustomization.yaml"))
@@ -91,7 +90,7 @@ def test_what_is_mounted_is_there_and_only_one_directory_is_the_nodes(kind, labe
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
     used = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
     assert used == volumes.keys()
-    assert [v["hostPath"]["path"] for v in volumes.values() if "hostPath" in v] in ([], [DIRECTORY])
+    assert [v["hostPath"]["path"] for v in volumes.values() if "hostPath" in v] in ([], [ARENA_DIRECTORY])
 
 
 @each_pod
@@ -103,10 +102,10 @@ def test_agents_take_their_arguments_and_are_asked_where_they_answer(kind, label
         known = {variable["name"] for variable in container["env"]}
         assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= known
         parser = argparse.ArgumentParser(exit_on_error=False)
-        add_arguments(parser)
+        add_agent_arguments(parser)
         args, rest = parser.parse_known_args([arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]])
         assert [word for word in rest if not word.startswith("--cluster-config=hyperpod:")] == []
-        assert str(args.dir) == DIRECTORY
+        assert str(args.dir) == ARENA_DIRECTORY
         assert (args.http, args.peers) == (f"10.0.0.1:{HTTP_PORT}", f"10.0.0.1:{PEERS_PORT}")
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports == {"http": HTTP_PORT, "peers": PEERS_PORT}
@@ -132,16 +131,16 @@ def test_rights_in_the_cluster_are_those_of_labels():
     assert rules == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", EXAMPLE_JOBS)
 def test_shipped_jobs_are_the_generated_ones(name):
-    about, job = JOBS[name]
-    assert (ROOT / "examples" / name).read_text(encoding="utf-8") == written(about, resource(job))
+    about, job = EXAMPLE_JOBS[name]
+    assert (ROOT / "examples" / name).read_text(encoding="utf-8") == example_text(about, job_manifest(job))
 
 
 def test_awss_models_take_the_shipped_jobs():
     aws = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     jobs = [document for document in shipped() if document["kind"] == "HyperPodPyTorchJob"]
-    assert len(jobs) == len(JOBS)
+    assert len(jobs) == len(EXAMPLE_JOBS)
     for document in jobs:
         found = aws._HyperPodPytorchJob.model_validate(document["spec"], by_name=True, by_alias=False)
         assert found.model_dump(exclude_unset=True, by_alias=False) == document["spec"]

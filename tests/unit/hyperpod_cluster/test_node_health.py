@@ -10,30 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.client.exceptions import ApiException
 
-from elastic.control.plane import Assignment
-from elastic.errors import UnhealthyError
-from elastic.workers.health import within
-from elastic.workers.recording import Recording
-from integration.hyperpod.cluster import nodes
-from integration.hyperpod.cluster.health import (
-    LABEL,
+from elastic.control.control_plane import RankAssignment
+from elastic.errors import UnhealthyProcessError
+from elastic.workers.in_process_restart import run_within
+from elastic.workers.rank_timeline import RankTimeline
+from integration.hyperpod.cluster import node_health
+from integration.hyperpod.cluster.node_health import (
+    NODE_HEALTH_LABEL,
     DeviceFault,
-    FaultKind,
-    HealthRule,
+    DeviceFaultKind,
     NodeHealth,
+    NodeHealthLabels,
+    NodeHealthRule,
+    classify_device_fault,
     device_faults,
-    kind_of,
-    verdict,
-    worse,
+    health_after_faults,
+    is_worse_health,
 )
-from integration.hyperpod.cluster.nodes import NodeLabels
 from tieredckpt.cli import main
-from tieredckpt.cli.exits import CommandError, Exit
-from tieredckpt.ledger import read_ledger
-from tieredckpt.ledger.events import Began, Ended, Fault, Opened
-from tieredckpt.ledger.writer import LedgerWriter
+from tieredckpt.cli.exit_codes import CommandError, ExitCode
+from tieredckpt.event_log import read_event_log
+from tieredckpt.event_log.event_types import FaultEvent, FileOpened, ProcessBegan, ProcessEnded
+from tieredckpt.event_log.log_writer import EventLogWriter
 
-LOST, MEMORY, STUCK, LINK = FaultKind
+LOST, MEMORY, STUCK, LINK = DeviceFaultKind
 WELL, OFF, REBOOT, REPLACE = NodeHealth
 
 
@@ -58,7 +58,7 @@ WELL, OFF, REBOOT, REPLACE = NodeHealth
     ],
 )
 def test_what_words_say_of_a_machine(words, kind):
-    assert kind_of(words) is kind
+    assert classify_device_fault(words) is kind
 
 
 def faults(*kinds, at=1000.0):
@@ -82,25 +82,25 @@ def faults(*kinds, at=1000.0):
     ],
 )
 def test_the_rule(kinds, health):
-    assert verdict(faults(*kinds), 1000.0) is health
+    assert health_after_faults(faults(*kinds), 1000.0) is health
 
 
 def test_only_faults_of_the_window_count():
-    rule = HealthRule(window_s=60)
-    assert verdict(faults(LOST), 1060.0, rule) is REBOOT
-    assert verdict(faults(LOST), 1060.1, rule) is WELL
-    assert verdict(faults(LOST), 999.0, rule) is WELL
+    rule = NodeHealthRule(window_s=60)
+    assert health_after_faults(faults(LOST), 1060.0, rule) is REBOOT
+    assert health_after_faults(faults(LOST), 1060.1, rule) is WELL
+    assert health_after_faults(faults(LOST), 999.0, rule) is WELL
 
 
-@given(st.lists(st.sampled_from(list(FaultKind)), max_size=8), st.sampled_from(list(FaultKind)))
+@given(st.lists(st.sampled_from(list(DeviceFaultKind)), max_size=8), st.sampled_from(list(DeviceFaultKind)))
 def test_another_fault_never_makes_it_better(kinds, more):
-    before, after = verdict(faults(*kinds), 1000.0), verdict(faults(*kinds, more), 1000.0)
+    before, after = health_after_faults(faults(*kinds), 1000.0), health_after_faults(faults(*kinds, more), 1000.0)
     assert after.gravity >= before.gravity
 
 
 @given(st.none() | st.sampled_from([one.value for one in NodeHealth]) | st.text(), st.sampled_from(list(NodeHealth)))
 def test_labels_are_set_for_the_worse_alone(known, wanted):
-    if worse(known, wanted):
+    if is_worse_health(known, wanted):
         assert known is None or NodeHealth(known).gravity < wanted.gravity
         assert wanted is not WELL
 
@@ -108,15 +108,15 @@ def test_labels_are_set_for_the_worse_alone(known, wanted):
 def test_one_fault_of_a_machine_that_several_tell_of_is_one():
     lost = "CUDA error: GPU is lost"
     events = [
-        Opened(1.0, 1),
-        *(Fault(2.0 + rank, 3, "n1", rank, "error", lost) for rank in range(8)),
-        Ended(11.0, "llama", "rank", "failed", f"UnhealthyError: {lost}", "n1", 3),
-        Fault(121.0, 4, "n1", 0, "error", lost),
-        Fault(123.0, 5, "n1", 0, "error", lost),
-        Fault(4.0, 4, "n1", 0, "error", "uncorrectable ECC error"),
-        Fault(4.0, 4, "n2", 0, "error", "ValueError: mine"),
-        Fault(5.0, 4, "", -1, "error", lost),
-        Ended(6.0, "llama", "coordinator", "gave up", lost, "n3"),
+        FileOpened(1.0, 1),
+        *(FaultEvent(2.0 + rank, 3, "n1", rank, "error", lost) for rank in range(8)),
+        ProcessEnded(11.0, "llama", "rank", "failed", f"UnhealthyProcessError: {lost}", "n1", 3),
+        FaultEvent(121.0, 4, "n1", 0, "error", lost),
+        FaultEvent(123.0, 5, "n1", 0, "error", lost),
+        FaultEvent(4.0, 4, "n1", 0, "error", "uncorrectable ECC error"),
+        FaultEvent(4.0, 4, "n2", 0, "error", "ValueError: mine"),
+        FaultEvent(5.0, 4, "", -1, "error", lost),
+        ProcessEnded(6.0, "llama", "coordinator", "gave up", lost, "n3"),
     ]
     found = [(fault.node, fault.at, fault.kind) for fault in device_faults(reversed(events))]
     assert found == [("n1", 2.0, LOST), ("n1", 4.0, MEMORY), ("n1", 123.0, LOST)]
@@ -134,16 +134,16 @@ def test_what_the_check_between_worlds_says_is_understood(tmp_path, answer):
 
     def rank():
         with (
-            contextlib.closing(LedgerWriter(tmp_path)) as ledger,
-            Recording(ledger, {"ELASTIC_NODE": "n1", "ELASTIC_JOB": "llama"}) as record,
+            contextlib.closing(EventLogWriter(tmp_path)) as ledger,
+            RankTimeline(ledger, {"ELASTIC_NODE": "n1", "ELASTIC_JOB": "llama"}) as record,
         ):
-            record.placed(Assignment(1, 0, 1, 0, 1, 0, 1, "h:1"))
-            within(60.0 if answer == "broken" else 0.0, device, "the device")
+            record.placed(RankAssignment(1, 0, 1, 0, 1, 0, 1, "h:1"))
+            run_within(60.0 if answer == "broken" else 0.0, device, "the device")
 
-    with pytest.raises(UnhealthyError):
+    with pytest.raises(UnhealthyProcessError):
         rank()
     late.set()
-    (fault,) = device_faults(read_ledger(tmp_path).events)
+    (fault,) = device_faults(read_event_log(tmp_path).events)
     assert (fault.node, fault.kind) == ("n1", STUCK)
 
 
@@ -151,7 +151,7 @@ class Api:
     """Nodes of a cluster as its client gives them, and somebody else who changes them at times."""
 
     def __init__(self, **labels):
-        self.labels = {name: {LABEL: value} if value else None for name, value in labels.items()}
+        self.labels = {name: {NODE_HEALTH_LABEL: value} if value else None for name, value in labels.items()}
         self.version = 1
         self.meddle = []
         self.refusal = None
@@ -166,7 +166,7 @@ class Api:
 
     def patch_node(self, name, body):
         if self.meddle:
-            self.labels[name] = {LABEL: self.meddle.pop()}
+            self.labels[name] = {NODE_HEALTH_LABEL: self.meddle.pop()}
             self.version += 1
         if body["metadata"]["resourceVersion"] != str(self.version):
             raise ApiException(status=409, reason="Conflict")
@@ -176,45 +176,50 @@ class Api:
 
 def test_a_label_is_read_and_set():
     api = Api(n1=None, n2="Unschedulable")
-    assert NodeLabels(api).health("n1") is None
-    assert NodeLabels(api).change("n2", REPLACE, when=lambda was: worse(was, REPLACE)) == "Unschedulable"
-    assert api.labels["n2"] == {LABEL: REPLACE.value}
-    assert NodeLabels(api).change("n2", REBOOT, when=lambda was: worse(was, REBOOT)) == REPLACE.value
-    assert api.labels["n2"] == {LABEL: REPLACE.value}
+    assert NodeHealthLabels(api).health("n1") is None
+    assert (
+        NodeHealthLabels(api).change("n2", REPLACE, when=lambda was: is_worse_health(was, REPLACE)) == "Unschedulable"
+    )
+    assert api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
+    assert NodeHealthLabels(api).change("n2", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
+    assert api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
 
 
 def test_what_somebody_else_sets_meanwhile_is_not_lost():
     api = Api(n1=None)
     api.meddle = [REPLACE.value]
-    assert NodeLabels(api).change("n1", REBOOT, when=lambda was: worse(was, REBOOT)) == REPLACE.value
-    assert api.labels["n1"] == {LABEL: REPLACE.value}
+    assert NodeHealthLabels(api).change("n1", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
+    assert api.labels["n1"] == {NODE_HEALTH_LABEL: REPLACE.value}
     api.meddle = ["Schedulable"] * 9
     with pytest.raises(CommandError, match="all the time"):
-        NodeLabels(api).change("n1", REPLACE, when=lambda _: True)
+        NodeHealthLabels(api).change("n1", REPLACE, when=lambda _: True)
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(404, Exit.NOT_FOUND), (403, Exit.REFUSED), (401, Exit.REFUSED), (503, Exit.UNAVAILABLE)]
+    ("status", "code"),
+    [(404, ExitCode.NOT_FOUND), (403, ExitCode.REFUSED), (401, ExitCode.REFUSED), (503, ExitCode.UNAVAILABLE)],
 )
 def test_refusals_of_kubernetes_are_told_apart(status, code):
     api = Api()
     api.refusal = ApiException(status=status, reason="no")
     with pytest.raises(CommandError) as refused:
-        NodeLabels(api).health("n1")
+        NodeHealthLabels(api).health("n1")
     assert refused.value.code is code
 
 
 @pytest.fixture
 def cluster(monkeypatch, capsys):
-    from integration.hyperpod.cluster.command import cluster
-    from tieredckpt.cli import groups
+    from integration.hyperpod.cluster.cluster_cli import cluster_group
+    from tieredckpt import cli
 
-    known = groups.Commands.get_command
+    known = cli.LazyCommandGroup.get_command
     monkeypatch.setattr(
-        groups.Commands, "get_command", lambda self, ctx, name: cluster if name == "cluster" else known(self, ctx, name)
+        cli.LazyCommandGroup,
+        "get_command",
+        lambda self, ctx, name: cluster_group if name == "cluster" else known(self, ctx, name),
     )
     api = Api(n1=None, n2=REPLACE.value)
-    monkeypatch.setattr(nodes, "connected", lambda *_: NodeLabels(api))
+    monkeypatch.setattr(node_health, "connect_node_labels", lambda *_: NodeHealthLabels(api))
 
     def run(*words):
         code = main(["cluster", "node-health", *map(str, words)])
@@ -229,25 +234,27 @@ def test_the_command_reads_and_sets(cluster):
     assert cluster("n1", "--set", "UnschedulablePendingReboot")[1].startswith("n1 UnschedulablePendingReboot (was: no")
     assert cluster("n1")[1] == "n1 UnschedulablePendingReboot\n"
     assert cluster("n1", "--set", "Schedulable")[0] == 0
-    assert cluster("n3")[0] == Exit.NOT_FOUND
+    assert cluster("n3")[0] == ExitCode.NOT_FOUND
     for wrong in ((), ("n1", "--apply"), ("n1", "--ledger", "x"), ("--set", "Schedulable"), ("n1", "--set", "Well")):
-        assert cluster(*wrong)[0] == Exit.USAGE
+        assert cluster(*wrong)[0] == ExitCode.USAGE
 
 
 def test_labels_follow_from_a_jobs_ledger(cluster, tmp_path):
     now = time.time()
-    with contextlib.closing(LedgerWriter(tmp_path)) as ledger:
-        ledger.write(Began(now - 100, "llama", "coordinator"))
+    with contextlib.closing(EventLogWriter(tmp_path)) as ledger:
+        ledger.write(ProcessBegan(now - 100, "llama", "coordinator"))
         for epoch, node in ((1, "pod-1"), (2, "n2"), (3, "pod-1")):
-            ledger.write(Fault(now - 900 + 100 * epoch, epoch, node, 0, "error", "CUDA error: uncorrectable ECC error"))
-        ledger.write(Fault(now - 10, 4, "n9", 0, "process", "it was killed by signal 9 (SIGKILL)"))
+            ledger.write(
+                FaultEvent(now - 900 + 100 * epoch, epoch, node, 0, "error", "CUDA error: uncorrectable ECC error")
+            )
+        ledger.write(FaultEvent(now - 10, 4, "n9", 0, "process", "it was killed by signal 9 (SIGKILL)"))
     code, out, _ = cluster("--ledger", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["NODE", "n2", "pod-1"]
     assert cluster.api.labels["n1"] is None
     code, out, _ = cluster("--ledger", tmp_path, "--apply", "--called", "pod-1=n1")
     assert code == 0
-    assert cluster.api.labels["n1"] == {LABEL: REPLACE.value}
-    assert cluster.api.labels["n2"] == {LABEL: REPLACE.value}
-    assert cluster("--ledger", tmp_path, "--called", "pod-1")[0] == Exit.USAGE
-    assert cluster("--ledger", tmp_path / "absent")[0] == Exit.NOT_FOUND
+    assert cluster.api.labels["n1"] == {NODE_HEALTH_LABEL: REPLACE.value}
+    assert cluster.api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
+    assert cluster("--ledger", tmp_path, "--called", "pod-1")[0] == ExitCode.USAGE
+    assert cluster("--ledger", tmp_path / "absent")[0] == ExitCode.NOT_FOUND

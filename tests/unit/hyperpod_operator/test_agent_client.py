@@ -15,11 +15,20 @@ import yaml
 
 import integration.hyperpod.demo
 from elastic.errors import PolicyError
-from integration.hyperpod.operator import AgentState, RestartMode, Shutdown, StartBody, Stop, StopBody, Update, read_job
-from integration.hyperpod.operator.client import AgentClient
-from integration.hyperpod.operator.command import main
-from integration.hyperpod.operator.local_pods import expanded
-from integration.hyperpod.operator.sim_place import DIRECTORY, SimPlace, Wishes
+from integration.hyperpod.operator import (
+    AgentRestartMode,
+    AgentState,
+    ShutdownAgent,
+    StartRequest,
+    StopAgent,
+    StopRequest,
+    UpdateAgent,
+    parse_job_resource,
+)
+from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
+from integration.hyperpod.operator.sim_cli import main
+from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory, SimOverrides
+from integration.hyperpod.operator.sim_pods import expand_variables
 
 STATUS = {
     "status": "running", "transitions": {"INIT": "2026-01-01T00:00:00+00:00"}, "reason": "Running",
@@ -61,12 +70,12 @@ def agent() -> Iterator[Any]:
 
 
 def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
-    with AgentClient() as client:
+    with ElasticAgentClient() as client:
         heard = client.ask_all({"a": agent.address})["a"]
     assert heard.problem == ""
     answer = heard.answer
     assert (answer.state, answer.rank, answer.version) == (AgentState.RUNNING, 1, "v+3")
-    assert answer.restart_mode is RestartMode.IN_PROCESS
+    assert answer.restart_mode is AgentRestartMode.IN_PROCESS
     assert answer.progress["p"].progress_count == 4
 
 
@@ -76,7 +85,7 @@ def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
 )
 def test_nonsense_is_no_answer_and_says_so(agent, body):
     agent.body = body
-    with AgentClient() as client:
+    with ElasticAgentClient() as client:
         heard = client.ask_all({"a": agent.address})["a"]
     assert heard.answer is None
     assert agent.address in heard.problem
@@ -87,7 +96,7 @@ def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
         addresses = {"good": agent.address, "gone": gone, "silent": f"127.0.0.1:{silent.getsockname()[1]}"}
-        with AgentClient(timeout_s=0.3) as client:
+        with ElasticAgentClient(timeout_s=0.3) as client:
             heard = client.ask_all(addresses)
     assert {pod for pod, one in heard.items() if one.answer is not None} == {"good"}
     assert "refused" in heard["gone"].problem
@@ -95,9 +104,9 @@ def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
 
 
 def test_an_answer_without_end_is_not_read_to_it(agent, monkeypatch):
-    monkeypatch.setattr("integration.hyperpod.operator.client._LIMIT_BYTES", 1000)
+    monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._LIMIT_BYTES", 1000)
     agent.body = b" " * 5000
-    with AgentClient() as client:
+    with ElasticAgentClient() as client:
         heard = client.ask_all({"a": agent.address})["a"]
     assert heard.answer is None
     assert "more than 1000 bytes" in heard.problem
@@ -105,14 +114,18 @@ def test_an_answer_without_end_is_not_read_to_it(agent, monkeypatch):
 
 def test_calls_say_what_they_are(agent, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    body = StartBody(
+    body = StartRequest(
         rank=0, nnodes=1, fault_count=2, master_addr="m", master_port="1", version="v", rank_ips=({"rank": 0},)
     )
-    with AgentClient() as client:
-        for action in (Update("a", body), Stop("a", StopBody(is_graceful=True, timeout=3)), Shutdown("a")):
+    with ElasticAgentClient() as client:
+        for action in (
+            UpdateAgent("a", body),
+            StopAgent("a", StopRequest(is_graceful=True, timeout=3)),
+            ShutdownAgent("a"),
+        ):
             assert client.tell_all([action], {"a": agent.address}) == {}
         agent.code, agent.body = 422, b'{"detail": "no"}'
-        problems = client.tell_all([Shutdown("a"), Shutdown("unknown")], {"a": agent.address})
+        problems = client.tell_all([ShutdownAgent("a"), ShutdownAgent("unknown")], {"a": agent.address})
     update, stop, shutdown, _ = agent.asked
     assert update[:3] == ("POST", "/update", "application/json")
     assert json.loads(update[3])["faultCount"] == 2
@@ -126,7 +139,7 @@ def test_calls_say_what_they_are(agent, monkeypatch):
 
 def test_the_demos_job_is_one_for_aws_too():
     job = yaml.safe_load((Path(integration.hyperpod.demo.__file__).parent / "job.yaml").read_text())
-    spec = read_job(job)
+    spec = parse_job_resource(job)
     assert spec.elastic
     assert spec.policy.sizes == (1, 2)
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
@@ -160,16 +173,16 @@ def test_the_demos_job_is_one_for_aws_too():
 )
 def test_a_job_that_cannot_be_says_why(spec, words):
     with pytest.raises(PolicyError, match=words):
-        read_job({"kind": "HyperPodPyTorchJob", "spec": spec})
+        parse_job_resource({"kind": "HyperPodPyTorchJob", "spec": spec})
 
 
 def test_names_in_a_command_are_those_of_the_pod():
     known = {"NODE": "n1", "A.B": "x"}
-    assert expanded("$(NODE)/$(A.B) $(none) $$(NODE) $NODE", known) == "n1/x $(none) $(NODE) $NODE"
+    assert expand_variables("$(NODE)/$(A.B) $(none) $$(NODE) $NODE", known) == "n1/x $(none) $(NODE) $NODE"
 
 
 def test_commands_without_a_job_end_with_words(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(SIM_DIRECTORY_ENV, str(tmp_path))
     job = tmp_path / "job.yaml"
     job.write_text("kind: Pod\n")
     assert main(["status"]) == 5
@@ -182,12 +195,12 @@ def test_commands_without_a_job_end_with_words(monkeypatch, tmp_path, capsys):
 
 
 def test_wishes_are_kept_until_they_are_taken_back(monkeypatch, tmp_path):
-    monkeypatch.setenv(DIRECTORY, str(tmp_path))
-    place = SimPlace("job")
+    monkeypatch.setenv(SIM_DIRECTORY_ENV, str(tmp_path))
+    place = SimDirectory("job")
     with place.held():
         assert main(["scale", "3", "--job", "job"]) == 0
         assert main(["fault", "n1", "--job", "job"]) == 0
-        assert place.wishes() == Wishes(3, {"n1": "UnschedulablePendingReplacement"})
+        assert place.wishes() == SimOverrides(3, {"n1": "UnschedulablePendingReplacement"})
         assert main(["fault", "n1", "--healed", "--job", "job"]) == 0
         assert main(["scale", "max", "--job", "job"]) == 0
-        assert place.wishes() == Wishes()
+        assert place.wishes() == SimOverrides()

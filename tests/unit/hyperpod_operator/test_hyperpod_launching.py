@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from integration.hyperpod import launching
+from integration.hyperpod import hyperpodrun
 
 
 class _Agent(types.ModuleType):
@@ -50,14 +50,14 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> _Agent:
 
 
 def test_the_agents_option_is_the_one_that_counts(agent):
-    launching.main(["--shutdown-timeout", "7", "train.py"])
-    launching.main(["train.py"])
+    hyperpodrun.main(["--shutdown-timeout", "7", "train.py"])
+    hyperpodrun.main(["train.py"])
     assert [args.shutdown_timeout for args in agent.ran] == [7, 15]
 
 
 def test_nothing_else_is_changed_and_the_module_is_as_before(agent):
     parser, run = agent.get_args_parser, agent.run
-    launching.main(["--nnodes=2", "train.py", "--loopback"])
+    hyperpodrun.main(["--nnodes=2", "train.py", "--loopback"])
     (args,) = agent.ran
     assert args.server_host == "0.0.0.0", "an option of the script is the script's"
     assert args.script_args == ["--loopback"]
@@ -66,7 +66,7 @@ def test_nothing_else_is_changed_and_the_module_is_as_before(agent):
 
 
 def test_loopback_and_directory(agent, tmp_path):
-    launching.main(["--loopback", "--rdzv-conf", "timeout=5", f"--resource-config-dir={tmp_path}", "train.py"])
+    hyperpodrun.main(["--loopback", "--rdzv-conf", "timeout=5", f"--resource-config-dir={tmp_path}", "train.py"])
     (args,) = agent.ran
     assert args.server_host == "127.0.0.1"
     assert args.rdzv_conf == f"timeout=5,resource_config_dir={tmp_path}"
@@ -74,13 +74,13 @@ def test_loopback_and_directory(agent, tmp_path):
 
 @pytest.mark.parametrize(("nnodes", "said"), [("4", "4"), ("2:2", "2")])
 def test_nnodes_is_known_to_the_agent(agent, nnodes, said):
-    launching.main([f"--nnodes={nnodes}", "train.py"])
+    hyperpodrun.main([f"--nnodes={nnodes}", "train.py"])
     assert os.environ["NNODES"] == said
 
 
 def test_a_directory_that_cannot_be_said_is_refused(agent):
     with pytest.raises(SystemExit, match="comma"):
-        launching.main(["--resource-config-dir=/a,b", "train.py"])
+        hyperpodrun.main(["--resource-config-dir=/a,b", "train.py"])
     assert not agent.ran
 
 
@@ -88,7 +88,7 @@ def test_without_the_agent_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "hyperpod_elastic_agent", None)
     monkeypatch.delitem(sys.modules, "hyperpod_elastic_agent.run", raising=False)
     with pytest.raises(SystemExit, match="pip install"):
-        launching.main(["train.py"])
+        hyperpodrun.main(["train.py"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_to_be_installed_is_what_is_missing(monkeypatch, missing, advice
     def without(_):
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
-    monkeypatch.setattr(launching.importlib, "import_module", without)
+    monkeypatch.setattr(hyperpodrun.importlib, "import_module", without)
     with pytest.raises(SystemExit) as caught:
-        launching.main([])
+        hyperpodrun.main([])
     assert str(caught.value).endswith(advice)

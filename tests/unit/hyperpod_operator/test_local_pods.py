@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from integration.hyperpod.operator import local_pods
-from integration.hyperpod.operator.actions import Wanted
-from integration.hyperpod.operator.local_pods import LocalPods
-from integration.hyperpod.operator.spec import read_job
-from tieredckpt.yaml_text import load_yaml
+from integration.hyperpod.operator import sim_pods
+from integration.hyperpod.operator.decision import DesiredPods
+from integration.hyperpod.operator.job_spec import parse_job_resource
+from integration.hyperpod.operator.sim_pods import LocalPods
+from tieredckpt.settings import load_yaml
 
 JOB = Path(__file__).parents[3] / "examples" / "hyperpod_job.yaml"
 
@@ -30,19 +30,19 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     one = Clock()
-    monkeypatch.setattr(local_pods, "time", one)
+    monkeypatch.setattr(sim_pods, "time", one)
     return one
 
 
 def started(tmp_path, clock, command, seconds, *, set_back=False):
     """How many pods there were on one node, and what was said of the last of them."""
-    spec = read_job(load_yaml(JOB.read_text()))
+    spec = parse_job_resource(load_yaml(JOB.read_text()))
     (group,) = spec.groups
     group.template["spec"]["containers"][0] |= {"command": command, "args": []}
     pods, events = LocalPods(spec, 1, tmp_path), []
     end = clock.now + seconds
     while clock.now < end:
-        pods.keep(Wanted({group.name: 1}), {})
+        pods.keep(DesiredPods({group.name: 1}), {})
         for child in pods._children.values():
             child.wait()
         pods.places({})
@@ -55,7 +55,7 @@ def started(tmp_path, clock, command, seconds, *, set_back=False):
 
 
 def test_the_job_among_the_examples_is_one():
-    spec = read_job(load_yaml(JOB.read_text()))
+    spec = parse_job_resource(load_yaml(JOB.read_text()))
     assert spec.name == "example"
     assert [group.name for group in spec.groups] == ["pods"]
 

@@ -9,15 +9,14 @@ import pytest
 import yaml
 
 import integration.hyperpod
-from elastic.control.plane import Assignment
-from elastic.workers.recording import Recording
-from integration.hyperpod.operator import read_job
-from tieredckpt.ledger import events as ev
-from tieredckpt.ledger import ledger_from_environ
-from tieredckpt.ledger.said import line
-from tieredckpt.ledger.writer import NullLedger, SayingLedger
-from tieredckpt.recorded import Recorded
-from tieredckpt.saved import SaveState
+from elastic.control.control_plane import RankAssignment
+from elastic.workers.rank_timeline import RankTimeline
+from integration.hyperpod.operator import parse_job_resource
+from tieredckpt.checkpointer.progress_hook import SaveRestoreLog
+from tieredckpt.checkpointer.save_handle import SaveState
+from tieredckpt.event_log import event_log_from_environ
+from tieredckpt.event_log import event_types as ev
+from tieredckpt.event_log.log_writer import NullEventLog, StdoutEventLog, stdout_line
 
 RULES = {
     rule["name"]: rule
@@ -33,20 +32,20 @@ def agents():
 @pytest.fixture
 def printed(capfd):
     """What a rank prints that enters a world, restores, does steps, saves, and hears that the world broke."""
-    ledger = SayingLedger(NullLedger())
-    record = Recording(ledger, {"ELASTIC_NODE": "n0"})
+    ledger = StdoutEventLog(NullEventLog())
+    record = RankTimeline(ledger, {"ELASTIC_NODE": "n0"})
     record.waits()
-    record.placed(Assignment(1, 0, 1, 0, 1, 0, 1, "nowhere:1"))
+    record.placed(RankAssignment(1, 0, 1, 0, 1, 0, 1, "nowhere:1"))
     record.grouped()
-    with Recorded(ledger).restoring() as told:
+    with SaveRestoreLog(ledger).restoring() as told:
         told.step = 11
     for step in (12, 13):
         record.begins(step)
         record.reports(2.5, None, None)
         record.stepped(step)
-    ledger.write(ev.Save(0, 13, SaveState.STAGED.value, time.time(), 0.25))
+    ledger.write(ev.SaveEvent(0, 13, SaveState.STAGED.value, time.time(), 0.25))
     record.knows()
-    record.ended("gave up", "GaveUpError: 3 restarts\nwithin a minute")
+    record.ended("gave up", "JobFailedError: 3 restarts\nwithin a minute")
     return capfd.readouterr().out.splitlines(keepends=True)
 
 
@@ -59,7 +58,7 @@ def test_each_event_is_a_line_of_its_own(printed):
         "tieredckpt step=13",
         "tieredckpt save step=13 state=staged blocked_",
         "tieredckpt broken",
-        "tieredckpt ended how=gave-up GaveUpError: 3 restarts within a minute",
+        "tieredckpt ended how=gave-up JobFailedError: 3 restarts within a minute",
     ]
     assert all(text.endswith("\n") for text in printed)
     assert "loss=2.5" in printed[2]
@@ -78,8 +77,8 @@ def test_every_rule_knows_its_line_and_no_other(name, agents, printed):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("StepSlow", line(ev.Step(1, 0, 12, 0.0, 61.0, 2.5))),
-        ("SaveSlow", line(ev.Save(0, 12, "staged", 0.0, 10.5))),
+        ("StepSlow", stdout_line(ev.StepEvent(1, 0, 12, 0.0, 61.0, 2.5))),
+        ("SaveSlow", stdout_line(ev.SaveEvent(0, 12, "staged", 0.0, 10.5))),
     ],
 )
 def test_what_is_slow_for_long_is_slow(name, text, agents):
@@ -96,7 +95,7 @@ def test_steps_that_cease_are_a_hang_and_silence_before_them_is_none(agents, mon
     now = time.time()
     monkeypatch.setattr(agents.time, "time", lambda: now + 1e6)
     assert rule.evaluate("something else\n")[0] is agents.LogState.WAITING, "another node's rule has no steps to see"
-    assert rule.evaluate(f"{line(ev.Step(1, 0, 12, 0.0, 1.0))}\n")[0] is agents.LogState.HEALTHY
+    assert rule.evaluate(f"{stdout_line(ev.StepEvent(1, 0, 12, 0.0, 1.0))}\n")[0] is agents.LogState.HEALTHY
     monkeypatch.setattr(agents.time, "time", lambda: now + 1e6 + 601)
     assert rule.evaluate(None)[0] is agents.LogState.HANGING
 
@@ -104,7 +103,10 @@ def test_steps_that_cease_are_a_hang_and_silence_before_them_is_none(agents, mon
 def test_no_first_step_is_a_hang_and_one_ends_the_rule(agents, monkeypatch):
     rule, other = agents.LogEvaluator(RULES["FirstStep"]), agents.LogEvaluator(RULES["FirstStep"])
     now = time.time()
-    assert rule.evaluate(f"{line(ev.Stage(1, 0, ev.FIRST_STEP, 0.0, 1.0))}\n")[0] is agents.LogState.HEALTHY
+    assert (
+        rule.evaluate(f"{stdout_line(ev.StageEvent(1, 0, ev.STAGE_FIRST_STEP, 0.0, 1.0))}\n")[0]
+        is agents.LogState.HEALTHY
+    )
     monkeypatch.setattr(agents.time, "time", lambda: now + 3601)
     assert other.evaluate(None)[0] is agents.LogState.HANGING
     assert rule.evaluate(None)[0] is agents.LogState.HEALTHY
@@ -121,13 +123,13 @@ def test_rules_are_what_aws_takes_and_what_a_job_here_takes(agents):
             "runPolicy": {"logMonitoringConfiguration": list(RULES.values())},
         },
     }
-    assert len(read_job(job).rules) == len(RULES)
+    assert len(parse_job_resource(job).rules) == len(RULES)
 
 
 def test_only_the_first_rank_of_a_node_says_it_and_only_when_asked():
-    assert isinstance(ledger_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "0"}), SayingLedger)
-    assert not isinstance(ledger_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "1"}), SayingLedger)
-    assert not isinstance(ledger_from_environ({"LOCAL_RANK": "0"}), SayingLedger)
+    assert isinstance(event_log_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "0"}), StdoutEventLog)
+    assert not isinstance(event_log_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "1"}), StdoutEventLog)
+    assert not isinstance(event_log_from_environ({"LOCAL_RANK": "0"}), StdoutEventLog)
 
 
 def test_the_switch_is_no_setting_that_is_unknown():

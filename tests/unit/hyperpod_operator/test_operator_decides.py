@@ -8,18 +8,18 @@ import msgspec
 import pytest
 
 from integration.hyperpod.operator import (
+    AgentRestartMode,
+    JobPhase,
     JobSpec,
     JobState,
-    Phase,
-    Replace,
-    RestartMode,
-    Start,
-    Stop,
-    Update,
-    read_job,
-    status_of,
+    ReplacePod,
+    StartAgent,
+    StopAgent,
+    UpdateAgent,
+    parse_job_resource,
+    resource_status,
 )
-from integration.hyperpod.operator.seen import Situation
+from integration.hyperpod.operator.observed_pods import ObservedJob
 from tests.support.imagined_agents import COMPLETED, FAULTED, INIT, READY, STOPPING, Cluster
 
 ELASTIC = {"minReplicas": 1, "maxReplicas": 4, "gracefulShutdownTimeoutInSeconds": 30, "scalingTimeoutInSeconds": 10}
@@ -32,7 +32,7 @@ def job(
     if most is not None:
         group["maxReplicas"] = most
     policy = {**run, "restartPolicy": restart} if restart else run
-    return read_job(
+    return parse_job_resource(
         {
             "kind": "HyperPodPyTorchJob",
             "metadata": {"name": "job"},
@@ -70,10 +70,10 @@ def test_a_job_ends_when_all_have_completed():
     cluster = running(job(2), 2)
     cluster.members[0].complete()
     cluster.turns(5)
-    assert cluster.state.phase is Phase.RUNNING
+    assert cluster.state.phase is JobPhase.RUNNING
     cluster.members[1].complete()
     cluster.until(lambda: cluster.decision.finished)
-    assert cluster.state.phase is Phase.SUCCEEDED
+    assert cluster.state.phase is JobPhase.SUCCEEDED
     assert not cluster.alive
     assert sum(cluster.decision.wanted.pods.values()) == 0
 
@@ -105,7 +105,7 @@ def test_a_fault_stops_all_and_starts_all_again(in_process):
     ports = {one.starts[0][1].master_port for one in cluster.members}
     cluster.members[1].fail("LogHang_JobHang")
     cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
-    mode = RestartMode.IN_PROCESS if in_process else RestartMode.PROCESS
+    mode = AgentRestartMode.IN_PROCESS if in_process else AgentRestartMode.PROCESS
     for one in cluster.members:
         assert [body.restart_mode for _, body in one.stops] == [mode.value]
         assert len(one.starts) == 2
@@ -206,7 +206,7 @@ def test_a_machine_that_is_said_to_be_bad_is_left():
     bad = cluster.members[1]
     bad.node_fault = "UnschedulablePendingReplacement"
     decision = cluster.turn()
-    assert any(isinstance(action, Replace) and action.pod == bad.name for action in decision.actions)
+    assert any(isinstance(action, ReplacePod) and action.pod == bad.name for action in decision.actions)
     cluster.until(lambda: cluster.runs(2))
     assert bad.name not in cluster.state.members
     assert cluster.state.last_fault.reason == "NodeFault"
@@ -287,7 +287,7 @@ def test_a_spare_that_takes_no_word_is_started_all_the_same():
     cluster = Cluster(job(1), in_process=True)
     cluster.turn()
     (one,) = cluster.alive
-    one.obey = lambda action: None if isinstance(action, Update) else type(one).obey(one, action)
+    one.obey = lambda action: None if isinstance(action, UpdateAgent) else type(one).obey(one, action)
     one.ranked = True
     cluster.until(lambda: cluster.runs(1))
     assert cluster.now_s - cluster.state.created_s >= 10
@@ -324,19 +324,19 @@ def test_a_pod_that_is_gone_is_replaced():
 def test_a_fault_before_the_last_one_is_remediated_takes_new_processes():
     cluster = running(job(2), 2, in_process=True)
     cluster.members[1].fail()
-    cluster.until(lambda: cluster.state.phase is Phase.STARTING)
+    cluster.until(lambda: cluster.state.phase is JobPhase.STARTING)
     for one in cluster.members:
         one.fail()
     cluster.until(lambda: cluster.runs(2))
     modes = [body.restart_mode for _, body in cluster.members[0].stops]
-    assert modes[0] == RestartMode.IN_PROCESS.value
-    assert RestartMode.PROCESS.value in modes[1:]
+    assert modes[0] == AgentRestartMode.IN_PROCESS.value
+    assert AgentRestartMode.PROCESS.value in modes[1:]
 
 
 def test_a_worker_may_ask_for_more():
     cluster = running(job(2), 2, in_process=True)
     cluster.members[1].fail()
-    cluster.members[1].asks = RestartMode.JOB
+    cluster.members[1].asks = AgentRestartMode.JOB
     before = {one.name for one in cluster.members}
     cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
     assert before.isdisjoint(cluster.state.members)
@@ -356,7 +356,7 @@ def test_after_so_many_restarts_all_pods_are_new_and_after_so_many_of_those_the_
     assert seen == [False, True, False]
     cluster.members[0].fail()
     cluster.until(lambda: cluster.decision.finished)
-    assert cluster.state.phase is Phase.FAILED
+    assert cluster.state.phase is JobPhase.FAILED
     assert "RestartLimitExceeded" in cluster.events
     assert cluster.state.conditions[-1].message.startswith("gave up after WorkerCrash: more than 1 restarts")
     assert "maxFullJobRestarts" in cluster.state.conditions[-1].message
@@ -379,7 +379,7 @@ def test_the_whole_life_of_a_job_has_a_limit_too():
     cluster.turn()
     cluster.until(lambda: cluster.runs(1))
     cluster.members[0].fail()
-    cluster.until(lambda: cluster.state.phase is Phase.FAILED)
+    cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
 
 
 def test_where_no_pod_can_be_made_a_whole_restart_is_one_of_all_processes():
@@ -390,7 +390,7 @@ def test_where_no_pod_can_be_made_a_whole_restart_is_one_of_all_processes():
     cluster.turn()
     cluster.until(lambda: cluster.runs(2))
     assert cluster.state.members == before
-    assert [body.restart_mode for _, body in cluster.members[1].stops] == [RestartMode.PROCESS.value]
+    assert [body.restart_mode for _, body in cluster.members[1].stops] == [AgentRestartMode.PROCESS.value]
     assert cluster.state.period_full_restarts == 1
 
 
@@ -414,7 +414,7 @@ def test_an_agent_that_does_not_stop_is_told_again_and_then_replaced():
     cluster.until(lambda: cluster.runs(2) and cluster.state.restarts, turns=600)
     assert stuck.gone
     modes = [body.restart_mode for _, body in stuck.stops]
-    assert modes == [RestartMode.IN_PROCESS.value, RestartMode.PROCESS.value]
+    assert modes == [AgentRestartMode.IN_PROCESS.value, AgentRestartMode.PROCESS.value]
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
     cluster.until(lambda: cluster.runs(2))
     cluster.capacity = 1
     decision = cluster.turn()
-    stops = [action for action in decision.actions if isinstance(action, Stop)]
+    stops = [action for action in decision.actions if isinstance(action, StopAgent)]
     assert [(one.body.is_graceful, one.body.timeout) for one in stops] == [(True, 30), (True, 30)]
     keeps, _ = cluster.members
     keeps.state = COMPLETED  # it went with the first SIGUSR1, before its own stop came
@@ -483,7 +483,7 @@ def test_a_pod_that_is_asked_back_is_left_gracefully():
     leaving = cluster.members[0]
     leaving.leaving = True
     decision = cluster.turn()
-    assert all(action.body.is_graceful for action in decision.actions if isinstance(action, Stop))
+    assert all(action.body.is_graceful for action in decision.actions if isinstance(action, StopAgent))
     cluster.until(lambda: cluster.runs(1))
     assert cluster.state.restarts == 0
 
@@ -492,9 +492,9 @@ def test_less_than_the_least_waits():
     cluster = Cluster(job(2, most=2, elastic={**ELASTIC, "minReplicas": 2, "maxReplicas": 2}))
     cluster.until(lambda: cluster.runs(2))
     cluster.capacity = 1
-    cluster.until(lambda: cluster.state.phase is Phase.FORMING)
+    cluster.until(lambda: cluster.state.phase is JobPhase.FORMING)
     cluster.turns(50)
-    assert cluster.state.phase is Phase.FORMING
+    assert cluster.state.phase is JobPhase.FORMING
     cluster.capacity = 2
     cluster.until(lambda: cluster.runs(2))
 
@@ -504,7 +504,7 @@ def test_a_suspended_job_gives_its_pods_back_and_goes_on_later():
     spec = cluster.spec
     cluster.spec = msgspec.structs.replace(spec, suspend=True)
     cluster.until(lambda: not cluster.alive)
-    assert cluster.state.phase is Phase.SUSPENDED
+    assert cluster.state.phase is JobPhase.SUSPENDED
     cluster.spec = spec
     cluster.until(lambda: cluster.runs(2))
     assert cluster.state.restarts == 0
@@ -517,9 +517,9 @@ def test_an_agent_that_never_stops_is_not_waited_for_when_the_job_is_over():
     cluster = running(job(2, activeDeadlineSeconds=60), 2)
     cluster.members[1].stuck = True
     cluster.members[0].fail()
-    cluster.until(lambda: cluster.state.phase is Phase.STOPPING)
+    cluster.until(lambda: cluster.state.phase is JobPhase.STOPPING)
     cluster.now_s += 60
-    cluster.until(lambda: cluster.state.phase is Phase.FAILED)
+    cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
     cluster.until(lambda: cluster.decision.finished)
     assert not cluster.alive, "its machine is free for others"
 
@@ -528,17 +528,17 @@ def test_time_in_a_queue_is_no_time_to_start_in():
     cluster = Cluster(job(2, startupDeadlineSeconds=30))
     cluster.capacity, cluster.room = 0, 1
     cluster.turns(60)
-    assert cluster.state.phase is Phase.FORMING, "it waits in its queue"
+    assert cluster.state.phase is JobPhase.FORMING, "it waits in its queue"
     cluster.capacity = 2
     cluster.turns(20)
-    assert cluster.state.phase is Phase.FORMING
+    assert cluster.state.phase is JobPhase.FORMING
     cluster.capacity = 0
     cluster.turns(60)
     cluster.capacity = 2
     cluster.turns(29)
-    assert cluster.state.phase is Phase.FORMING, "admitted anew, it has all of its time again"
+    assert cluster.state.phase is JobPhase.FORMING, "admitted anew, it has all of its time again"
     cluster.turns(3)
-    assert cluster.state.phase is Phase.FAILED
+    assert cluster.state.phase is JobPhase.FAILED
     assert "StartupDeadlineExceeded" in cluster.events
 
 
@@ -550,7 +550,7 @@ def test_deadlines_of_a_job_that_runs(run, reason):
     cluster = running(job(2, **run), 2)
     cluster.room = 1
     cluster.members[0].gone = True
-    cluster.until(lambda: cluster.state.phase is Phase.FAILED)
+    cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
     assert reason in cluster.events
 
 
@@ -607,7 +607,7 @@ def test_the_status_is_what_aws_says_a_status_is():
     cluster.members[0].fail()
     cluster.turn()
     cluster.until(lambda: cluster.runs(4))
-    status = status_of(cluster.spec, cluster.state, Situation())
+    status = resource_status(cluster.spec, cluster.state, ObservedJob())
     read = models.HyperPodPytorchJobStatus.model_validate(status, by_alias=False, by_name=True)
     assert read.restartCount == 1
     assert read.latestFaultyPodInstanceList.faultyRankList == ["0"]
@@ -620,7 +620,7 @@ def test_decisions_fit_into_json():
         decision = cluster.turn()
         kinds |= {type(action) for action in decision.actions}
         assert msgspec.json.decode(msgspec.json.encode(decision), type=type(decision)) == decision
-    assert kinds == {Start, Update}
+    assert kinds == {StartAgent, UpdateAgent}
 
 
 def test_a_spare_that_breaks_is_mended_and_nobody_else_hears_of_it():

@@ -14,7 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from integration.hyperpod.operator import Decision, JobState, Phase, Start, Stop, read_job
+from integration.hyperpod.operator import (
+    JobPhase,
+    JobState,
+    OperatorDecision,
+    StartAgent,
+    StopAgent,
+    parse_job_resource,
+)
 from tests.support.examples import examples
 from tests.support.imagined_agents import COMPLETED, FAULTED, READY, RUNNING, Agent, Cluster
 
@@ -45,7 +52,7 @@ class Jobs(RuleBasedStateMachine):
             "elasticPolicy": policy if elastic else None,
             "runPolicy": {"restartPolicy": restart},
         }
-        job = read_job({"kind": "HyperPodPyTorchJob", "spec": spec}, silent_s=4.0, stop_s=6.0, start_s=10.0)
+        job = parse_job_resource({"kind": "HyperPodPyTorchJob", "spec": spec}, silent_s=4.0, stop_s=6.0, start_s=10.0)
         self.cluster = Cluster(job, in_process=in_process, can_replace=can_replace)
         self.worlds: dict[str, Any] = {}
         self.late = False
@@ -69,7 +76,7 @@ class Jobs(RuleBasedStateMachine):
     def it_runs(self) -> None:
         """If it can; the usual state of a job is that nothing happens to it."""
         for _ in range(30):
-            if self.cluster.state.phase in {Phase.RUNNING, Phase.SUCCEEDED, Phase.FAILED}:
+            if self.cluster.state.phase in {JobPhase.RUNNING, JobPhase.SUCCEEDED, JobPhase.FAILED}:
                 break
             self.time_passes(1, late=False)
 
@@ -88,7 +95,7 @@ class Jobs(RuleBasedStateMachine):
     @rule()
     def all_finish_the_moment_the_size_changes(self) -> None:
         """The first SIGUSR1 makes all ranks of a distributed job leave: agents not yet told say COMPLETED."""
-        if self.cluster.state.phase is Phase.STOPPING and self.cluster.state.graceful:
+        if self.cluster.state.phase is JobPhase.STOPPING and self.cluster.state.graceful:
             for one in self.cluster.alive:
                 one.complete()
 
@@ -137,18 +144,18 @@ class Jobs(RuleBasedStateMachine):
 
     # -- what must hold -------------------------------------------------------------------------------------------
 
-    def judge(self, decision: Decision, before: dict[str, Any]) -> None:
+    def judge(self, decision: OperatorDecision, before: dict[str, Any]) -> None:
         state, told = decision.state, {}
         for action in decision.actions:
             told.setdefault(action.pod, []).append(type(action).__name__)
-            if isinstance(action, Start):
+            if isinstance(action, StartAgent):
                 assert before[action.pod] is READY, "only who is ready is started"
                 self.world_of(action)
-            if isinstance(action, Stop) and before[action.pod] not in {RUNNING, COMPLETED, FAULTED}:
+            if isinstance(action, StopAgent) and before[action.pod] not in {RUNNING, COMPLETED, FAULTED}:
                 assert action.pod in state.told_again, "only who does something is stopped"
         assert all(len(words) == len(set(words)) for words in told.values())
 
-    def world_of(self, start: Start) -> None:
+    def world_of(self, start: StartAgent) -> None:
         """All that is said of a world says the same, and no two worlds meet at one place."""
         body = start.body
         world = self.worlds.setdefault(
@@ -180,7 +187,7 @@ class Jobs(RuleBasedStateMachine):
     def finishes(self) -> bool:
         """Some of a world have done their part; the others are yet to."""
         states = {one.state for one in self.cluster.members}
-        return self.cluster.state.phase is Phase.RUNNING and states == {RUNNING, COMPLETED}
+        return self.cluster.state.phase is JobPhase.RUNNING and states == {RUNNING, COMPLETED}
 
     def teardown(self) -> None:
         """Once nothing more happens to it, a job runs as large as it may, and then it completes."""
@@ -195,11 +202,11 @@ class Jobs(RuleBasedStateMachine):
         most = policy.at_most(policy.max_replicas)
         cluster.until(lambda: cluster.state.phase.over or cluster.runs(most) or self.finishes())
         for _ in range(40):
-            if cluster.state.phase is Phase.RUNNING:
+            if cluster.state.phase is JobPhase.RUNNING:
                 for one in cluster.members:
                     one.complete()
             cluster.turn()
-        assert cluster.state.phase in {Phase.SUCCEEDED, Phase.FAILED}
+        assert cluster.state.phase in {JobPhase.SUCCEEDED, JobPhase.FAILED}
         assert cluster.decision is not None
         assert cluster.decision.finished
         assert not cluster.alive

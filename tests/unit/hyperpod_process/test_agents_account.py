@@ -10,17 +10,25 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from elastic.errors import ControlLostError, DeadlineError
-from integration.hyperpod.environment import Follow
-from integration.hyperpod.progress import Account, told
+from elastic.errors import ControlDeadlineError, ControlPlaneUnavailableError
+from integration.hyperpod.elastic_agent.checkpoint_reporter import CheckpointReporter, expected_step_from_path
+from integration.hyperpod.elastic_agent.environment import ResumeFrom
 from peerstore.errors import UnavailableError
-from peerstore.records import Group
+from peerstore.shard_records import VersionId
 from tests.support.examples import examples
 from tests.support.neighbours import until
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.checkpointer.progress_hook import (
+    ExpectedStep,
+    check_restored_step,
+    gather_expected_step,
+    newest_complete_step,
+    newest_expected_step,
+    notify_progress_hook,
+    use_progress_hook,
+)
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
-from tieredckpt.node import StepView, Survey
-from tieredckpt.overseer import Expected, account, agreed, compare, expectation, newest_whole, overseen_by
-from tieredckpt.resolve import Tier
+from tieredckpt.resolve_step import Tier
 
 
 class Agent:
@@ -50,20 +58,20 @@ class Agent:
         return [fields["step"] for kind, fields in self.heard if kind == "ckpt_info_update"]
 
 
-def whole(step: int, epoch: int = 1) -> StepView:
-    return StepView(Group(epoch, step, 0, f"i{epoch}"), 1, {0: (Tier.MEMORY,)})
+def whole(step: int, epoch: int = 1) -> StepStatus:
+    return StepStatus(VersionId(epoch, step, 0, f"i{epoch}"), 1, {0: (Tier.MEMORY,)})
 
 
-def torn(step: int) -> StepView:
-    return StepView(Group(1, step, 0, "i1"), 2, {0: (Tier.MEMORY,)})
+def torn(step: int) -> StepStatus:
+    return StepStatus(VersionId(1, step, 0, "i1"), 2, {0: (Tier.MEMORY,)})
 
 
 class Session:
     """As much of a session as an account looks at."""
 
-    def __init__(self, job: str = "job", *views: StepView, sealed: int = -1, committed: int | None = None) -> None:
+    def __init__(self, job: str = "job", *views: StepStatus, sealed: int = -1, committed: int | None = None) -> None:
         self.job, self.views, self.sealed_step = job, views, sealed
-        self.committed = None if committed is None else Group(1, committed, 0, "i1")
+        self.committed = None if committed is None else VersionId(1, committed, 0, "i1")
         self.surveys = 0
         self.node = SimpleNamespace(survey=self._survey)
         self.away = False
@@ -71,19 +79,19 @@ class Session:
     def newest_whole(self) -> int:
         return -1 if self.committed is None else self.committed.version
 
-    def _survey(self, job: str, *, fresh: bool = False) -> Survey:
+    def _survey(self, job: str, *, fresh: bool = False) -> StepInventory:
         self.surveys += 1
         if self.away:
             raise UnavailableError("the node agent does not answer")
-        return Survey(self.views)
+        return StepInventory(self.views)
 
 
 @pytest.fixture
 def made():
-    accounts: list[Account] = []
+    accounts: list[CheckpointReporter] = []
 
-    def make(agent: Agent, **options: object) -> Account:
-        accounts.append(Account(agent.connect, **options))  # type: ignore[arg-type]
+    def make(agent: Agent, **options: object) -> CheckpointReporter:
+        accounts.append(CheckpointReporter(agent.connect, **options))  # type: ignore[arg-type]
         return accounts[-1]
 
     yield make
@@ -164,13 +172,13 @@ def test_after_going_back_an_older_step_is_what_there_is(made):
 def test_the_operators_step_is_expected(made):
     found = made(Agent("tiered://job/step-240")).expected("job")
     assert (found.step, found.exactly) == (240, False)
-    assert made(Agent("tiered://job/step-240"), how=Follow.TOLD).expected("job").exactly
+    assert made(Agent("tiered://job/step-240"), how=ResumeFrom.TOLD).expected("job").exactly
     assert made(Agent(None)).expected("job") is None
 
 
 @pytest.mark.parametrize("path", ["s3://b/step_240", "tiered://other/step-240", "tiered://job", 7, ["x"], "tiered://"])
 def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
-    found = told("job", path, Follow.NEWEST)
+    found = expected_step_from_path("job", path, ResumeFrom.NEWEST)
     assert found is not None
     assert found.step is None
     assert "is no step of this job" in found.said
@@ -179,20 +187,21 @@ def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
 @hypothesis.given(st.none() | st.text() | st.integers() | st.dictionaries(st.text(), st.text()))
 @hypothesis.settings(max_examples=examples(60))
 def test_whatever_the_agent_answers_is_understood_or_unknown(path):
-    found = told("job", path, Follow.NEWEST)
+    found = expected_step_from_path("job", path, ResumeFrom.NEWEST)
     assert found is None or found.step is None or found.step >= 0
     assert (found is None) == (path is None or path == "")
 
 
 @pytest.mark.parametrize(
-    "error", [DeadlineError("the agent said no ckpt_info_get"), ControlLostError("no elastic agent answers")]
+    "error",
+    [ControlDeadlineError("the agent said no ckpt_info_get"), ControlPlaneUnavailableError("no elastic agent answers")],
 )
 def test_an_agent_that_cannot_be_asked_is_unknown(made, error):
     mine = made(Agent(error=error))
     found = mine.expected("job")
     assert found.step is None
     with pytest.raises(TierUnavailableError, match="could not be asked"):
-        compare("job", found, -1)
+        check_restored_step("job", found, -1)
     mine.sealed(Session(sealed=7, committed=7))  # training does not end for it
     mine.flush()
 
@@ -202,17 +211,17 @@ def test_an_agent_that_cannot_be_asked_is_unknown(made, error):
 
 def test_a_job_that_was_somewhere_never_begins_from_nothing():
     with pytest.raises(CheckpointNotFoundError, match="would throw away 241 steps"):
-        compare("job", Expected(240, "the agent says 240"), -1)
+        check_restored_step("job", ExpectedStep(240, "the agent says 240"), -1)
 
 
 def test_where_tiers_and_operator_differ_it_is_said(caplog):
     caplog.set_level(logging.INFO)
-    compare("job", Expected(240, "it says 240"), 240)
-    compare("job", None, -1)
+    check_restored_step("job", ExpectedStep(240, "it says 240"), 240)
+    check_restored_step("job", None, -1)
     assert not caplog.records
-    compare("job", Expected(240, "it says 240"), 250)
-    compare("job", Expected(240, "it says 240"), 200)
-    compare("job", Expected(None, "it says what is no step"), 7)
+    check_restored_step("job", ExpectedStep(240, "it says 240"), 250)
+    check_restored_step("job", ExpectedStep(240, "it says 240"), 200)
+    check_restored_step("job", ExpectedStep(None, "it says what is no step"), 7)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
     assert "step 250 is newer and whole" in caplog.messages[0]
     assert "going on from step 200, 40 steps are done again" in caplog.messages[1]
@@ -220,11 +229,17 @@ def test_where_tiers_and_operator_differ_it_is_said(caplog):
 
 
 def test_ranks_that_were_told_different_steps_agree_on_the_newest():
-    some = [None, Expected(3, "three"), Expected(None, "something"), Expected(8, "eight"), Expected(8, "eight", True)]
-    assert agreed(some) == Expected(8, "eight", True)
-    assert agreed(some[:3]) == Expected(3, "three")
-    assert agreed([None, Expected(None, "something")]) == Expected(None, "something")
-    assert agreed([None, None]) is None
+    some = [
+        None,
+        ExpectedStep(3, "three"),
+        ExpectedStep(None, "something"),
+        ExpectedStep(8, "eight"),
+        ExpectedStep(8, "eight", True),
+    ]
+    assert newest_expected_step(some) == ExpectedStep(8, "eight", True)
+    assert newest_expected_step(some[:3]) == ExpectedStep(3, "three")
+    assert newest_expected_step([None, ExpectedStep(None, "something")]) == ExpectedStep(None, "something")
+    assert newest_expected_step([None, None]) is None
 
 
 def test_all_ranks_hear_what_one_was_told(made):
@@ -233,29 +248,29 @@ def test_all_ranks_hear_what_one_was_told(made):
     def from_all(text: str) -> list[str]:
         return ["null", text]
 
-    assert expectation("job", from_all) is None
-    with overseen_by(mine):
-        assert expectation("job", from_all).step == 4
-        account(Session(sealed=5, committed=5))
-    assert expectation("job", from_all) is None
+    assert gather_expected_step("job", from_all) is None
+    with use_progress_hook(mine):
+        assert gather_expected_step("job", from_all).step == 4
+        notify_progress_hook(Session(sealed=5, committed=5))
+    assert gather_expected_step("job", from_all) is None
 
 
 def test_the_newest_whole_step_is_the_one_that_a_restore_would_take():
-    spoilt = StepView(Group(1, 9, 0, "i1"), 1, {0: (Tier.MEMORY,)}, quarantined="damaged")
+    spoilt = StepStatus(VersionId(1, 9, 0, "i1"), 1, {0: (Tier.MEMORY,)}, quarantined="damaged")
     session = Session("job", whole(3), torn(8), spoilt, sealed=9)
-    assert newest_whole(session, ask=False) == -1  # type: ignore[arg-type]
-    assert newest_whole(session, ask=True) == 3  # type: ignore[arg-type]
-    session.committed = Group(1, 9, 0, "i1")
+    assert newest_complete_step(session, ask=False) == -1  # type: ignore[arg-type]
+    assert newest_complete_step(session, ask=True) == 3  # type: ignore[arg-type]
+    session.committed = VersionId(1, 9, 0, "i1")
     session.surveys = 0
-    assert newest_whole(session, ask=True) == 9  # type: ignore[arg-type]
+    assert newest_complete_step(session, ask=True) == 9  # type: ignore[arg-type]
     assert session.surveys == 0
-    assert newest_whole(session, ask=True, fresh=True) == 9  # type: ignore[arg-type]
+    assert newest_complete_step(session, ask=True, fresh=True) == 9  # type: ignore[arg-type]
     assert session.surveys == 1
 
 
 def test_an_account_that_was_closed_says_nothing_more():
     agent = Agent()
-    mine = Account(agent.connect)  # type: ignore[arg-type]
+    mine = CheckpointReporter(agent.connect)  # type: ignore[arg-type]
     mine.sealed(Session(sealed=7, committed=7))
     until(lambda: agent.steps)
     mine.close()

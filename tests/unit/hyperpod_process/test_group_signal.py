@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.hyperpod.group_signal import GroupSignal
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
 from tests.support.neighbours import until
 
 ROOT = Path(__file__).parents[3]
@@ -49,9 +49,9 @@ def started(how):
 
 if __name__ == "__main__":
     if sys.argv[1] == "ours":
-        from integration.hyperpod.group_signal import agents_signal
+        from integration.hyperpod.elastic_agent.stop_signal import agent_stop_signal
         signal.signal(signal.SIGUSR1, lambda *_: heard.append("the script's, before"))
-        agents_signal().then(lambda: heard.append("ours"))
+        agent_stop_signal().then(lambda: heard.append("ours"))
         earlier = signal.getsignal(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, lambda *a: (earlier(*a), heard.append("the script's, after"), done.put(1)))
     else:
@@ -106,7 +106,7 @@ def asked():
     before = signal.getsignal(signal.SIGUSR1)
     assert (wakes := signal.set_wakeup_fd(-1)) == -1
     with_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    one = GroupSignal()
+    one = GroupSignalListener()
     yield one
     one.close()
     assert signal.getsignal(signal.SIGUSR1) == before

@@ -7,17 +7,17 @@ import signal
 import pytest
 
 from integration.hyperpod import elastic_events
-from integration.hyperpod.elastic_events import NOT_RELEASED, Leaving, elastic_event_detected
-from integration.hyperpod.group_signal import GroupSignal
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
+from integration.hyperpod.elastic_events import NOT_RELEASED, ExitAfterStop, elastic_event_detected
 
 
 def test_who_was_not_told_to_stop_ends_as_it_does():
-    assert Leaving(GroupSignal(), 0.0).status() is None
+    assert ExitAfterStop(GroupSignalListener(), 0.0).status() is None
 
 
 def test_who_has_stopped_ends_well_only_when_its_agent_has_asked():
-    asked = GroupSignal()
-    leaving = Leaving(asked, 0.0)
+    asked = GroupSignalListener()
+    leaving = ExitAfterStop(asked, 0.0)
     leaving.stopped = True
     assert leaving.status() == NOT_RELEASED != 0
     asked.received.set()

@@ -9,15 +9,15 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment, Dismissed, Progress, Want
-from elastic.errors import GaveUpError, PolicyError
-from elastic.rootless.holders import Patience
-from elastic.workers.launched import connected
-from elastic.workers.store_plane import StorePlane
-from integration.hyperpod import process_plane as module
-from integration.hyperpod.environment import worker_from
-from integration.hyperpod.group_signal import GroupSignal
-from integration.hyperpod.process_plane import ProcessPlane
+from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.errors import JobFailedError, PolicyError
+from elastic.rendezvous.rootless_tcpstore import StoreTimeouts
+from elastic.workers.launch_environment import connect_store
+from elastic.workers.store_control_plane import StoreControlPlane
+from integration.hyperpod.elastic_agent import process_mode as module
+from integration.hyperpod.elastic_agent.environment import launched_worker
+from integration.hyperpod.elastic_agent.process_mode import ProcessControlPlane
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results
 from tests.support.ports import free_port
@@ -26,7 +26,7 @@ from tests.support.store_servers import server_processes
 pytestmark = pytest.mark.slow
 
 
-class Asked(GroupSignal):
+class Asked(GroupSignalListener):
     """An agent's signal that a test sends to one rank."""
 
     def send(self) -> None:
@@ -46,13 +46,13 @@ class Node:
     def __init__(self, rank: int, size: int, port: int, patience_s: float) -> None:
         self.asked = Asked()
         self.account = Told()
-        worker = worker_from(
+        worker = launched_worker(
             {
                 "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }
         )  # fmt: skip
-        self.plane = ProcessPlane(worker, self.asked, patience_s, self.account)  # type: ignore[arg-type]
+        self.plane = ProcessControlPlane(worker, self.asked, patience_s, self.account)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def test_what_one_agent_asks_all_ranks_do_once(start):
     nodes = start(3)
     nodes[1].asked.send()
     until(lambda: all(node.plane.notice() is not None for node in nodes))
-    assert {node.plane.notice().want for node in nodes} == {Want.RESIZE}  # in memory: the next start is at once
-    nodes[1].plane.request(Want.RESIZE, "the same, by the script's handler")
+    assert {node.plane.notice().want for node in nodes} == {NoticeKind.RESIZE}  # in memory: the next start is at once
+    nodes[1].plane.request(NoticeKind.RESIZE, "the same, by the script's handler")
     nodes[2].asked.send()
     steps = results(at_once(*(lambda p=node.plane, at=at: p.pause(at) for at, node in enumerate(nodes, 5))))
     assert steps == [7, 7, 7]
@@ -110,13 +110,13 @@ def test_who_is_never_asked_ends_with_an_error(start):
     sealed(nodes)
     done = at_once(lambda: leaves(nodes[0]), lambda: nodes[1].plane.ready(timeout_s=PATIENCE_S))
     done[0].result(PATIENCE_S)
-    with pytest.raises(GaveUpError, match="was not asked to stop: ending with an error"):
+    with pytest.raises(JobFailedError, match="was not asked to stop: ending with an error"):
         done[1].result(PATIENCE_S)
 
 
 def test_a_pod_that_goes_away_need_not_be_asked_by_its_agent(start):
     nodes = start(2)
-    nodes[1].plane.request(Want.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
+    nodes[1].plane.request(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
     sealed(nodes)
     nodes[0].asked.send()
     results(at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
@@ -142,7 +142,7 @@ def _with(asked, init):
 def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
     nodes = start(2)
     for node in nodes:
-        node.plane.progress(Progress(9))
+        node.plane.progress(RankProgress(9))
     nodes[0].plane.finished()
     closing = at_once(nodes[0].plane.close)[0]
     assert not closing.done()
@@ -154,7 +154,7 @@ def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
 def test_who_is_asked_after_the_last_step_does_not_wait_for_those_that_have_finished(start):
     nodes = start(2)
     for node in nodes:
-        node.plane.progress(Progress(9))
+        node.plane.progress(RankProgress(9))
     nodes[0].plane.finished()
     nodes[1].asked.send()
     assert nodes[1].plane.pause(9, timeout_s=PATIENCE_S) == 9
@@ -166,7 +166,7 @@ def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
     nodes[1].plane.fault("out of luck")
     until(lambda: all(node.plane.notice() is not None for node in nodes))
     for node in nodes:
-        with pytest.raises(GaveUpError, match="whoever started it has to start the next one"):
+        with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
             node.plane.ready(timeout_s=PATIENCE_S)
     assert [node.account.flushed for node in nodes] == [0, 0]
 
@@ -176,7 +176,7 @@ def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
     nodes[0].asked.send()
     results(at_once(*(lambda n=node: n.plane.pause(8) for node in nodes)))
     nodes[0].plane.sealed(8)
-    with pytest.raises(GaveUpError, match="whoever started it has to start the next one"):
+    with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
         nodes[1].plane.ready(timeout_s=PATIENCE_S)
     assert (
         nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1
@@ -191,18 +191,18 @@ def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start
     try:
         assert node.plane.ready(timeout_s=PATIENCE_S).world_size == 1
         theirs.set("of the script", "there")
-        assert isinstance(node.plane, StorePlane)
+        assert isinstance(node.plane, StoreControlPlane)
     finally:
         node.plane.close()
 
 
 def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monkeypatch):
     """The first rank's, which keeps it, hangs when all have sealed."""
-    patience = Patience(look_s=0.2, answer_s=1.0, connect_s=10.0)
-    monkeypatch.setattr(module, "connected", functools.partial(connected, patience=patience))
+    patience = StoreTimeouts(look_s=0.2, answer_s=1.0, connect_s=10.0)
+    monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, patience=patience))
     with server_processes(zygote, 1) as (server,):
-        place = Assignment(0, 0, 2, 0, 1, 0, 2, server.address)
-        first = StorePlane(lambda: connected(server.host, server.port, patience=patience), place, last=False)
+        place = RankAssignment(0, 0, 2, 0, 1, 0, 2, server.address)
+        first = StoreControlPlane(lambda: connect_store(server.host, server.port, patience=patience), place, last=False)
         second = Node(1, 2, server.port, PATIENCE_S)
         all_ready([first, second.plane])
         second.asked.send()
@@ -218,5 +218,5 @@ def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monk
 
 def test_a_place_that_cannot_be_is_refused_before_anything_is_made():
     with pytest.raises(PolicyError, match="is not a HyperPod worker's"):
-        module.process_plane({"RANK": "0"})
+        module.process_control_plane({"RANK": "0"})
     assert not [one for one in threading.enumerate() if one.name == "elastic-store"]

@@ -9,13 +9,13 @@ import hypothesis.strategies as st
 import pytest
 
 from elastic.errors import PolicyError
-from integration.hyperpod.environment import (
-    Coordination,
-    Follow,
-    coordination,
-    follow,
-    patience_s,
-    worker_from,
+from integration.hyperpod.elastic_agent.environment import (
+    ResumeFrom,
+    SignalCoordination,
+    launched_worker,
+    resume_from,
+    signal_coordination,
+    stop_patience_s,
 )
 from tests.support.examples import examples
 
@@ -34,7 +34,7 @@ TOLD = {
 
 
 def test_a_place_as_the_agent_gives_it():
-    found = worker_from(TOLD)
+    found = launched_worker(TOLD)
     place = found.place
     assert (place.rank, place.world_size, place.node_rank, place.node_count) == (5, 8, 2, 4)
     assert (place.local_rank, place.local_world_size, place.store) == (1, 2, "10.0.0.1:23456")
@@ -44,21 +44,21 @@ def test_a_place_as_the_agent_gives_it():
 
 def test_nodes_are_counted_although_the_agent_says_the_number_of_ranks():
     assert TOLD["GROUP_WORLD_SIZE"] == TOLD["WORLD_SIZE"]
-    assert worker_from(TOLD).place.node_count == 4
+    assert launched_worker(TOLD).place.node_count == 4
 
 
 def test_addresses_of_the_newer_kind_are_put_in_brackets():
-    assert worker_from({**TOLD, "MASTER_ADDR": "fd00::1"}).place.store == "[fd00::1]:23456"
+    assert launched_worker({**TOLD, "MASTER_ADDR": "fd00::1"}).place.store == "[fd00::1]:23456"
 
 
 def test_torchruns_count_serves_where_the_agents_is_not_there():
     told = {name: value for name, value in TOLD.items() if name != "JOB_RESTART_COUNT"}
-    assert worker_from(told).place.restarts == 2
+    assert launched_worker(told).place.restarts == 2
 
 
 def test_everything_that_is_wrong_is_named_at_once():
     with pytest.raises(PolicyError, match=r"WORLD_SIZE='many' is no count; .*GROUP_RANK is not set; MASTER_ADDR"):
-        worker_from({**TOLD, "WORLD_SIZE": "many", "MASTER_ADDR": ""} | {"GROUP_RANK": None})  # type: ignore[dict-item]
+        launched_worker({**TOLD, "WORLD_SIZE": "many", "MASTER_ADDR": ""} | {"GROUP_RANK": None})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_everything_that_is_wrong_is_named_at_once():
 )
 def test_what_contradicts_itself_is_refused(changed, said):
     with pytest.raises(PolicyError) as error:
-        worker_from({**TOLD, **changed})
+        launched_worker({**TOLD, **changed})
     assert said in str(error.value)
 
 
@@ -84,35 +84,35 @@ def test_what_contradicts_itself_is_refused(changed, said):
 @hypothesis.settings(max_examples=examples(80))
 def test_any_environment_is_a_place_or_refused(changed):
     try:
-        place = worker_from({**TOLD, **changed}).place
+        place = launched_worker({**TOLD, **changed}).place
     except PolicyError:
         return
     assert 0 <= place.rank < place.world_size == place.local_world_size * place.node_count
     assert 0 <= place.local_rank < place.local_world_size
-    assert dataclasses.is_dataclass(worker_from(TOLD))
+    assert dataclasses.is_dataclass(launched_worker(TOLD))
 
 
 @pytest.mark.parametrize(
     ("said", "means"),
     [
-        (None, Coordination.DISABLED),
-        ("", Coordination.DISABLED),
-        ("disabled", Coordination.DISABLED),
-        ("Distributed ", Coordination.DISTRIBUTED),
-        ("everywhere", Coordination.DISABLED),
+        (None, SignalCoordination.DISABLED),
+        ("", SignalCoordination.DISABLED),
+        ("disabled", SignalCoordination.DISABLED),
+        ("Distributed ", SignalCoordination.DISTRIBUTED),
+        ("everywhere", SignalCoordination.DISABLED),
     ],
 )
 def test_signals_mean_something_only_where_the_job_says_so(said, means):
-    assert coordination({} if said is None else {"HYPERPOD_SIGNAL_COORDINATION": said}) is means
+    assert signal_coordination({} if said is None else {"HYPERPOD_SIGNAL_COORDINATION": said}) is means
 
 
 def test_what_users_may_change():
-    assert patience_s({}) == 120
-    assert patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": "2.5"}) == 2.5
+    assert stop_patience_s({}) == 120
+    assert stop_patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": "2.5"}) == 2.5
     for wrong in ("soon", "-1", "nan", "inf"):
         with pytest.raises(PolicyError, match="no number of seconds"):
-            patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": wrong})
-    assert follow({}) is Follow.NEWEST
-    assert follow({"ELASTIC_HYPERPOD_PROGRESS": "told"}) is Follow.TOLD
+            stop_patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": wrong})
+    assert resume_from({}) is ResumeFrom.NEWEST
+    assert resume_from({"ELASTIC_HYPERPOD_PROGRESS": "told"}) is ResumeFrom.TOLD
     with pytest.raises(PolicyError, match="newest or told"):
-        follow({"ELASTIC_HYPERPOD_PROGRESS": "mine"})
+        resume_from({"ELASTIC_HYPERPOD_PROGRESS": "mine"})

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from elastic.cli.policies import policy_from
-from elastic.cli.screen import ElasticScreen
+from elastic.cli.common import ElasticScreen
+from elastic.cli.run import load_scaling_policy
 from elastic.errors import PolicyError
-from elastic.world.policy import ScalingPolicy
+from elastic.world.scaling_policy import ScalingPolicy
 from integration.hyperpod.recipes import read_recipe
-from integration.hyperpod.recipes.command import recipe
-from tieredckpt.settings import load_settings, settings_from
+from integration.hyperpod.recipes.recipe_cli import recipe_group
+from tieredckpt.settings import load_settings, settings_from_mapping
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = ROOT / "tests" / "golden" / "hyperpod-recipes" / "published"
@@ -28,7 +28,9 @@ CHECKPOINTLESS = PUBLISHED / "checkpointless_llama3_70b_pretrain.yaml"
 
 
 def run(*args):
-    return CliRunner().invoke(recipe, [str(arg) for arg in args], standalone_mode=False, obj=ElasticScreen("elastic"))
+    return CliRunner().invoke(
+        recipe_group, [str(arg) for arg in args], standalone_mode=False, obj=ElasticScreen("elastic")
+    )
 
 
 def said(*args):
@@ -53,7 +55,7 @@ def test_what_is_shown_for_programs():
 def test_the_files_it_writes_are_read_by_those_they_are_for(tmp_path, monkeypatch):
     said("show", CHECKPOINTLESS, "-o", tmp_path)
     said("show", LORA, "-o", tmp_path / "elastic")
-    policy = policy_from("1:16", tmp_path / "elastic" / "policy.yaml")
+    policy = load_scaling_policy("1:16", tmp_path / "elastic" / "policy.yaml")
     assert policy == read_recipe(LORA).policy
     settings = load_settings({"TIEREDCKPT_CONFIG": str(tmp_path / "tieredckpt.yaml")})
     assert (settings.durable.every, settings.durable.keep_last, settings.peer.copies) == (20, 2, 2)
@@ -129,7 +131,7 @@ def test_what_is_impossible_is_an_error(args, named):
 def test_settings_are_settings():
     for file in FILES:
         tree = json.loads(said("show", file, "--json").stdout)
-        settings_from(tree["settings"])
+        settings_from_mapping(tree["settings"])
         msgspec.convert(tree["policy"], ScalingPolicy)
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
-from integration.hyperpod.recipes import plan, read_recipe
-from integration.hyperpod.recipes.document import open_document
-from integration.hyperpod.recipes.launch import policy_tree, settings_tree
-from integration.hyperpod.recipes.recipe import Kind, Recovery
+from integration.hyperpod.recipes import read_recipe, recipe_plan
+from integration.hyperpod.recipes.recipe import RecipeKind, RecipeRecovery
+from integration.hyperpod.recipes.recipe_plan import policy_document, settings_document
+from integration.hyperpod.recipes.yaml_document import open_recipe_document
 from tests.support.examples import examples
-from tieredckpt.settings import settings_from
+from tieredckpt.settings import settings_from_mapping
 
 PUBLISHED = Path(__file__).parents[2] / "golden" / "hyperpod-recipes" / "published"
 FILES = sorted(PUBLISHED.glob("*.yaml"))
@@ -44,7 +44,7 @@ def changed(tmp_path, source, **changes):
 
 def refusal(file, **options):
     with pytest.raises(PolicyError) as caught:
-        plan.at_sizes(read_recipe(file, **options))
+        recipe_plan.plans_at_sizes(read_recipe(file, **options))
     return str(caught.value)
 
 
@@ -56,25 +56,25 @@ def test_there_are_as_many_as_were_published():
 def test_every_published_recipe_plans_at_every_size_and_between(file):
     recipe = read_recipe(file)
     tree = yaml.safe_load(file.read_text())
-    sizes = plan.at_sizes(recipe)
+    sizes = recipe_plan.plans_at_sizes(recipe)
     assert [one.nodes for one in sizes] == list(recipe.policy.sizes)
-    if recipe.kind is Kind.ELASTIC:
+    if recipe.kind is RecipeKind.ELASTIC:
         assert list(recipe.policy.sizes) == sorted(tree["scale_config"])
         for one in sizes:
             args = tree["scale_config"][one.nodes]["training_config"]["training_args"]
             assert one.stated
             assert one.plan.global_batch == args["train_batch_size"]
             assert one.learning_rate == args["learning_rate"]
-        between = plan.at_sizes(recipe, range(1, 17))
+        between = recipe_plan.plans_at_sizes(recipe, range(1, 17))
         assert [one.nodes for one in between if one.stated] == list(recipe.policy.sizes)
         assert recipe.policy.graceful_shutdown_timeout_s == tree["elastic_policy"]["graceful_shutdown_timeout"]
     else:
         assert recipe.policy.sizes == (tree["trainer"]["num_nodes"],)
         assert sizes[0].plan.global_batch == tree["data"]["global_batch_size"]
-    assert plan.disagreements(recipe) == []
-    assert plan.rates(recipe) is not None
-    assert settings_from(settings_tree(recipe)).peer.copies == 2
-    assert policy_tree(recipe.policy)["max_replicas"] == max(recipe.policy.sizes)
+    assert recipe_plan.disagreements(recipe) == []
+    assert recipe_plan.learning_rate_table(recipe) is not None
+    assert settings_from_mapping(settings_document(recipe)).peer.copies == 2
+    assert policy_document(recipe.policy)["max_replicas"] == max(recipe.policy.sizes)
 
 
 def test_what_belongs_to_others_is_left_alone_and_named():
@@ -86,12 +86,12 @@ def test_what_belongs_to_others_is_left_alone_and_named():
 
 def test_checkpointless_keys_mean_something_here():
     recipe = read_recipe(CHECKPOINTLESS)
-    assert recipe.kind is Kind.CHECKPOINTLESS
+    assert recipe.kind is RecipeKind.CHECKPOINTLESS
     assert (recipe.nodes, recipe.devices, recipe.model_parallel) == (16, 8, 32)
-    (only,) = plan.at_sizes(recipe)
+    (only,) = recipe_plan.plans_at_sizes(recipe)
     assert (only.plan.world_size, only.plan.accumulation, only.learning_rate) == (4, 128, 3e-4)
-    assert recipe.recovery == Recovery(in_process=True, live=True, copies=2)
-    assert settings_tree(recipe)["durable"] == {"every": 20, "keep_last": 2}
+    assert recipe.recovery == RecipeRecovery(in_process=True, live=True, copies=2)
+    assert settings_document(recipe)["durable"] == {"every": 20, "keep_last": 2}
     assert recipe.ahead is not None
     assert (recipe.ahead.batches, recipe.ahead.directory) == (10, "/dev/shm/pdl_cache")
     assert (recipe.training.beta2, recipe.training.warmup, recipe.training.min_rate) == (0.95, 2000, 3e-5)
@@ -114,7 +114,7 @@ def test_unknown_words_of_the_policy_are_named_and_have_no_effect(tmp_path):
 def test_a_step_between_sizes_instead_of_a_list(tmp_path):
     recipe = read_recipe(changed(tmp_path, LORA, elastic_policy__replica_increment_step=5))
     assert recipe.policy.sizes == (1, 6, 11, 16)
-    assert [one.stated for one in plan.at_sizes(recipe)] == [True, True, False, True]
+    assert [one.stated for one in recipe_plan.plans_at_sizes(recipe)] == [True, True, False, True]
 
 
 def test_sizes_beyond_the_limits_are_not_used_and_said(tmp_path):
@@ -126,8 +126,8 @@ def test_sizes_beyond_the_limits_are_not_used_and_said(tmp_path):
 def test_one_batch_for_all_sizes(tmp_path):
     file = changed(tmp_path, LORA, scale_config=None, training_config__training_args={"train_batch_size": 64})
     recipe = read_recipe(file)
-    assert {one.plan.global_batch for one in plan.at_sizes(recipe, [1, 3, 8])} == {64}
-    assert plan.rates(recipe) is None
+    assert {one.plan.global_batch for one in recipe_plan.plans_at_sizes(recipe, [1, 3, 8])} == {64}
+    assert recipe_plan.learning_rate_table(recipe) is None
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_state_cannot_be_taken_from_processes_that_are_gone(tmp_path):
 
 def test_for_other_machines_uneven_batches_are_planned_anew():
     recipe = read_recipe(LORA, devices=4)
-    assert [one.plan.world_size for one in plan.at_sizes(recipe)] == [4, 8, 12, 16, 24, 32, 64]
-    assert any("scale_config.6: train_batch_size" in str(one) for one in plan.disagreements(recipe))
+    assert [one.plan.world_size for one in recipe_plan.plans_at_sizes(recipe)] == [4, 8, 12, 16, 24, 32, 64]
+    assert any("scale_config.6: train_batch_size" in str(one) for one in recipe_plan.disagreements(recipe))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_is_no_recipe_is_said(tmp_path, text, named):
     file = tmp_path / "odd.yaml"
     file.write_text(text)
     with pytest.raises(PolicyError, match=r"odd\.yaml") as caught:
-        open_document(file)
+        open_recipe_document(file)
     assert named in str(caught.value)
 
 
@@ -241,8 +241,8 @@ def test_any_other_recipe_of_the_kind_plans_or_names_its_limit(tree):
         file.write_text(yaml.safe_dump(tree))
         try:
             recipe = read_recipe(file)
-            sizes = plan.at_sizes(recipe)
-            plan.rates(recipe)
+            sizes = recipe_plan.plans_at_sizes(recipe)
+            recipe_plan.learning_rate_table(recipe)
         except PolicyError as error:
             said = str(error)
             assert "made.yaml" in said

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from integration.kubernetes.cluster import Cluster
+from integration.kubernetes.api_client import ApiServerClient
 from integration.kubernetes.errors import (
-    AbsentError,
-    ClusterError,
-    ConflictError,
+    ApiServerError,
+    ApiServerRefusedError,
+    ApiServerUnreachableError,
     ExpiredError,
-    RefusedError,
-    UnreachableError,
+    ResourceConflictError,
+    ResourceNotFoundError,
 )
 from tests.support.kube_objects import job_object, pod_object
 
@@ -63,46 +63,48 @@ def told() -> Iterator[Told]:
 
 
 @pytest.fixture
-def cluster(told: Told) -> Iterator[Cluster]:
+def cluster(told: Told) -> Iterator[ApiServerClient]:
     client = pytest.importorskip("kubernetes.client")
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{told.server.server_port}"
     configuration.retries = False
     configuration.proxy = None
     with client.ApiClient(configuration) as connection:
-        yield Cluster(connection)
+        yield ApiServerClient(connection)
 
 
 @pytest.mark.parametrize(
     ("status", "error"),
     [
-        (404, AbsentError),
-        (409, ConflictError),
+        (404, ResourceNotFoundError),
+        (409, ResourceConflictError),
         (410, ExpiredError),
-        (403, RefusedError),
-        (422, RefusedError),
-        (429, UnreachableError),
-        (500, UnreachableError),
-        (503, UnreachableError),
-        (0, UnreachableError),
+        (403, ApiServerRefusedError),
+        (422, ApiServerRefusedError),
+        (429, ApiServerUnreachableError),
+        (500, ApiServerUnreachableError),
+        (503, ApiServerUnreachableError),
+        (0, ApiServerUnreachableError),
     ],
 )
-def test_each_answer_has_one_meaning(told: Told, cluster: Cluster, status: int, error: type[ClusterError]) -> None:
+def test_each_answer_has_one_meaning(
+    told: Told, cluster: ApiServerClient, status: int, error: type[ApiServerError]
+) -> None:
     told.status, told.body = status, '{"message": "in its own words"}'
-    with pytest.raises(ClusterError) as raised:
+    with pytest.raises(ApiServerError) as raised:
         cluster.job("default", "llama")
     assert type(raised.value) is error
     if status:
         assert "in its own words" in str(raised.value)
 
 
-def test_nobody_listens(told: Told, cluster: Cluster) -> None:
+def test_nobody_listens(told: Told, cluster: ApiServerClient) -> None:
     cluster._client.configuration.host = "http://127.0.0.1:1"
-    with pytest.raises(UnreachableError):
+    with pytest.raises(ApiServerUnreachableError):
         cluster.pods("default", "llama")
 
 
-def test_a_status_is_written_over_what_was_read_and_nothing_newer(told: Told, cluster: Cluster) -> None:
+def test_a_status_is_written_over_what_was_read_and_nothing_newer(told: Told, cluster: ApiServerClient) -> None:
     cluster.write_status(job_object(), {"restartCount": 1})
     ((method, path, kind, body),) = told.asked
     assert (method, kind) == ("PATCH", "application/merge-patch+json")
@@ -110,7 +112,7 @@ def test_a_status_is_written_over_what_was_read_and_nothing_newer(told: Told, cl
     assert body == {"metadata": {"resourceVersion": "1"}, "status": {"restartCount": 1}}
 
 
-def test_only_this_very_pod_is_deleted(told: Told, cluster: Cluster) -> None:
+def test_only_this_very_pod_is_deleted(told: Told, cluster: ApiServerClient) -> None:
     pod = pod_object(1)
     cluster.delete_pod(pod, grace_s=1)
     ((method, path, _, body),) = told.asked
@@ -120,18 +122,18 @@ def test_only_this_very_pod_is_deleted(told: Told, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_pod_that_is_gone_or_another_one_needs_no_deleting(told: Told, cluster: Cluster, status: int) -> None:
+def test_a_pod_that_is_gone_or_another_one_needs_no_deleting(told: Told, cluster: ApiServerClient, status: int) -> None:
     told.status = status
     cluster.delete_pod(pod_object(1))
 
 
-def test_pods_of_one_job_only(told: Told, cluster: Cluster) -> None:
+def test_pods_of_one_job_only(told: Told, cluster: ApiServerClient) -> None:
     told.body = '{"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"name": "a"}}]}'
     assert cluster.pods("default", "llama") == [{"metadata": {"name": "a"}}]
     assert told.asked[0][1] == "/api/v1/namespaces/default/pods?labelSelector=HPJob%3Dllama&limit=500"
 
 
-def test_an_event_is_about_the_job(told: Told, cluster: Cluster) -> None:
+def test_an_event_is_about_the_job(told: Told, cluster: ApiServerClient) -> None:
     cluster.say(job_object(), "NodeFault", "x" * 5000, warning=True)
     event = told.asked[0][3]
     assert (event["involvedObject"]["kind"], event["involvedObject"]["uid"]) == ("HyperPodPyTorchJob", "uid-of-llama")

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from integration.hyperpod.operator import Phase
-from integration.hyperpod.operator.client import Heard
-from integration.kubernetes.cached import CachedCluster, HealthLabels
-from integration.kubernetes.cluster import Cluster
-from integration.kubernetes.controller import Controller
-from integration.kubernetes.errors import ConflictError
-from integration.kubernetes.names import HEALTH_LABEL
-from integration.kubernetes.passing import Passing
-from integration.kubernetes.pods import Seat, pod_for
-from integration.kubernetes.status import stored_state
+from integration.hyperpod.operator import JobPhase
+from integration.hyperpod.operator.elastic_agent_client import AgentReply
+from integration.kubernetes.api_client import ApiServerClient
+from integration.kubernetes.cached_client import CachedApiClient, NodeHealthCache
+from integration.kubernetes.controller import JobController
+from integration.kubernetes.errors import ResourceConflictError
+from integration.kubernetes.labels import NODE_HEALTH_STATUS_LABEL
+from integration.kubernetes.pods import ReplicaSlot, build_pod
+from integration.kubernetes.reconciler import JobReconciler
+from integration.kubernetes.resource_status import load_job_state
 from tests.support.imagined_kubernetes import ImaginedAgents
 from tests.support.kube_api import ImaginedApi, Kubelets, client_of
 from tests.support.kube_objects import job_object
@@ -33,15 +33,15 @@ _PATIENCE_S = 60.0
 class Running:
     """A controller, its watches, and agents that do as they are told."""
 
-    def __init__(self, api: ImaginedApi, cluster: Cluster, *, every_s: float = 0.02) -> None:
+    def __init__(self, api: ImaginedApi, cluster: ApiServerClient, *, every_s: float = 0.02) -> None:
         self.api = api
         self.agents = ImaginedAgents()
         self.kubelets = Kubelets(api)
-        self.controller = Controller(retry_s=0.05)
-        self.nodes = HealthLabels(self.controller.wake_all)
-        self.cluster = CachedCluster(cluster, [""], self.controller.heard_of)
+        self.controller = JobController(retry_s=0.05)
+        self.nodes = NodeHealthCache(self.controller.wake_all)
+        self.cluster = CachedApiClient(cluster, [""], self.controller.heard_of)
         self.passes = 0
-        passing = Passing(
+        passing = JobReconciler(
             self.cluster, self.agents, health=self.nodes.said, clock=time.time, every_s=every_s,
             settings={"silent_s": 3600.0},
         )  # fmt: skip
@@ -76,11 +76,11 @@ class Running:
         return self.api.get("hyperpodpytorchjobs", name)
 
     def state(self, name: str) -> Any:
-        return stored_state(self.job(name))
+        return load_job_state(self.job(name))
 
     def runs(self, name: str, restarts: int = 0) -> bool:
         state = self.state(name)
-        return state is not None and state.phase is Phase.RUNNING and state.restarts == restarts
+        return state is not None and state.phase is JobPhase.RUNNING and state.restarts == restarts
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
         def there() -> Any:
@@ -106,7 +106,7 @@ def api() -> Iterator[ImaginedApi]:
 
 @pytest.fixture
 def running(api: ImaginedApi) -> Iterator[Running]:
-    with client_of(api.url) as client, Running(api, Cluster(client)).started() as running:
+    with client_of(api.url) as client, Running(api, ApiServerClient(client)).started() as running:
         yield running
 
 
@@ -201,7 +201,7 @@ def test_what_somebody_else_has_written_is_believed_only_with_its_pods(api: Imag
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)
     with client_of(api.url) as client:
-        cluster = CachedCluster(Cluster(client), [""], lambda *_: None)
+        cluster = CachedApiClient(ApiServerClient(client), [""], lambda *_: None)
         jobs, pods = cluster.informers()
         jobs.step()
         pods.step()
@@ -215,7 +215,7 @@ def test_what_somebody_else_has_written_is_believed_only_with_its_pods(api: Imag
         assert cluster.pods("default", "llama") == []
         assert [method for method, _ in api.asked] == ["PATCH"], "what was written here is known to fit"
 
-        api.put("pods", pod_for(first, Seat("workers", 0), nodes=2))
+        api.put("pods", build_pod(first, ReplicaSlot("workers", 0), nodes=2))
         api.put("hyperpodpytorchjobs", {**written, "status": {"restartCount": 2}})
         (foreign,) = api.all("hyperpodpytorchjobs")
         cluster._jobs[""].heard("MODIFIED", foreign)
@@ -229,15 +229,15 @@ def test_whoever_writes_over_what_is_not_so_any_more_reads_first(api: ImaginedAp
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)
     with client_of(api.url) as client:
-        cluster = CachedCluster(Cluster(client), [""], lambda *_: None)
+        cluster = CachedApiClient(ApiServerClient(client), [""], lambda *_: None)
         for informer in cluster.informers():
             informer.step()
         cluster._jobs[""].is_followed = True
         api.put("hyperpodpytorchjobs", {**first, "status": {"restartCount": 2}})
         stale = cluster.job("default", "llama")
-        with pytest.raises(ConflictError):
+        with pytest.raises(ResourceConflictError):
             cluster.confirm(stale)
-        with pytest.raises(ConflictError):
+        with pytest.raises(ResourceConflictError):
             cluster.write_status(stale, {"restartCount": 1})
         assert cluster.job("default", "llama")["status"] == {"restartCount": 2}, "without a word of the watch"
 
@@ -289,7 +289,7 @@ def test_a_nodes_health_is_heard_of(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     bad = running.api.get("pods", running.state("llama").members[0])
-    node = {"metadata": {"name": bad["spec"]["nodeName"], "labels": {HEALTH_LABEL: "Unschedulable"}}}
+    node = {"metadata": {"name": bad["spec"]["nodeName"], "labels": {NODE_HEALTH_STATUS_LABEL: "Unschedulable"}}}
     running.api.put("nodes", node)
     running.until(lambda: running.runs("llama", restarts=1), "it runs elsewhere")
     assert running.state("llama").last_fault.reason == "NodeFault"
@@ -298,11 +298,11 @@ def test_a_nodes_health_is_heard_of(running: Running) -> None:
 def test_one_jobs_silent_agents_hold_up_no_other_job(api: ImaginedApi) -> None:
     """100 jobs. One's agents say nothing until all others have lost a pod, and run again."""
     with client_of(api.url) as client:
-        story = Running(api, Cluster(client), every_s=0.5)
+        story = Running(api, ApiServerClient(client), every_s=0.5)
         answer = threading.Event()
         ask = story.agents.ask_all
 
-        def asked(addresses: Mapping[str, str]) -> Mapping[str, Heard]:
+        def asked(addresses: Mapping[str, str]) -> Mapping[str, AgentReply]:
             if any(name.startswith("silent-") for name in addresses):
                 silent.set()
                 answer.wait(_PATIENCE_S)
@@ -321,7 +321,7 @@ def test_one_jobs_silent_agents_hold_up_no_other_job(api: ImaginedApi) -> None:
                 for name in others:
                     api.remove("pods", story.state(name).members[0])
                 story.until(lambda: all(story.runs(name, restarts=1) for name in others), "99 run again")
-                assert story.state("silent") is None or story.state("silent").phase is Phase.FORMING
+                assert story.state("silent") is None or story.state("silent").phase is JobPhase.FORMING
             finally:
                 answer.set()
             story.until(lambda: story.runs("silent"), "and the other one, too")

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from integration.kubernetes.errors import UnreachableError
-from integration.kubernetes.index import ObjectIndex
+from integration.kubernetes.errors import ApiServerUnreachableError
+from integration.kubernetes.informer import ObjectIndex
 from tests.support.examples import examples
 
 
@@ -113,7 +113,7 @@ def test_a_kind_that_is_not_there_any_more():
 
 
 def test_versions_that_are_no_numbers_are_refused():
-    with pytest.raises(UnreachableError, match="is no number"):
+    with pytest.raises(ApiServerUnreachableError, match="is no number"):
         index().replace_all([], "x7")
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from integration.kubernetes.errors import AbsentError, RefusedError, UnreachableError
-from integration.kubernetes.index import ObjectIndex
-from integration.kubernetes.informer import Collection, Informer
+from integration.kubernetes.errors import ApiServerRefusedError, ApiServerUnreachableError, ResourceNotFoundError
+from integration.kubernetes.informer import Informer, ObjectIndex, ResourceCollection
 
-PODS = Collection("/api/v1/pods")
+PODS = ResourceCollection("/api/v1/pods")
 
 
 def pod(name: str, version: int) -> dict[str, Any]:
@@ -41,12 +40,12 @@ class Told:
             raise now
         return now
 
-    def list_all(self, what: Collection) -> Any:
+    def list_all(self, what: ResourceCollection) -> Any:
         self.since.append("list")
         return self._next()
 
     @contextlib.contextmanager
-    def watch(self, what: Collection, since: str, timeout_s: int) -> Iterator[Any]:
+    def watch(self, what: ResourceCollection, since: str, timeout_s: int) -> Iterator[Any]:
         self.since.append(since)
         assert 240 <= timeout_s <= 360
         yield self._events(self._next())
@@ -80,14 +79,14 @@ def test_it_is_listed_once_and_watched_from_there():
 
 
 def test_a_watch_that_is_dropped_is_taken_up_where_it_was():
-    dropped = [event("ADDED", "b", 12), BOOKMARK, UnreachableError("reset by peer")]
+    dropped = [event("ADDED", "b", 12), BOOKMARK, ApiServerUnreachableError("reset by peer")]
     story = Story(([pod("a", 3)], "9"), dropped, [event("DELETED", "b", 41)])
     assert story.source.since == ["list", "9", "40"]
     assert story.names == ["a"]
 
 
 def test_while_a_watch_is_down_it_is_said_so():
-    story = Story(([pod("a", 3)], "9"), [UnreachableError("reset by peer")])
+    story = Story(([pod("a", 3)], "9"), [ApiServerUnreachableError("reset by peer")])
     assert story.names == ["a"]
     assert not story.index.is_followed
 
@@ -106,8 +105,8 @@ def test_other_errors_of_the_server_are_no_reason_to_list():
 
 
 def test_each_pause_is_longer_until_something_is_heard():
-    wrong = [UnreachableError("500"), RefusedError("403"), UnreachableError("500")] * 4
-    story = Story(*wrong, ([], "9"), [event("ADDED", "b", 12), UnreachableError("500")])
+    wrong = [ApiServerUnreachableError("500"), ApiServerRefusedError("403"), ApiServerUnreachableError("500")] * 4
+    story = Story(*wrong, ([], "9"), [event("ADDED", "b", 12), ApiServerUnreachableError("500")])
     *longer, last = story.pauses
     assert len(longer) == 12
     assert all(0.0 < pause <= 30.0 for pause in longer)
@@ -122,7 +121,7 @@ def test_a_server_that_ends_every_watch_at_once_is_not_asked_without_end():
 
 
 def test_what_is_not_there_is_looked_for_again():
-    story = Story(([pod("a", 3)], "9"), AbsentError("no such kind"), AbsentError("no such kind"))
+    story = Story(([pod("a", 3)], "9"), ResourceNotFoundError("no such kind"), ResourceNotFoundError("no such kind"))
     assert story.index.is_absent
     assert story.names == []
     story.source.does = [([pod("c", 30)], "31")]

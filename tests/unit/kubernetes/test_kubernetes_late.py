@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from integration.hyperpod.operator import Phase
-from integration.kubernetes.cached import CachedCluster
-from integration.kubernetes.cluster import Cluster
-from integration.kubernetes.errors import ClusterError
-from integration.kubernetes.passing import Passing
-from integration.kubernetes.status import stored_state
+from integration.hyperpod.operator import JobPhase
+from integration.kubernetes.api_client import ApiServerClient
+from integration.kubernetes.cached_client import CachedApiClient
+from integration.kubernetes.errors import ApiServerError
+from integration.kubernetes.reconciler import JobReconciler
+from integration.kubernetes.resource_status import load_job_state
 from tests.support.examples import examples
 from tests.support.imagined_kubernetes import ImaginedAgents
 from tests.support.kube_api import ImaginedApi, Kubelets, client_of
@@ -31,7 +31,7 @@ class LateController:
 
     def __init__(self, story: Story) -> None:
         self._story = story
-        self._cluster = CachedCluster(Cluster(story.client), [""], lambda *_: None)
+        self._cluster = CachedApiClient(ApiServerClient(story.client), [""], lambda *_: None)
         self._heard = {}
         for kind, informer in zip(_KINDS, self._cluster.informers(), strict=True):
             informer.step()
@@ -39,7 +39,7 @@ class LateController:
         self._indexes = dict(zip(_KINDS, (self._cluster._jobs[""], self._cluster._pods[""]), strict=True))
         for index in self._indexes.values():
             index.is_followed = True
-        self._passing = Passing(
+        self._passing = JobReconciler(
             self._cluster, story.agents, health={}, clock=lambda: story.now_s, settings={"silent_s": 1e6}
         )
 
@@ -49,7 +49,7 @@ class LateController:
             self._heard[kind] = version
 
     def once(self) -> None:
-        with contextlib.suppress(ClusterError):
+        with contextlib.suppress(ApiServerError):
             self._passing.once("default", "llama")
 
 
@@ -86,8 +86,8 @@ class Story:
         self.now_s += 0.1
 
     def runs(self) -> bool:
-        state = stored_state(self.job())
-        return state is not None and state.phase is Phase.RUNNING
+        state = load_job_state(self.job())
+        return state is not None and state.phase is JobPhase.RUNNING
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from integration.hyperpod.operator import AgentState, Phase
-from integration.kubernetes.errors import ConflictError, UnreachableError
-from integration.kubernetes.passing import Passing
-from integration.kubernetes.status import stored_state
+from integration.hyperpod.operator import AgentState, JobPhase
+from integration.kubernetes.errors import ApiServerUnreachableError, ResourceConflictError
+from integration.kubernetes.reconciler import JobReconciler
+from integration.kubernetes.resource_status import load_job_state
 from tests.support.examples import examples
 from tests.support.imagined_kubernetes import ImaginedKubernetes, Killed
 from tests.support.kube_objects import TEMPLATE, job_object
@@ -34,13 +34,13 @@ class Story:
         self.killed = 0
 
     def one_pass(self) -> None:
-        passing = Passing(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
+        passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
         try:
             passing.once("default", "llama")
         except Killed:
             self.killed += 1
             self.kube.cut_at = None
-        except (ConflictError, UnreachableError):
+        except (ResourceConflictError, ApiServerUnreachableError):
             pass
 
     def until(self, holds: Callable[[], bool], *, passes: int = 400) -> None:
@@ -52,16 +52,16 @@ class Story:
         raise AssertionError(f"it did not happen: {self.kube.job_now().get('status')}")
 
     @property
-    def phase(self) -> Phase | None:
-        state = stored_state(self.kube.job_now())
+    def phase(self) -> JobPhase | None:
+        state = load_job_state(self.kube.job_now())
         return state.phase if state else None
 
     def until_running(self, nodes: int) -> None:
-        self.until(lambda: self.phase is Phase.RUNNING and len(self.members) == nodes)
+        self.until(lambda: self.phase is JobPhase.RUNNING and len(self.members) == nodes)
 
     @property
     def members(self) -> tuple[str, ...]:
-        state = stored_state(self.kube.job_now())
+        state = load_job_state(self.kube.job_now())
         assert state is not None
         return state.members
 
@@ -78,7 +78,7 @@ def test_from_created_to_done():
     assert {each[0].nnodes for each in bodies} == {2}
     assert len({(each[0].master_addr, each[0].master_port, each[0].version) for each in bodies}) == 1
     story.kube.complete()
-    story.until(lambda: story.phase is Phase.SUCCEEDED and not story.kube.names(running=False))
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.names(running=False))
     status = story.kube.job_now()["status"]
     assert status["completionTime"]
     assert status["restartCount"] == 0
@@ -89,7 +89,7 @@ def test_what_is_left_of_a_job_that_is_done(policy, left):
     story = Story(runPolicy={"cleanPodPolicy": policy})
     story.until_running(2)
     story.kube.complete()
-    story.until(lambda: story.phase is Phase.SUCCEEDED and not story.kube.names())
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.names())
     for _ in range(5):
         story.one_pass()
         story.kube.tick()
@@ -100,7 +100,7 @@ def test_it_goes_itself_when_its_time_is_up():
     story = Story(runPolicy={"ttlSecondsAfterFinished": 100})
     story.until_running(2)
     story.kube.complete()
-    story.until(lambda: story.phase is Phase.SUCCEEDED)
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
     before_s = story.kube.now_s
     story.until(lambda: story.kube.is_deleted)
     assert 90 <= story.kube.now_s - before_s <= 110
@@ -111,7 +111,7 @@ def test_a_fault_of_a_worker_starts_all_anew_in_the_same_pods():
     story.until_running(2)
     pods = story.members
     story.kube.crash(pods[1])
-    story.until(lambda: len(story.kube.starts[pods[0]]) == 2 and story.phase is Phase.RUNNING)
+    story.until(lambda: len(story.kube.starts[pods[0]]) == 2 and story.phase is JobPhase.RUNNING)
     assert story.members == pods
     assert story.kube.starts[pods[0]][-1].fault_count == 1
     assert story.kube.job_now()["status"]["restartCount"] == 1
@@ -123,7 +123,7 @@ def test_a_pod_that_has_failed_is_replaced_under_another_name():
     story.until_running(2)
     before = story.members
     story.kube.fail_pod(before[1])
-    story.until(lambda: before[1] not in story.members and len(story.members) == 2 and story.phase is Phase.RUNNING)
+    story.until(lambda: before[1] not in story.members and len(story.members) == 2 and story.phase is JobPhase.RUNNING)
     assert before[0] in story.members
 
 
@@ -133,7 +133,7 @@ def test_a_node_that_is_said_to_be_unhealthy_is_left():
     bad = story.kube.node_of(story.members[0])
     story.kube.health[bad] = "UnschedulablePendingReplacement"
     story.until(
-        lambda: story.phase is Phase.RUNNING and bad not in {story.kube.node_of(name) for name in story.members}
+        lambda: story.phase is JobPhase.RUNNING and bad not in {story.kube.node_of(name) for name in story.members}
     )
     assert len(story.members) == 2
 
@@ -147,7 +147,7 @@ def test_scaled_by_hand_through_the_scale_subresource():
     story.kube.change_spec(replicas=1)
     story.until_running(1)
     story.kube.complete()
-    story.until(lambda: story.phase is Phase.SUCCEEDED)
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
     assert story.kube.job_now()["status"]["restartCount"] == 0, "a change of size is no fault"
 
 
@@ -155,7 +155,7 @@ def test_suspended_and_gone_on_with():
     story = Story()
     story.until_running(2)
     story.kube.change_spec(runPolicy={"suspend": True})
-    story.until(lambda: story.phase is Phase.SUSPENDED and not story.kube.names())
+    story.until(lambda: story.phase is JobPhase.SUSPENDED and not story.kube.names())
     story.kube.change_spec(runPolicy={"suspend": False})
     story.until_running(2)
 
@@ -173,7 +173,7 @@ def test_an_impossible_change_disturbs_nothing():
     assert {story.kube.state_of(name) for name in story.members} == {AgentState.RUNNING}
     story.kube.change_spec(replicaSpecs=good)
     story.kube.complete()
-    story.until(lambda: story.phase is Phase.SUCCEEDED)
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
     assert "InvalidSpec" not in story.true_conditions()
 
 
@@ -187,13 +187,13 @@ def test_while_nobody_answers_nothing_is_forgotten():
     assert {story.kube.state_of(name) for name in story.members} == {AgentState.RUNNING}
     story.kube.unreachable = False
     story.kube.complete()
-    story.until(lambda: story.phase is Phase.SUCCEEDED)
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
 
 
 def test_while_something_is_going_on_the_next_look_is_soon():
     story = Story()
     story.until_running(2)
-    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     passing.once("default", "llama")
     assert passing.once("default", "llama").again_in_s == 1.0
     story.kube.crash(story.members[0])
@@ -203,7 +203,7 @@ def test_while_something_is_going_on_the_next_look_is_soon():
 def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
     story = Story()
     story.kube.refusal = "exceeded quota"
-    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(5):
         passing.once("default", "llama")
         story.kube.tick()
@@ -215,7 +215,7 @@ def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
 def test_pods_that_are_refused_are_asked_for_less_and_less_often():
     story = Story()
     story.kube.refusal = "exceeded quota"
-    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     asked, create = [], story.kube.create_pod
 
     def counted(pod):
@@ -233,7 +233,7 @@ def test_pods_that_are_refused_are_asked_for_less_and_less_often():
 def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
     """A controller that is held up for a while must not start agents as it had once meant to."""
     story = Story()
-    story.until(lambda: story.phase is Phase.STARTING)
+    story.until(lambda: story.phase is JobPhase.STARTING)
     old = story.kube.job("default", "llama")
     story.until_running(2)
     pods = story.members
@@ -251,8 +251,8 @@ def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
         def job(self, namespace, name):
             return self.jobs.pop() if self.jobs else story.kube.job(namespace, name)
 
-    with pytest.raises(ConflictError):
-        Passing(Late(), story.kube, health={}, clock=lambda: story.kube.now_s).once("default", "llama")
+    with pytest.raises(ResourceConflictError):
+        JobReconciler(Late(), story.kube, health={}, clock=lambda: story.kube.now_s).once("default", "llama")
     assert story.kube.starts == starts
     story.until_running(2)
     assert story.kube.job_now()["status"]["restartCount"] == 1
@@ -275,7 +275,7 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
             lambda: (
                 arm()
                 or (
-                    story.phase is Phase.RUNNING
+                    story.phase is JobPhase.RUNNING
                     and len(story.members) == nodes
                     and story.kube.job_now()["status"]["restartCount"] == restarts
                 )
@@ -288,12 +288,12 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
     story.kube.change_spec(replicas=3)
     until_running(3, 1)
     story.kube.complete()
-    story.until(lambda: arm() or (story.phase is Phase.SUCCEEDED and not story.kube.names(running=False)))
+    story.until(lambda: arm() or (story.phase is JobPhase.SUCCEEDED and not story.kube.names(running=False)))
     return story
 
 
 def test_what_decides_needs_neither_a_client_nor_torch():
-    names = "passing", "pods", "seeing", "status", "cluster", "cached"
+    names = "reconciler", "pods", "resource_status", "api_client", "kueue_admission", "cached_client"
     imports = "; ".join(f"import integration.kubernetes.{name}" for name in names)
     found = "{name.partition('.')[0] for name in sys.modules} & {'kubernetes', 'torch'}"
     subprocess.run(

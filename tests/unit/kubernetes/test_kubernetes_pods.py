@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from integration.kubernetes.pods import Seat, belongs_to, pod_for, port_of, seat_of
+from integration.kubernetes.pods import ReplicaSlot, agent_port, build_pod, is_owned_by, slot_of
 from tests.support.kube_objects import TEMPLATE, job_object
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -25,16 +25,16 @@ def _variables(pod: dict) -> dict[str, dict]:
 
 def test_a_pod_knows_its_job_and_its_place():
     job = job_object()
-    pod = pod_for(job, Seat("workers", 8), nodes=2)
+    pod = build_pod(job, ReplicaSlot("workers", 8), nodes=2)
     assert pod["metadata"]["name"] == "llama-workers-8"
     assert pod["metadata"]["labels"]["HPJob"] == "llama"
-    assert seat_of(pod) == Seat("workers", 8)
-    assert belongs_to(pod, job["metadata"]["uid"])
-    assert not belongs_to(pod, "a job of that name before it")
+    assert slot_of(pod) == ReplicaSlot("workers", 8)
+    assert is_owned_by(pod, job["metadata"]["uid"])
+    assert not is_owned_by(pod, "a job of that name before it")
 
 
 def test_its_agent_is_told_how_many_nodes_and_processes():
-    pod = pod_for(job_object(), Seat("workers", 0), nodes=16)
+    pod = build_pod(job_object(), ReplicaSlot("workers", 0), nodes=16)
     found = _variables(pod)
     assert found["NNODES"]["value"] == "16"
     assert found["PET_NPROC_PER_NODE"]["value"] == "2"
@@ -43,7 +43,7 @@ def test_its_agent_is_told_how_many_nodes_and_processes():
 
 def test_the_template_has_the_last_word_on_its_environment():
     container = {"name": "pytorch", "env": [{"name": "NNODES", "value": "64"}, {"name": "URL", "value": "$(POD_IP)"}]}
-    pod = pod_for(_with_template(containers=[container]), Seat("workers", 0), nodes=2)
+    pod = build_pod(_with_template(containers=[container]), ReplicaSlot("workers", 0), nodes=2)
     assert _variables(pod)["NNODES"]["value"] == "64"
     names = [one["name"] for one in pod["spec"]["containers"][0]["env"]]
     assert len(set(names)) == len(names)
@@ -58,7 +58,7 @@ def test_kueue_sees_the_pods_in_the_queue_of_the_job():
     job["spec"]["replicaSpecs"][0]["template"] = {
         **TEMPLATE, "metadata": {"labels": {"kueue.x-k8s.io/priority-class": "low"}},
     }  # fmt: skip
-    meta = pod_for(job, Seat("workers", 0), nodes=2)["metadata"]
+    meta = build_pod(job, ReplicaSlot("workers", 0), nodes=2)["metadata"]
     assert meta["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert meta["labels"]["kueue.x-k8s.io/priority-class"] == "low", "one spec of a job may be more easily taken back"
     assert "team" not in meta["labels"]
@@ -66,7 +66,7 @@ def test_kueue_sees_the_pods_in_the_queue_of_the_job():
 
 
 def test_kubernetes_never_starts_it_again_by_itself():
-    pod = pod_for(_with_template(restartPolicy="Always"), Seat("workers", 0), nodes=2)
+    pod = build_pod(_with_template(restartPolicy="Always"), ReplicaSlot("workers", 0), nodes=2)
     assert pod["spec"]["restartPolicy"] == "Never"
 
 
@@ -76,7 +76,7 @@ def test_every_alternative_of_the_template_keeps_away_from_unhealthy_nodes():
     wish = {"weight": 1, "preference": by_zone}
     on_nodes = {_REQUIRED: {"nodeSelectorTerms": [by_zone, by_name]}, _PREFERRED: [wish]}
     affinity = {"nodeAffinity": on_nodes, "podAffinity": {"kept": []}}
-    pod = pod_for(_with_template(affinity=affinity), Seat("workers", 0), nodes=2, avoid=["n9", "n8"])
+    pod = build_pod(_with_template(affinity=affinity), ReplicaSlot("workers", 0), nodes=2, avoid=["n9", "n8"])
     terms = pod["spec"]["affinity"]["nodeAffinity"][_REQUIRED]["nodeSelectorTerms"]
     for term in terms:
         rules = {rule["key"]: rule for rule in term["matchExpressions"]}
@@ -93,7 +93,7 @@ def test_every_alternative_of_the_template_keeps_away_from_unhealthy_nodes():
 def test_the_job_is_left_as_it_was():
     job = job_object()
     before = copy.deepcopy(job)
-    pod_for(job, Seat("workers", 0), nodes=2, avoid=["n1"])["spec"]["containers"][0]["env"].clear()
+    build_pod(job, ReplicaSlot("workers", 0), nodes=2, avoid=["n1"])["spec"]["containers"][0]["env"].clear()
     assert job == before
 
 
@@ -109,5 +109,5 @@ def test_the_job_is_left_as_it_was():
     ],
 )
 def test_where_its_agent_listens(container, port):
-    pod = pod_for(_with_template(containers=[{"name": "pytorch", **container}]), Seat("workers", 0), nodes=1)
-    assert port_of(pod) == port
+    pod = build_pod(_with_template(containers=[{"name": "pytorch", **container}]), ReplicaSlot("workers", 0), nodes=1)
+    assert agent_port(pod) == port

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from integration.hyperpod.operator import AgentState, Phase
-from integration.kubernetes.errors import AbsentError, ConflictError, UnreachableError
-from integration.kubernetes.passing import Passing
-from integration.kubernetes.status import stored_state
+from integration.hyperpod.operator import AgentState, JobPhase
+from integration.kubernetes.errors import ApiServerUnreachableError, ResourceConflictError, ResourceNotFoundError
+from integration.kubernetes.reconciler import JobReconciler
+from integration.kubernetes.resource_status import load_job_state
 from tests.support.imagined_kubernetes import ImaginedKubernetes, Killed
 from tests.support.imagined_kueue import ImaginedKueue
 from tests.support.kube_objects import TEMPLATE, job_object
@@ -35,12 +35,12 @@ class Waiting:
         self.schedules = True
 
     def one_pass(self) -> None:
-        passing = Passing(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
+        passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
         try:
             passing.once("default", "llama")
         except Killed:
             self.kube.cut_at = None
-        except (ConflictError, UnreachableError, AbsentError):
+        except (ResourceConflictError, ApiServerUnreachableError, ResourceNotFoundError):
             pass
         self.nothing_is_used_that_is_not_given()
 
@@ -76,10 +76,10 @@ class Waiting:
 
     @property
     def state(self) -> Any:
-        return stored_state(self.kube.job_now())
+        return load_job_state(self.kube.job_now())
 
     def runs(self, nodes: int) -> bool:
-        return bool(self.state) and self.state.phase is Phase.RUNNING and len(self.state.members) == nodes
+        return bool(self.state) and self.state.phase is JobPhase.RUNNING and len(self.state.members) == nodes
 
     def condition(self) -> dict[str, Any]:
         found = self.kube.job_now()["status"]["conditions"]
@@ -142,7 +142,7 @@ def test_without_its_least_size_it_waits_and_lets_go_of_all():
     story.until(lambda: not story.kube.names(running=False) and story.kueue.used() == 0)
     assert story.kueue.names() == [first], "further steps are of no use without it"
     assert story.condition()["status"] == "False"
-    assert story.state.phase is Phase.FORMING
+    assert story.state.phase is JobPhase.FORMING
     story.schedules = True
     story.until(lambda: story.runs(3))
 
@@ -250,7 +250,7 @@ def test_suspended_it_holds_nothing():
     story = Waiting(quota=2)
     story.until(lambda: story.runs(2))
     story.kube.change_spec(runPolicy={"suspend": True})
-    story.until(lambda: story.state.phase is Phase.SUSPENDED and not story.kueue.names())
+    story.until(lambda: story.state.phase is JobPhase.SUSPENDED and not story.kueue.names())
     assert not story.kube.names(running=False)
     story.kube.change_spec(runPolicy={"suspend": False})
     story.until(lambda: story.runs(2))
@@ -277,7 +277,7 @@ def test_a_queue_that_is_changed_while_it_waits():
 
 def test_a_priority_class_that_is_not_there_is_complained_of_once():
     story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
-    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(4):
         passing.once("default", "llama")
         story.kube.tick()
@@ -297,7 +297,7 @@ def test_a_workload_that_is_refused_is_asked_for_less_and_less_often():
         return priority(named)
 
     story.kueue.priority = counted
-    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(130):
         passing.once("default", "llama")
         story.kube.tick()
@@ -362,14 +362,14 @@ def test_kueue_that_is_taken_away_stops_nothing():
 
 
 def _pass(story: Waiting) -> None:
-    Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s).once("default", "llama")
+    JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s).once("default", "llama")
     story.kube.tick()
 
 
 def _until_it_runs_anyhow(story: Waiting) -> None:
     for _ in range(40):
         _pass(story)
-    assert story.state.phase is Phase.RUNNING
+    assert story.state.phase is JobPhase.RUNNING
 
 
 class _Killed(Waiting):
@@ -395,7 +395,7 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> _Killed:
     story.kueue.evict(story.kueue.names()[-1])
     story.until(lambda: story.runs(2) and story.kueue.used() == 2)
     story.kube.complete()
-    story.until(lambda: story.state.phase is Phase.SUCCEEDED and story.kueue.used() == 0)
+    story.until(lambda: story.state.phase is JobPhase.SUCCEEDED and story.kueue.used() == 0)
     return story
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.hyperpod.operator import AgentState, Answer, JobState, Wanted
-from integration.kubernetes.pods import Seat
-from integration.kubernetes.seeing import health_of, missing_seats, situation_of
+from integration.hyperpod.operator import AgentState, AgentStatus, DesiredPods, JobState
+from integration.kubernetes.pods import ReplicaSlot, missing_slots, node_health_status, observe_job
 from tests.support.kube_objects import pod_object, pod_objects
 
 
 def _missing(wanted, pods, state=None):
-    return missing_seats("llama", Wanted(wanted), state or JobState(), pods)
+    return missing_slots("llama", DesiredPods(wanted), state or JobState(), pods)
 
 
 def test_what_agents_say_and_what_nodes_are_said_to_be():
-    answer = Answer(state=AgentState.READY)
+    answer = AgentStatus(state=AgentState.READY)
     pods = pod_objects(0, 1, 2)
-    seen = situation_of(pods, {"llama-workers-0": answer}, {"n1": "UnschedulablePendingReboot", "n2": "Schedulable"})
+    seen = observe_job(pods, {"llama-workers-0": answer}, {"n1": "UnschedulablePendingReboot", "n2": "Schedulable"})
     first, second, third = seen.pods
     assert (first.answer, first.ip, first.node, first.group) == (answer, "10.0.0.1", "n0", "workers")
     assert second.answer is None
@@ -27,46 +26,46 @@ def test_what_agents_say_and_what_nodes_are_said_to_be():
 
 
 def test_a_pod_whose_container_has_ended_is_no_pod():
-    assert not situation_of(pod_objects(0, phase="Failed"), {}, {}).pods
+    assert not observe_job(pod_objects(0, phase="Failed"), {}, {}).pods
 
 
 def test_a_pod_that_is_being_deleted_is_asked_back():
-    (pod,) = situation_of([pod_object(0, deletionTimestamp="2026-01-01T00:00:00Z")], {}, {}).pods
+    (pod,) = observe_job([pod_object(0, deletionTimestamp="2026-01-01T00:00:00Z")], {}, {}).pods
     assert pod.leaving
 
 
 def test_a_node_without_the_label_is_healthy():
-    assert health_of({"metadata": {"name": "n"}}) == ""
-    assert health_of({"metadata": {"labels": {"sagemaker.amazonaws.com/node-health-status": "x"}}}) == "x"
+    assert node_health_status({"metadata": {"name": "n"}}) == ""
+    assert node_health_status({"metadata": {"labels": {"sagemaker.amazonaws.com/node-health-status": "x"}}}) == "x"
 
 
 def test_all_of_them_at_first():
-    assert _missing({"a": 2, "b": 1}, []) == [Seat("a", 0), Seat("a", 1), Seat("b", 0)]
+    assert _missing({"a": 2, "b": 1}, []) == [ReplicaSlot("a", 0), ReplicaSlot("a", 1), ReplicaSlot("b", 0)]
 
 
 def test_the_one_in_between():
-    assert _missing({"workers": 3}, pod_objects(0, 2)) == [Seat("workers", 1)]
+    assert _missing({"workers": 3}, pod_objects(0, 2)) == [ReplicaSlot("workers", 1)]
 
 
 def test_a_name_that_the_operator_remembers_is_not_given_to_another():
     state = JobState(members=("llama-workers-0", "llama-workers-1"), replaced=("llama-workers-2",))
-    assert _missing({"workers": 2}, pod_objects(0), state) == [Seat("workers", 3)]
+    assert _missing({"workers": 2}, pod_objects(0), state) == [ReplicaSlot("workers", 3)]
 
 
 def test_a_name_that_is_taken_is_not_asked_for():
     ended = pod_object(1, phase="Failed")
     going = pod_object(2, deletionTimestamp="2026-01-01T00:00:00Z")
-    assert _missing({"workers": 2}, [pod_object(0), ended, going]) == [Seat("workers", 3)]
+    assert _missing({"workers": 2}, [pod_object(0), ended, going]) == [ReplicaSlot("workers", 3)]
 
 
 def test_one_that_is_to_go_counts_no_more():
     state = JobState(replaced=("llama-workers-0",))
-    assert _missing({"workers": 1}, pod_objects(0), state) == [Seat("workers", 1)]
+    assert _missing({"workers": 1}, pod_objects(0), state) == [ReplicaSlot("workers", 1)]
 
 
 def test_names_of_other_jobs_and_specs_are_others():
     state = JobState(members=("my-llama-workers-0", "llama-workers-0-1", "llama-workers2-0"))
-    assert _missing({"workers": 1}, [], state) == [Seat("workers", 0)]
+    assert _missing({"workers": 1}, [], state) == [ReplicaSlot("workers", 0)]
 
 
 def test_too_many_are_not_made_fewer_here():

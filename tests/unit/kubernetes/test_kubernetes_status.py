@@ -6,31 +6,38 @@ import json
 
 import pytest
 
-from integration.hyperpod.operator import Condition, Fault, JobState, Phase, RestartMode, read_job
-from integration.kubernetes.seeing import situation_of
-from integration.kubernetes.status import (
+from integration.hyperpod.operator import (
+    AgentRestartMode,
+    JobCondition,
+    JobFault,
+    JobPhase,
+    JobState,
+    parse_job_resource,
+)
+from integration.kubernetes.pods import observe_job
+from integration.kubernetes.resource_status import (
     STATE_CONDITION,
     DamagedStateError,
-    differs,
-    says_invalid,
-    status_for,
-    stored_state,
-    with_invalid_spec,
+    build_job_status,
+    invalid_spec_status,
+    is_marked_invalid,
+    load_job_state,
+    status_differs,
 )
 from tests.support.kube_objects import job_object, pod_objects
 
 STATE = JobState(
-    phase=Phase.RUNNING,
+    phase=JobPhase.RUNNING,
     members=("llama-workers-0", "llama-workers-8"),
     created_s=1_700_000_000.0,
     master_addr="10.0.0.1",
     master_port="23456",
     restarts=3,
-    last_fault=Fault(
+    last_fault=JobFault(
         reason="WorkerCrash", message="", pods=("llama-workers-1",), ranks=(1,), nodes=("n1",), at_s=1.0,
-        mode=RestartMode.JOB,
+        mode=AgentRestartMode.JOB,
     ),
-    conditions=(Condition("Running", status=True, reason="Running", message="all of them", at_s=1_700_000_001.5),),
+    conditions=(JobCondition("Running", status=True, reason="Running", message="all of them", at_s=1_700_000_001.5),),
 )  # fmt: skip
 
 
@@ -40,23 +47,23 @@ def _job_with(status: dict) -> dict:
 
 def _status(state: JobState = STATE) -> dict:
     pods = pod_objects(0, 8)
-    return status_for(read_job(job_object()), state, situation_of(pods, {}, {}), pods)
+    return build_job_status(parse_job_resource(job_object()), state, observe_job(pods, {}, {}), pods)
 
 
 def test_what_was_stored_is_what_is_read():
-    assert stored_state(_job_with(_status())) == STATE
+    assert load_job_state(_job_with(_status())) == STATE
 
 
 def test_a_new_job_has_no_state():
-    assert stored_state(job_object()) is None
-    assert stored_state(_job_with({"conditions": [{"type": "Created", "status": "True"}]})) is None
+    assert load_job_state(job_object()) is None
+    assert load_job_state(_job_with({"conditions": [{"type": "Created", "status": "True"}]})) is None
 
 
 @pytest.mark.parametrize("message", ["", "{", "[]", '{"phase":"Gone"}', '{"members":3}'])
 def test_a_state_that_was_tampered_with_is_not_taken_for_a_new_job(message):
     conditions = [{"type": STATE_CONDITION, "status": "Unknown", "message": message}]
     with pytest.raises(DamagedStateError, match="llama"):
-        stored_state(_job_with({"conditions": conditions}))
+        load_job_state(_job_with({"conditions": conditions}))
 
 
 def test_awss_own_model_reads_it():
@@ -76,9 +83,9 @@ def test_the_state_is_no_condition_that_holds():
 
 def test_nothing_is_written_where_nothing_has_changed():
     job = _job_with(_status())
-    assert not differs(job, _status())
-    assert differs(job, _status(JobState()))
-    assert differs(job_object(), _status())
+    assert not status_differs(job, _status())
+    assert status_differs(job, _status(JobState()))
+    assert status_differs(job_object(), _status())
 
 
 def test_moments_are_what_kubernetes_takes():
@@ -89,11 +96,11 @@ def test_moments_are_what_kubernetes_takes():
 def test_an_impossible_change_keeps_all_that_is_known():
     job = _job_with(_status())
     problem = "impossible job: maxReplicas is 1"
-    job["status"] |= with_invalid_spec(job, problem, 5.0)
-    assert stored_state(job) == STATE
-    assert says_invalid(job, problem)
-    assert not says_invalid(job, "another")
-    job["status"] |= with_invalid_spec(job, "another", 6.0)
+    job["status"] |= invalid_spec_status(job, problem, 5.0)
+    assert load_job_state(job) == STATE
+    assert is_marked_invalid(job, problem)
+    assert not is_marked_invalid(job, "another")
+    job["status"] |= invalid_spec_status(job, "another", 6.0)
     assert len(job["status"]["conditions"]) == 3
     job["status"] |= _status()
-    assert not says_invalid(job, "another"), "a spec that can be carried out takes the complaint away"
+    assert not is_marked_invalid(job, "another"), "a spec that can be carried out takes the complaint away"

@@ -8,14 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.hyperpod.operator import read_job
-from integration.kubernetes.admission import Plan, given_back, placed, plan_for
-from integration.kubernetes.cluster import Cluster
-from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError
-from integration.kubernetes.grants import flavors_of, grant_for
-from integration.kubernetes.kueue import Kueue
-from integration.kubernetes.pods import Seat
-from integration.kubernetes.workloads import PriorityClass, Step, priority_class_of, steps_for, workload_for
+from integration.hyperpod.operator import parse_job_resource
+from integration.kubernetes.api_client import ApiServerClient, KueueClient
+from integration.kubernetes.errors import ApiServerRefusedError, ResourceConflictError, ResourceNotFoundError
+from integration.kubernetes.kueue_admission import (
+    AdmissionPlan,
+    PriorityClass,
+    WorkloadStep,
+    assign_workloads,
+    build_workload,
+    plan_admission,
+    priority_class_for,
+    released_quota_status,
+    workload_steps,
+)
+from integration.kubernetes.pods import ReplicaSlot, flavor_names, pod_admission
 from tests.support.kube_objects import TEMPLATE, job_object, pod_object
 
 HIGH = {"kueue.x-k8s.io/priority-class": "high"}
@@ -29,12 +36,12 @@ def _job(groups: list[dict[str, Any]] | None = None, labels: dict[str, str] | No
     return job
 
 
-def _steps(job: dict, admitted: int) -> list[Step]:
+def _steps(job: dict, admitted: int) -> list[WorkloadStep]:
     """With so many of the steps admitted, from the first."""
     names: list[str] = []
     for _ in range(admitted):
-        names = [step.name for step in steps_for(job, read_job(job), names)]
-    return steps_for(job, read_job(job), names)
+        names = [step.name for step in workload_steps(job, parse_job_resource(job), names)]
+    return workload_steps(job, parse_job_resource(job), names)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_steps_add_up_to_what_the_job_may_have_at_each_size(drawn, step):
 def test_a_workload_is_the_jobs_and_goes_with_it():
     job = _job()
     (step,) = _steps(job, 0)
-    made = workload_for(job, step, "v1beta2")
+    made = build_workload(job, step, "v1beta2")
     (owner,) = made["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"], owner["controller"]) == ("HyperPodPyTorchJob", "uid-of-llama", True)
     assert made["metadata"]["labels"]["HPJob"] == "llama"
@@ -107,12 +114,12 @@ def test_a_priority_has_its_name_and_its_number_in_either_version():
     job = _job()
     (step,) = _steps(job, 0)
     of_kueue, of_pods = PriorityClass("high", of_kueue=True), PriorityClass("high", of_kueue=False)
-    new = workload_for(job, step, "v1beta2", of_kueue, 7)["spec"]
+    new = build_workload(job, step, "v1beta2", of_kueue, 7)["spec"]
     assert new["priority"] == 7
     assert new["priorityClassRef"] == {"group": "kueue.x-k8s.io", "kind": "WorkloadPriorityClass", "name": "high"}
-    old = workload_for(job, step, "v1beta1", of_pods, 7)["spec"]
+    old = build_workload(job, step, "v1beta1", of_pods, 7)["spec"]
     assert (old["priorityClassName"], old["priorityClassSource"]) == ("high", "scheduling.k8s.io/priorityclass")
-    assert "priority" not in workload_for(job, step, "v1beta1")["spec"]
+    assert "priority" not in build_workload(job, step, "v1beta1")["spec"]
 
 
 def test_whose_priority_a_step_has():
@@ -123,17 +130,17 @@ def test_whose_priority_a_step_has():
     policy = {"minReplicas": 1, "maxReplicas": 2}
     job = _job([base, more], labels=HIGH, elasticPolicy=policy)
     first, second = _steps(job, 1)
-    assert priority_class_of(job, first) == PriorityClass("high", of_kueue=True)
-    assert priority_class_of(job, second) == PriorityClass("low", of_kueue=True), "more easily taken back"
+    assert priority_class_for(job, first) == PriorityClass("high", of_kueue=True)
+    assert priority_class_for(job, second) == PriorityClass("low", of_kueue=True), "more easily taken back"
     job = _job([{**base, "template": of_pods}, more], elasticPolicy=policy)
-    assert priority_class_of(job, _steps(job, 0)[0]) == PriorityClass("batch", of_kueue=False)
-    assert priority_class_of(_job(), first) is None
+    assert priority_class_for(job, _steps(job, 0)[0]) == PriorityClass("batch", of_kueue=False)
+    assert priority_class_for(_job(), first) is None
 
 
 def _admitted_workload(**status: Any) -> dict[str, Any]:
     job = _job()
     (step,) = _steps(job, 0)
-    made = workload_for(job, step, "v1beta2")
+    made = build_workload(job, step, "v1beta2")
     moment = "2026-01-01T00:00:00Z"
     conditions = [
         {"type": kind, "status": "True", "reason": "R", "message": "", "lastTransitionTime": moment}
@@ -143,9 +150,9 @@ def _admitted_workload(**status: Any) -> dict[str, Any]:
     return {**made, "status": {"conditions": conditions, **status}}
 
 
-def _plan(workload: dict[str, Any], pods: list[dict[str, Any]], now_s: float = 0.0) -> Plan:
+def _plan(workload: dict[str, Any], pods: list[dict[str, Any]], now_s: float = 0.0) -> AdmissionPlan:
     job = _job()
-    return plan_for(job, read_job(job), [workload], pods, now_s)
+    return plan_admission(job, parse_job_resource(job), [workload], pods, now_s)
 
 
 def test_a_pod_whose_machine_is_lost_holds_no_quota_for_ever():
@@ -165,7 +172,7 @@ def test_quota_is_given_back_in_kueues_words_and_all_else_is_kept():
         {"type": "Evicted", "status": "True", "reason": "PodsReadyTimeout", "message": "too slow"},
         {"type": "Other", "status": "True"},
     ]
-    status = given_back(evicted, 0.0)
+    status = released_quota_status(evicted, 0.0)
     found = {one["type"]: one for one in status["conditions"]}
     assert status["admission"] is None
     assert [found[kind]["status"] for kind in ("QuotaReserved", "Admitted", "Requeued", "Evicted", "Other")] == [
@@ -176,16 +183,16 @@ def test_quota_is_given_back_in_kueues_words_and_all_else_is_kept():
 
 def test_conditions_that_stay_as_they_are_keep_their_time():
     evicted = _admitted_workload()
-    first = given_back(evicted, 0.0)
-    again = given_back({**evicted, "status": first}, 100.0)
+    first = released_quota_status(evicted, 0.0)
+    again = released_quota_status({**evicted, "status": first}, 100.0)
     assert again == first
 
 
 def test_fewer_pods_where_kueue_admitted_fewer():
     fewer = _admitted_workload(admission={"podSetAssignments": [{"name": "workers", "count": 0}]})
-    seats = [Seat("workers", 0), Seat("workers", 1)]
-    assert placed(_plan(fewer, []), seats, [], ()) == []
-    assert [seat for seat, _ in placed(_plan(_admitted_workload(), []), seats, [], ())] == seats[:1]
+    seats = [ReplicaSlot("workers", 0), ReplicaSlot("workers", 1)]
+    assert assign_workloads(_plan(fewer, []), seats, [], ()) == []
+    assert [seat for seat, _ in assign_workloads(_plan(_admitted_workload(), []), seats, [], ())] == seats[:1]
 
 
 def test_what_checks_want_added_is_added_to_the_pods_of_their_set():
@@ -194,9 +201,9 @@ def test_what_checks_want_added_is_added_to_the_pods_of_their_set():
     checks = [{"podSetUpdates": [{**update, "tolerations": [toleration]}, {"name": "others", "labels": {"no": ""}}]}]
     given = {"name": "workers", "flavors": {"cpu": "f", "nvidia.com/gpu": "f", "memory": "e"}}
     workload = _admitted_workload(admissionChecks=checks, admission={"podSetAssignments": [given]})
-    assert flavors_of(workload, "workers") == ["e", "f"]
+    assert flavor_names(workload, "workers") == ["e", "f"]
     flavors = [{"spec": {"nodeLabels": {"zone": "z"}, "tolerations": [toleration]}}, {}]
-    grant = grant_for(workload, "workers", flavors)
+    grant = pod_admission(workload, "workers", flavors)
     assert grant.labels == {"l": "1", "HPWorkload": workload["metadata"]["name"]}
     assert grant.annotations == {"n": "2"}
     assert grant.node_selector == {"zone": "z", "s": "3"}
@@ -227,8 +234,8 @@ def _no_list(what):
     [(["v1beta1"], "v1beta1"), (["v1beta1", "v1beta2"], "v1beta2"), (["v1alpha1"], None), (None, None)],
 )
 def test_the_best_version_that_is_served(served, version, monkeypatch):
-    cluster = Cluster(None)
-    answer = AbsentError("none") if served is None else {"versions": [{"version": one} for one in served]}
+    cluster = ApiServerClient(None)
+    answer = ResourceNotFoundError("none") if served is None else {"versions": [{"version": one} for one in served]}
     monkeypatch.setattr(cluster, "ask", _Asked(answer))
     kueue = cluster.kueue()
     assert (kueue.version if kueue else None) == version
@@ -236,7 +243,7 @@ def test_the_best_version_that_is_served(served, version, monkeypatch):
 
 def test_a_status_is_written_over_what_was_read():
     ask = _Asked({})
-    Kueue(ask, _no_list, "v1beta1").write_workload_status(_admitted_workload(), {"admission": None})
+    KueueClient(ask, _no_list, "v1beta1").write_workload_status(_admitted_workload(), {"admission": None})
     ((method, path, body),) = ask.calls
     assert method == "PATCH"
     assert path.startswith("/apis/kueue.x-k8s.io/v1beta1/namespaces/default/workloads/llama-")
@@ -244,19 +251,19 @@ def test_a_status_is_written_over_what_was_read():
     assert body == {"metadata": {"resourceVersion": "3"}, "status": {"admission": None}}
 
 
-@pytest.mark.parametrize("gone", [AbsentError("no"), ConflictError("another")])
+@pytest.mark.parametrize("gone", [ResourceNotFoundError("no"), ResourceConflictError("another")])
 def test_this_very_workload_is_deleted_or_gone(gone):
     ask = _Asked(gone)
-    Kueue(ask, _no_list, "v1beta2").delete_workload(_admitted_workload())
+    KueueClient(ask, _no_list, "v1beta2").delete_workload(_admitted_workload())
     assert ask.calls[0][2]["preconditions"] == {"uid": "w", "resourceVersion": "3"}
 
 
 def test_what_a_class_is_worth():
-    ask = _Asked({"value": 5}, {"value": -3}, AbsentError("404"))
-    kueue = Kueue(ask, _no_list, "v1beta2")
+    ask = _Asked({"value": 5}, {"value": -3}, ResourceNotFoundError("404"))
+    kueue = KueueClient(ask, _no_list, "v1beta2")
     assert kueue.priority(PriorityClass("a", of_kueue=True)) == 5
     assert kueue.priority(PriorityClass("b", of_kueue=False)) == -3
-    with pytest.raises(RefusedError, match="no WorkloadPriorityClass c"):
+    with pytest.raises(ApiServerRefusedError, match="no WorkloadPriorityClass c"):
         kueue.priority(PriorityClass("c", of_kueue=True))
     assert [path for _, path, _ in ask.calls[:2]] == [
         "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/a",

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from peerstore import frames
-from peerstore.agent_watch import AgentWatch
-from peerstore.arena import MemfdArena
-from peerstore.client import connect
-from peerstore.frames import PROTOCOL, Greeting, Request
-from peerstore.operations import Operation
-from peerstore.server import StoreServer
+from peerstore import message_codec
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest
+from peerstore.server.agent_launcher import AgentWatchdog
+from peerstore.server.store_api import Operation
+from peerstore.server.store_client import connect_to_agent
+from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
 from tests.support.neighbours import until
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def greeted(ends):
     here, there = socket.socketpair()
     there.settimeout(30)
-    frames.send(there, Greeting(PROTOCOL, ""))
+    message_codec.send_frame(there, AgentHello(AGENT_PROTOCOL_VERSION, ""))
     ends.append(there)
     return here
 
@@ -32,11 +32,11 @@ def greeted(ends):
 def test_an_agent_that_says_nothing_does_not_keep_its_watch_from_ending():
     ends = []
     with contextlib.ExitStack() as cleanup:
-        watch = AgentWatch(lambda: greeted(ends), lambda: False)
+        watch = AgentWatchdog(lambda: greeted(ends), lambda: False)
         cleanup.callback(lambda: [end.close() for end in ends])
         until(lambda: ends)
-        assert frames.receive(ends[0], Greeting).protocol == PROTOCOL
-        assert frames.receive(ends[0], Request).op == "epoch"
+        assert message_codec.receive_frame(ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
+        assert message_codec.receive_frame(ends[0], AgentRequest).op == "epoch"
         began = time.monotonic()
         watch.close()
         assert time.monotonic() - began < 30
@@ -51,7 +51,7 @@ def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
             assert go_on.wait(60)
         return greeted(ends)
 
-    watch = AgentWatch(connect, lambda: False)
+    watch = AgentWatchdog(connect, lambda: False)
     until(lambda: ends)
     ends[0].close()  # the agent has died
     assert starting.wait(60)
@@ -75,11 +75,11 @@ def test_an_agent_that_ends_takes_its_socket_along_before_anybody_hears_of_it(tm
 
     server = StoreServer(store, tmp_path / "agent.sock", more={"wait": Operation(type(None), type(None), wait)})
     server.start()
-    here = connect(tmp_path / "agent.sock")
+    here = connect_to_agent(tmp_path / "agent.sock")
     here.settimeout(30)
-    frames.send(here, Greeting(PROTOCOL, ""))
-    assert frames.receive(here, Greeting).protocol == PROTOCOL
-    frames.send(here, Request("wait", frames.encode_raw(None)))
+    message_codec.send_frame(here, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+    assert message_codec.receive_frame(here, AgentHello).protocol == AGENT_PROTOCOL_VERSION
+    message_codec.send_frame(here, AgentRequest("wait", message_codec.encode_raw_message(None)))
     assert asked.wait(30)
     ending = threading.Thread(target=server.close)
     ending.start()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.bandwidth import SLICE_BYTES, Bandwidth, TokenBucket
+from peerstore.rate_limiter import SEND_SLICE_BYTES, RateLimiter, TokenBucket
 
 steps = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5_000)), min_size=1, max_size=50)
 
@@ -48,7 +48,7 @@ def test_the_cost_is_counted_over_all_threads():
         with lock:
             slept.append(seconds)
 
-    limit = Bandwidth(1_000_000, clock=lambda: 0.0, sleep=sleep)
+    limit = RateLimiter(1_000_000, clock=lambda: 0.0, sleep=sleep)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: limit.take(limit.slice_bytes), range(40)))
     assert limit.waited_s == pytest.approx(sum(slept))
@@ -56,13 +56,13 @@ def test_the_cost_is_counted_over_all_threads():
 
 
 def test_no_limit_costs_nothing():
-    limit = Bandwidth(0, sleep=lambda _: pytest.fail("slept"))
+    limit = RateLimiter(0, sleep=lambda _: pytest.fail("slept"))
     for _ in range(100):
         limit.take(1 << 30)
     assert limit.waited_s == 0
-    assert limit.slice_bytes == SLICE_BYTES
+    assert limit.slice_bytes == SEND_SLICE_BYTES
 
 
 @pytest.mark.parametrize(("rate", "slice_bytes"), [(1, 16 << 10), (1 << 20, 128 << 10), (1 << 30, 1 << 20)])
 def test_slices_are_short_enough_to_be_interrupted(rate: int, slice_bytes: int):
-    assert Bandwidth(rate).slice_bytes == slice_bytes
+    assert RateLimiter(rate).slice_bytes == slice_bytes

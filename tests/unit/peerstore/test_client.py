@@ -9,11 +9,11 @@ import time
 import msgspec
 import pytest
 
-from peerstore import deadlines, frames
-from peerstore.client import Client, connect
+from peerstore import deadlines, message_codec
 from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
-from peerstore.frames import PROTOCOL, Greeting, Request, Response
-from peerstore.operations import EpochOf, Status
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
+from peerstore.server.store_api import JobRequest, StoreStatusRequest
+from peerstore.server.store_client import Client, connect_to_agent
 from tests.support.neighbours import until
 
 
@@ -22,22 +22,22 @@ class ScriptedAgent:
 
     def __init__(self):
         self.ends = []
-        self.greeting = Greeting(PROTOCOL, "", "1.0", "arena")
+        self.greeting = AgentHello(AGENT_PROTOCOL_VERSION, "", "1.0", "arena")
 
     def connect(self):
         here, there = socket.socketpair()
         there.settimeout(10)
         self.ends.append(there)
-        frames.send(there, self.greeting)
+        message_codec.send_frame(there, self.greeting)
         return here
 
     def request(self, end=0):
-        greeting = frames.receive(self.ends[end], Greeting)
-        assert greeting.protocol == PROTOCOL
-        return frames.receive(self.ends[end], Request)
+        greeting = message_codec.receive_frame(self.ends[end], AgentHello)
+        assert greeting.protocol == AGENT_PROTOCOL_VERSION
+        return message_codec.receive_frame(self.ends[end], AgentRequest)
 
     def answer(self, value, end=0):
-        frames.send(self.ends[end], Response("", frames.encode_raw(value)))
+        message_codec.send_frame(self.ends[end], AgentResponse("", message_codec.encode_raw_message(value)))
 
     def close(self):
         for end in self.ends:
@@ -75,10 +75,10 @@ def test_calls_one_after_the_other_share_a_connection(agent):
 
 
 def test_an_agent_of_another_protocol_is_named(agent):
-    agent.greeting = Greeting(PROTOCOL + 1, "", "9.9")
+    agent.greeting = AgentHello(AGENT_PROTOCOL_VERSION + 1, "", "9.9")
     with pytest.raises(ProtocolError, match=r"speaks protocol 3 \(version 9\.9\), this client 2: use the same release"):
         Client(agent.connect, retry_s=0)
-    assert frames.receive(agent.ends[0], Greeting).protocol == PROTOCOL
+    assert message_codec.receive_frame(agent.ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
     assert agent.ends[0].recv(1) == b"", "the refused connection was left open"
 
 
@@ -123,8 +123,8 @@ def test_a_closed_client_opens_nothing_again(agent):
     client.close()
     with pytest.raises(RequestError, match="closed"):
         client.status()
-    client.tell("status", Status(), timeout_s=1.0)
-    client.tell("status", Status(), timeout_s=1.0, seek=agent.connect)
+    client.tell("status", StoreStatusRequest(), timeout_s=1.0)
+    client.tell("status", StoreStatusRequest(), timeout_s=1.0, seek=agent.connect)
     assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
 
 
@@ -133,7 +133,7 @@ def test_a_wait_that_is_nearly_over_proves_nothing_about_the_agent(agent):
     asked = []
     client = Client(agent.connect, retry_s=0, replace=lambda: bool(asked.append(1)))
     with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="did not answer 'epoch'"):
-        client.call("epoch", EpochOf("job"), int, within_s=3.5)
+        client.call("epoch", JobRequest("job"), int, within_s=3.5)
     assert asked == []
 
 
@@ -143,7 +143,7 @@ def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
 
     client = Client(agent.connect, retry_s=0, replace=hangs)
     with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="it hangs"):
-        client.call("epoch", EpochOf("job"), int, timeout_s=600)
+        client.call("epoch", JobRequest("job"), int, timeout_s=600)
 
 
 # -- deadlines --------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
 
 @pytest.fixture
 def heeding(agent):
-    agent.greeting = Greeting(PROTOCOL, "", "1.0", "arena", heeds_deadlines=True)
+    agent.greeting = AgentHello(AGENT_PROTOCOL_VERSION, "", "1.0", "arena", heeds_deadlines=True)
     return agent
 
 
@@ -161,11 +161,11 @@ def test_a_request_says_how_long_it_is_waited_for(heeding):
         client.epoch("job")
         assert heeding.request().left_s == 60.0
         heeding.answer(1)
-        client.call("epoch", EpochOf("job"), int, within_s=7.0)
+        client.call("epoch", JobRequest("job"), int, within_s=7.0)
         heeding.answer(1)
-        with deadlines.within(3.0), deadlines.within(50.0):
+        with deadlines.timeout_scope(3.0), deadlines.timeout_scope(50.0):
             client.epoch("job")
-        within, budget = (frames.receive(heeding.ends[0], Request).left_s for _ in range(2))
+        within, budget = (message_codec.receive_frame(heeding.ends[0], AgentRequest).left_s for _ in range(2))
         assert 6.0 < within <= 7.0
         assert 2.0 < budget <= 3.0
 
@@ -173,7 +173,7 @@ def test_a_request_says_how_long_it_is_waited_for(heeding):
 def test_an_agent_that_knows_no_deadlines_is_told_none(agent):
     with contextlib.closing(Client(agent.connect, retry_s=0)) as client:
         agent.answer(1)
-        with deadlines.within(3.0):
+        with deadlines.timeout_scope(3.0):
             client.epoch("job")
         assert agent.request().left_s == float("inf")
         agent.answer(1)
@@ -186,7 +186,7 @@ def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(heeding):
     with contextlib.closing(Client(heeding.connect)) as client:
         answers = []
         caller = threading.Thread(
-            target=lambda: answers.append(client.call("epoch", EpochOf("job"), int, within_s=30.0))
+            target=lambda: answers.append(client.call("epoch", JobRequest("job"), int, within_s=30.0))
         )
         caller.start()
         first = heeding.request()
@@ -204,14 +204,14 @@ def test_an_agent_that_says_nothing_is_an_error_that_says_so(heeding):
         began = time.monotonic()
         said = rf"process {os.getpid()}\) did not answer 'epoch': nothing was heard of it for \d\.\d s"
         with pytest.raises(AgentUnreachableError, match=said):
-            client.call("epoch", EpochOf("job"), int, within_s=0.2)
+            client.call("epoch", JobRequest("job"), int, within_s=0.2)
         assert time.monotonic() - began < 20
-        with deadlines.within(0.0), pytest.raises(AgentUnreachableError, match="no time was left"):
+        with deadlines.timeout_scope(0.0), pytest.raises(AgentUnreachableError, match="no time was left"):
             client.epoch("job")
 
 
 def test_an_agent_that_accepts_nobody_costs_no_more_than_the_time_there_is(agent_of_nobody):
-    with deadlines.within(0.2), pytest.raises(AgentUnreachableError):
+    with deadlines.timeout_scope(0.2), pytest.raises(AgentUnreachableError):
         Client(agent_of_nobody)
 
 
@@ -229,4 +229,4 @@ def agent_of_nobody(tmp_path):
                 one = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
                 one.setblocking(False)
                 one.connect(str(path))
-        yield lambda: connect(path)
+        yield lambda: connect_to_agent(path)

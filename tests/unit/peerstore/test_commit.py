@@ -4,34 +4,34 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peerstore.commit import (
-    MOST_KEPT,
-    MOST_TORN,
-    Decided,
-    Reports,
-    Settling,
-    Tally,
-    TooManyKeptError,
-    Versions,
-    left_unfinished,
-    scribe,
-    superseded,
+from peerstore.commit_protocol import (
+    MAX_ABORTED_VERSIONS,
+    MAX_RETAINED_VERSIONS,
+    CommitDecision,
+    CommitReports,
+    JobVersions,
+    PartsReport,
+    PartsTally,
+    TooManyRetainedError,
+    commit_leader,
+    is_abandoned,
+    is_superseded,
 )
-from peerstore.peers.duties import Standing
-from peerstore.records import Base, Group, Kept, ShardKey
+from peerstore.replication.replication_policy import ReplicationStatus
+from peerstore.shard_records import ResumePoint, RetentionMark, ShardKey, VersionId
 
 PARTS = 3
 NODES = ("a", "b", "c")
 
 
 def group(version, epoch=1, attempt=0):
-    return Group(epoch, version, attempt, f"i{epoch}")
+    return VersionId(epoch, version, attempt, f"i{epoch}")
 
 
 groups = st.builds(group, st.integers(0, 3), st.integers(1, 2))
 parts = st.integers(0, PARTS - 1)
 decided = st.builds(
-    Decided,
+    CommitDecision,
     whole=st.none() | groups,
     settled=st.none() | groups,
     torn=st.lists(groups, max_size=3, unique=True).map(tuple),
@@ -69,12 +69,12 @@ def happen(versions, event):
     elif what == "dropped":
         versions.drop([of], 0)
     else:
-        versions.go_on_from(Base(of.epoch + 1, "next", 0, of), ())
+        versions.go_on_from(ResumePoint(of.epoch + 1, "next", 0, of), ())
 
 
 @given(st.lists(events, max_size=25))
 def test_there_are_never_two_answers_about_a_version(happened):
-    versions = Versions()
+    versions = JobVersions()
     for event in happened:
         happen(versions, event)
         assert not versions.torn.keys() & versions.marks.keys()
@@ -86,7 +86,7 @@ def test_there_are_never_two_answers_about_a_version(happened):
 
 @given(st.lists(events, max_size=25), groups)
 def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, torn):
-    versions = Versions()
+    versions = JobVersions()
     for event in happened:
         happen(versions, event)
     if torn not in versions.tear([torn]) and torn not in versions.torn:
@@ -101,7 +101,7 @@ def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, t
 @given(st.lists(events, max_size=25), groups)
 def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
     """Who says so has not heard of it: without a part here it would make older versions superfluous that are whole."""
-    versions = Versions()
+    versions = JobVersions()
     versions.drop([gone], 0)
     for event in happened:
         if event[0] != "went on":
@@ -112,7 +112,7 @@ def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
 @given(groups, parts, st.sets(parts), st.booleans())
 def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
     """Its writer has not heard that it was sealed."""
-    versions = Versions()
+    versions = JobVersions()
     if lost:
         versions.lose(of, part)
     news = versions.leave_out(of, part, here)
@@ -123,7 +123,7 @@ def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
 
 @given(st.lists(st.tuples(groups, parts), max_size=20))
 def test_what_was_left_out_here_is_remembered_by_part(left):
-    versions = Versions()
+    versions = JobVersions()
     for of, part in left:
         versions.leave_out(of, part, ())
     said = {of: {part for other, part in left if other == of} for of, _ in left}
@@ -131,62 +131,64 @@ def test_what_was_left_out_here_is_remembered_by_part(left):
 
 
 def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
-    versions = Versions()
-    versions.tear([group(version) for version in range(3 * MOST_TORN)])
-    assert sorted(versions.torn) == [group(version) for version in range(2 * MOST_TORN, 3 * MOST_TORN)]
+    versions = JobVersions()
+    versions.tear([group(version) for version in range(3 * MAX_ABORTED_VERSIONS)])
+    assert sorted(versions.torn) == [
+        group(version) for version in range(2 * MAX_ABORTED_VERSIONS, 3 * MAX_ABORTED_VERSIONS)
+    ]
 
 
 def test_versions_that_are_kept_are_counted_and_not_the_attempts_at_them():
-    versions = Versions()
+    versions = JobVersions()
     whole = set()
-    for attempt in range(3 * MOST_KEPT):
+    for attempt in range(3 * MAX_RETAINED_VERSIONS):
         versions.keep([versions.said(group(5, attempt=attempt), kept=True, now_ns=attempt + 1)], lambda: whole)
         whole.add(group(5, attempt=attempt))
         assert group(5, attempt=attempt) in versions.stays(whole)
-        assert len(versions.kept) <= 2 * MOST_KEPT, "more than a ping may carry"
-    for version in range(6, 5 + MOST_KEPT):
+        assert len(versions.kept) <= 2 * MAX_RETAINED_VERSIONS, "more than a ping may carry"
+    for version in range(6, 5 + MAX_RETAINED_VERSIONS):
         versions.keep([versions.said(group(version), kept=True, now_ns=1000 + version)], lambda: whole)
-    with pytest.raises(TooManyKeptError):
+    with pytest.raises(TooManyRetainedError):
         versions.keep([versions.said(group(1000), kept=True, now_ns=2000)], lambda: whole)
 
 
 def test_what_is_torn_is_not_kept():
-    versions = Versions()
-    for version in range(3 * MOST_KEPT):
+    versions = JobVersions()
+    for version in range(3 * MAX_RETAINED_VERSIONS):
         versions.keep([versions.said(group(version), kept=True, now_ns=version + 1)])
         versions.tear([group(version)])
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.booleans())
 def test_what_is_said_here_is_later_than_what_was_heard(heard_ns, now_ns, kept):
-    versions = Versions()
-    versions.keep([Kept(group(1), not kept, heard_ns)])
+    versions = JobVersions()
+    versions.keep([RetentionMark(group(1), not kept, heard_ns)])
     versions.keep([versions.said(group(1), kept=kept, now_ns=now_ns)])
     assert versions.kept[group(1)].kept == kept
 
 
 @given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
 def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged, guarded):
-    versions = Versions(guarded=guarded, settled=settled, damaged=damaged)
+    versions = JobVersions(guarded=guarded, settled=settled, damaged=damaged)
     safe = versions.safe(whole)
     if guarded:
         assert safe == (settled if settled not in damaged else None)
     else:
         assert safe == max(whole, default=None)
     for one in {*whole, *damaged}:
-        assert superseded(one, safe) == (safe is not None and one < safe)
-        assert not superseded(one, safe, {one})
-        assert not left_unfinished(one, one.epoch, (), safe)
-        assert not left_unfinished(one, one.epoch + 1, {one}, safe)
-        assert left_unfinished(one, one.epoch + 1, (), safe) == (one != safe)
+        assert is_superseded(one, safe) == (safe is not None and one < safe)
+        assert not is_superseded(one, safe, {one})
+        assert not is_abandoned(one, one.epoch, (), safe)
+        assert not is_abandoned(one, one.epoch + 1, {one}, safe)
+        assert is_abandoned(one, one.epoch + 1, (), safe) == (one != safe)
 
 
 @example(group(3), group(1))
 @given(groups, groups)
 def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
-    versions = Versions()
+    versions = JobVersions()
     versions.call_whole(left, ())
-    said = Base(base.epoch + 1, "next", 0, base)
+    said = ResumePoint(base.epoch + 1, "next", 0, base)
     versions.go_on_from(said, ())
     assert versions.vouched(base)
     if said.leaves(left):
@@ -221,7 +223,7 @@ def stories(draw):
 @given(stories())
 def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story):
     owners, out, order = story
-    of, tally = group(1), Tally()
+    of, tally = group(1), PartsTally()
     sealed, safe, told = set(), set(), []
     for part, state in order:
         if part not in out:
@@ -230,7 +232,7 @@ def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story
             mine = {p for p in range(PARTS) if owners[p] == node}
             left = tuple(sorted(mine & out)) if part in out else ()
             kept, rest = tuple(sorted(mine & safe)), tuple(sorted(mine & (sealed - safe)))
-            tally.add(Settling(of, PARTS, kept, node, 1, rest, left))
+            tally.add(PartsReport(of, PARTS, kept, node, 1, rest, left))
         torn = tally.torn()
         done = tally.complete(me="a", living=NODES, life=lambda _: 1)
         told.append((torn, done))
@@ -252,18 +254,18 @@ def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story
 
 @given(st.sets(st.sampled_from(NODES)), st.booleans())
 def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(living, quorum):
-    reports = Reports("a")
+    reports = CommitReports("a")
     for part, node in enumerate(NODES):
-        reports.count(Settling(group(1), PARTS, (part,), node, 1))
-    reports.count(Settling(group(2), 0, (), "b", 1, (), (0,)))
+        reports.count(PartsReport(group(1), PARTS, (part,), node, 1))
+    reports.count(PartsReport(group(2), 0, (), "b", 1, (), (0,)))
     found = reports.complete(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
     assert found.torn == (group(2),)
     assert (found.settled == group(1)) == (quorum and {"a", *living} == {*NODES})
 
 
 def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
-    reports, of = Reports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
-    standing = [Standing(of, mine=True, copies=1, lacking=1, short=0)]
+    reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
+    standing = [ReplicationStatus(of, mine=True, copies=1, lacking=1, short=0)]
 
     def said(living):
         return reports.unreported(
@@ -271,10 +273,10 @@ def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
         )
 
     teller, notes = said("abc")
-    assert teller == scribe("abc") == "a"
+    assert teller == commit_leader("abc") == "a"
     assert notes == [
-        Settling(group(0), 0, (), "b", 1, (), (2,)),
-        Settling(group(1), PARTS, (), "b", 1, (0,)),
+        PartsReport(group(0), 0, (), "b", 1, (), (2,)),
+        PartsReport(group(1), PARTS, (), "b", 1, (0,)),
     ]
     for note in notes:
         reports.reported(teller, note)

@@ -1,9 +1,9 @@
 import pytest
 
-from peerstore.checksum import checksums
-from peerstore.commit import Decided
+from peerstore.checksums import chunk_checksums
+from peerstore.commit_protocol import CommitDecision
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
-from peerstore.records import CHUNK_BYTES, Base, ShardKey, ShardRecord
+from peerstore.shard_records import CHUNK_BYTES, ResumePoint, ShardKey, ShardRecord
 from peerstore.testing import memory_store
 
 DATA = memoryview(bytes(100))
@@ -11,7 +11,7 @@ DATA = memoryview(bytes(100))
 
 def record(version, epoch=1, incarnation="a", part=0, parts=2):
     key = ShardKey("job", version, epoch, incarnation, 0, part)
-    return ShardRecord(key, parts, len(DATA), CHUNK_BYTES, checksums(DATA), b"", 0)
+    return ShardRecord(key, parts, len(DATA), CHUNK_BYTES, chunk_checksums(DATA), b"", 0)
 
 
 def test_a_whole_version_of_a_past_incarnation_still_gets_its_copies():
@@ -45,14 +45,14 @@ def test_a_damaged_part_of_the_settled_version_gets_its_slot_back():
     with memory_store() as store:
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.copies.decide("job", Decided(settled=records[1].key.group))
+        store.copies.decide("job", CommitDecision(settled=records[1].key.group))
         store.report(records[1].key, "a flipped bit")
         seal_own(store, 3)  # takes the slot that came free
         with pytest.raises(ArenaBusyError):
             seal_own(store, 4)
         take_in(store, records[1])
         assert {fact.key.version for fact in store.inventory("job")} == {1, 2, 3}
-        store.copies.decide("job", Decided(settled=records[2].key.group))
+        store.copies.decide("job", CommitDecision(settled=records[2].key.group))
         seal_own(store, 4)
 
 
@@ -60,7 +60,7 @@ def test_what_was_mended_is_not_damaged_any_more():
     with memory_store() as store:
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.copies.decide("job", Decided(settled=records[2].key.group))
+        store.copies.decide("job", CommitDecision(settled=records[2].key.group))
         store.report(records[2].key, "a flipped bit")
         take_in(store, records[2])
         seal_own(store, 3)
@@ -74,7 +74,7 @@ def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
             store.call_whole("job", one.key.group)
-        store.copies.decide("job", Decided(settled=records[0].key.group))
+        store.copies.decide("job", CommitDecision(settled=records[0].key.group))
         store.copies.go_back("job", records[0].key.group)
         seal_own(store, 1, epoch=2, incarnation="b")
         seal_own(store, 2, epoch=2, incarnation="b")
@@ -87,7 +87,7 @@ def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_f
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
             store.call_whole("job", one.key.group)
-        store.copies.decide("job", Decided(settled=records[0].key.group))
+        store.copies.decide("job", CommitDecision(settled=records[0].key.group))
         store.copies.go_back("job", records[2].key.group)
         seal_own(store, 3, epoch=2, incarnation="b")
         assert {fact.key.version for fact in store.inventory("job")} == {0, 2, 3}
@@ -97,12 +97,12 @@ def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_w
     with memory_store() as store:
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1)]
-        store.copies.decide("job", Decided(settled=records[1].key.group))
+        store.copies.decide("job", CommitDecision(settled=records[1].key.group))
         store.copies.go_back("job", records[0].key.group)
         seal_own(store, 1, epoch=2, incarnation="b")
-        store.copies.decide("job", Decided(settled=records[1].key.group))  # by a ping from a node that was away
+        store.copies.decide("job", CommitDecision(settled=records[1].key.group))  # by a ping from a node that was away
         assert store.copies.settled("job") == records[0].key.group
-        assert store.copies.base("job") == Base(2, "b", 0, records[0].key.group)
+        assert store.copies.base("job") == ResumePoint(2, "b", 0, records[0].key.group)
 
 
 def test_a_node_without_processes_keeps_what_the_others_went_on_from():
@@ -110,7 +110,7 @@ def test_a_node_without_processes_keeps_what_the_others_went_on_from():
         store.copies.guard("job", guarded=True)
         take_in(store, record(3))
         take_in(store, record(4))
-        store.copies.learn("job", Base(2, "b", 0, record(3).key.group))
+        store.copies.learn("job", ResumePoint(2, "b", 0, record(3).key.group))
         for version in (4, 5):
             take_in(store, record(version, epoch=2, incarnation="b"))
         assert record(3).key in {fact.key for fact in store.inventory("job")}
@@ -126,17 +126,17 @@ def test_of_what_is_said_of_the_past_the_latest_counts():
         store.claim("job", "a")
         versions = [record(version).key.group for version in range(4)]
         store.copies.go_back("job", versions[3])
-        again = Base(1, "a", 1, versions[3])
+        again = ResumePoint(1, "a", 1, versions[3])
         store.copies.go_back("job", versions[3])  # the next rank of this node
         assert store.copies.base("job") == again
         store.copies.go_back("job", versions[1])  # that one was not to be read after all
-        assert store.copies.base("job") == Base(1, "a", 2, versions[1])
+        assert store.copies.base("job") == ResumePoint(1, "a", 2, versions[1])
         store.copies.learn("job", again)
-        assert store.copies.base("job") == Base(1, "a", 2, versions[1])
+        assert store.copies.base("job") == ResumePoint(1, "a", 2, versions[1])
         store.claim("job", "b")
-        assert store.copies.base("job") == Base(2, "b", 0, versions[1])
-        store.copies.learn("job", Base(1, "a", 7, versions[2]))  # a side that was cut off tried on its own
-        assert store.copies.base("job") == Base(2, "b", 0, versions[1])
+        assert store.copies.base("job") == ResumePoint(2, "b", 0, versions[1])
+        store.copies.learn("job", ResumePoint(1, "a", 7, versions[2]))  # a side that was cut off tried on its own
+        assert store.copies.base("job") == ResumePoint(2, "b", 0, versions[1])
 
 
 def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_write():
@@ -154,13 +154,13 @@ def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_writ
         store.copies.guard("job", guarded=True, permit=permit)
         store.copies.go_back("job", versions[0])
         assert store.copies.base("job") is None
-        store.copies.decide("job", Decided(settled=versions[1]))  # by a ping from the other side
+        store.copies.decide("job", CommitDecision(settled=versions[1]))  # by a ping from the other side
         assert store.copies.settled("job") == versions[1]
         with pytest.raises(NoQuorumError):
             store.claim("job", "b")
         cut_off = False
         store.claim("job", "b")
-        assert store.copies.base("job") == Base(2, "b", 0, versions[0])
+        assert store.copies.base("job") == ResumePoint(2, "b", 0, versions[0])
 
 
 def test_what_was_loaded_for_an_incarnation_that_another_overtook_is_not_said_for_the_next():

@@ -6,7 +6,7 @@ import sys
 READ_AT_ONCE = """
 import sys, threading
 import msgspec
-from peerstore.decode import from_json, from_msgpack
+from peerstore.message_codec import from_json, from_msgpack
 
 sys.setswitchinterval(1e-6)
 inner = [msgspec.defstruct(f"Inner{n}", [("a", int, 0)]) for n in range(300)]

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from peerstore import checksum
-from peerstore.arena import TmpfsArena
-from peerstore.client import Client, connect
+from peerstore import checksums
 from peerstore.errors import ArenaFullError, PeerStoreError, UnavailableError
-from peerstore.peers.lending import Lending
-from peerstore.peers.messages import Read
-from peerstore.server import StoreServer
+from peerstore.peers.peer_messages import ReadRanges
+from peerstore.peers.shard_server import RangeServer
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore, SealListener
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore, StoreListener
 from tests.support.every_call import CODES, EveryCall
 from tests.support.neighbours import until
 from tests.support.stores import MIB, content, key, store_directory
@@ -31,7 +31,7 @@ COPIED = key(1, part=1, job="other")
 """Brought from another node: its bytes are those of the first version here."""
 
 
-class Told(SealListener):
+class Told(StoreListener):
     def __init__(self):
         self.keys = set()
 
@@ -55,7 +55,7 @@ class Agent:
         self.slots = lambda: len(list((directory / "slots").iterdir()))
         self.server = self.own(lambda: StoreServer(self.store, path))
         self.own(self.server.start)
-        self.client = self.own(lambda: Client(lambda: connect(path), job="job"))
+        self.client = self.own(lambda: Client(lambda: connect_to_agent(path), job="job"))
 
     def own(self, work):
         """What a process does for itself."""
@@ -197,8 +197,8 @@ def lend(agent, record):
     """As another node reads it."""
 
     def lent():
-        asked = Read(record.key, checksum.digest(record.checksums), ((10, 20), (MIB, SIZE)))
-        with contextlib.closing(Lending(agent.store).prepare("job", asked)) as loan:
+        asked = ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ((10, 20), (MIB, SIZE)))
+        with contextlib.closing(RangeServer(agent.store).prepare("job", asked)) as loan:
             loan.fill()
             return bytes(loan.payload[0])
 

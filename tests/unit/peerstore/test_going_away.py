@@ -6,18 +6,17 @@ import time
 
 import pytest
 
-from peerstore.arena import MemfdArena
+from peerstore.daemon_process import ProcessIdentity, current_process
 from peerstore.errors import ArenaFullError, LeaseLostError
-from peerstore.listening import SealListener
-from peerstore.notes import FORGOTTEN
-from peerstore.owners import Owner, myself
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.slots import EXPIRED_JOB_METADATA
 from tests.support.failing_calls import UNKNOWN, failing
 from tests.support.stores import MIB, content, key, load, save
 
 GRACE, TTL = 30.0, 600.0
-DEAD = Owner(myself().pid, -7)
+DEAD = ProcessIdentity(current_process().pid, -7)
 
 
 class Clock:
@@ -51,15 +50,15 @@ def test_a_dead_writers_slot_is_free_at_once(store):
 
 
 def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
-    store.arrived(myself(), "job")
+    store.arrived(current_process(), "job")
     lease = store.lease(key(), MIB, 1)
     clock.now += 10 * GRACE
     store.sweep()
-    store.departed(myself(), "job")
+    store.departed(current_process(), "job")
     clock.now += GRACE
     store.sweep()
-    store.arrived(myself(), "job")  # it is back in time
-    store.departed(myself(), "job")
+    store.arrived(current_process(), "job")  # it is back in time
+    store.departed(current_process(), "job")
     clock.now += GRACE
     store.sweep()
     assert store.grow(lease.id, 10).id == lease.id
@@ -92,12 +91,12 @@ def test_a_reader_that_went_away_holds_nothing(store, clock):
 
 
 def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
-    store.arrived(myself(), "job")
+    store.arrived(current_process(), "job")
     save(store, key())
     store.put_blob("job", "layout", b"x")
     clock.now += 10 * TTL
     store.sweep()
-    store.departed(myself(), "job")
+    store.departed(current_process(), "job")
     clock.now += TTL
     store.sweep()
     assert store.status().jobs[0].expires_in_s == 0
@@ -125,10 +124,10 @@ def test_a_job_that_somebody_reads_or_uploads_is_kept(store, clock):
 def test_how_long_nobody_needed_the_store(store, clock):
     clock.now += 5
     assert store.idle_s() == 5
-    store.arrived(myself(), "job")
+    store.arrived(current_process(), "job")
     clock.now += 5
     assert store.idle_s() == 0
-    store.departed(myself(), "job")
+    store.departed(current_process(), "job")
     clock.now += 7
     assert store.idle_s() == 7
 
@@ -157,7 +156,7 @@ def test_what_was_given_back_unasked_stays_noted_with_its_time_and_its_cause(clo
         assert store.status().jobs == ()
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as again:
         assert again.forgotten("job") == found
-    arena.purge(keep=FORGOTTEN)  # an agent that nobody needs leaves
+    arena.purge(keep=EXPIRED_JOB_METADATA)  # an agent that nobody needs leaves
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
         assert later.forgotten("job") == found
         later.forget("job")  # its owner says so
@@ -166,7 +165,7 @@ def test_what_was_given_back_unasked_stays_noted_with_its_time_and_its_cause(clo
 
 
 def test_only_so_many_ends_are_remembered(store, clock, monkeypatch):
-    monkeypatch.setattr("peerstore.jobs._FORGOTTEN_REMEMBERED", 3)
+    monkeypatch.setattr("peerstore.store.job_table._FORGOTTEN_REMEMBERED", 3)
     for number in range(5):
         save(store, key(job=f"job{number}"), 100)
         clock.now += TTL + 1
@@ -188,7 +187,7 @@ def patient(clock):
 
 def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room(patient, clock):
     told = []
-    listener = SealListener()
+    listener = StoreListener()
     listener.dropped = told.append
     patient.subscribe(listener)
     for number in range(3):
@@ -211,7 +210,7 @@ def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room
 
 
 def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, clock):
-    patient.arrived(myself(), "running")
+    patient.arrived(current_process(), "running")
     save(patient, key(job="running"), 20 * MIB)
     save(patient, key(job="read"), 20 * MIB)
     pin = patient.pin(key(job="read"))

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peerstore.commit import newest_whole, whole_groups
-from peerstore.ledger import (
-    Busy,
+from peerstore.commit_protocol import committed_versions, newest_committed
+from peerstore.shard_records import SlotState, VersionId
+from peerstore.store.slot_eviction import (
+    BudgetExceeded,
     CreateSlot,
-    Full,
-    Limits,
-    MakeRoom,
+    EvictSlots,
+    ReuseSlot,
+    SlotLimits,
+    SlotsBusy,
     SlotView,
-    UseSlot,
+    abandoned_slots,
     choose_slot,
-    evictable,
-    make_room,
+    evictable_slots,
+    evictions_to_grow,
     size_class,
-    stranded,
 )
-from peerstore.records import Group, SlotState
 
 JOBS, PARTS = ["job", "other"], [0, 8]
 
 
 def group(version, epoch=1, attempt=0):
-    return Group(epoch, version, attempt, f"i{epoch}")
+    return VersionId(epoch, version, attempt, f"i{epoch}")
 
 
 groups = st.builds(group, st.integers(0, 4), st.integers(1, 3), st.integers(0, 1))
@@ -54,18 +54,18 @@ def slot_views(draw):
 
 
 wholes = st.dictionaries(st.sampled_from(JOBS), st.sets(groups, max_size=4))
-limits = st.builds(Limits, st.integers(1, 200), st.integers(1, 3), st.integers(0, 2))
+limits = st.builds(SlotLimits, st.integers(1, 200), st.integers(1, 3), st.integers(0, 2))
 
 
 def given_up(decision, slots):
     """The sealed slots that a decision costs."""
-    names = set(decision.drop) | ({decision.name} if isinstance(decision, UseSlot) else set())
+    names = set(decision.drop) | ({decision.name} if isinstance(decision, ReuseSlot) else set())
     return [slot for slot in slots if slot.name in names and slot.state is SlotState.SEALED]
 
 
 def allocated_after(decision, slots, size_bytes):
     left = sum(slot.size_bytes for slot in slots if slot.name not in decision.drop)
-    return left if isinstance(decision, UseSlot) else left + size_bytes
+    return left if isinstance(decision, ReuseSlot) else left + size_bytes
 
 
 def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
@@ -81,7 +81,7 @@ def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
 @given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60), st.integers(1, 4))
 def test_a_chosen_slot_fits_and_costs_nothing_anybody_needs(slots, whole, limits, part, size, epoch):
     decision = choose_slot(slots, job="job", part=part, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
-    if isinstance(decision, Busy | Full):
+    if isinstance(decision, SlotsBusy | BudgetExceeded):
         assert "part" in decision.reason
         return
     assert allocated_after(decision, slots, size) <= limits.budget_bytes
@@ -106,8 +106,8 @@ def test_room_to_grow_fits_and_costs_nothing_anybody_needs(slots, whole, limits,
     if not leased:
         return
     growing = random.choice(leased)
-    decision = make_room(slots, growing=growing.name, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
-    if isinstance(decision, MakeRoom):
+    decision = evictions_to_grow(slots, growing=growing.name, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
+    if isinstance(decision, EvictSlots):
         rest = sum(s.size_bytes for s in slots if s.name not in decision.drop)
         assert rest + size <= limits.budget_bytes
         assert growing.name not in decision.drop
@@ -120,15 +120,15 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
     decision = choose_slot(slots, job="job", part=part, epoch=1, size_bytes=size, limits=limits, whole=whole)
     keep = {job: max(found, default=None) for job, found in whole.items()}
     fixed = sum(s.size_bytes for s in slots if s.state is SlotState.SEALED and s.group == keep.get(s.job, math.nan))
-    if isinstance(decision, Full):
+    if isinstance(decision, BudgetExceeded):
         assert fixed + size > limits.budget_bytes
     if fixed + size > limits.budget_bytes:
-        assert isinstance(decision, Full | Busy)
+        assert isinstance(decision, BudgetExceeded | SlotsBusy)
 
 
 @given(slot_views(), wholes)
 def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
-    found = evictable(slots, newest_whole(whole))
+    found = evictable_slots(slots, newest_committed(whole))
     assert all(slot.group < max(whole[slot.job]) and not slot.busy for slot in found)
     assert [slot.group for slot in found] == sorted(slot.group for slot in found)
     for job, versions in whole.items():
@@ -139,7 +139,7 @@ def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
 
 @given(slot_views(), wholes, st.integers(0, 4))
 def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
-    for slot in stranded(slots, whole, newest_whole(whole), job="job", epoch=epoch):
+    for slot in abandoned_slots(slots, whole, newest_committed(whole), job="job", epoch=epoch):
         assert slot.job == "job"
         assert slot.group.epoch < epoch
         assert slot.group not in whole.get("job", ())
@@ -153,7 +153,7 @@ def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
 @example({}, {group(1): set()}, 4)
 def test_whole_is_all_parts_here_or_somebodys_word_and_nothing_lost_since(here, marked, count):
     parts = dict.fromkeys(here, count)
-    found = whole_groups(here, parts, marked)
+    found = committed_versions(here, parts, marked)
     for one in here.keys() | marked.keys():
         complete = len(here.get(one, ())) >= count
         vouched = one in marked and marked[one] <= set(here.get(one, ()))
@@ -168,7 +168,7 @@ def free(name, *, part=0, job="job", size=10):
     return SlotView(name, SlotState.FREE, size, job, part)
 
 
-ROOMY = Limits(1000, 2, 1)
+ROOMY = SlotLimits(1000, 2, 1)
 WHOLE = {"job": {group(1), group(2)}}
 
 
@@ -182,10 +182,10 @@ def test_a_slot_is_at_most_a_sixty_fourth_larger_than_what_it_is_made_for(size):
     ("slots", "whole", "expected"),
     [
         ([], {}, CreateSlot()),
-        ([free("a", size=11), free("b", size=30)], {}, UseSlot("a")),
+        ([free("a", size=11), free("b", size=30)], {}, ReuseSlot("a")),
         ([sealed("a", 1)], {"job": {group(1)}}, CreateSlot()),
-        ([sealed("a", 1), sealed("b", 2)], {"job": {group(1), group(2)}}, UseSlot("a")),
-        ([sealed("b", 2), sealed("a", 1)], {"job": {group(1), group(2)}}, UseSlot("a")),
+        ([sealed("a", 1), sealed("b", 2)], {"job": {group(1), group(2)}}, ReuseSlot("a")),
+        ([sealed("b", 2), sealed("a", 1)], {"job": {group(1), group(2)}}, ReuseSlot("a")),
         # the older one is held by an upload: an extra slot
         ([sealed("a", 1, busy=True), sealed("b", 2)], {"job": {group(2)}}, CreateSlot()),
         # another writer's free slot is not taken while this one may have its own
@@ -195,7 +195,7 @@ def test_a_slot_is_at_most_a_sixty_fourth_larger_than_what_it_is_made_for(size):
         ([free("a", size=13)], {}, CreateSlot(("a",))),
         ([dataclasses.replace(sealed("a", 1), reusable=False), sealed("b", 2)], WHOLE, CreateSlot(("a",))),
         # a rolled back incarnation writes lower numbers, and is still the newer one
-        ([sealed("a", 9, epoch=1), sealed("b", 3, epoch=2)], {"job": {group(9, 1), group(3, 2)}}, UseSlot("a")),
+        ([sealed("a", 9, epoch=1), sealed("b", 3, epoch=2)], {"job": {group(9, 1), group(3, 2)}}, ReuseSlot("a")),
     ],
 )
 def test_the_order_of_preference(slots, whole, expected):
@@ -205,14 +205,14 @@ def test_the_order_of_preference(slots, whole, expected):
 def test_several_old_versions_go_when_one_is_not_enough():
     slots = [sealed("a", 1, job="old", size=30), sealed("b", 2, job="old", size=30), sealed("c", 3, job="old", size=30)]
     whole = {"old": {group(3)}}
-    decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=60, limits=Limits(100, 2, 1), whole=whole)
+    decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=60, limits=SlotLimits(100, 2, 1), whole=whole)
     assert decision == CreateSlot(("a", "b"))
 
 
 def test_unfinished_versions_of_the_running_incarnation_stay():
     slots = [sealed("a", 1, epoch=2), sealed("b", 2, epoch=2), sealed("c", 3, epoch=2)]
-    assert isinstance(choose_slot(slots, job="job", part=0, epoch=2, size_bytes=10, limits=ROOMY, whole={}), Busy)
-    assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole={}) == UseSlot("a")
+    assert isinstance(choose_slot(slots, job="job", part=0, epoch=2, size_bytes=10, limits=ROOMY, whole={}), SlotsBusy)
+    assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole={}) == ReuseSlot("a")
 
 
 @pytest.mark.parametrize(
@@ -229,19 +229,19 @@ def test_unfinished_versions_of_the_running_incarnation_stay():
 )
 def test_a_refusal_says_what_is_in_the_way(slots, whole, said):
     decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=10, limits=ROOMY, whole=whole)
-    assert isinstance(decision, Busy)
+    assert isinstance(decision, SlotsBusy)
     assert said in decision.reason
 
 
 @given(slot_views(), wholes, st.dictionaries(st.sampled_from(JOBS), groups), limits, st.integers(1, 4))
 @example(
-    [SlotView("s0", SlotState.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, Limits(15, 2, 0), 2
+    [SlotView("s0", SlotState.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
 )  # nobody has told this node that the version is whole
 def test_the_settled_version_is_never_given_up(slots, whole, settled, limits, epoch):
     decision = choose_slot(
         slots, job="job", part=0, epoch=epoch, size_bytes=10, limits=limits, whole=whole, settled=settled
     )
-    if isinstance(decision, UseSlot | CreateSlot):
+    if isinstance(decision, ReuseSlot | CreateSlot):
         assert not [slot for slot in given_up(decision, slots) if slot.group == settled.get(slot.job)]
 
 
@@ -258,7 +258,7 @@ class Node:
     """One job's writers on a node, saving version after version. A save is leased, perhaps grows, and is sealed."""
 
     def __init__(self, budget, sizes, grown, others=()):
-        self.limits = Limits(budget, 2, 1)
+        self.limits = SlotLimits(budget, 2, 1)
         self.sizes, self.grown = sizes, grown
         self.slots = list(others)
         self.whole = {other.job: {other.group} for other in others}
@@ -278,15 +278,15 @@ class Node:
         asked = {"limits": self.limits, "whole": self.whole, "epoch": 1, "writers": len(self.sizes)}
         first = {**asked, "job": "job", "part": part}
         size, decision = self.either(self.sizes[part], lambda size: choose_slot(self.slots, **first, size_bytes=size))
-        if isinstance(decision, Busy | Full):
+        if isinstance(decision, SlotsBusy | BudgetExceeded):
             return decision
         leased = self.take(decision, size, part)
         if self.grown[part] > leased.size_bytes:
             name = leased.name
             size, decision = self.either(
-                self.grown[part], lambda size: make_room(self.slots, growing=name, **asked, size_bytes=size)
+                self.grown[part], lambda size: evictions_to_grow(self.slots, growing=name, **asked, size_bytes=size)
             )
-            if isinstance(decision, Busy | Full):
+            if isinstance(decision, SlotsBusy | BudgetExceeded):
                 return decision
             larger = self.take(CreateSlot(decision.drop), size, part)
             self.slots = [slot for slot in self.slots if slot.name != name]
@@ -298,13 +298,13 @@ class Node:
         """As the store does: a size with a little room, or else just what is needed."""
         for tried in (size_class(size), size):
             decision = decide(tried)
-            if not isinstance(decision, Busy | Full):
+            if not isinstance(decision, SlotsBusy | BudgetExceeded):
                 break
         return tried, decision
 
     def take(self, decision, size, part):
         self.slots = [slot for slot in self.slots if slot.name not in decision.drop]
-        if isinstance(decision, UseSlot):
+        if isinstance(decision, ReuseSlot):
             old = next(slot for slot in self.slots if slot.name == decision.name)
             leased = dataclasses.replace(old, state=SlotState.LEASED, job="job", part=part, group=None)
             self.replace(old, leased)
@@ -352,11 +352,18 @@ def test_a_writer_that_waits_for_ever_is_told_what_would_be_enough():
     """Two writers and room for three slots: the one that comes second finds none, however long it waits."""
     slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotState.LEASED, 10, "job", 0)]
     decision = choose_slot(
-        slots, job="job", part=8, epoch=1, size_bytes=10, limits=Limits(30, 2, 1), whole={"job": {group(1)}}, writers=2
+        slots,
+        job="job",
+        part=8,
+        epoch=1,
+        size_bytes=10,
+        limits=SlotLimits(30, 2, 1),
+        whole={"job": {group(1)}},
+        writers=2,
     )
-    assert isinstance(decision, Busy)
+    assert isinstance(decision, SlotsBusy)
     assert advised(decision) == 40
-    roomy = dataclasses.replace(Limits(30, 2, 1), budget_bytes=40)
+    roomy = dataclasses.replace(SlotLimits(30, 2, 1), budget_bytes=40)
     assert (
         choose_slot(
             slots, job="job", part=8, epoch=1, size_bytes=10, limits=roomy, whole={"job": {group(1)}}, writers=2

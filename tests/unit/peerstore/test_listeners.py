@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.arena import TmpfsArena
 from peerstore.errors import ArenaFullError
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore, SealListener
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore, StoreListener
 from tests.support.leaks import own_name
 from tests.support.stores import flip, key, save
 
 
-class Diary(SealListener):
+class Diary(StoreListener):
     def __init__(self):
         self.lines = []
 
@@ -81,7 +81,7 @@ def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
     assert store.status().damages == ()
 
 
-class NoRoom(SealListener):
+class NoRoom(StoreListener):
     """Has to note what it hears, and cannot."""
 
     def _fail(self, *_, **__):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.arena import TmpfsArena
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
 from tests.support.stores import MIB, content, fill, key, load, save, store_directory
 
 

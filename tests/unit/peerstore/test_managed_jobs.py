@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from peerstore.arena import MemfdArena
 from peerstore.errors import ArenaBusyError, RequestError
-from peerstore.records import ShardKey
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.shard_records import ShardKey
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
 
 PARTS = 1 << 20
 """More than there ever are: nothing is whole."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from peerstore import checksum
-from peerstore.arena import TmpfsArena
+from peerstore import checksums
 from peerstore.errors import ShardDamagedError, ShardNotFoundError, ShardUnreadableError, UnavailableError
-from peerstore.peers.lending import Lending
-from peerstore.peers.messages import Read
+from peerstore.peers.peer_messages import ReadRanges
+from peerstore.peers.shard_server import RangeServer
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
 from tests.support.failing_calls import UNKNOWN, failing
 from tests.support.neighbours import until
 from tests.support.stores import MIB, client_of, content, fill, flip, key, load, save, served, store_directory
@@ -64,7 +64,7 @@ def test_a_machine_without_memory_for_a_buffer_loses_nothing(store, monkeypatch)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(checksum, "bytearray", none_left, raising=False)
+        patch.setattr(checksums, "bytearray", none_left, raising=False)
         with pytest.raises(ShardUnreadableError, match="MemoryError"):
             store.verify(KEY)
     is_whole(store)
@@ -187,11 +187,11 @@ def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
 
 def asked(store, *ranges):
     (record,) = store.records("job", KEY.group)
-    return Read(KEY, checksum.digest(record.checksums), ranges)
+    return ReadRanges(KEY, checksums.chunk_checksum(record.checksums), ranges)
 
 
 def lent(store, *ranges):
-    loan = Lending(store).prepare("job", asked(store, *ranges))
+    loan = RangeServer(store).prepare("job", asked(store, *ranges))
     try:
         loan.fill()
     finally:
@@ -205,8 +205,8 @@ def test_another_node_hears_that_it_cannot_be_read_and_not_that_it_is_absent(sto
         with pytest.raises(ShardUnreadableError):
             lent(store, (10, 20))
         with pytest.raises(ShardUnreadableError):
-            Lending(store).suspected(KEY, [(0, 1)])
-        Lending(store).suspect(KEY, [(0, 1)])
+            RangeServer(store).suspected(KEY, [(0, 1)])
+        RangeServer(store).suspect(KEY, [(0, 1)])
     lent(store, (10, 20))
     is_whole(store)
     assert store.status().arena.pins == 0

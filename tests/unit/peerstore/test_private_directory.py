@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from peerstore.errors import RequestError
-from peerstore.server import private_directory
+from peerstore.server.store_server import ensure_private_directory
 
 
 def mode_of(path):
@@ -23,24 +23,24 @@ def anybody():
 
 
 def test_what_is_made_above_it_is_private_too(anybody, tmp_path):
-    private_directory(tmp_path / "node" / "agent" / "slots")
+    ensure_private_directory(tmp_path / "node" / "agent" / "slots")
     assert [mode_of(tmp_path / name) for name in ("node", "node/agent", "node/agent/slots")] == [0o700] * 3
-    private_directory(tmp_path / "node")  # so whoever comes later can have it as their own
+    ensure_private_directory(tmp_path / "node")  # so whoever comes later can have it as their own
 
 
 def test_what_was_there_stays_as_it_is(anybody, tmp_path):
     (tmp_path / "shared").mkdir()
-    private_directory(tmp_path / "shared" / "mine")
+    ensure_private_directory(tmp_path / "shared" / "mine")
     assert (mode_of(tmp_path / "shared"), mode_of(tmp_path / "shared" / "mine")) == (0o755, 0o700)
     with pytest.raises(RequestError, match="mode 0755"):
-        private_directory(tmp_path / "shared")
+        ensure_private_directory(tmp_path / "shared")
 
 
 def test_a_private_one_that_nobody_may_enter_is_opened_again(tmp_path):
     """As after ``chmod 000``, which a superuser does not notice: only the mode tells."""
     job = tmp_path / "job"
-    private_directory(job / "node")
+    ensure_private_directory(job / "node")
     (job / "node").chmod(0)
     job.chmod(0)
-    private_directory(job / "node")
+    ensure_private_directory(job / "node")
     assert [stat.S_IMODE(one.lstat().st_mode) for one in (job, job / "node")] == [0o700, 0o700]

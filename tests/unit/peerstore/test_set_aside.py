@@ -6,11 +6,11 @@ import errno
 import msgspec
 import pytest
 
-from peerstore import notes
-from peerstore.arena import TmpfsArena, _framed
 from peerstore.errors import ArenaFullError, FencedError, ShardNotFoundError, UnavailableError
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store import slots
+from peerstore.store.arena import TmpfsArena, _framed
+from peerstore.store.node_store import NodeStore
 from tests.support.failing_calls import failing
 from tests.support.stores import MIB, content, key, load, save, store_directory
 
@@ -33,13 +33,13 @@ def opened(directory, budget="64MiB"):
 def newer_release(monkeypatch):
     """While the block runs, notes are of the next format."""
     with monkeypatch.context() as patch:
-        patch.setattr(notes, "FORMAT", notes.FORMAT + 1)
-        put = notes.Notes.put
+        patch.setattr(slots, "METADATA_FORMAT", slots.METADATA_FORMAT + 1)
+        put = slots.MetadataStore.put
 
         def of_next(self, kind, name, note):
-            put(self, kind, name, msgspec.structs.replace(note, format=notes.FORMAT))
+            put(self, kind, name, msgspec.structs.replace(note, format=slots.METADATA_FORMAT))
 
-        patch.setattr(notes.Notes, "put", of_next)
+        patch.setattr(slots.MetadataStore, "put", of_next)
         yield
 
 

@@ -12,13 +12,22 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore import checksum, errors, frames
+from peerstore import checksums, errors, message_codec
+from peerstore.daemon_process import ProcessIdentity, current_process, process_identity, process_start_time
 from peerstore.errors import AgentUnreachableError, InvalidNameError, ProtocolError, RequestError
-from peerstore.frames import Greeting, Request, Response
-from peerstore.names import blob_name, incarnation_name, job_name
-from peerstore.owners import Owner, myself, owner_of, started_at
-from peerstore.records import Group, Lease, Pinned, ShardFact, ShardKey, ShardRecord
-from peerstore.settings import AgentPlace, StoreSettings, budget_bytes, default_place
+from peerstore.message_codec import AgentHello, AgentRequest, AgentResponse
+from peerstore.settings import AgentPaths, StoreSettings, default_agent_paths, parse_budget
+from peerstore.shard_records import (
+    Lease,
+    PinResponse,
+    ShardInfo,
+    ShardKey,
+    ShardRecord,
+    VersionId,
+    validate_blob_name,
+    validate_incarnation,
+    validate_job_name,
+)
 
 # -- frames -----------------------------------------------------------------------------------------------------------
 
@@ -27,13 +36,13 @@ names = st.text(max_size=20)
 keys = st.builds(ShardKey, names, numbers, numbers, names, numbers, numbers)
 records = st.builds(ShardRecord, keys, numbers, numbers, numbers, st.binary(), st.binary(), numbers)
 messages = st.one_of(
-    st.builds(Greeting, numbers, names, names, names, names),
+    st.builds(AgentHello, numbers, names, names, names, names),
     keys,
     records,
     st.builds(Lease, names, keys, numbers, numbers, names, numbers, numbers, numbers),
-    st.builds(Pinned, names, records),
-    st.builds(ShardFact, keys, numbers, numbers, st.binary(), numbers, st.booleans()),
-    st.builds(Group, numbers, numbers, numbers, names),
+    st.builds(PinResponse, names, records),
+    st.builds(ShardInfo, keys, numbers, numbers, st.binary(), numbers, st.booleans()),
+    st.builds(VersionId, numbers, numbers, numbers, names),
 )
 
 
@@ -49,58 +58,58 @@ def pair():
 @given(messages)
 def test_every_message_comes_back_as_it_went(message):
     with pair() as (here, there):
-        frames.send(here, message)
-        assert frames.receive(there, type(message)) == message
+        message_codec.send_frame(here, message)
+        assert message_codec.receive_frame(there, type(message)) == message
 
 
 @given(names, messages)
 def test_requests_and_responses_carry_any_message(word, message):
     with pair() as (here, there):
-        for envelope in (Request, Response):
-            frames.send(here, envelope(word, frames.encode_raw(message)))
-            got = frames.receive(there, envelope)
-            assert frames.decode(got.body, type(message)) == message
+        for envelope in (AgentRequest, AgentResponse):
+            message_codec.send_frame(here, envelope(word, message_codec.encode_raw_message(message)))
+            got = message_codec.receive_frame(there, envelope)
+            assert message_codec.decode_message(got.body, type(message)) == message
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_protocol_error(data):
-    for kind in (Greeting, Request, Response, ShardKey, list[ShardFact]):
+    for kind in (AgentHello, AgentRequest, AgentResponse, ShardKey, list[ShardInfo]):
         with contextlib.suppress(ProtocolError):
-            frames.decode(data, kind)
+            message_codec.decode_message(data, kind)
 
 
 def test_a_large_frame_crosses_in_pieces():
     with pair() as (here, there):
         data = os.urandom(5 << 20)
-        sender = threading.Thread(target=frames.send, args=(here, data))
+        sender = threading.Thread(target=message_codec.send_frame, args=(here, data))
         sender.start()
-        assert frames.receive(there, bytes) == data
+        assert message_codec.receive_frame(there, bytes) == data
         sender.join()
 
 
 def test_a_message_above_the_limit_is_not_sent():
     with pair() as (here, there):
         with pytest.raises(ProtocolError, match="above the limit"):
-            frames.send(here, bytes(frames.MAX_FRAME_BYTES + 1))
+            message_codec.send_frame(here, bytes(message_codec.MAX_FRAME_BYTES + 1))
         here.close()
-        assert frames.receive(there, bytes) is None
+        assert message_codec.receive_frame(there, bytes) is None
 
 
 def test_the_end_between_frames_is_no_error_and_within_one_is():
     with pair() as (here, there):
-        frames.send(here, b"whole")
+        message_codec.send_frame(here, b"whole")
         here.sendall(b"\0\0\0\x09half")
         here.close()
-        assert frames.receive(there, bytes) == b"whole"
+        assert message_codec.receive_frame(there, bytes) == b"whole"
         with pytest.raises(AgentUnreachableError, match="ended after 4 of 9 bytes"):
-            frames.receive(there, bytes)
+            message_codec.receive_frame(there, bytes)
 
 
 def test_a_frame_that_has_begun_must_end_in_time():
     with pair() as (here, there):
         here.sendall(b"\0\0\0\x09half")
         with pytest.raises(TimeoutError):
-            frames.receive(there, bytes, within_s=0.01)
+            message_codec.receive_frame(there, bytes, within_s=0.01)
         assert there.gettimeout() == 10, "the socket's own patience is as it was"
 
 
@@ -109,7 +118,7 @@ def test_a_frame_that_has_begun_must_end_in_time():
 
 @given(st.text())
 def test_a_name_that_is_let_in_is_a_file_name(text):
-    for check in (job_name, incarnation_name, blob_name):
+    for check in (validate_job_name, validate_incarnation, validate_blob_name):
         with contextlib.suppress(InvalidNameError):
             assert check(text) == text
             assert text.isascii()
@@ -121,13 +130,13 @@ def test_a_name_that_is_let_in_is_a_file_name(text):
 
 @pytest.mark.parametrize("name", ["a", "A.b_c-9", "..a", "-", "x" * 128, "0"])
 def test_job_names_that_are_fine(name):
-    assert job_name(name) == name
+    assert validate_job_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "...", "a/b", "a b", "ä", "x" * 129, "a\n", None, 7, b"a"])
 def test_job_names_that_are_not(name):
     with pytest.raises(InvalidNameError, match="1 to 128 letters"):
-        job_name(name)
+        validate_job_name(name)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -138,17 +147,17 @@ def test_job_names_that_are_not(name):
     [("30%", 300), ("100%", 1000), ("0.5%", 5), (" 64 GiB ", 64 << 30), ("1.5k", 1536), ("2GB", 2 * 10**9), ("7", 7)],
 )
 def test_budgets(text, expected):
-    assert budget_bytes(text, memory_bytes=1000) == expected
+    assert parse_budget(text, memory_bytes=1000) == expected
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "1e9", "0%", "100.1%", "5 %%", "1GiBs", "nan", "٣GiB"])
 def test_budgets_that_are_none(text):
     with pytest.raises(RequestError, match="budget"):
-        budget_bytes(text, memory_bytes=1000)
+        parse_budget(text, memory_bytes=1000)
 
 
 def test_a_share_is_of_what_this_process_may_use():
-    assert 0 < budget_bytes("50%") <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    assert 0 < parse_budget("50%") <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @pytest.mark.parametrize(
@@ -170,9 +179,9 @@ def test_settings_that_contradict_themselves_name_the_key(wrong):
 
 
 def test_where_an_agent_lives(tmp_path):
-    assert default_place({"PEERSTORE_DIR": str(tmp_path)}) == AgentPlace(tmp_path, named=True)
-    assert str(default_place({}).directory).endswith(f"peerstore-{os.getuid()}")
-    place = AgentPlace(tmp_path)
+    assert default_agent_paths({"PEERSTORE_DIR": str(tmp_path)}) == AgentPaths(tmp_path, named=True)
+    assert str(default_agent_paths({}).directory).endswith(f"peerstore-{os.getuid()}")
+    place = AgentPaths(tmp_path)
     assert {path.parent for path in (place.socket, place.lock, place.launch_lock, place.log)} == {tmp_path}
 
 
@@ -180,25 +189,25 @@ def test_where_an_agent_lives(tmp_path):
 
 
 def test_a_process_is_alive_until_it_ends_also_as_a_zombie():
-    assert myself().alive
+    assert current_process().alive
     child = subprocess.Popen(["sleep", "60"])
-    owner = owner_of(child.pid)
+    owner = process_identity(child.pid)
     assert owner.alive
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not owner.alive, "a zombie counts as alive"
     child.wait()
     assert not owner.alive
-    assert started_at(child.pid) == -1
+    assert process_start_time(child.pid) == -1
 
 
 def test_a_number_given_to_a_later_process_is_another_owner():
-    assert not Owner(os.getpid(), myself().started - 1).alive
-    assert myself() != Owner(os.getpid(), 0)
+    assert not ProcessIdentity(os.getpid(), current_process().started - 1).alive
+    assert current_process() != ProcessIdentity(os.getpid(), 0)
 
 
 def test_a_process_nobody_here_can_see_counts_as_alive():
-    assert owner_of(0).alive
+    assert process_identity(0).alive
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
@@ -216,17 +225,19 @@ def test_files_and_memory_hash_the_same(tmp_path, pool, size):
     path = tmp_path / "file"
     path.write_bytes(data + b"more")
     expected = b"".join(xxhash.xxh3_64_digest(data[i : i + 100])[::-1] for i in range(0, size, 100))
-    assert checksum.checksums(memoryview(data), chunk_bytes=100) == expected
+    assert checksums.chunk_checksums(memoryview(data), chunk_bytes=100) == expected
     with path.open("rb") as file:
         fd = file.fileno()
-        assert checksum.file_checksums(fd, size, chunk_bytes=100, pool=pool) == expected
-        count = checksum.chunk_count(size, 100)
-        assert checksum.file_mismatches(fd, size, expected, chunks=range(count), chunk_bytes=100, pool=pool) == ()
+        assert checksums.file_checksums(fd, size, chunk_bytes=100, pool=pool) == expected
+        count = checksums.chunk_count(size, 100)
+        assert (
+            checksums.file_mismatched_chunks(fd, size, expected, chunks=range(count), chunk_bytes=100, pool=pool) == ()
+        )
 
 
 def test_flipped_bytes_are_found_in_their_chunks(tmp_path, pool):
     data = bytearray(os.urandom(70 << 20))
-    sums = checksum.checksums(memoryview(data), pool=pool)
+    sums = checksums.chunk_checksums(memoryview(data), pool=pool)
     for at in (0, 33 << 20, (70 << 20) - 1):
         data[at] ^= 1
     path = tmp_path / "file"
@@ -234,18 +245,18 @@ def test_flipped_bytes_are_found_in_their_chunks(tmp_path, pool):
     with path.open("rb") as file:
         fd = file.fileno()
         found = [
-            checksum.file_mismatches(fd, len(data), sums, chunks=chunks, pool=pool)
+            checksums.file_mismatched_chunks(fd, len(data), sums, chunks=chunks, pool=pool)
             for chunks in (range(70), range(1, 69), range(34, 69), range(69, 70))
         ]
     assert found == [(0, 33, 69), (33,), (), (69,)]
-    assert checksum.mismatches(memoryview(data), sums, pool=pool) == (0, 33, 69)
+    assert checksums.mismatched_chunks(memoryview(data), sums, pool=pool) == (0, 33, 69)
 
 
 def test_a_file_that_is_too_short_is_an_error(tmp_path, pool):
     path = tmp_path / "file"
     path.write_bytes(bytes(150))
     with path.open("rb") as file, pytest.raises(OSError, match="ends at byte 150, 200 were expected"):
-        checksum.file_checksums(file.fileno(), 200, chunk_bytes=100, pool=pool)
+        checksums.file_checksums(file.fileno(), 200, chunk_bytes=100, pool=pool)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -255,6 +266,6 @@ def test_errors_cross_the_wire_by_name():
     known = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert len(known) > 10
     for kind in known:
-        assert type(errors.from_wire(kind.__name__, "why")) is kind
-    strange = errors.from_wire("OSError", "why")
+        assert type(errors.error_from_wire(kind.__name__, "why")) is kind
+    strange = errors.error_from_wire("OSError", "why")
     assert (type(strange), str(strange)) == (errors.PeerStoreError, "OSError: why")

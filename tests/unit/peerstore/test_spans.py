@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.peers.spans import Span, Target, cut, digest, join
+from peerstore.peers.range_reader import ReadSpan, ReadTarget, coalesce_targets, span_digest, split_span
 
 
 def targets_of(runs):
@@ -14,7 +14,7 @@ def targets_of(runs):
     at, found = 0, []
     for gap, size in runs:
         at += gap
-        found.append(Target(at, at + size, memoryview(bytearray(size))))
+        found.append(ReadTarget(at, at + size, memoryview(bytearray(size))))
         at += size
     return found
 
@@ -30,7 +30,7 @@ def fill(spans, shard):
 
 def test_neighbours_are_one_span_and_strangers_are_not():
     first, second, third, fourth = targets = targets_of([(5, 10), (0, 20), (64, 7), (65, 9)])
-    one, other = join(reversed(targets))
+    one, other = coalesce_targets(reversed(targets))
     assert (one.start, one.stop, other.start, other.stop) == (5, 106, 171, 180)
     assert [len(view) for view in one.views] == [10, 20, 64, 7]
     assert one.views[0] is first.view
@@ -40,13 +40,13 @@ def test_neighbours_are_one_span_and_strangers_are_not():
 
 
 def test_bytes_that_are_wanted_twice_are_read_twice():
-    wanted = [Target(0, 8, memoryview(bytearray(8))), Target(4, 12, memoryview(bytearray(8)))]
-    assert [(span.start, span.stop) for span in join(wanted)] == [(0, 8), (4, 12)]
+    wanted = [ReadTarget(0, 8, memoryview(bytearray(8))), ReadTarget(4, 12, memoryview(bytearray(8)))]
+    assert [(span.start, span.stop) for span in coalesce_targets(wanted)] == [(0, 8), (4, 12)]
 
 
 def test_nothing_is_asked_for_where_nothing_is_wanted():
-    assert join([]) == []
-    assert join([Target(3, 3, memoryview(b""))]) == []
+    assert coalesce_targets([]) == []
+    assert coalesce_targets([ReadTarget(3, 3, memoryview(b""))]) == []
 
 
 @given(
@@ -58,7 +58,7 @@ def test_every_target_is_filled_with_its_own_bytes(runs, chunk, steps):
     targets = targets_of(runs)
     size = targets[-1].stop if targets else 0
     shard = bytes(xxhash.xxh3_64_intdigest(at.to_bytes(4, "big")) % 256 for at in range(size))
-    spans = [part for span in join(targets) for part in cut(span, chunk, steps * chunk)]
+    spans = [part for span in coalesce_targets(targets) for part in split_span(span, chunk, steps * chunk)]
     fill(spans, shard)
     for target in targets:
         assert bytes(target.view) == shard[target.start : target.stop]
@@ -67,10 +67,10 @@ def test_every_target_is_filled_with_its_own_bytes(runs, chunk, steps):
         whole = span.start % chunk == 0 and span.stop % chunk == 0
         assert whole or not any(edge % chunk == 0 for edge in inside)
         assert span.stop - span.start <= steps * chunk
-        assert digest(span) == xxhash.xxh3_64_digest(shard[span.start : span.stop])[::-1]
+        assert span_digest(span) == xxhash.xxh3_64_digest(shard[span.start : span.stop])[::-1]
 
 
 def test_a_digest_is_that_of_all_views():
     data = bytes(range(200))
     views = tuple(memoryview(data)[at : at + 33] for at in range(0, 200, 33))
-    assert digest(Span(0, 200, views)) == digest(Span(0, 200, (memoryview(data),)))
+    assert span_digest(ReadSpan(0, 200, views)) == span_digest(ReadSpan(0, 200, (memoryview(data),)))

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from peerstore.arena import TmpfsArena
 from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, ShardNotFoundError
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
 from tests.support.examples import examples
 from tests.support.leaks import own_name
 from tests.support.stores import content, fill, flip, key, load

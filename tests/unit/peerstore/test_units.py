@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerstore.errors import RequestError
-from peerstore.settings import budget_bytes
-from peerstore.units import parse_size, show_seconds, show_size
+from peerstore.settings import parse_budget
+from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
 
 SIZES = [
     ("0", 0),
@@ -28,7 +28,7 @@ SIZES = [
 def test_sizes(text, size):
     assert parse_size(text) == size
     if 0 < size < 1 << 53:
-        assert budget_bytes(text) == size  # the same words mean the same everywhere
+        assert parse_budget(text) == size  # the same words mean the same everywhere
 
 
 def test_a_number_is_itself():
@@ -60,7 +60,7 @@ def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
     with pytest.raises(RequestError, match="is not a size"):
-        budget_bytes(text)
+        parse_budget(text)
 
 
 @pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "8388608T"])
@@ -68,20 +68,20 @@ def test_sizes_no_machine_has(text):
     with pytest.raises(ValueError, match="more than any machine"):
         parse_size(text)
     with pytest.raises(RequestError, match="more than any machine"):
-        budget_bytes(text)
+        parse_budget(text)
     with pytest.raises(ValueError):
         parse_size(-1)
 
 
 @pytest.mark.parametrize(("share", "of"), [("50%", 500), ("100%", 1000), ("0.1%", 1)])
 def test_a_budget_may_be_a_share(share, of):
-    assert budget_bytes(share, memory_bytes=1000) == of
+    assert parse_budget(share, memory_bytes=1000) == of
 
 
 @pytest.mark.parametrize("share", ["0%", "100.1%", "101%", "-5%", "%"])
 def test_shares_that_are_none(share):
     with pytest.raises(RequestError):
-        budget_bytes(share, memory_bytes=1000)
+        parse_budget(share, memory_bytes=1000)
 
 
 @given(
@@ -95,7 +95,7 @@ def test_any_text_is_a_size_or_told_to_be_none(text):
         return
     assert 0 <= size < 1 << 63
     if size:  # a budget of nothing is refused
-        assert abs(budget_bytes(text) - size) <= size * 1e-12
+        assert abs(parse_budget(text) - size) <= size * 1e-12
 
 
 @given(st.integers(0, 1 << 50))

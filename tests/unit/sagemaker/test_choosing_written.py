@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.sagemaker.places import candidates, newest
+from integration.sagemaker.checkpoint_stores import complete_checkpoints, newest_checkpoint
 from tests.support.written import FakePlace, write
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
 
@@ -39,7 +39,7 @@ def test_a_step_that_is_not_whole_gives_way_to_an_older_one(how):
     put(place, 10)
     put(place, 20)
     spoil(place, 20, how)
-    chosen = newest([place])
+    chosen = newest_checkpoint([place])
     assert chosen.step == 10
     assert "step 20" in chosen.passed_over[0]
 
@@ -50,7 +50,7 @@ def test_where_none_is_whole_that_is_damage(how):
     put(place, 10)
     spoil(place, 10, how)
     with pytest.raises(CheckpointDamagedError, match="step 10"):
-        newest([place])
+        newest_checkpoint([place])
 
 
 @given(st.dictionaries(st.integers(0, 40), st.sampled_from([None, *SPOILS]), max_size=5), st.integers(0, RANKS - 1))
@@ -61,7 +61,7 @@ def test_the_newest_whole_step_whatever_else_there_is(steps, rank):
         if how is not None:
             spoil(place, step, how, rank)
     whole = sorted((step for step, how in steps.items() if how is None), reverse=True)
-    rest = candidates([place])
+    rest = complete_checkpoints([place])
     assert [next(rest).step for _ in whole] == whole
     with pytest.raises((CheckpointNotFoundError, CheckpointDamagedError)) as ended:
         next(rest)
@@ -71,23 +71,23 @@ def test_the_newest_whole_step_whatever_else_there_is(steps, rank):
 def test_step_zero_is_a_step():
     place = FakePlace()
     put(place, 0)
-    assert newest([place]).step == 0
+    assert newest_checkpoint([place]).step == 0
 
 
 def test_nothing_is_absent_and_no_answer_is_unknown():
     empty, down = FakePlace("memory"), FakePlace("bucket")
     with pytest.raises(CheckpointNotFoundError):
-        newest([empty])
+        newest_checkpoint([empty])
     down.down = TierUnavailableError("no route")
     with pytest.raises(TierUnavailableError, match="bucket"):
-        newest([empty, down])
+        newest_checkpoint([empty, down])
 
 
 def test_one_place_that_does_not_answer_does_not_hide_the_other():
     full, down = FakePlace("memory"), FakePlace("bucket")
     down.down = TierUnavailableError("no route")
     put(full, 5)
-    assert newest([down, full]).step == 5
+    assert newest_checkpoint([down, full]).step == 5
 
 
 def test_a_step_that_cannot_be_asked_for_is_not_called_damaged():
@@ -95,7 +95,7 @@ def test_a_step_that_cannot_be_asked_for_is_not_called_damaged():
     put(place, 5)
     place.trouble[5] = TierUnavailableError("no route")
     with pytest.raises(TierUnavailableError):
-        newest([place])
+        newest_checkpoint([place])
 
 
 def test_a_shard_lost_in_memory_is_whole_in_the_bucket():
@@ -103,23 +103,23 @@ def test_a_shard_lost_in_memory_is_whole_in_the_bucket():
     put(memory, 5)
     put(bucket, 5)
     spoil(memory, 5, "a shard is lost")
-    assert newest([memory, bucket]).place is bucket
+    assert newest_checkpoint([memory, bucket]).place is bucket
 
 
 def test_the_step_that_is_asked_for_and_no_other():
     place = FakePlace()
     put(place, 10)
     put(place, 20)
-    assert newest([place], 10).step == 10
+    assert newest_checkpoint([place], 10).step == 10
     with pytest.raises(CheckpointNotFoundError, match="15"):
-        newest([place], 15)
+        newest_checkpoint([place], 15)
     spoil(place, 20, "a shard is lost")
     with pytest.raises(CheckpointDamagedError):
-        newest([place], 20)
+        newest_checkpoint([place], 20)
 
 
 def test_a_rank_without_anything_to_write_is_not_missed():
     place = FakePlace()
     place.put(3, *write([[("w", (0,), torch.ones(2))], []]))
     del place.blobs[3, 1]
-    assert newest([place]).step == 3
+    assert newest_checkpoint([place]).step == 3

@@ -19,7 +19,7 @@ MEANT = {
     ours.PluginError: aws.SageMakerTieredStorageConfigError,
     ours.CheckpointNotFoundError: aws.NoCheckpointError,
     ours.CheckpointTornError: aws.TornCheckpointError,
-    ours.LedgerNotFoundError: aws.NoCheckpointError,
+    ours.EventLogNotFoundError: aws.NoCheckpointError,
     ours.TierUnavailableError: aws.MemoryTierUnreachableError,
     ours.StoreBusyError: aws.MemoryTierUnreachableError,
     ours.PeersLostError: aws.MemoryTierUnreachableError,
@@ -37,7 +37,7 @@ MEANT = {
     store.PeerRefusedError: aws.SageMakerTieredStorageConfigError,
     store.ShardNotFoundError: aws.SageMakerInMemoryTierError,
     store.ShardDamagedError: aws.DamagedCheckpointError,
-    store.NotUnderstoodError: aws.SageMakerTieredStorageConfigError,
+    store.UnsupportedFormatError: aws.SageMakerTieredStorageConfigError,
     store.UnavailableError: aws.MemoryTierUnreachableError,
     store.AgentUnreachableError: aws.MemoryTierUnreachableError,
     store.PeerUnreachableError: aws.MemoryTierUnreachableError,
@@ -82,12 +82,12 @@ def test_each_of_our_errors_has_its_place():
 
 @pytest.mark.parametrize("cause", MEANT, ids=lambda kind: kind.__name__)
 def test_an_error_comes_out_as_the_nearest_of_aws_names(cause):
-    found = aws.named(cause("why, and what to do"))
+    found = aws.to_sagemaker_error(cause("why, and what to do"))
     assert type(found) is MEANT[cause]
     assert str(pickle.loads(pickle.dumps(found))) == "why, and what to do"
 
 
 @pytest.mark.parametrize("cause", public(ours), ids=lambda kind: kind.__name__)
 def test_what_a_caller_tells_apart_stays_apart(cause):
-    found = aws.named(cause("why"))
+    found = aws.to_sagemaker_error(cause("why"))
     assert [kind for kind in ANSWERS if isinstance(found, kind)] == [k for k in ANSWERS if issubclass(cause, k)]

@@ -52,7 +52,7 @@ def test_a_script_that_was_not_changed(not_installed, tmp_path, monkeypatch):
 
 def test_an_installed_library_is_not_shadowed():
     pytest.importorskip(ROOT)
-    with pytest.raises(UsageError, match="not shadowed"), shim.standing_in():
+    with pytest.raises(UsageError, match="not shadowed"), shim.aws_modules_replaced():
         pass
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.sagemaker.pickled import Made, Name, Persistent, RefusedPickleError, parse
+from integration.sagemaker.safe_pickle import PersistentRef, PickledCall, PickledName, RefusedPickleError, parse_pickle
 
-NOTHING: frozenset[Name] = frozenset()
+NOTHING: frozenset[PickledName] = frozenset()
 
 plain = st.recursive(
     st.none()
@@ -33,7 +33,7 @@ plain = st.recursive(
 def test_what_is_data_comes_back(value, protocol):
     if protocol == 2 and _has_bytes(value):
         return  # protocol 2 makes bytes by calling a codec
-    assert parse(pickle.dumps(value, protocol), NOTHING) == value
+    assert parse_pickle(pickle.dumps(value, protocol), NOTHING) == value
 
 
 def _has_bytes(value):
@@ -45,23 +45,23 @@ def _has_bytes(value):
 def test_a_cut_off_pickle_is_refused(value, data):
     whole = pickle.dumps(value, 4)
     with pytest.raises(RefusedPickleError):
-        parse(whole[: data.draw(st.integers(0, len(whole) - 1))], NOTHING)
+        parse_pickle(whole[: data.draw(st.integers(0, len(whole) - 1))], NOTHING)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_value_or_refused(data):
     with contextlib.suppress(RefusedPickleError):
-        parse(b"\x80\x04" + data, {Name("os", "system")}, most_values=1000)
+        parse_pickle(b"\x80\x04" + data, {PickledName("os", "system")}, most_values=1000)
 
 
 def test_a_name_stays_a_name_and_a_call_is_not_made():
-    made = parse(pickle.dumps(Fraction(1, 2), 4), {Name("fractions", "Fraction")})
-    assert type(made) is Made
-    assert made.kind == Name("fractions", "Fraction")
+    made = parse_pickle(pickle.dumps(Fraction(1, 2), 4), {PickledName("fractions", "Fraction")})
+    assert type(made) is PickledCall
+    assert made.kind == PickledName("fractions", "Fraction")
 
 
 def test_a_persistent_reference_stays_one():
-    assert parse(b"\x80\x02K\x07Q.", NOTHING) == Persistent(7)
+    assert parse_pickle(b"\x80\x02K\x07Q.", NOTHING) == PersistentRef(7)
 
 
 class Runs:
@@ -124,7 +124,7 @@ def test_hostile_pickles_are_refused_and_do_nothing(attack, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     with pytest.raises(RefusedPickleError):
-        parse(ATTACKS[attack], {Name("fractions", "Fraction")}, most_values=2000)
+        parse_pickle(ATTACKS[attack], {PickledName("fractions", "Fraction")}, most_values=2000)
     assert not list(tmp_path.iterdir())
     assert "antigravity" not in set(sys.modules) - before
 
@@ -142,5 +142,5 @@ def test_allowed_names_are_still_not_called():
     """Even a pickle of nothing but allowed names makes nothing: its calls are kept as what they say."""
     data = pickle.dumps(OrderedDict(), 2)
     assert any(opcode.name == "REDUCE" for opcode, _, _ in pickletools.genops(data))
-    made = parse(data, {Name("collections", "OrderedDict"), Name("__builtin__", "list")})
-    assert type(made) is Made
+    made = parse_pickle(data, {PickledName("collections", "OrderedDict"), PickledName("__builtin__", "list")})
+    assert type(made) is PickledCall

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from integration.sagemaker.archive import read_tensor
+from integration.sagemaker.aws_format import read_archived_tensor
 from tests.support.bits import assert_same
 from tests.support.written import archive_of
 from tieredckpt.errors import CheckpointDamagedError
@@ -39,7 +39,7 @@ TENSORS = {
 
 
 def read(data, tensor):
-    return read_tensor(memoryview(data), tuple(tensor.shape), tensor.dtype, "w")
+    return read_archived_tensor(memoryview(data), tuple(tensor.shape), tensor.dtype, "w")
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -62,7 +62,7 @@ def test_without_checksums():
 @pytest.mark.parametrize(("sizes", "dtype"), [((4, 3), torch.float32), ((3, 4), torch.int32), ((12,), torch.float32)])
 def test_another_tensor_than_was_said(sizes, dtype):
     with pytest.raises(CheckpointDamagedError, match="should be"):
-        read_tensor(memoryview(archive_of(torch.zeros(3, 4))), sizes, dtype, "w")
+        read_archived_tensor(memoryview(archive_of(torch.zeros(3, 4))), sizes, dtype, "w")
 
 
 def test_every_cut_and_every_flipped_byte_of_the_data():
@@ -134,14 +134,14 @@ def test_what_is_not_expected_is_refused_before_it_has_memory():
     assert len(data) < 2000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointDamagedError, match="should be"):
-        read_tensor(memoryview(data), (4,), torch.float32, "w")
+        read_archived_tensor(memoryview(data), (4,), torch.float32, "w")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_archives_that_lie(what):
     with pytest.raises(CheckpointDamagedError):
-        read_tensor(memoryview(HOSTILE[what]), (4,), torch.float32, "w")
+        read_archived_tensor(memoryview(HOSTILE[what]), (4,), torch.float32, "w")
 
 
 def test_a_view_beyond_its_storage():
@@ -150,7 +150,7 @@ def test_a_view_beyond_its_storage():
     assert data.count(b"K\x00K\x04\x85") == 1  # offset 0, size (4,)
     lying = _without_checksum(data, b"K\x00K\x04\x85", b"K\x01K\x04\x85")
     with pytest.raises(CheckpointDamagedError, match="reaches to element"):
-        read_tensor(memoryview(lying), (4,), torch.float32, "w")
+        read_archived_tensor(memoryview(lying), (4,), torch.float32, "w")
 
 
 def _without_checksum(data, old, new):

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from integration.sagemaker.aws_format import BlobRange, parse_metadata
 from integration.sagemaker.format_writer import _Pickler
-from integration.sagemaker.metadata import Extent, read_metadata
 from tests.support.written import pickled, write
-from tieredckpt.boxes import Box
 from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.format.slice_boxes import Box
 
 
 def two_ranks():
@@ -35,7 +35,7 @@ def two_ranks():
 
 def test_it_says_what_is_where():
     blobs, metadata = two_ranks()
-    found = read_metadata(pickled(metadata), "m")
+    found = parse_metadata(pickled(metadata), "m")
     assert found.tensors["w"].shape == (4, 3)
     assert found.tensors["w"].dtype == "float32"
     assert [chunk.box for chunk in found.tensors["w"].chunks] == [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
@@ -55,7 +55,7 @@ def test_as_aws_pickles_it(protocol):
         index: info._SageMakerStorageInfo(rank=at.rank, offset=at.start, length=at.length)
         for index, at in metadata.storage_data.items()
     }
-    assert read_metadata(pickle.dumps(theirs, protocol), "m") == read_metadata(pickled(metadata), "m")
+    assert parse_metadata(pickle.dumps(theirs, protocol), "m") == parse_metadata(pickled(metadata), "m")
 
 
 def by_early_311(metadata, protocol, *, asks=getattr, whose=_MEM_FORMAT_ENCODING):
@@ -75,7 +75,7 @@ def test_as_an_early_python_3_11_pickles_it(protocol):
     _, metadata = two_ranks()
     data = by_early_311(metadata, protocol)
     assert (b"__builtin__" if protocol == 2 else b"builtins") in data
-    assert read_metadata(data, "m") == read_metadata(pickled(metadata), "m")
+    assert parse_metadata(data, "m") == parse_metadata(pickled(metadata), "m")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -83,7 +83,7 @@ def test_as_an_early_python_3_11_pickles_it(protocol):
 def test_nothing_but_an_enumeration_is_asked_for_a_name(protocol, changed):
     _, metadata = two_ranks()
     with pytest.raises(CheckpointDamagedError):
-        read_metadata(by_early_311(metadata, protocol, **changed), "m")
+        parse_metadata(by_early_311(metadata, protocol, **changed), "m")
 
 
 def test_what_is_written_here_is_aws_own_class():
@@ -103,13 +103,13 @@ def test_what_is_written_here_is_aws_own_class():
 )
 def test_every_element_type(dtype):
     _, metadata = write([[("w", (0,), torch.zeros(3).to(dtype))]])
-    assert read_metadata(pickled(metadata), "m").tensors["w"].dtype == str(dtype).removeprefix("torch.")
+    assert parse_metadata(pickled(metadata), "m").tensors["w"].dtype == str(dtype).removeprefix("torch.")
 
 
 def test_a_planner_may_keep_what_it_likes_to_itself():
     _, metadata = two_ranks()
     metadata.planner_data = {"w": ["a", 1.5]}
-    assert read_metadata(pickled(metadata), "m").paths is None
+    assert parse_metadata(pickled(metadata), "m").paths is None
 
 
 def _tensor(sizes=(4,), chunks=(((0,), (4,)),), **properties):
@@ -121,13 +121,13 @@ def _tensor(sizes=(4,), chunks=(((0,), (4,)),), **properties):
 
 
 def _at(offset):
-    return {MetadataIndex("w", offset): Extent(0, 0, 500)}
+    return {MetadataIndex("w", offset): BlobRange(0, 0, 500)}
 
 
 def _with(described=None, stored=None):
     return Metadata(
         {"w": _tensor()} if described is None else described,
-        storage_data={MetadataIndex("w", (0,)): Extent(0, 0, 500)} if stored is None else stored,
+        storage_data={MetadataIndex("w", (0,)): BlobRange(0, 0, 500)} if stored is None else stored,
     )
 
 
@@ -137,24 +137,24 @@ class Runs:
 
 
 BAD = {
-    "another class": Extent(0, 0, 0),
+    "another class": BlobRange(0, 0, 0),
     "no metadata": {"state_dict_metadata": {}},
     "nothing described": _with(described=[]),
     "no places": Metadata({"w": _tensor()}),
     "no place for a chunk": _with(stored={}),
     "no place for an object": _with({"o": BytesStorageMetadata()}, {}),
-    "a negative rank": _with(stored={MetadataIndex("w", (0,)): Extent(-1, 0, 500)}),
-    "a rank of a million millions": _with(stored={MetadataIndex("w", (0,)): Extent(10**12, 0, 500)}),
-    "a negative offset": _with(stored={MetadataIndex("w", (0,)): Extent(0, -1, 500)}),
-    "a length that is no number": _with(stored={MetadataIndex("w", (0,)): Extent(0, 0, "500")}),
-    "a length that is a bool": _with(stored={MetadataIndex("w", (0,)): Extent(0, 0, True)}),
-    "fewer bytes than elements": _with(stored={MetadataIndex("w", (0,)): Extent(0, 0, 15)}),
+    "a negative rank": _with(stored={MetadataIndex("w", (0,)): BlobRange(-1, 0, 500)}),
+    "a rank of a million millions": _with(stored={MetadataIndex("w", (0,)): BlobRange(10**12, 0, 500)}),
+    "a negative offset": _with(stored={MetadataIndex("w", (0,)): BlobRange(0, -1, 500)}),
+    "a length that is no number": _with(stored={MetadataIndex("w", (0,)): BlobRange(0, 0, "500")}),
+    "a length that is a bool": _with(stored={MetadataIndex("w", (0,)): BlobRange(0, 0, True)}),
+    "fewer bytes than elements": _with(stored={MetadataIndex("w", (0,)): BlobRange(0, 0, 15)}),
     "elements beyond the shape": _with({"w": _tensor(chunks=[((2,), (4,))])}, _at((2,))),
     "other dimensions": _with({"w": _tensor(chunks=[((0, 0), (4, 1))])}, _at((0, 0))),
     "a sparse tensor": _with({"w": _tensor(layout=torch.sparse_coo)}),
     "something that runs": _with({"w": Runs()}),
     "something that runs as an object's place": _with(stored={MetadataIndex("w", (0,)): Runs()}),
-    "an entry of a strange kind": _with({"w": Extent(0, 0, 1)}),
+    "an entry of a strange kind": _with({"w": BlobRange(0, 0, 1)}),
     "an entry without a name": _with({5: BytesStorageMetadata()}),
 }
 
@@ -162,7 +162,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_what_does_not_fit_is_damage(what):
     with pytest.raises(CheckpointDamagedError):
-        read_metadata(pickled(BAD[what]), "m")
+        parse_metadata(pickled(BAD[what]), "m")
 
 
 def test_a_shape_in_itself_is_not_walked_forever():
@@ -170,6 +170,6 @@ def test_a_shape_in_itself_is_not_walked_forever():
     chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
     many = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((1,)), [chunk] * (1 << 15))
     described = {f"w{number}": many for number in range(600)}
-    stored = {MetadataIndex(name, (0,)): Extent(0, 0, 500) for name in described}
+    stored = {MetadataIndex(name, (0,)): BlobRange(0, 0, 500) for name in described}
     with pytest.raises(CheckpointDamagedError, match="too many"):
-        read_metadata(pickled(Metadata(described, storage_data=stored)), "m")
+        parse_metadata(pickled(Metadata(described, storage_data=stored)), "m")

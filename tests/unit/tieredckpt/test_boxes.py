@@ -5,8 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.boxes import Box, coalesce, intersection, relative, runs, subtract, uncovered, whole
 from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.format.slice_boxes import (
+    Box,
+    byte_runs,
+    coalesce_ranges,
+    full_box,
+    intersection,
+    relative_box,
+    subtract_box,
+    uncovered,
+)
 
 
 @st.composite
@@ -33,7 +42,7 @@ def test_intersection_and_difference_partition_a_box(pair):
     common = intersection(a, b)
     shared = cells(common) if common else set()
     assert shared == cells(a) & cells(b)
-    rest = [cells(r) for r in subtract(a, b)]
+    rest = [cells(r) for r in subtract_box(a, b)]
     assert sum(map(len, rest)) == len(set().union(*rest)) if rest else True
     assert set().union(*rest, set()) == cells(a) - cells(b)
 
@@ -41,8 +50,8 @@ def test_intersection_and_difference_partition_a_box(pair):
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), st.lists(boxes_in(s), max_size=5))))
 def test_uncovered_is_what_no_cover_has(case):
     shape, covers = case
-    missing = uncovered(whole(shape), covers)
-    expected = cells(whole(shape)) - set().union(*(cells(c) for c in covers), set())
+    missing = uncovered(full_box(shape), covers)
+    expected = cells(full_box(shape)) - set().union(*(cells(c) for c in covers), set())
     assert set().union(*(cells(m) for m in missing), set()) == expected
 
 
@@ -60,10 +69,10 @@ def test_runs_move_exactly_the_bytes_of_the_common_box(case, itemsize):
 
     source, target = cut(stored).reshape(-1), np.zeros_like(cut(wanted).reshape(-1))
     expected = np.zeros_like(cut(wanted))
-    inside = relative(box, wanted)
+    inside = relative_box(box, wanted)
     expected[tuple(slice(o, o + n) for o, n in zip(inside.offsets, inside.sizes, strict=True))] = cut(box)
     moved = 0
-    for run in runs(box, stored, wanted, itemsize):
+    for run in byte_runs(box, stored, wanted, itemsize):
         target[run.target : run.target + run.size_bytes] = source[run.source : run.source + run.size_bytes]
         moved += run.size_bytes
     assert moved == box.volume * itemsize
@@ -74,7 +83,7 @@ def test_runs_move_exactly_the_bytes_of_the_common_box(case, itemsize):
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)).map(lambda t: (t[0], t[0] + t[1]))), st.integers(0, 5)
 )
 def test_coalesced_ranges_hold_the_same_bytes_and_keep_their_distance(ranges, gap):
-    merged = coalesce(ranges, gap_bytes=gap)
+    merged = coalesce_ranges(ranges, gap_bytes=gap)
     wanted = {x for start, stop in ranges for x in range(start, stop)}
     assert wanted <= {x for start, stop in merged for x in range(start, stop)}
     assert all(b[0] - a[1] > gap for a, b in itertools.pairwise(merged))
@@ -87,4 +96,4 @@ def test_boxes_that_cross_each_other_in_every_direction_are_damage_not_a_product
         for axis in range(axes)
     ]
     with pytest.raises(CheckpointDamagedError, match="split"):
-        uncovered(whole((3,) * axes), slabs)
+        uncovered(full_box((3,) * axes), slabs)

@@ -5,15 +5,14 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore import checksum
-from peerstore.records import ShardKey
-from tieredckpt.agent.compress import compressed, decompress
-from tieredckpt.fetch import _places, _stored, _verified
-from tieredckpt.manifest import ShardIndex, ShardMeta
+from peerstore import checksums
+from peerstore.shard_records import ShardKey
+from tieredckpt.format.manifest import ShardIndex, ShardMeta, compressed_shard, decompress_chunk
+from tieredckpt.restore.verified_reads import _places, _stored, _verified
 
 
 def index_of(data, chunk_bytes, **more):
-    sums = checksum.checksums(memoryview(data), chunk_bytes=chunk_bytes)
+    sums = checksums.chunk_checksums(memoryview(data), chunk_bytes=chunk_bytes)
     key = ShardKey("j", 1, 1, "a", 0, 0)
     return ShardIndex(key, 1, len(data), chunk_bytes, sums, ShardMeta("", ()), **more)
 
@@ -26,7 +25,7 @@ def test_every_window_of_chunks_comes_back(tmp_path_factory, data, chunk_bytes):
     source = tmp_path_factory.getbasetemp() / "shard"
     source.write_bytes(data)
     index = index_of(data, chunk_bytes)
-    with compressed(source, index, wanted=True) as (path, frames):
+    with compressed_shard(source, index, wanted=True) as (path, frames):
         stored = path.read_bytes()
     if frames is None:
         assert stored == data
@@ -85,16 +84,16 @@ def test_a_damaged_frame_is_seen(data, draw):
     ids=["empty", "magic", "too little", "a bomb", "no size", "cut"],
 )
 def test_what_is_not_that_chunk_is_an_error_before_it_is_memory(frame):
-    assert decompress(zstandard.compress(b"\0" * 100), 100) == b"\0" * 100
+    assert decompress_chunk(zstandard.compress(b"\0" * 100), 100) == b"\0" * 100
     with pytest.raises(zstandard.ZstdError):
-        decompress(frame, 100)
+        decompress_chunk(frame, 100)
 
 
 def test_nothing_is_compressed_unasked_or_for_nothing(tmp_path):
     source = tmp_path / "shard"
     source.write_bytes(b"\0" * 5000)
-    with compressed(source, index_of(b"\0" * 5000, 4096), wanted=False) as (path, frames):
+    with compressed_shard(source, index_of(b"\0" * 5000, 4096), wanted=False) as (path, frames):
         assert (path, frames) == (source, None)
     source.write_bytes(b"")
-    with compressed(source, index_of(b"", 4096), wanted=True) as (path, frames):
+    with compressed_shard(source, index_of(b"", 4096), wanted=True) as (path, frames):
         assert (path, frames) == (source, None)

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.boxes import Box, whole
-from tieredckpt.coverage import gaps
-from tieredckpt.layout import ARCHIVE, OBJECT, ItemEntry, TensorEntry, lay_out
-from tieredckpt.manifest import StateTable, TableTensor
+from tieredckpt.format.manifest import StateTable, TableTensor, missing_entries
+from tieredckpt.format.shard_layout import ARCHIVE_ITEM, OBJECT_ITEM, ItemEntry, TensorEntry, build_layout
+from tieredckpt.format.slice_boxes import Box, full_box
 
 
 @st.composite
@@ -33,14 +32,14 @@ def states(draw):
     for _ in range(draw(st.integers(0, 3))):
         pieces, items = [], []
         for tensor in tensors:
-            for box in draw(st.lists(boxes_in(tensor.shape) | st.just(whole(tensor.shape)), max_size=2)):
+            for box in draw(st.lists(boxes_in(tensor.shape) | st.just(full_box(tensor.shape)), max_size=2)):
                 entry = TensorEntry(tensor.fqn, "float32", tensor.shape, box, 4)
                 if draw(st.booleans()):
                     pieces.append(entry)
                 else:
-                    items.append(ItemEntry(tensor.fqn, ARCHIVE, entry))
-        items += [ItemEntry(name, OBJECT) for name in objects if draw(st.booleans())]
-        shards.append(lay_out(pieces, items, None))
+                    items.append(ItemEntry(tensor.fqn, ARCHIVE_ITEM, entry))
+        items += [ItemEntry(name, OBJECT_ITEM) for name in objects if draw(st.booleans())]
+        shards.append(build_layout(pieces, items, None))
     return StateTable(tuple(tensors), tuple(objects)), shards
 
 
@@ -63,25 +62,27 @@ def missing(table, shards):
 @given(states())
 def test_gaps_are_what_a_mask_shows(state):
     table, shards = state
-    assert gaps(table, shards) == missing(table, shards)
+    assert missing_entries(table, shards) == missing(table, shards)
 
 
 @given(states(), st.randoms(use_true_random=False))
 def test_the_order_of_shards_does_not_matter(state, random):
     table, shards = state
     mixed = random.sample(shards, len(shards))
-    assert gaps(table, mixed) == gaps(table, shards) == gaps(table, [*shards, *mixed])
+    assert missing_entries(table, mixed) == missing_entries(table, shards) == missing_entries(table, [*shards, *mixed])
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (16,), (4, 4, 1), ()])
 def test_a_piece_of_another_shape_covers_nothing(shape):
     table = StateTable((TableTensor("t", "float32", (4, 4)),), ())
-    stranger = lay_out([TensorEntry("t", "float32", shape, whole(shape), 4)], [], None)
-    assert gaps(table, [stranger]) == ["t"]
+    stranger = build_layout([TensorEntry("t", "float32", shape, full_box(shape), 4)], [], None)
+    assert missing_entries(table, [stranger]) == ["t"]
 
 
 def test_an_object_is_no_tensor_and_a_tensor_no_object():
     table = StateTable((TableTensor("t", "float32", (1,)),), ("o",))
-    mixed_up = lay_out([TensorEntry("o", "float32", (1,), Box((0,), (1,)), 4)], [ItemEntry("t", OBJECT)], None)
-    assert gaps(table, [mixed_up]) == ["t", "o"]
-    assert gaps(StateTable((), ()), []) == []
+    mixed_up = build_layout(
+        [TensorEntry("o", "float32", (1,), Box((0,), (1,)), 4)], [ItemEntry("t", OBJECT_ITEM)], None
+    )
+    assert missing_entries(table, [mixed_up]) == ["t", "o"]
+    assert missing_entries(StateTable((), ()), []) == []

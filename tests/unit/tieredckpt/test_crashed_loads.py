@@ -2,11 +2,11 @@
 
 import pytest
 
-from peerstore.owners import Owner, myself
-from peerstore.records import Group
-from tieredckpt.agent.crashed_loads import EXPIRY_S, CrashedLoads
+from peerstore.daemon_process import ProcessIdentity, current_process
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.job_health import CRASHED_LOAD_EXPIRY_S, CrashedLoads
 
-STEP, OLDER = Group(1, 10, 0, "a"), Group(1, 9, 0, "a")
+STEP, OLDER = VersionId(1, 10, 0, "a"), VersionId(1, 9, 0, "a")
 
 
 class Clock:
@@ -28,7 +28,7 @@ def loads(clock):
 
 def dead(number):
     """A process that there is not any more."""
-    return Owner(1 << 30, number)
+    return ProcessIdentity(1 << 30, number)
 
 
 def end(loads, owner, group=STEP, rank=0, *, done=False):
@@ -50,7 +50,7 @@ def test_who_says_goodbye_or_lives_does_not(loads):
     loads.begun(dead(1), "job", STEP, 0)
     loads.over(dead(1), "job", stepped=False)
     loads.left(dead(1), "job")
-    end(loads, myself())
+    end(loads, current_process())
     loads.begun(dead(2), "job", STEP, 0)  # its connections are still open
     assert loads.count("job") == {}
 
@@ -71,12 +71,12 @@ def test_who_looks_at_what_it_loaded_for_long_did_not_die_of_it(loads, clock):
 
 def test_it_expires(loads, clock):
     end(loads, dead(1))
-    clock.now += EXPIRY_S / 2
+    clock.now += CRASHED_LOAD_EXPIRY_S / 2
     end(loads, dead(2))
     assert loads.count("job") == {STEP: 2}
-    clock.now += EXPIRY_S / 2
+    clock.now += CRASHED_LOAD_EXPIRY_S / 2
     assert loads.count("job") == {STEP: 1}
-    clock.now += EXPIRY_S / 2
+    clock.now += CRASHED_LOAD_EXPIRY_S / 2
     assert loads.count("job") == {}
 
 

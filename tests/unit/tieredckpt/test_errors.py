@@ -16,7 +16,7 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
     UsageError,
-    wire_errors,
+    errors_by_name,
 )
 
 
@@ -50,7 +50,7 @@ def test_the_tree_in_the_docstring_is_the_tree(module, root):
     assert all(kind.__doc__ for kind in classes.values())
 
 
-@pytest.mark.parametrize("kind", wire_errors().values(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", errors_by_name().values(), ids=lambda kind: kind.__name__)
 def test_errors_pickle_and_copy(kind):
     error = kind("what, which one, what to do")
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
@@ -59,7 +59,7 @@ def test_errors_pickle_and_copy(kind):
 
 
 def test_what_travels_by_name_is_the_whole_tree():
-    found = wire_errors()
+    found = errors_by_name()
     assert found["TieredCheckpointError"] is TieredCheckpointError
     assert {n for n, v in vars(tieredckpt.errors).items() if isinstance(v, type) and v.__name__ == n} <= found.keys()
 
@@ -69,5 +69,5 @@ def test_absent_unknown_and_damaged_cannot_be_caught_as_one_another():
     for one in answers:
         assert [other for other in answers if issubclass(other, one)] == [one]
     assert issubclass(StoreBusyError, TierUnavailableError)
-    for kind in wire_errors().values():
+    for kind in errors_by_name().values():
         assert not issubclass(kind, OSError | ValueError | KeyError | peerstore.errors.PeerStoreError)

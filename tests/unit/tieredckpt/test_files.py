@@ -5,28 +5,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.errors import UsageError
-from tieredckpt.files import part_of, place_of
-from tieredckpt.manifest import OPEN_ENDED
-from tieredckpt.slot_files import METADATA, layout_of
+from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
+from tieredckpt.fsspec_view.file_space import file_part_number, parse_tiered_path
+from tieredckpt.fsspec_view.step_files import DCP_METADATA_NAME, one_file_layout
 
 
 def test_what_dcp_calls_its_files_never_meets():
-    names = [METADATA, *(f"__{rank}_{number}.distcp" for rank in range(0, 1024, 7) for number in range(0, 1022, 13))]
-    parts = [part_of(name) for name in names]
+    names = [
+        DCP_METADATA_NAME,
+        *(f"__{rank}_{number}.distcp" for rank in range(0, 1024, 7) for number in range(0, 1022, 13)),
+    ]
+    parts = [file_part_number(name) for name in names]
     assert len(set(parts)) == len(names)
-    assert part_of(METADATA) == 0
-    assert all(0 <= part < OPEN_ENDED for part in parts)
-    assert part_of("__1023_1021.distcp") < OPEN_ENDED
+    assert file_part_number(DCP_METADATA_NAME) == 0
+    assert all(0 <= part < UNKNOWN_PART_COUNT for part in parts)
+    assert file_part_number("__1023_1021.distcp") < UNKNOWN_PART_COUNT
 
 
 @given(st.text(min_size=1, max_size=40))
 def test_every_name_has_a_part(name):
-    assert (part_of(name) == 0) == (name == METADATA)
-    assert part_of(name) < OPEN_ENDED
+    assert (file_part_number(name) == 0) == (name == DCP_METADATA_NAME)
+    assert file_part_number(name) < UNKNOWN_PART_COUNT
 
 
 def test_a_files_place_in_its_shard_does_not_depend_on_its_size():
-    layout = layout_of("__0_0.distcp")
+    layout = one_file_layout("__0_0.distcp")
     assert layout.item_starts((5,)) == layout.item_starts((1 << 40,)) == [0]
     assert layout.size_bytes((10,)) == layout.header_bytes + 10
     assert len(layout.header((1 << 40,))) == layout.header_bytes
@@ -43,17 +46,17 @@ def test_a_files_place_in_its_shard_does_not_depend_on_its_size():
     ],
 )
 def test_paths(path, found):
-    place = place_of(path)
+    place = parse_tiered_path(path)
     assert (place.job, place.step, place.name) == found
 
 
 @pytest.mark.parametrize("path", ["job/other", "job/step-1/folder/file", "job/step-1/model.json", "job/step--1"])
 def test_paths_of_other_files(path):
-    place = place_of(path)
+    place = parse_tiered_path(path)
     assert (place.job, place.step, place.name, f"job/{place.other}") == ("job", None, "", path)
 
 
 @pytest.mark.parametrize("path", ["", "a b", "..", "job//x", "job/x/..", "job/other/.metadata", "job/__0_0.distcp"])
 def test_paths_that_are_none(path):
     with pytest.raises(UsageError):
-        place_of(path)
+        parse_tiered_path(path)

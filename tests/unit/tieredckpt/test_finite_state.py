@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tieredckpt import Checkpointer, Settings
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import NonFiniteStateError
-from tieredckpt.saved import SaveState
 from tieredckpt.settings import MemorySettings
 from tieredckpt.testing import memory_node
 

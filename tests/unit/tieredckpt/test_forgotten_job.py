@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tieredckpt import Checkpointer
-from tieredckpt.agent.messages import LAYOUT, TABLE
-from tieredckpt.session import close_sessions
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
+from tieredckpt.session.session import close_sessions
 from tieredckpt.testing import memory_node
 
 
@@ -26,7 +26,10 @@ def test_what_is_saved_next_can_be_read(node):
         node.store.forget("gone")
         ckpt.save(state_at(3), 3).wait()
         ckpt.save(state_at(4), 4).wait()
-        assert {name.rpartition(".")[0] + "." for name in node.store.blobs("gone")} >= {LAYOUT, TABLE}
+        assert {name.rpartition(".")[0] + "." for name in node.store.blobs("gone")} >= {
+            LAYOUT_BLOB_PREFIX,
+            TABLE_BLOB_PREFIX,
+        }
     close_sessions()
     with Checkpointer("tiered://gone") as ckpt:
         found = state_at(0)
@@ -49,4 +52,7 @@ def test_a_shard_without_what_describes_it_is_not_sealed(node):
         for name in node.store.blobs("gone"):
             node.store.remove_blob("gone", name)
         ckpt.save(state_at(2), 2).wait()
-        assert len([name for name in node.store.blobs("gone") if name.startswith((LAYOUT, TABLE))]) == 2
+        assert (
+            len([name for name in node.store.blobs("gone") if name.startswith((LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX))])
+            == 2
+        )

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from peerstore.records import Group
+from peerstore.shard_records import VersionId
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SaveFailedError, UsageError
-from tieredckpt.incarnation import CapturePoint, Incarnation, IncarnationOwner, SaveProposal, decide
-from tieredckpt.manifest import decode_meta
+from tieredckpt.format.manifest import decode_meta
+from tieredckpt.session.incarnation import CapturePoint, Incarnation, IncarnationTracker, SaveProposal, decide_save
 from tieredckpt.testing import memory_node
 
 JOB = "job"
@@ -30,7 +30,7 @@ def proposal(current=X, parts=2, base=None, reached=-1, known=0, **how):
 
 
 def test_ranks_that_know_the_same_go_on():
-    found = decide([proposal(base=4), proposal(base=4, attempts=2)], "new")
+    found = decide_save([proposal(base=4), proposal(base=4, attempts=2)], "new")
     assert (found.incarnation, found.parts, found.base, found.attempt) == (X, 2, 4, 2)
     assert found.key(1).part == 1
 
@@ -48,50 +48,50 @@ def test_ranks_that_know_the_same_go_on():
 )
 def test_one_rank_that_differs_makes_a_new_incarnation(other):
     for proposals in ([proposal(known=3), other], [other, proposal(known=3)]):
-        found = decide(proposals, "new")
+        found = decide_save(proposals, "new")
         assert found.incarnation.name == "new"
         assert found.incarnation.epoch == max(one.known_epoch for one in proposals) + 1
         assert found.parts == 2
 
 
 def test_a_new_incarnation_goes_on_from_where_a_rank_went_back_to():
-    assert decide([proposal(base=1, reached=20), proposal(None, 0, base=10)], "new").base == 10
+    assert decide_save([proposal(base=1, reached=20), proposal(None, 0, base=10)], "new").base == 10
 
 
 def test_a_new_incarnation_that_nobody_went_back_for_keeps_what_was_saved():
-    assert decide([proposal(base=1, reached=20), proposal(None, 0)], "new").base == 20
-    assert decide([proposal(None, 0)] * 2, "new").base is None
-    assert decide([proposal(None, 0, base=-1)] * 2, "new").base == -1
+    assert decide_save([proposal(base=1, reached=20), proposal(None, 0)], "new").base == 20
+    assert decide_save([proposal(None, 0)] * 2, "new").base is None
+    assert decide_save([proposal(None, 0, base=-1)] * 2, "new").base == -1
 
 
 def test_what_was_staged_before_a_load_is_written_for_its_own_incarnation_or_not_at_all():
-    assert decide([proposal(left=True), proposal(left=True)], "new").incarnation == X
+    assert decide_save([proposal(left=True), proposal(left=True)], "new").incarnation == X
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
-        decide([proposal(left=True), proposal(left=True, known=4)], "new")
+        decide_save([proposal(left=True), proposal(left=True, known=4)], "new")
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
-        decide([proposal(left=True), proposal(None, 0, base=4)], "new")
+        decide_save([proposal(left=True), proposal(None, 0, base=4)], "new")
 
 
 def test_ranks_that_save_different_steps_are_told_so():
     with pytest.raises(UsageError, match="rank 1 saves step 8 of job while rank 0 saves step 9"):
-        decide([proposal(), proposal(step=8)], "new")
+        decide_save([proposal(), proposal(step=8)], "new")
 
 
 def test_a_rank_that_cannot_save_says_why_to_all():
     with pytest.raises(SaveFailedError, match="rank 1 cannot save step 9 of job: no agent"):
-        decide([proposal(), proposal(problem="no agent")], "new")
+        decide_save([proposal(), proposal(problem="no agent")], "new")
 
 
 def test_the_newest_whole_version_is_told_to_all():
-    whole = Group(3, 7, 0, "x")
-    assert decide([proposal(whole=whole), proposal(whole=Group(3, 6, 0, "x"))], "new").whole == whole
-    assert decide([proposal()], "new").whole is None
+    whole = VersionId(3, 7, 0, "x")
+    assert decide_save([proposal(whole=whole), proposal(whole=VersionId(3, 6, 0, "x"))], "new").whole == whole
+    assert decide_save([proposal()], "new").whole is None
 
 
 def agree(owners, step, points=None, known=0, name="n"):
     points = points or [owner.capture() for owner in owners]
     pairs = list(zip(owners, points, strict=True))
-    decision = decide([owner.propose(step, point, known, None) for owner, point in pairs], name)
+    decision = decide_save([owner.propose(step, point, known, None) for owner, point in pairs], name)
     for part, (owner, point) in enumerate(pairs):
         owner.adopt(decision, point)
         owner.sealed(decision.key(part))
@@ -99,7 +99,7 @@ def agree(owners, step, points=None, known=0, name="n"):
 
 
 def test_every_try_at_a_step_is_an_attempt_that_all_ranks_count_alike():
-    owners = [IncarnationOwner(JOB) for _ in range(2)]
+    owners = [IncarnationTracker(JOB) for _ in range(2)]
     assert [agree(owners, step).attempt for step in (5, 6, 5, 5)] == [0, 0, 1, 2]
     assert owners[0].next_key(6, 0).attempt == 1
     assert agree(owners, 6).attempt == 2
@@ -108,14 +108,14 @@ def test_every_try_at_a_step_is_an_attempt_that_all_ranks_count_alike():
 
 
 def test_an_owner_does_not_remember_every_step():
-    owner = IncarnationOwner(JOB)
+    owner = IncarnationTracker(JOB)
     for step in range(1000):
         agree([owner], step)
     assert len(owner._tries) < 100
 
 
 def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_incarnation_back():
-    owner = IncarnationOwner(JOB)
+    owner = IncarnationTracker(JOB)
     first = agree([owner], 20)
     point = owner.capture()
     owner.go_back(10)
@@ -128,7 +128,7 @@ def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_inc
 
 
 def test_an_owner_knows_how_many_ranks_have_heard_what_it_has():
-    owners = [IncarnationOwner(JOB) for _ in range(2)]
+    owners = [IncarnationTracker(JOB) for _ in range(2)]
     agree(owners, 3)
     assert owners[0].changed_by == 2
     owners[0].go_back(2, ranks=1)
@@ -142,7 +142,7 @@ def test_an_owner_knows_how_many_ranks_have_heard_what_it_has():
 
 
 def test_leaving_a_world_keeps_what_was_saved_in_it():
-    owner = IncarnationOwner(JOB)
+    owner = IncarnationTracker(JOB)
     owner.go_back(4)
     owner.leave_world()
     assert owner.capture().base == 4
@@ -157,7 +157,7 @@ def test_leaving_a_world_keeps_what_was_saved_in_it():
 
 def save_for(pipe):
     """As DCP's background process does, for whatever owner comes with the save."""
-    mine = IncarnationOwner(JOB)
+    mine = IncarnationTracker(JOB)
     while (task := pipe.recv()) is not None:
         given, step, known = task
         mine.take_over(given)
@@ -171,7 +171,7 @@ class Trainer:
         self.process = context.Process(target=save_for, args=(there,), daemon=True)
         self.process.start()
         there.close()
-        self.owner = IncarnationOwner(JOB)
+        self.owner = IncarnationTracker(JOB)
         self.epoch = 0
 
     def save(self, step):
@@ -244,7 +244,7 @@ def test_trainer_and_background_are_always_in_one_incarnation(ways):
 
 @dataclasses.dataclass
 class Rank:
-    owner: IncarnationOwner
+    owner: IncarnationTracker
     branch: object = None
     """What the obvious model says: the last thing that happened to this rank's incarnation."""
     life: int = 0
@@ -257,7 +257,7 @@ class Ranks(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.ranks = [Rank(IncarnationOwner(JOB)) for _ in range(3)]
+        self.ranks = [Rank(IncarnationTracker(JOB)) for _ in range(3)]
         self.epoch, self.step, self.names = 0, 0, 0
 
     some = st.sets(st.integers(0, 2), min_size=1).map(sorted)

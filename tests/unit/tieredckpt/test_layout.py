@@ -5,19 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from tieredckpt.boxes import Box
 from tieredckpt.errors import CheckpointDamagedError
-from tieredckpt.layout import (
-    ALIGNMENT,
-    ARCHIVE,
+from tieredckpt.format.shard_layout import (
+    ARCHIVE_ITEM,
     HEADER_ALIGNMENT,
-    OBJECT,
+    OBJECT_ITEM,
+    TENSOR_ALIGNMENT,
     ItemEntry,
     TensorEntry,
-    decode,
-    encode,
-    lay_out,
+    build_layout,
+    decode_layout,
+    encode_layout,
 )
+from tieredckpt.format.slice_boxes import Box
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1, "bool": 1, "complex128": 16, "float8_e4m3fnuz": 1, "int64": 8}
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
@@ -36,7 +36,7 @@ def entries(draw):
     return TensorEntry(draw(names), dtype, shape, box, WIDTHS[dtype], draw(st.booleans()), draw(st.booleans()))
 
 
-items = st.builds(lambda n: ItemEntry(n, OBJECT), names)
+items = st.builds(lambda n: ItemEntry(n, OBJECT_ITEM), names)
 
 
 def file_of(layout, item_sizes):
@@ -45,7 +45,7 @@ def file_of(layout, item_sizes):
 
 @given(st.lists(entries(), max_size=8), st.lists(st.tuples(items, st.integers(0, 300)), max_size=4))
 def test_every_layout_is_a_valid_safetensors_file(tensors, tail):
-    layout = lay_out(tensors, [item for item, _ in tail], None)
+    layout = build_layout(tensors, [item for item, _ in tail], None)
     sizes = [size for _, size in tail]
     data = file_of(layout, sizes)
     assert len(data) == layout.size_bytes(sizes)
@@ -56,23 +56,23 @@ def test_every_layout_is_a_valid_safetensors_file(tensors, tail):
 
 @given(st.lists(entries(), max_size=12))
 def test_tensors_follow_each_other_and_start_aligned(tensors):
-    layout = lay_out(tensors, [], None)
+    layout = build_layout(tensors, [], None)
     assert layout.header_bytes % HEADER_ALIGNMENT == 0
     at = 0
     for entry in layout.tensors:
         assert entry.start == at
         at += entry.size_bytes
         assert entry.start % entry.itemsize == 0
-        if entry.size_bytes % ALIGNMENT == 0 and entry.size_bytes:
-            assert entry.start % ALIGNMENT == 0
+        if entry.size_bytes % TENSOR_ALIGNMENT == 0 and entry.size_bytes:
+            assert entry.start % TENSOR_ALIGNMENT == 0
 
 
 @given(st.lists(entries(), max_size=8), st.lists(items, max_size=3), st.booleans())
 def test_a_layout_survives_its_encoding(tensors, tail, flattened):
     known = {e.fqn for e in [*tensors, *tail]}
     paths = {name: (name, 3) if len(name) % 2 else tuple(name.split(".")) for name in known} if flattened else None
-    layout = lay_out(tensors, tail, paths)
-    again = decode(encode(layout))
+    layout = build_layout(tensors, tail, paths)
+    again = decode_layout(encode_layout(layout))
     assert again == layout
     assert again.digest == layout.digest
     assert again.names == layout.names
@@ -80,7 +80,7 @@ def test_a_layout_survives_its_encoding(tensors, tail, flattened):
 
 def test_item_sizes_may_change_without_moving_a_tensor():
     tensor = TensorEntry("w", "float32", (4, 4), Box((0, 0), (4, 4)), 4)
-    layout = lay_out([tensor], [ItemEntry("rng", OBJECT), ItemEntry("lr", OBJECT)], None)
+    layout = build_layout([tensor], [ItemEntry("rng", OBJECT_ITEM), ItemEntry("lr", OBJECT_ITEM)], None)
     first, second = layout.header([0, 10**12]), layout.header([7, 3])
     assert len(first) == len(second) == layout.header_bytes
     start = json.loads(second[8:])["w"]["data_offsets"]
@@ -91,7 +91,7 @@ def test_slices_are_named_by_their_offsets_and_names_stay_unique():
     slices = [TensorEntry("w", "float32", (8,), Box((o,), (4,)), 4) for o in (0, 4)]
     stranger = TensorEntry("w@4", "float32", (1,), Box((0,), (1,)), 4)
     header = TensorEntry("__metadata__", "float32", (1,), Box((0,), (1,)), 4)
-    layout = lay_out([*slices, stranger, header], [ItemEntry("w@0", OBJECT)], None)
+    layout = build_layout([*slices, stranger, header], [ItemEntry("w@0", OBJECT_ITEM)], None)
     assert len(set(layout.names)) == 5
     assert {"w@0", "w@4"} <= set(layout.names)
     assert "__metadata__" not in layout.names
@@ -99,9 +99,9 @@ def test_slices_are_named_by_their_offsets_and_names_stay_unique():
 
 def test_types_safetensors_lacks_are_shown_as_bytes_and_keep_their_name_in_the_index():
     entry = TensorEntry("c", "complex128", (3,), Box((0,), (3,)), 16)
-    layout = lay_out([entry], [], None)
+    layout = build_layout([entry], [], None)
     assert dict(deserialize(file_of(layout, [])))["c"]["dtype"] == "U8"
-    assert decode(encode(layout)).tensors[0].dtype == "complex128"
+    assert decode_layout(encode_layout(layout)).tensors[0].dtype == "complex128"
 
 
 @pytest.mark.parametrize(
@@ -116,26 +116,26 @@ def test_types_safetensors_lacks_are_shown_as_bytes_and_keep_their_name_in_the_i
 )
 def test_an_impossible_entry_is_damage(change):
     good = TensorEntry("w", "float32", (4,), Box((0,), (4,)), 4)
-    bad = lay_out([good], [], None)
+    bad = build_layout([good], [], None)
     object.__setattr__(bad, "tensors", (change(good),))
     with pytest.raises(CheckpointDamagedError):
-        decode(encode(bad))
+        decode_layout(encode_layout(bad))
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_damage_not_a_crash(data):
     with pytest.raises(CheckpointDamagedError):
-        decode(data)
+        decode_layout(data)
 
 
 @given(st.lists(entries(), min_size=1, max_size=4), st.data())
 def test_a_flipped_byte_never_gives_a_layout_of_the_same_name(tensors, data):
-    layout = lay_out(tensors, [], None)
-    raw = bytearray(encode(layout))
+    layout = build_layout(tensors, [], None)
+    raw = bytearray(encode_layout(layout))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        other = decode(bytes(raw))
+        other = decode_layout(bytes(raw))
     except CheckpointDamagedError:
         return
     assert other == layout or other.digest != layout.digest
@@ -143,5 +143,5 @@ def test_a_flipped_byte_never_gives_a_layout_of_the_same_name(tensors, data):
 
 def test_archives_keep_their_tensor_and_objects_have_none():
     tensor = TensorEntry("s", "float32", (3, 3), Box((0, 0), (3, 3)), 4)
-    layout = lay_out([], [ItemEntry("s", ARCHIVE, tensor), ItemEntry("o", OBJECT)], None)
-    assert decode(encode(layout)).items == layout.items
+    layout = build_layout([], [ItemEntry("s", ARCHIVE_ITEM, tensor), ItemEntry("o", OBJECT_ITEM)], None)
+    assert decode_layout(encode_layout(layout)).items == layout.items

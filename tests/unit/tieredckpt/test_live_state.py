@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.checksum import checksums
-from peerstore.records import ShardKey
-from tieredckpt.live_state import is_same
-from tieredckpt.manifest import ShardIndex, ShardMeta
-from tieredckpt.restore_proof import _chunk_windows, _Views, bytes_of, plain_parts
-from tieredckpt.state import archive
+from peerstore.checksums import chunk_checksums
+from peerstore.shard_records import ShardKey
+from tieredckpt.format.manifest import ShardIndex, ShardMeta
+from tieredckpt.restore.live_state import object_matches
+from tieredckpt.restore.proof import _chunk_windows, _Views, inner_tensors, tensor_bytes
+from tieredckpt.tensors.state_dict import archive_object
 
 CHUNK = 64
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers()
@@ -32,7 +32,7 @@ values = st.recursive(
 
 @given(values)
 def test_an_object_is_what_was_saved_of_it(value):
-    assert is_same(copy.deepcopy(value), archive(value)) is True
+    assert object_matches(copy.deepcopy(value), archive_object(value)) is True
 
 
 def told(value):
@@ -47,7 +47,7 @@ def told(value):
 @given(values, values)
 def test_another_object_is_not(one, other):
     if told(one) != told(other) and repr(told(one)) != repr(told(other)):
-        assert is_same(one, archive(other)) is False
+        assert object_matches(one, archive_object(other)) is False
 
 
 class Plain:
@@ -56,9 +56,9 @@ class Plain:
 
 
 def test_an_object_that_cannot_be_told_from_another_one_is_neither():
-    assert is_same(Plain(3), archive(Plain(3))) is True
-    assert is_same(Plain(3), archive(Plain(4))) is None
-    assert is_same([1, Plain(3)], archive([2, Plain(4)])) is False
+    assert object_matches(Plain(3), archive_object(Plain(3))) is True
+    assert object_matches(Plain(3), archive_object(Plain(4))) is None
+    assert object_matches([1, Plain(3)], archive_object([2, Plain(4)])) is False
 
 
 @st.composite
@@ -77,7 +77,7 @@ def shards(draw):
 
 def index_of(data):
     key = ShardKey("job", 1, 1, "i", 0, 0)
-    return ShardIndex(key, 1, len(data), CHUNK, checksums(memoryview(data), chunk_bytes=CHUNK), ShardMeta("", ()))
+    return ShardIndex(key, 1, len(data), CHUNK, chunk_checksums(memoryview(data), chunk_bytes=CHUNK), ShardMeta("", ()))
 
 
 def bad_chunks(data, tensors, moves, tmp):
@@ -111,9 +111,9 @@ def test_one_flipped_bit_anywhere_in_live_memory_is_seen(shard, data):
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_what_is_not_a_plain_tensor_is_looked_at_by_its_parts():
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
-    assert [bytes_of(part) for part in plain_parts(dense.t())] == [bytes_of(dense.t().contiguous())]
+    assert [tensor_bytes(part) for part in inner_tensors(dense.t())] == [tensor_bytes(dense.t().contiguous())]
     for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
         changed = sparse.clone()
         changed.values()[0] = 5.0 if sparse.layout is not torch.sparse_coo else changed.values()[0]
-        same = list(map(bytes_of, plain_parts(sparse))) == list(map(bytes_of, plain_parts(changed)))
+        same = list(map(tensor_bytes, inner_tensors(sparse))) == list(map(tensor_bytes, inner_tensors(changed)))
         assert same is (sparse.layout is torch.sparse_coo)

@@ -10,11 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.late_device import LateDevice, LateEvent, LateStream
-from tieredckpt import Checkpointer, TieredReader, TierUnavailableError, reading, staging_buffers
-from tieredckpt.boxes import Box, blocks
-from tieredckpt.copying import Copier
-from tieredckpt.device import installed
+from tieredckpt import Checkpointer, TieredReader, TierUnavailableError
 from tieredckpt.errors import RestoreProofError
+from tieredckpt.format.slice_boxes import Box, split_box
+from tieredckpt.restore import read_executor
+from tieredckpt.tensors import slot_copy
+from tieredckpt.tensors.device import use_device_backend
+from tieredckpt.tensors.slot_copy import Copier
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -38,7 +40,7 @@ def content(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(reading, "StagingBuffers", functools.partial(staging_buffers.StagingBuffers, size_bytes=4096))
+    monkeypatch.setattr(read_executor, "StagingBuffers", functools.partial(slot_copy.StagingBuffers, size_bytes=4096))
 
 
 @pytest.fixture(params=["memory", "durable"])
@@ -64,7 +66,7 @@ def on(device: LateDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def restored(open_checkpointer, seed: int = 0, **how) -> tuple[LateDevice, dict[str, torch.Tensor], str]:
     """The devices, what they have after a restore under which they still compute, and the tier it came from."""
-    with installed(LateDevice(seed, chunk_bytes=512)) as device:
+    with use_device_backend(LateDevice(seed, chunk_bytes=512)) as device:
         for name, value in how.items():
             setattr(device, name, value)
         state = on(device, {name: torch.zeros_like(tensor) for name, tensor in content(7).items()})
@@ -103,7 +105,7 @@ def test_without_registered_buffers_it_is_the_same_and_said_once(saved, caplog):
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_other_types_are_converted_on_the_way(saved):
-    with installed(LateDevice()) as device:
+    with use_device_backend(LateDevice()) as device:
         state = {"large": device.put(torch.zeros(70, 90, dtype=torch.float64))}
         dcp.load(state, storage_reader=TieredReader(JOB, on_dtype_mismatch="cast"), no_dist=True)
         assert torch.equal(device.get(state["large"]), content(7)["large"].double())
@@ -113,7 +115,7 @@ def test_a_box_is_cut_into_blocks_in_order_and_whole():
     for sizes in ((), (7,), (5, 6, 7), (1, 1, 50), (3, 100)):
         box = Box(tuple(range(2, 2 + len(sizes))), sizes)
         there = torch.zeros([a + n for a, n in zip(box.offsets, box.sizes, strict=True)])
-        for block in blocks(box, 9):
+        for block in split_box(box, 9):
             assert block.volume <= 9
             there[tuple(slice(a, a + n) for a, n in zip(block.offsets, block.sizes, strict=True))] += 1
         assert int(there.sum()) == box.volume
@@ -143,7 +145,7 @@ def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
 @pytest.mark.parametrize("saved", ["durable"], indirect=True)
 def test_mutant_without_the_final_synchronize(saved, monkeypatch):
     """What was brought is looked at, for the proof of the restore, before it is there."""
-    monkeypatch.setattr(staging_buffers.StagingBuffers, "finish", lambda self: None)
+    monkeypatch.setattr(slot_copy.StagingBuffers, "finish", lambda self: None)
     assert is_wrong(saved[0])
 
 
@@ -175,7 +177,7 @@ def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkey
 
     def fails() -> list[str]:
         calls.clear()
-        with installed(LateDevice(1, chunk_bytes=512)) as device:
+        with use_device_backend(LateDevice(1, chunk_bytes=512)) as device:
             with saved[0]() as ckpt, pytest.raises(TierUnavailableError, match="went away"):
                 ckpt.restore(on(device, {name: torch.zeros_like(one) for name, one in content(7).items()}))
             assert device.registered == set()

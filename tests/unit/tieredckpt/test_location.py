@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peerstore.errors import InvalidNameError
-from peerstore.names import job_name
+from peerstore.shard_records import validate_job_name
 from tieredckpt.errors import UsageError
 from tieredckpt.location import Location, check_step, parse_location
 
@@ -97,7 +97,7 @@ def test_what_is_none_is_told_so(target):
 def test_a_job_name_is_one_plain_file_name(text):
     allowed = re.fullmatch(r"[A-Za-z0-9._-]{1,128}", text) is not None and bool(text.strip("."))
     try:
-        name = job_name(text)
+        name = validate_job_name(text)
     except InvalidNameError:
         assert not allowed
     else:
@@ -113,12 +113,12 @@ def test_any_text_is_a_location_or_a_usage_error(text):
     except UsageError:
         return
     assert parse_location(str(found)) == found
-    assert job_name(found.job) == found.job
+    assert validate_job_name(found.job) == found.job
 
 
 @given(st.integers(0, 10**18 - 1))
 def test_a_location_is_written_as_it_is_read(step):
-    assert parse_location(str(Location(job_name("j"), step))).step == step
+    assert parse_location(str(Location(validate_job_name("j"), step))).step == step
 
 
 @pytest.mark.parametrize("step", [0, 1, (1 << 62) - 1])

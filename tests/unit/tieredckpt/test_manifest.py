@@ -7,15 +7,12 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.checksum import chunk_count
-from peerstore.records import ShardKey
-from tieredckpt.agent.catalog import manifest_from
-from tieredckpt.boxes import Box
-from tieredckpt.durable.names import shard as object_name
+from peerstore.checksums import chunk_count
+from peerstore.shard_records import ShardKey
+from tieredckpt.agent.durable_catalog import manifest_from_shard_files
 from tieredckpt.errors import CheckpointDamagedError, FormatVersionError
-from tieredckpt.layout import OBJECT, ItemEntry, TensorEntry, encode, lay_out
-from tieredckpt.manifest import (
-    FORMAT,
+from tieredckpt.format.manifest import (
+    FORMAT_VERSION,
     Manifest,
     ShardIndex,
     ShardMeta,
@@ -30,9 +27,12 @@ from tieredckpt.manifest import (
     encode_meta,
     encode_shard_file,
     encode_table,
-    pack,
-    unpack,
+    pack_blob,
+    unpack_blob,
 )
+from tieredckpt.format.object_keys import shard_object_key as object_name
+from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, TensorEntry, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 names = st.from_regex(r"\A[a-z0-9-]{1,12}\Z")
@@ -45,7 +45,7 @@ def layouts(draw):
         TensorEntry(draw(texts), "float32", (8,), Box((0,), (n,)), 4)
         for n in draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))
     ]
-    return lay_out(tensors, [ItemEntry(name, OBJECT) for name in draw(st.lists(texts, max_size=2))], None)
+    return build_layout(tensors, [ItemEntry(name, OBJECT_ITEM) for name in draw(st.lists(texts, max_size=2))], None)
 
 
 @st.composite
@@ -74,7 +74,7 @@ def shard_files(draw):
             "zstd" if packed else "raw",
             (7,) * count if packed else (),
         )
-        files.append((index, encode(layout), encode_table(table) if table else b""))
+        files.append((index, encode_layout(layout), encode_table(table) if table else b""))
     return files
 
 
@@ -88,19 +88,19 @@ def test_an_index_survives_its_encoding(files):
 
 @given(shard_files(), st.randoms(use_true_random=False))
 def test_a_manifest_is_rebuilt_from_its_shards_whatever_their_order(files, random):
-    written = manifest_from(files, created_ns=5, writer="w")
+    written = manifest_from_shard_files(files, created_ns=5, writer="w")
     data = encode_manifest(written)
     assert decode_manifest(data) == written
     read = [decode_shard_file(encode_shard_file(*file)) for file in random.sample(files, len(files))]
-    assert encode_manifest(manifest_from(read, created_ns=5, writer="w")) == data
+    assert encode_manifest(manifest_from_shard_files(read, created_ns=5, writer="w")) == data
     assert [shard.key.part for shard in written.shards] == list(range(written.parts))
     for index, layout, _ in files:
-        assert encode(written.layout_of(index)) == layout
+        assert encode_layout(written.layout_of(index)) == layout
 
 
 @given(shard_files(), st.data())
 def test_a_flipped_bit_is_damage(files, data):
-    raw = bytearray(encode_manifest(manifest_from(files, created_ns=0, writer="")))
+    raw = bytearray(encode_manifest(manifest_from_shard_files(files, created_ns=0, writer="")))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(CheckpointDamagedError):
         decode_manifest(bytes(raw))
@@ -138,7 +138,7 @@ def test_the_table_has_a_name_that_its_contents_decide():
 
 
 def simple(part=0, parts=2, **changes):
-    layout = lay_out([TensorEntry("t", "float32", (8,), Box((0,), (8,)), 4)], [], None)
+    layout = build_layout([TensorEntry("t", "float32", (8,), Box((0,), (8,)), 4)], [], None)
     values = {
         "key": ShardKey("j", 7, 1, "a", 0, part),
         "parts": parts,
@@ -147,11 +147,11 @@ def simple(part=0, parts=2, **changes):
         "checksums": b"12345678",
         "meta": ShardMeta(layout.digest, ()),
     }
-    return ShardIndex(**{**values, **changes}), encode(layout), b""
+    return ShardIndex(**{**values, **changes}), encode_layout(layout), b""
 
 
 def built(*files):
-    return decode_manifest(encode_manifest(manifest_from(files, created_ns=0, writer="")))
+    return decode_manifest(encode_manifest(manifest_from_shard_files(files, created_ns=0, writer="")))
 
 
 def test_a_complete_one_is_fine():
@@ -210,10 +210,10 @@ def test_an_index_that_contradicts_itself_cannot_be_made(changes):
 
 def raw_manifest(**changes):
     manifest = msgspec.to_builtins(
-        manifest_from([simple(0), simple(1)], created_ns=0, writer=""), builtin_types=(bytes,)
+        manifest_from_shard_files([simple(0), simple(1)], created_ns=0, writer=""), builtin_types=(bytes,)
     )
     packed = zstandard.compress(
-        msgspec.msgpack.encode({"format": FORMAT, "kind": "manifest", "body": {**manifest, **changes}})
+        msgspec.msgpack.encode({"format": FORMAT_VERSION, "kind": "manifest", "body": {**manifest, **changes}})
     )
     return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
 
@@ -223,7 +223,7 @@ def raw_manifest(**changes):
     [
         {"shards": []},
         {"layouts": {}},
-        {"layouts": {simple()[0].meta.layout: encode(lay_out([], [], None))}},
+        {"layouts": {simple()[0].meta.layout: encode_layout(build_layout([], [], None))}},
         {"parts": 9},
         {"parts": -1},
         {"step": "7"},
@@ -250,7 +250,7 @@ def test_what_a_later_release_adds_is_ignored():
 def test_a_shard_file_with_a_strangers_layout_is_damage():
     index, _, _ = simple()
     with pytest.raises(CheckpointDamagedError, match="not the one it is called"):
-        decode_shard_file(encode_shard_file(index, encode(lay_out([], [], None))))
+        decode_shard_file(encode_shard_file(index, encode_layout(build_layout([], [], None))))
 
 
 def test_kinds_are_not_mixed_up():
@@ -263,10 +263,10 @@ def test_an_older_format_is_read_and_a_newer_one_refused():
         packed = zstandard.compress(msgspec.msgpack.encode({"format": number, "kind": "shard", "body": None}))
         return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
 
-    with pytest.raises(FormatVersionError, match=f"format {FORMAT + 1}.*up to {FORMAT}: upgrade"):
-        decode_shard_file(of_format(FORMAT + 1))
+    with pytest.raises(FormatVersionError, match=f"format {FORMAT_VERSION + 1}.*up to {FORMAT_VERSION}: upgrade"):
+        decode_shard_file(of_format(FORMAT_VERSION + 1))
     with pytest.raises(CheckpointDamagedError):
-        decode_shard_file(of_format(FORMAT))
+        decode_shard_file(of_format(FORMAT_VERSION))
 
 
 def test_manifest_and_build_agree():
@@ -275,11 +275,11 @@ def test_manifest_and_build_agree():
         [f[0] for f in files], {f[0].meta.layout: f[1] for f in files}, {}, created_ns=3, writer="x"
     )
     assert isinstance(direct, Manifest)
-    assert direct == manifest_from(files, created_ns=3, writer="x")
+    assert direct == manifest_from_shard_files(files, created_ns=3, writer="x")
 
 
 def test_what_unpacks_to_more_than_its_size_can_be_worth_is_refused_before_it_is_unpacked():
     packed = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     with pytest.raises(CheckpointDamagedError, match="are believed"):
-        unpack(packed)
-    assert unpack(pack(bytes(1 << 20))) == bytes(1 << 20)
+        unpack_blob(packed)
+    assert unpack_blob(pack_blob(bytes(1 << 20))) == bytes(1 << 20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-from tieredckpt.moments import make_moments
+from tieredckpt.tensors.optimizer_placeholders import init_optimizer_state
 
 
 class Mine(torch.optim.AdamW):
@@ -60,7 +60,7 @@ def kept(optimizer):
 def test_it_is_what_a_first_step_makes(make):
     ours, theirs = make(parameters()), make(parameters())
     before = [one.clone() for group in ours.param_groups for one in group["params"]]
-    make_moments(ours)
+    init_optimizer_state(ours)
     _init_optim_state(theirs)
     assert kept(ours) == kept(theirs)
     assert kept(ours)
@@ -73,10 +73,10 @@ def test_what_is_there_stays():
     of = parameters()
     optimizer = torch.optim.AdamW(of)
     of[0].grad = torch.ones_like(of[0])
-    make_moments(optimizer)
+    init_optimizer_state(optimizer)
     assert not optimizer.state
     optimizer.step()
     moment = optimizer.state[of[0]]["exp_avg"]
-    make_moments(optimizer)
+    init_optimizer_state(optimizer)
     assert optimizer.state[of[0]]["exp_avg"] is moment
     assert len(optimizer.state) == 1

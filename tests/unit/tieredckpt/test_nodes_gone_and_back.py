@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch.distributed as dist
 
-from peerstore.cluster.nodes import Node, node_id
-from tieredckpt import joining
-from tieredckpt.node import Acquaintance
+from peerstore.membership.topology import PeerNode, validate_node_id
+from tieredckpt.agent.agent_api import KnownPeers
+from tieredckpt.session import agent_discovery
 from tieredckpt.settings import Settings
 
-ME, OTHER = Node(node_id("n0"), "127.0.0.1:1"), Node(node_id("n1"), "127.0.0.1:2")
+ME, OTHER = PeerNode(validate_node_id("n0"), "127.0.0.1:1"), PeerNode(validate_node_id("n1"), "127.0.0.1:2")
 
 
 @dataclass
@@ -22,13 +22,13 @@ class Agent:
     answers: list[tuple[str, ...]]
     asked: int = 0
 
-    def me(self) -> Node:
+    def me(self) -> PeerNode:
         return ME
 
-    def acquaintance(self, job: str) -> Acquaintance:
+    def acquaintance(self, job: str) -> KnownPeers:
         silent = self.answers[min(self.asked, len(self.answers) - 1)]
         self.asked += 1
-        return Acquaintance(b"s" * 32, (ME,), 7, silent)
+        return KnownPeers(b"s" * 32, (ME,), 7, silent)
 
 
 @dataclass
@@ -54,21 +54,21 @@ def store(monkeypatch):
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    store.set("tieredckpt/job/nodes/restoring/1/1", joining._text(joining._Guest(OTHER, None)))
+    store.set("tieredckpt/job/nodes/restoring/1/1", agent_discovery._text(agent_discovery._NodeHello(OTHER, None)))
     return store
 
 
 @pytest.fixture
 def slept(monkeypatch):
     naps: list[float] = []
-    monkeypatch.setattr(joining.time, "sleep", naps.append)
+    monkeypatch.setattr(agent_discovery.time, "sleep", naps.append)
     return naps
 
 
 def test_a_node_that_is_in_this_very_world_is_not_waited_for(store, slept):
     store.set("tieredckpt/job/nodes/restoring/1/here/n1", "1")
     session = Session(Agent([("n1",)]))
-    joining.join_others(session, restoring=True)
+    agent_discovery.join_peer_agents(session, restoring=True)
     assert slept == []
     (plan,) = session.joined
     assert [node.id for node in plan.roster.nodes] == ["n0", "n1"]
@@ -76,13 +76,15 @@ def test_a_node_that_is_in_this_very_world_is_not_waited_for(store, slept):
 
 def test_one_that_is_away_is_waited_for_until_it_answers(store, slept):
     session = Session(Agent([("n2",), ("n2",), ()]))
-    joining.join_others(session, restoring=True)
+    agent_discovery.join_peer_agents(session, restoring=True)
     assert len(slept) == 2
 
 
 def test_a_node_says_that_it_is_here_before_it_waits_for_others(store, slept, monkeypatch):
     monkeypatch.setattr(
-        joining.time, "sleep", lambda _s: slept.append(store.check(["tieredckpt/job/nodes/restoring/1/here/n0"]))
+        agent_discovery.time,
+        "sleep",
+        lambda _s: slept.append(store.check(["tieredckpt/job/nodes/restoring/1/here/n0"])),
     )
-    joining.join_others(Session(Agent([("n2",), ()])), restoring=True)
+    agent_discovery.join_peer_agents(Session(Agent([("n2",), ()])), restoring=True)
     assert slept == [True]

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tieredckpt.test_stored import DURABLE, MEMORY, boxes_in, piece, shapes, stored
-from tieredckpt.boxes import Box, whole
+from tieredckpt.agent.step_locator import PieceIndex
 from tieredckpt.errors import CheckpointDamagedError, MismatchError
-from tieredckpt.layout import LayoutColumns, encode, lay_out
-from tieredckpt.pieces import PieceIndex
-from tieredckpt.resolve import Tier
+from tieredckpt.format.shard_layout import LayoutColumns, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box, full_box
+from tieredckpt.resolve_step import Tier
 
 
 def index_of(step):
@@ -51,7 +51,7 @@ def test_what_there_is_by_name():
     assert [entry.fqn for entry in index.tensors()] == ["a"]
     assert {name: len(where) for name, where in index.objects.items()} == {"x": 2, "y": 1}
     with pytest.raises(KeyError):
-        index.find("b", whole((4,)), lambda _: (0, 0))
+        index.find("b", full_box((4,)), lambda _: (0, 0))
 
 
 @pytest.mark.parametrize("many", [2, 20])
@@ -59,16 +59,16 @@ def test_shapes_that_differ_are_damage_and_another_rank_a_mismatch(many):
     cut = [piece("a", (many,), (part,), (1,)) for part in range(many)]
     index, best = index_of(stored(*(([one], {}) for one in cut)))
     with pytest.raises(MismatchError):
-        index.find("a", whole((many, 1)), best.__getitem__)
+        index.find("a", full_box((many, 1)), best.__getitem__)
     strange = [*cut[:-1], piece("a", (many + 1,), (many - 1,), (1,))]
     index, best = index_of(stored(*(([one], {}) for one in strange)))
     with pytest.raises(CheckpointDamagedError):
-        index.find("a", whole((many,)), best.__getitem__)
+        index.find("a", full_box((many,)), best.__getitem__)
 
 
 def test_several_slices_of_one_tensor_in_one_shard():
-    layout = lay_out([piece("a", (6,), (0,), (2,)), piece("a", (6,), (4,), (2,))], [], None)
-    other = lay_out([piece("a", (6,), (2,), (2,))], [], None)
-    index = PieceIndex({one.digest: LayoutColumns(encode(one)) for one in (layout, other)})
-    found = index.find("a", whole((6,)), lambda digest: (0, int(digest == other.digest)))
+    layout = build_layout([piece("a", (6,), (0,), (2,)), piece("a", (6,), (4,), (2,))], [], None)
+    other = build_layout([piece("a", (6,), (2,), (2,))], [], None)
+    index = PieceIndex({one.digest: LayoutColumns(encode_layout(one)) for one in (layout, other)})
+    found = index.find("a", full_box((6,)), lambda digest: (0, int(digest == other.digest)))
     assert [one.box for one in found] == [Box((0,), (2,)), Box((4,), (2,)), Box((2,), (2,))]

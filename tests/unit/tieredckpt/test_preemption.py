@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.support.neighbours import until
-from tieredckpt.preemption import Preemption
+from tieredckpt.checkpointer.preemption import PreemptionHandler
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def heard():
 
 def test_it_may_interrupt_whoever_starts_a_thread(heard):
     flushed = []
-    told = Preemption(flushed.append, grace_s=0.2)
+    told = PreemptionHandler(flushed.append, grace_s=0.2)
     with threading._active_limbo_lock:
         signal.raise_signal(signal.SIGTERM)
     assert told.requested
@@ -31,7 +31,7 @@ def test_it_may_interrupt_whoever_starts_a_thread(heard):
 
 
 def test_a_forked_child_ends_as_it_would_have(heard):
-    told = Preemption(lambda _left_s: pytest.fail("a child flushes nothing"), grace_s=60.0)
+    told = PreemptionHandler(lambda _left_s: pytest.fail("a child flushes nothing"), grace_s=60.0)
     child = os.fork()
     if child == 0:
         signal.raise_signal(signal.SIGTERM)
@@ -43,7 +43,7 @@ def test_a_forked_child_ends_as_it_would_have(heard):
 
 def test_who_saves_in_time_is_not_flushed_again(heard):
     flushed = []
-    told = Preemption(flushed.append, grace_s=60.0)
+    told = PreemptionHandler(flushed.append, grace_s=60.0)
     signal.raise_signal(signal.SIGTERM)
     assert (told.requested, heard) == (True, [])
     told.finish()

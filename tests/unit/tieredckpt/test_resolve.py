@@ -2,23 +2,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.records import Group
-from tieredckpt.resolve import Candidate, Tier, Verdict, elect, resolve
+from peerstore.shard_records import VersionId
+from tieredckpt.resolve_step import Candidate, StepVerdict, Tier, elect_step, resolve_step
 
 MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
 
 
 def step(number, epoch=1, parts=2, found=(0, 1), where=MEMORY, base=None, covered=False, incarnation="a"):
-    return Candidate(Group(epoch, number, 0, incarnation), parts, dict.fromkeys(found, where), base, covered)
+    return Candidate(VersionId(epoch, number, 0, incarnation), parts, dict.fromkeys(found, where), base, covered)
 
 
 def chosen(candidates, **kwargs):
-    found = resolve(candidates, **kwargs).chosen
+    found = resolve_step(candidates, **kwargs).chosen
     return None if found is None else (found.group.version, found.group.epoch)
 
 
 def lost(number, parts=2, found=(0,)):
-    return Candidate(Group(1, number, 0, "a"), parts, dict.fromkeys(found, MEMORY), damaged={1: "a flipped bit"})
+    return Candidate(VersionId(1, number, 0, "a"), parts, dict.fromkeys(found, MEMORY), damaged={1: "a flipped bit"})
 
 
 @pytest.mark.parametrize(
@@ -28,59 +28,61 @@ def lost(number, parts=2, found=(0,)):
         ([step(3, found=(0,))], [], False),
         ([lost(3)], [], True),
         ([lost(3, found=())], [], True),
-        ([step(3)], [Group(1, 3, 0, "a")], True),
+        ([step(3)], [VersionId(1, 3, 0, "a")], True),
     ],
     ids=["nothing", "torn", "a part was damaged", "all parts were damaged", "quarantined"],
 )
 def test_damaged_is_not_absent(candidates, quarantined, is_damaged):
-    found = resolve(candidates, quarantined=quarantined)
+    found = resolve_step(candidates, quarantined=quarantined)
     assert found.chosen is None
     assert found.damaged is is_damaged
     assert found.lost == ()
 
 
 def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
-    torn = Candidate(Group(1, 7, 0, "a"), 12, {3: MEMORY}, saved_ns=10**18)
-    never = resolve([torn, step(6, found=(1,))])
-    assert (never.lost, never.verdicts[torn.group]) == ((), Verdict.TORN)
-    known = resolve([torn, step(6, found=(1,))], once_whole=torn.group)
+    torn = Candidate(VersionId(1, 7, 0, "a"), 12, {3: MEMORY}, saved_ns=10**18)
+    never = resolve_step([torn, step(6, found=(1,))])
+    assert (never.lost, never.verdicts[torn.group]) == ((), StepVerdict.TORN)
+    known = resolve_step([torn, step(6, found=(1,))], once_whole=torn.group)
     assert known.lost == (torn.group,)
     assert "step 7 (epoch 1): was whole once, saved 2001-09-09 01:46:40Z, nobody has parts" in known.explain()
     assert "parts 0, 1, 2, 4, 5, 6, 7, 8 and 3 more of 12; step 6" in known.explain()
-    gone = resolve([], once_whole=torn.group)
+    gone = resolve_step([], once_whole=torn.group)
     assert "step 7 (epoch 1): was whole once, nobody has any part" in gone.explain()
-    assert resolve([], step=3, once_whole=torn.group).lost == ()
-    older = resolve([torn, step(6)], once_whole=torn.group)
+    assert resolve_step([], step=3, once_whole=torn.group).lost == ()
+    older = resolve_step([torn, step(6)], once_whole=torn.group)
     assert older.chosen is not None
     assert older.lost == (torn.group,)
 
 
 def test_what_a_tier_that_could_not_be_asked_may_complete_is_neither_torn_nor_lost():
     cut = step(7, found=(0,))
-    found = resolve([cut], once_whole=cut.group, unreachable={Tier.PEER: "n2 does not answer"})
-    assert (found.chosen, found.lost, found.torn, found.verdicts[cut.group]) == (None, (), (), Verdict.UNKNOWN)
+    found = resolve_step([cut], once_whole=cut.group, unreachable={Tier.PEER: "n2 does not answer"})
+    assert (found.chosen, found.lost, found.torn, found.verdicts[cut.group]) == (None, (), (), StepVerdict.UNKNOWN)
     assert "step 7 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2" in found.explain()
-    assert resolve([], once_whole=cut.group, unreachable=[Tier.PEER]).lost == ()
-    given_up = resolve([cut], torn=[cut.group], unreachable=[Tier.PEER])
-    assert given_up.verdicts[cut.group] is Verdict.TORN, "a rank left its part out: nobody can have it"
+    assert resolve_step([], once_whole=cut.group, unreachable=[Tier.PEER]).lost == ()
+    given_up = resolve_step([cut], torn=[cut.group], unreachable=[Tier.PEER])
+    assert given_up.verdicts[cut.group] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
 
 
 def test_torn_is_what_was_begun_after_all_that_was_ever_whole():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
-    assert resolve([cut, newer]).torn == (cut.group, newer.group)
-    assert resolve([cut, newer], once_whole=cut.group).torn == (newer.group,)
-    assert resolve([cut, newer], once_whole=newer.group).torn == ()
-    assert resolve([cut, newer], step=7).torn == (cut.group,)
-    assert resolve([cut, newer], step=7, once_whole=newer.group).torn == (), "it may have been given up for that one"
-    assert resolve([step(6), cut]).torn == (cut.group,)
-    assert resolve([step(8), cut]).torn == ()
-    assert resolve([], torn=[cut.group]).torn == (cut.group,)
-    assert resolve([], step=3, torn=[cut.group]).torn == ()
-    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve([], torn=[cut.group]).explain()
+    assert resolve_step([cut, newer]).torn == (cut.group, newer.group)
+    assert resolve_step([cut, newer], once_whole=cut.group).torn == (newer.group,)
+    assert resolve_step([cut, newer], once_whole=newer.group).torn == ()
+    assert resolve_step([cut, newer], step=7).torn == (cut.group,)
+    assert resolve_step([cut, newer], step=7, once_whole=newer.group).torn == (), (
+        "it may have been given up for that one"
+    )
+    assert resolve_step([step(6), cut]).torn == (cut.group,)
+    assert resolve_step([step(8), cut]).torn == ()
+    assert resolve_step([], torn=[cut.group]).torn == (cut.group,)
+    assert resolve_step([], step=3, torn=[cut.group]).torn == ()
+    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve_step([], torn=[cut.group]).explain()
 
 
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
-    found = resolve([step(2), lost(3)])
+    found = resolve_step([step(2), lost(3)])
     assert found.chosen is not None
     assert found.chosen.group.version == 2
     assert "step 3 (epoch 1): damaged" in found.explain()
@@ -94,14 +96,14 @@ CASES = {
     "a durable step newer than memory wins": ([step(10), step(20, where=DURABLE)], {}, (20, 1)),
     "a memory step newer than durable wins": ([step(30), step(20, where=DURABLE)], {}, (30, 1)),
     "parts from different tiers make a whole": (
-        [Candidate(Group(1, 5, 0, "a"), 2, {0: MEMORY, 1: DURABLE})],
+        [Candidate(VersionId(1, 5, 0, "a"), 2, {0: MEMORY, 1: DURABLE})],
         {},
         (5, 1),
     ),
     "covered without all parts is whole": ([step(7, found=(1,), covered=True)], {}, (7, 1)),
-    "a quarantined step is passed over": ([step(1), step(2)], {"quarantined": [Group(1, 2, 0, "a")]}, (1, 1)),
-    "one that ends who loads it is passed over": ([step(1), step(2)], {"reluctant": [Group(1, 2, 0, "a")]}, (1, 1)),
-    "unless there is no other": ([step(1), step(2)], {"reluctant": [Group(1, s, 0, "a") for s in (1, 2)]}, (2, 1)),
+    "a quarantined step is passed over": ([step(1), step(2)], {"quarantined": [VersionId(1, 2, 0, "a")]}, (1, 1)),
+    "one that ends who loads it is passed over": ([step(1), step(2)], {"reluctant": [VersionId(1, 2, 0, "a")]}, (1, 1)),
+    "unless there is no other": ([step(1), step(2)], {"reluctant": [VersionId(1, s, 0, "a") for s in (1, 2)]}, (2, 1)),
     "the step asked for": ([step(1), step(2)], {"step": 1}, (1, 1)),
     "the step asked for is not there": ([step(1), step(2)], {"step": 3}, None),
     "of two attempts at a step the later incarnation": ([step(4, epoch=2, incarnation="b"), step(4)], {}, (4, 2)),
@@ -117,7 +119,7 @@ CASES = {
     ),
     "a quarantined rollback hides nothing": (
         [step(12), step(11, epoch=2, base=10, incarnation="b")],
-        {"quarantined": [Group(2, 11, 0, "b")]},
+        {"quarantined": [VersionId(2, 11, 0, "b")]},
         (12, 1),
     ),
     "an incarnation that says nothing hides nothing": ([step(12), step(3, epoch=2, incarnation="b")], {}, (12, 1)),
@@ -147,7 +149,7 @@ def test_resolution(name):
 
 
 def test_an_unreachable_tier_is_named_not_taken_for_empty():
-    found = resolve([], unreachable=[Tier.DURABLE])
+    found = resolve_step([], unreachable=[Tier.DURABLE])
     assert found.chosen is None
     assert found.unreachable == (Tier.DURABLE,)
     assert "durable tier: could not be asked" in found.explain()
@@ -155,37 +157,37 @@ def test_an_unreachable_tier_is_named_not_taken_for_empty():
 
 def test_every_candidate_gets_a_verdict():
     candidates = [step(1), step(2), step(3, found=(0,)), step(2, epoch=3, base=1, incarnation="c")]
-    found = resolve(candidates, quarantined=[Group(1, 1, 0, "a")])
+    found = resolve_step(candidates, quarantined=[VersionId(1, 1, 0, "a")])
     assert found.verdicts == {
-        Group(1, 1, 0, "a"): Verdict.QUARANTINED,
-        Group(1, 2, 0, "a"): Verdict.SUPERSEDED,
-        Group(1, 3, 0, "a"): Verdict.TORN,
-        Group(3, 2, 0, "c"): Verdict.CHOSEN,
+        VersionId(1, 1, 0, "a"): StepVerdict.QUARANTINED,
+        VersionId(1, 2, 0, "a"): StepVerdict.SUPERSEDED,
+        VersionId(1, 3, 0, "a"): StepVerdict.TORN,
+        VersionId(3, 2, 0, "c"): StepVerdict.CHOSEN,
     }
 
 
 def test_what_is_passed_over_is_the_last_to_fall_back_to():
-    found = resolve([step(1), step(3), step(2)], reluctant=[Group(1, 3, 0, "a")])
+    found = resolve_step([step(1), step(3), step(2)], reluctant=[VersionId(1, 3, 0, "a")])
     assert [c.group.version for c in found.alternatives] == [1, 3]
-    assert found.verdicts[Group(1, 3, 0, "a")] is Verdict.RELUCTANT
+    assert found.verdicts[VersionId(1, 3, 0, "a")] is StepVerdict.RELUCTANT
     assert not found.lost
 
 
 def test_ranks_take_a_step_that_none_is_reluctant_to_load_where_there_is_one():
-    old, new = Group(1, 2, 0, "a"), Group(1, 3, 0, "a")
-    assert elect([[new, old], [old, new]], reluctant=[new]) == old
-    assert elect([[new], [old, new]], reluctant=[new]) == new
-    assert elect([[new, old], [new, old]]) == new
+    old, new = VersionId(1, 2, 0, "a"), VersionId(1, 3, 0, "a")
+    assert elect_step([[new, old], [old, new]], reluctant=[new]) == old
+    assert elect_step([[new], [old, new]], reluctant=[new]) == new
+    assert elect_step([[new, old], [new, old]]) == new
 
 
 def test_alternatives_come_best_first():
-    found = resolve([step(1), step(3), step(2)])
+    found = resolve_step([step(1), step(3), step(2)])
     assert [c.group.version for c in found.alternatives] == [2, 1]
 
 
 candidates = st.lists(
     st.builds(
-        lambda n, e, p, f, b: Candidate(Group(e, n, 0, f"i{e}"), p, dict.fromkeys(f, MEMORY), b),
+        lambda n, e, p, f, b: Candidate(VersionId(e, n, 0, f"i{e}"), p, dict.fromkeys(f, MEMORY), b),
         st.integers(0, 6),
         st.integers(1, 3),
         st.integers(1, 3),
@@ -199,19 +201,19 @@ candidates = st.lists(
 
 @given(candidates)
 def test_only_whole_steps_are_chosen_and_none_is_lost_without_a_reason(found):
-    result = resolve(found)
+    result = resolve_step(found)
     assert set(result.verdicts) == {c.group for c in found}
     if result.chosen is None:
         assert not any(c.whole for c in found)
     else:
         assert result.chosen.whole
         better = [c for c in found if c.whole and c.group.version > result.chosen.group.version]
-        assert all(result.verdicts[c.group] is Verdict.SUPERSEDED for c in better)
+        assert all(result.verdicts[c.group] is StepVerdict.SUPERSEDED for c in better)
 
 
 @given(candidates)
 def test_a_branch_that_began_from_nothing_cannot_hide_every_step(found):
-    result = resolve(found)
+    result = resolve_step(found)
     assert (result.chosen is None) == (not any(c.whole for c in found))
 
 
@@ -239,18 +241,18 @@ OBSTACLES = {
     ),
     "damaged everywhere is not absent, but nothing to choose": (
         [step(3)],
-        {"quarantined": [Group(1, 3, 0, "a")]},
+        {"quarantined": [VersionId(1, 3, 0, "a")]},
         None,
         (),
     ),
     "three parts in three tiers": (
-        [Candidate(Group(1, 5, 0, "a"), 3, {0: MEMORY, 1: (Tier.PEER,), 2: DURABLE})],
+        [Candidate(VersionId(1, 5, 0, "a"), 3, {0: MEMORY, 1: (Tier.PEER,), 2: DURABLE})],
         {},
         (5, 1),
         (),
     ),
     "a part in several tiers counts once": (
-        [Candidate(Group(1, 5, 0, "a"), 2, {0: (Tier.MEMORY, Tier.DURABLE)})],
+        [Candidate(VersionId(1, 5, 0, "a"), 2, {0: (Tier.MEMORY, Tier.DURABLE)})],
         {},
         None,
         (),
@@ -274,28 +276,28 @@ OBSTACLES = {
 def test_obstacles(name):
     candidates, arguments, expected, unreachable = OBSTACLES[name]
     assert chosen(candidates, **arguments) == expected
-    found = resolve(candidates, **arguments)
+    found = resolve_step(candidates, **arguments)
     assert found.unreachable == unreachable
     assert found.explain()
 
 
 def test_the_tiers_a_step_would_be_read_from_are_the_nearest_ones():
     mixed = Candidate(
-        Group(1, 5, 0, "a"), 3, {0: (Tier.MEMORY, Tier.DURABLE), 1: DURABLE, 2: (Tier.PEER, Tier.DURABLE)}
+        VersionId(1, 5, 0, "a"), 3, {0: (Tier.MEMORY, Tier.DURABLE), 1: DURABLE, 2: (Tier.PEER, Tier.DURABLE)}
     )
     assert mixed.tiers == (Tier.MEMORY, Tier.PEER, Tier.DURABLE)
     assert step(5, where=(Tier.MEMORY, Tier.DURABLE)).tiers == MEMORY
 
 
 def test_an_explanation_names_every_candidate_newest_first():
-    found = resolve([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
+    found = resolve_step([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
     assert found.explain().split("; ") == [
         "step 3 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2",
         "step 2 (epoch 1): chosen",
         "step 1 (epoch 1): older than the chosen one",
         "durable tier: could not be asked",
     ]
-    assert resolve([]).explain() == "nothing is saved in any tier"
+    assert resolve_step([]).explain() == "nothing is saved in any tier"
 
 
 def one_by_one(candidates, quarantined):
@@ -335,8 +337,8 @@ def one_by_one(candidates, quarantined):
 def test_the_past_that_was_left_is_what_comparing_each_with_each_says(candidates, data):
     groups = [one.group for one in candidates]
     quarantined = data.draw(st.sets(st.sampled_from(groups), max_size=3)) if groups else set()
-    verdicts = resolve(candidates, quarantined=quarantined).verdicts
-    left = {group for group, verdict in verdicts.items() if verdict is Verdict.SUPERSEDED}
+    verdicts = resolve_step(candidates, quarantined=quarantined).verdicts
+    left = {group for group, verdict in verdicts.items() if verdict is StepVerdict.SUPERSEDED}
     assert left == one_by_one(candidates, quarantined)
 
 
@@ -352,9 +354,9 @@ class Counted(Candidate):
 
 
 def test_ten_thousand_steps_are_each_looked_at_a_few_times():
-    steps = [Counted(Group(1 + n // 100, n, 0, f"i{n // 100}"), 0, {}, base=n - n % 100 - 1) for n in range(10_000)]
+    steps = [Counted(VersionId(1 + n // 100, n, 0, f"i{n // 100}"), 0, {}, base=n - n % 100 - 1) for n in range(10_000)]
     Counted.looks = 0
-    found = resolve(steps)
+    found = resolve_step(steps)
     assert found.chosen is steps[-1]
     assert len(found.alternatives) == 9_999
     assert Counted.looks <= 4 * len(steps)

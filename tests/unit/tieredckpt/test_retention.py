@@ -3,18 +3,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.records import Group
-from tieredckpt.resolve import Candidate, resolve
-from tieredckpt.retention import victims
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.retention import expired_steps
+from tieredckpt.resolve_step import Candidate, resolve_step
 
 
 def group(step, epoch=1, attempt=0):
-    return Group(epoch, step, attempt, f"i{epoch}")
+    return VersionId(epoch, step, attempt, f"i{epoch}")
 
 
 def gone(*steps, bases=None, **policy):
-    whole = {step if isinstance(step, Group) else group(step): None for step in steps}
-    return [g.version if g.epoch == 1 and not g.attempt else g for g in victims({**whole, **(bases or {})}, **policy)]
+    whole = {step if isinstance(step, VersionId) else group(step): None for step in steps}
+    return [
+        g.version if g.epoch == 1 and not g.attempt else g for g in expired_steps({**whole, **(bases or {})}, **policy)
+    ]
 
 
 def test_zero_keeps_all():
@@ -68,10 +70,10 @@ def histories(draw):
 @given(histories(), st.integers(0, 4), st.integers(0, 4), st.data())
 def test_what_a_restore_would_choose_is_never_deleted(whole, keep_last, keep_every, data):
     quarantined = data.draw(st.sets(st.sampled_from(sorted(whole)), max_size=3)) if whole else set()
-    deleted = victims(whole, keep_last=keep_last, keep_every=keep_every, quarantined=quarantined)
+    deleted = expired_steps(whole, keep_last=keep_last, keep_every=keep_every, quarantined=quarantined)
 
     def choice(groups):
-        found = resolve([Candidate(g, 0, {}, whole[g]) for g in groups], quarantined=quarantined)
+        found = resolve_step([Candidate(g, 0, {}, whole[g]) for g in groups], quarantined=quarantined)
         return found.chosen.group if found.chosen else None
 
     left = [g for g in whole if g not in deleted]

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from peerstore.checksum import checksums
-from peerstore.records import ShardKey
-from tieredckpt.agent.compress import compressed
-from tieredckpt.copying import Copier
-from tieredckpt.durable.open import open_store
-from tieredckpt.manifest import ShardIndex, ShardMeta
-from tieredckpt.reading import Reading
+from peerstore.checksums import chunk_checksums
+from peerstore.shard_records import ShardKey
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.format.manifest import ShardIndex, ShardMeta, compressed_shard
+from tieredckpt.restore.read_executor import ReadExecutor
+from tieredckpt.restore.step_index import ByteRange
 from tieredckpt.settings import DurableSettings
-from tieredckpt.stored import ByteRange
+from tieredckpt.tensors.slot_copy import Copier
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +34,10 @@ def stored(request, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
     source = folder / "shard"
     source.write_bytes(data.tobytes())
-    sums = checksums(memoryview(data), chunk_bytes=CHUNK)
+    sums = chunk_checksums(memoryview(data), chunk_bytes=CHUNK)
     index = ShardIndex(ShardKey("job", 1, 1, "x", 0, 0), 1, len(data), CHUNK, sums, ShardMeta("", ()), object="shard")
     if request.param == "zstd":
-        with compressed(source, index, wanted=True) as (path, frames):
+        with compressed_shard(source, index, wanted=True) as (path, frames):
             (folder / "packed").write_bytes(path.read_bytes())
         index = ShardIndex(
             *(index.key, 1, len(data), CHUNK, sums, index.meta), object="packed", encoding="zstd", frames=tuple(frames)
@@ -53,7 +52,7 @@ def test_pieces_of_every_other_chunk(stored, data):
     target = torch.zeros(COUNT, dtype=torch.uint8)
     with contextlib.closing(Copier(1)) as copier:
         session = SimpleNamespace(durable_store=lambda: store, copier=copier)
-        reading = Reading(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)
+        reading = ReadExecutor(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)
         places = range(5, len(data), 2 * CHUNK)
         reading._fetch(0, [(ByteRange(at, at + 1), target.data_ptr() + n) for n, at in enumerate(places)])
     assert np.array_equal(target.numpy(), data[5 :: 2 * CHUNK])
@@ -70,5 +69,5 @@ def test_pieces_that_overlap_and_go_on(stored, data):
         at += stop - start
     with contextlib.closing(Copier(1)) as copier:
         session = SimpleNamespace(durable_store=lambda: store, copier=copier)
-        Reading(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)._fetch(0, wanted)
+        ReadExecutor(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)._fetch(0, wanted)
     assert np.array_equal(target.numpy(), np.concatenate([data[start:stop] for start, stop in ranges]))

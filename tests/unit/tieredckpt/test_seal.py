@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tieredckpt import Checkpointer, NullCheckpointer, SaveFailedError, Settings
-from tieredckpt.saved import SaveState
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.settings import DurableSettings
 from tieredckpt.testing import memory_node
 

@@ -16,10 +16,10 @@ from tieredckpt.settings import (
     DurableSettings,
     MemorySettings,
     Settings,
-    copy_threads,
+    copy_thread_count,
     load_settings,
-    override,
-    settings_from,
+    override_settings,
+    settings_from_mapping,
 )
 
 SECTIONS = {"agent": AgentSettings, "memory": MemorySettings, "durable": DurableSettings}
@@ -40,12 +40,12 @@ def config(tmp_path):
 
 def problems(tree):
     with pytest.raises(SettingsError) as info:
-        settings_from(tree)
+        settings_from_mapping(tree)
     return str(info.value)
 
 
 def test_nothing_said_is_the_defaults():
-    assert load_settings({}) == Settings() == settings_from({})
+    assert load_settings({}) == Settings() == settings_from_mapping({})
 
 
 def test_a_file_and_the_environment_on_top(config):
@@ -144,12 +144,12 @@ def test_everything_wrong_is_told_at_once():
 @pytest.mark.parametrize("transport", ["udp", "tcp:UCX", "nixl:", "nixl:a b", ""])
 def test_a_transport_nobody_has(transport):
     with pytest.raises(SettingsError, match=r"agent\.transport: .* is neither tcp, nixl nor nixl:BACKEND"):
-        settings_from({"agent": {"transport": transport}})
+        settings_from_mapping({"agent": {"transport": transport}})
 
 
 def test_nixl_does_not_encrypt():
     with pytest.raises(SettingsError, match=r"agent\.transport: NIXL does not encrypt"):
-        settings_from({"agent": {"transport": "nixl", "tls": "/tls"}})
+        settings_from_mapping({"agent": {"transport": "nixl", "tls": "/tls"}})
 
 
 def test_a_wrong_value_is_not_reported_a_second_time_as_a_contradiction():
@@ -193,7 +193,7 @@ def test_a_bad_value_names_its_key(section, key, value):
 
 def test_steps_that_are_never_in_memory_cannot_become_durable():
     assert problems({"memory": {"every": 4}, "durable": {"every": 6}}).startswith("durable.every: 6")
-    assert settings_from({"memory": {"every": 4}, "durable": {"every": 8}}).durable.every == 8
+    assert settings_from_mapping({"memory": {"every": 4}, "durable": {"every": 8}}).durable.every == 8
 
 
 def test_unknown_variables_are_errors_and_strangers_are_not():
@@ -246,15 +246,15 @@ def test_an_empty_file_and_one_that_is_not_there(config, tmp_path):
 
 
 def test_overrides_are_checked_like_the_rest():
-    base = settings_from({"durable": {"url": "s3://b", "options": {"region": "eu"}}})
-    changed = override(base, durable={"every": 5}, memory={"every": 5})
+    base = settings_from_mapping({"durable": {"url": "s3://b", "options": {"region": "eu"}}})
+    changed = override_settings(base, durable={"every": 5}, memory={"every": 5})
     assert (changed.durable.url, changed.durable.every, changed.memory.every) == ("s3://b", 5, 5)
     assert changed.durable.options == {"region": "eu"}
     with pytest.raises(SettingsError, match=r"durable\.evry: no such key"):
-        override(base, durable={"evry": 5})
+        override_settings(base, durable={"evry": 5})
     with pytest.raises(SettingsError, match="turbo: no such key"):
-        override(base, turbo={"on": 1})
-    assert override(base) == base
+        override_settings(base, turbo={"on": 1})
+    assert override_settings(base) == base
 
 
 def test_settings_are_frozen():
@@ -265,12 +265,14 @@ def test_settings_are_frozen():
 
 def test_the_agents_directory_is_this_users_own_unless_named():
     assert Settings().agent_directory == Path("/dev/shm") / f"tieredckpt-{os.getuid()}"
-    assert settings_from({"agent": {"directory": "/dev/shm/mine"}}).agent_directory == Path("/dev/shm/mine")
+    assert settings_from_mapping({"agent": {"directory": "/dev/shm/mine"}}).agent_directory == Path("/dev/shm/mine")
 
 
 @pytest.mark.parametrize(("ranks", "configured"), [("1", 0), ("10000", 0), ("0", 0), ("two", 0), ("4", 3)])
 def test_copy_threads_are_between_one_and_eight(ranks, configured):
-    found = copy_threads(settings_from({"memory": {"copy_threads": configured}}), {"LOCAL_WORLD_SIZE": ranks})
+    found = copy_thread_count(
+        settings_from_mapping({"memory": {"copy_threads": configured}}), {"LOCAL_WORLD_SIZE": ranks}
+    )
     assert found == configured if configured else 1 <= found <= 8
 
 
@@ -300,8 +302,8 @@ known_trees = st.fixed_dictionaries(
 @given(known_trees | st.dictionaries(scalars, trees, max_size=3))
 def test_a_tree_gives_settings_or_a_settings_error(tree):
     with contextlib.suppress(SettingsError):
-        found = settings_from(tree)
-        assert override(found) == found
+        found = settings_from_mapping(tree)
+        assert override_settings(found) == found
 
 
 names = st.sampled_from([f"TIEREDCKPT_{s}_{k}".upper() for s, k in KEYS] + ["TIEREDCKPT_ENABLED", "TIEREDCKPT_", "X"])

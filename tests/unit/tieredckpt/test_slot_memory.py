@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from peerstore.records import ShardKey
+from peerstore.shard_records import ShardKey
 from tests.support.late_device import LateDevice
 from tests.support.stores import pinned_file
 from tieredckpt import Settings
-from tieredckpt.boxes import Box
-from tieredckpt.copying import Piece
-from tieredckpt.device import installed
-from tieredckpt.layout import TensorEntry, lay_out
-from tieredckpt.session import open_session
+from tieredckpt.format.shard_layout import TensorEntry, build_layout
+from tieredckpt.format.slice_boxes import Box
+from tieredckpt.session.session import open_session
+from tieredckpt.tensors.device import use_device_backend
+from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.testing import memory_node
 
 
@@ -22,15 +22,15 @@ def session(tmp_path):
 
 
 def layout_of(elements):
-    return lay_out([TensorEntry("w", "float32", (elements,), Box((0,), (elements,)), 4, True)], [], None)
+    return build_layout([TensorEntry("w", "float32", (elements,), Box((0,), (elements,)), 4, True)], [], None)
 
 
 def saved(session, device, step, elements):
     """One save the way a writer does it, of what is on a device: the slot and what it must hold."""
     tensor = torch.arange(elements, dtype=torch.float32) + 1000 * step
     staged = session.stage(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
-    with installed(device):
-        staged.memory.fill([Piece(device.put(tensor), staged.layout.header_bytes)], session.copier)
+    with use_device_backend(device):
+        staged.memory.fill([SlotWrite(device.put(tensor), staged.layout.header_bytes)], session.copier)
     record = session.seal(staged, staged.lease.key, [], durable=False, table=None)
     return staged, record, tensor
 

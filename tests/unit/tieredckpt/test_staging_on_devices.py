@@ -12,8 +12,8 @@ import torch
 from tests.support import late_staging
 from tests.support.late_device import LateDevice, LateStream
 from tests.support.late_staging import Trainer, WrongBytesError, laid, slot, stage
-from tieredckpt.copying import Copier, Piece, SlotMemory
-from tieredckpt.device import installed
+from tieredckpt.tensors.device import use_device_backend
+from tieredckpt.tensors.slot_copy import Copier, MappedSlot, SlotWrite
 
 SEEDS = range(60)
 MANY = range(1000)
@@ -60,7 +60,7 @@ def test_mutant_without_the_final_synchronize(monkeypatch):
 def test_mutant_that_reuses_a_slot_before_its_event(monkeypatch):
     """The next save of the same slot begins while the devices still fill it for the one before."""
     waited = LateStream.synchronize
-    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         trainer = Trainer(device, seed=3)
         assert any(trainer.where)
         with slot(laid(trainer.state)[1]) as memory:
@@ -75,13 +75,13 @@ def test_mutant_that_reuses_a_slot_before_its_event(monkeypatch):
 
 def test_mutant_that_unregisters_under_a_copy(monkeypatch):
     assert closed_under_a_copy() == []
-    monkeypatch.setattr(SlotMemory, "_held", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(MappedSlot, "_held", lambda self: contextlib.nullcontext())
     assert "memory was unregistered while a device copies it" in closed_under_a_copy()
 
 
 def closed_under_a_copy() -> list[str]:
     """Its agent gives a slot up, and another thread lets go of it, while a save fills it."""
-    with installed(LateDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(LateDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(20_000))
         with contextlib.ExitStack() as left:
             memory = left.enter_context(slot(source.nbytes))
@@ -95,7 +95,7 @@ def closed_under_a_copy() -> list[str]:
 
             device.copy = copy
             view = memory.tensor(512, source.dtype, source.shape)
-            saves = threading.Thread(target=memory.fill, args=([Piece(source, 512)], copier))
+            saves = threading.Thread(target=memory.fill, args=([SlotWrite(source, 512)], copier))
             saves.start()
             started.wait()
             left.close()
@@ -108,15 +108,15 @@ def closed_under_a_copy() -> list[str]:
 
 @pytest.mark.parametrize("grows_again", [False, True])
 def test_mutant_that_cuts_a_registered_file(grows_again):
-    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(20_000))
         with slot(source.nbytes) as memory:
-            memory.fill([Piece(source, 512)], copier)
+            memory.fill([SlotWrite(source, 512)], copier)
             size = os.fstat(memory._fd).st_size
             os.ftruncate(memory._fd, 0)
             if grows_again:
                 os.ftruncate(memory._fd, size)
-                memory.fill([Piece(source, 512)], copier)
+                memory.fill([SlotWrite(source, 512)], copier)
         said = "other pages" if grows_again else "its file was cut"
         assert any(said in one for one in device.violations)
 
@@ -125,13 +125,13 @@ def test_mutant_that_cuts_a_registered_file(grows_again):
 
 
 def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
-    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         device.refuses = "out of locked memory"
         source = device.put(torch.randn(5000))
         with slot(source.nbytes) as memory:
             for _ in range(3):
                 device.launch(lambda it: it.add_(1), [source])
-                memory.fill([Piece(source, 512)], copier)
+                memory.fill([SlotWrite(source, 512)], copier)
             assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.get(source))
     assert len([one for one in caplog.records if "out of locked memory" in one.message]) == 1
     assert device.violations == []
@@ -139,10 +139,10 @@ def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
 
 def test_a_thread_of_another_device_registers_in_the_name_of_the_one_that_is_used():
     """A new thread's current device is the first one, where this rank would then hold memory for nothing."""
-    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(100), index=1)
         with slot(source.nbytes) as memory:
-            saves = threading.Thread(target=memory.fill, args=([Piece(source, 512)], copier))
+            saves = threading.Thread(target=memory.fill, args=([SlotWrite(source, 512)], copier))
             saves.start()
             saves.join()
         assert device.asked == {torch.device(device.type, 1)}
@@ -150,6 +150,6 @@ def test_a_thread_of_another_device_registers_in_the_name_of_the_one_that_is_use
 
 
 def test_state_on_the_cpu_registers_nothing():
-    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier, slot(4096) as memory:
-        memory.fill([Piece(torch.randn(100), 512), Piece(torch.randn(9, 5).t(), 1024)], copier)
+    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier, slot(4096) as memory:
+        memory.fill([SlotWrite(torch.randn(100), 512), SlotWrite(torch.randn(9, 5).t(), 1024)], copier)
         assert not device.registered

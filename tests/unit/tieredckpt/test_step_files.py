@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 
-from peerstore.owners import myself
-from peerstore.records import ShardKey
-from tieredckpt.agent.messages import LAYOUT
-from tieredckpt.layout import OBJECT, ItemEntry, Layout, encode
-from tieredckpt.manifest import ShardMeta, encode_meta, pack
-from tieredckpt.step_files import _FRESH_S, JobSteps
+from peerstore.daemon_process import current_process
+from peerstore.shard_records import ShardKey
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
+from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, Layout, encode_layout
+from tieredckpt.fsspec_view.step_files import _FRESH_S, JobStepFiles
 from tieredckpt.testing import memory_node
 
 PARTS = 20
@@ -34,14 +34,14 @@ def save(store, step):
     """A step of many parts, an object in each."""
     store.claim("job", "incarnation")
     for part in range(PARTS):
-        layout, data = Layout((), (ItemEntry(f"object{part}", OBJECT),), {}), archived({"part": part})
+        layout, data = Layout((), (ItemEntry(f"object{part}", OBJECT_ITEM),), {}), archived({"part": part})
         sizes = (len(data),)
         total = layout.size_bytes(sizes)
-        lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), total, PARTS, owner=myself())
+        lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), total, PARTS, owner=current_process())
         fd = store.open_slot(lease.slot)
         os.pwrite(fd, layout.header(sizes) + data, 0)
         os.close(fd)
-        store.put_blob("job", LAYOUT + layout.digest, pack(encode(layout)))
+        store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
         store.seal(
             lease.id, total, encode_meta(ShardMeta(layout=layout.digest, item_sizes=sizes, table="", saved_ns=1))
         )
@@ -49,7 +49,7 @@ def save(store, step):
 
 def test_a_step_is_not_described_once_for_each_of_its_files(node, monkeypatch):
     save(node.store, 1)
-    steps, describe, described = JobSteps("job"), node.describe, []
+    steps, describe, described = JobStepFiles("job"), node.describe, []
     monkeypatch.setattr(node, "describe", lambda *what: described.append(what) or describe(*what))
     began = time.monotonic()
     with steps.open(1, ".metadata") as file:

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.support.stores import key
+from tieredckpt.agent.agent_api import LayoutsPage, ShardLocation, ShardLocations, StepSummary, describe_step
 from tieredckpt.errors import CheckpointNotFoundError
-from tieredckpt.manifest import ShardIndex, ShardMeta
-from tieredckpt.node import FoundLayouts, FoundParts, PartAt, Summary, described
+from tieredckpt.format.manifest import ShardIndex, ShardMeta
 
 GROUP = key(1).group
 
@@ -17,18 +17,18 @@ class Forgets:
         self._parts = parts
 
     def summary(self, job, group):
-        return Summary((0,), 1, "test", ("layout",), ())
+        return StepSummary((0,), 1, "test", ("layout",), ())
 
     def parts(self, job, group, parts, *, item_sizes=False):
         index = ShardIndex(key(1), 1, 0, 1, b"", ShardMeta("layout", ()))
-        return FoundParts([PartAt(index, 0, ("memory",), ())] if self._parts else [], [])
+        return ShardLocations([ShardLocation(index, 0, ("memory",), ())] if self._parts else [], [])
 
     def layouts(self, job, group, layouts, tables):
-        return FoundLayouts({}, {}, more=False)
+        return LayoutsPage({}, {}, more=False)
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(("parts", "what"), [(False, "none of parts"), (True, r"layouts \['layout'\]")])
 def test_an_answer_without_anything_new_ends_it(parts, what):
     with pytest.raises(CheckpointNotFoundError, match=what):
-        described(Forgets(parts=parts), "job", GROUP)
+        describe_step(Forgets(parts=parts), "job", GROUP)

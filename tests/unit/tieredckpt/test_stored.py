@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.records import ShardKey
-from tieredckpt.agent.catalog import manifest_from
-from tieredckpt.boxes import Box
+from peerstore.shard_records import ShardKey
+from tieredckpt.agent.agent_api import StepDescription
+from tieredckpt.agent.durable_catalog import manifest_from_shard_files
 from tieredckpt.errors import CheckpointDamagedError, MismatchError
-from tieredckpt.layout import OBJECT, ItemEntry, TensorEntry, encode, lay_out
-from tieredckpt.manifest import ShardIndex, ShardMeta
-from tieredckpt.node import Described
-from tieredckpt.resolve import Tier
-from tieredckpt.stored import ByteRange, StoredStep, chunk_ranges
+from tieredckpt.format.manifest import ShardIndex, ShardMeta
+from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, TensorEntry, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box
+from tieredckpt.resolve_step import Tier
+from tieredckpt.restore.step_index import ByteRange, StepIndex, chunk_ranges
 
 MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
 
@@ -24,16 +24,20 @@ def stored(*shards, tiers=None):
     """A step out of (tensors, objects with sizes) of each part."""
     files = []
     for part, (tensors, objects) in enumerate(shards):
-        layout = lay_out(tensors, [ItemEntry(name, OBJECT) for name in objects], None)
+        layout = build_layout(tensors, [ItemEntry(name, OBJECT_ITEM) for name in objects], None)
         sizes = tuple(objects.values())
         size = layout.size_bytes(sizes)
         key = ShardKey("j", 1, 1, "a", 0, part)
         sums = b"\0" * 8 * -(-size // 4096)
         files.append(
-            (ShardIndex(key, len(shards), size, 4096, sums, ShardMeta(layout.digest, sizes)), encode(layout), b"")
+            (
+                ShardIndex(key, len(shards), size, 4096, sums, ShardMeta(layout.digest, sizes)),
+                encode_layout(layout),
+                b"",
+            )
         )
     found = dict(enumerate(tiers)) if tiers else dict.fromkeys(range(len(shards)), MEMORY)
-    return StoredStep(Described(manifest_from(files, created_ns=0, writer=""), found))
+    return StepIndex(StepDescription(manifest_from_shard_files(files, created_ns=0, writer=""), found))
 
 
 def piece(name, shape, offsets, sizes):

@@ -4,16 +4,16 @@ import errno
 
 import pytest
 
-from peerstore.arena import TmpfsArena
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
 from tests.support.agents import agent_directory
 from tests.support.bits import assert_same, zeroed
 from tests.support.failing_calls import failing
 from tests.support.jobs import state_at
 from tieredckpt import Checkpointer, TierUnavailableError
-from tieredckpt.agent.service import NodeService
-from tieredckpt.session import nodes_from
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.session.session import use_agent_factory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,8 +37,8 @@ class Kept:
 def slots():
     with agent_directory() as directory:
         store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
-        node = NodeService(store)
-        with nodes_from(lambda *_: Kept(node)):
+        node = NodeAgentService(store)
+        with use_agent_factory(lambda *_: Kept(node)):
             yield str(directory / "slots")
         node.close()
         store.close()

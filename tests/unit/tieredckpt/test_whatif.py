@@ -2,25 +2,31 @@
 
 import pytest
 
-from peerstore.records import Group
+from peerstore.shard_records import VersionId
 from tests.support.views import group, node, survey, view
+from tieredckpt.agent.agent_api import StepStatus
 from tieredckpt.errors import UsageError
-from tieredckpt.losses import domains, find
-from tieredckpt.node import StepView
-from tieredckpt.outcome import Fate, Quorum, Reads, worst_first
-from tieredckpt.resolve import Tier, Verdict
-from tieredckpt.whatif import Foresight
+from tieredckpt.resolve_step import StepVerdict, Tier
+from tieredckpt.whatif.node_loss import LossAnalysis
+from tieredckpt.whatif.redundancy import (
+    QuorumAfterLoss,
+    ReadSource,
+    ResumeOutlook,
+    failure_domains,
+    find_failure_domain,
+    worst_first,
+)
 
 NOT_COVERED = lambda _group, _parts: False  # noqa: E731
 
 
 def foresee(seen, said=None, covers=NOT_COVERED, **more):
     """``foresee(view)("node:n1", "rack:r2")``: the outcome of losing both at once."""
-    foresight = Foresight(seen, said or survey(), covers, **more)
-    known = domains(seen)
+    foresight = LossAnalysis(seen, said or survey(), covers, **more)
+    known = failure_domains(seen)
 
     def lose(*names):
-        outcome = foresight.after([find(name, known) for name in names])
+        outcome = foresight.after([find_failure_domain(name, known) for name in names])
         return outcome, foresight.reads(outcome)
 
     return lose
@@ -54,13 +60,13 @@ def test_mirror_pairs(lost, step, gone):
     assert outcome.step == step
     assert outcome.before == 7
     assert [(one.group.version, one.parts, one.nodes) for one in outcome.gone] == gone
-    assert outcome.fate is (Fate.NOTHING if step is None else Fate.RESUMES)
+    assert outcome.fate is (ResumeOutlook.NOTHING if step is None else ResumeOutlook.RESUMES)
     assert not outcome.unknown
 
 
 def test_each_part_is_read_from_whoever_is_left():
     outcome, reads = foresee(PAIRS)("node:n0")
-    assert reads == (Reads((0, 1), ("n8",)), Reads((2,), ("n16",)), Reads((3,), ("n16", "n24")))
+    assert reads == (ReadSource((0, 1), ("n8",)), ReadSource((2,), ("n16",)), ReadSource((3,), ("n16", "n24")))
     assert (outcome.from_memory, outcome.from_durable) == (True, False)
     assert outcome.nodes == ("n0",)
 
@@ -74,7 +80,7 @@ def test_the_training_between_two_saves_is_lost():
 def test_the_durable_tier_is_fallen_back_to():
     outcome, reads = foresee(PAIRS, survey(durable=[3, 5]))("node:n0", "node:n8")
     assert outcome.step == 5
-    assert reads == (Reads((), ()),)
+    assert reads == (ReadSource((), ()),)
     assert (outcome.from_memory, outcome.from_durable) == (False, True)
     assert [one.group.version for one in outcome.gone] == [7, 6]
 
@@ -82,7 +88,7 @@ def test_the_durable_tier_is_fallen_back_to():
 def test_a_durable_step_is_read_from_both():
     outcome, reads = foresee(PAIRS, survey(durable=[7]))("node:n0", "node:n8")
     assert outcome.step == 7
-    assert reads == (Reads((0, 1), ()), Reads((2,), ("n16",)), Reads((3,), ("n16", "n24")))
+    assert reads == (ReadSource((0, 1), ()), ReadSource((2,), ("n16",)), ReadSource((3,), ("n16", "n24")))
     assert (outcome.from_memory, outcome.from_durable) == (True, True)
     assert outcome.gone == ()
 
@@ -91,20 +97,20 @@ def test_a_plain_checkpoint_that_is_newer_is_used():
     lose = foresee(PAIRS, survey(durable=[4], plain=(2, 6)))
     outcome, reads = lose("node:n0", "node:n8")
     assert (outcome.step, outcome.plain) == (6, 6)
-    assert reads == (Reads((), ()),)
+    assert reads == (ReadSource((), ()),)
     assert [one.group.version for one in outcome.gone] == [7]
     assert lose("node:n0")[0].plain is None
 
 
 def test_quarantined_steps_are_not_resumed_from():
-    bad = StepView(group(6), 4, {}, quarantined="loss is NaN")
+    bad = StepStatus(group(6), 4, {}, quarantined="loss is NaN")
     outcome, _ = foresee(PAIRS, survey(bad, durable=[5]))("node:n16")
     assert outcome.step == 5
-    assert outcome.resolution.verdicts[group(6)] is Verdict.QUARANTINED
+    assert outcome.resolution.verdicts[group(6)] is StepVerdict.QUARANTINED
 
 
 def test_a_step_that_restarts_die_on_is_used_only_when_there_is_no_other():
-    worn = StepView(group(7), 4, {}, crashed_loads=5)
+    worn = StepStatus(group(7), 4, {}, crashed_loads=5)
     lose = foresee(PAIRS, survey(worn), worn_after=5)
     assert lose("node:n0")[0].step == 6
     only = view(node("n0", "", {7: [0]}, parts=1), node("n1", "", {7: [~0]}, parts=1))
@@ -123,19 +129,19 @@ def test_replicas_of_the_lost_parts_may_cover_the_state():
     outcome, reads = lose("node:n0")
     assert outcome.step == 7
     assert asked == [(group(7), [1])], "asked only about what is not all there"
-    assert reads == (Reads((1,), ("n1",)),)
-    assert lose("node:n0", "node:n1")[0].fate is Fate.NOTHING
+    assert reads == (ReadSource((1,), ("n1",)),)
+    assert lose("node:n0", "node:n1")[0].fate is ResumeOutlook.NOTHING
 
 
 def test_a_past_that_was_left_does_not_come_back():
-    left, later = Group(1, 9, 0, "a"), Group(2, 8, 0, "b")
+    left, later = VersionId(1, 9, 0, "a"), VersionId(2, 8, 0, "b")
     seen = view(
         node("n0", "", {left: [0], later: [0]}, parts=1, bases={1: -1, 2: 7}),
         node("n1", "", {left: [~0], later: [~0]}, parts=1, bases={1: -1, 2: 7}),
     )
     outcome, _ = foresee(seen)("node:n0")
     assert outcome.resolution.chosen.group == later
-    assert outcome.resolution.verdicts[left] is Verdict.SUPERSEDED
+    assert outcome.resolution.verdicts[left] is StepVerdict.SUPERSEDED
 
 
 # -- what is not known ------------------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ QUIET = view(
 
 def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():
     outcome, _ = foresee(QUIET)("node:n0")
-    assert outcome.fate is Fate.UNKNOWN
+    assert outcome.fate is ResumeOutlook.UNKNOWN
     assert outcome.step is None
     assert outcome.unknown == {"n1": "no answer within 10 s"}
     assert outcome.perhaps == (group(6), group(7))
@@ -158,7 +164,7 @@ def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():
 
 def test_when_it_is_lost_too_nothing_is_unknown():
     outcome, _ = foresee(QUIET)("node:n0", "node:n1")
-    assert outcome.fate is Fate.NOTHING
+    assert outcome.fate is ResumeOutlook.NOTHING
     assert outcome.unknown == {}
     assert outcome.perhaps == ()
     assert outcome.resolution.unreachable == ()
@@ -167,7 +173,7 @@ def test_when_it_is_lost_too_nothing_is_unknown():
 def test_a_newer_step_may_be_whole_with_what_it_holds():
     seen = view(*QUIET.nodes, node("n2", "rack=r2"))
     outcome, _ = foresee(seen)("node:n2")
-    assert (outcome.step, outcome.fate) == (6, Fate.RESUMES)
+    assert (outcome.step, outcome.fate) == (6, ResumeOutlook.RESUMES)
     assert outcome.perhaps == (group(7),)
     assert foresee(seen)("node:n2", "node:n1")[0].perhaps == ()
 
@@ -175,16 +181,16 @@ def test_a_newer_step_may_be_whole_with_what_it_holds():
 def test_a_node_that_still_verifies_may_hold_more():
     seen = view(node("n0", "", {7: [0, 1]}), node("n1", "", {}, verifying=2))
     outcome, _ = foresee(seen)("node:n0")
-    assert outcome.fate is Fate.UNKNOWN
+    assert outcome.fate is ResumeOutlook.UNKNOWN
     assert "2 shards" in outcome.unknown["n1"]
 
 
 def test_a_store_that_is_away_is_not_an_empty_one():
     away = survey(unreachable={Tier.DURABLE: "503"})
     outcome, _ = foresee(PAIRS, away)("rack:r0", "rack:r1")
-    assert outcome.fate is Fate.UNKNOWN
+    assert outcome.fate is ResumeOutlook.UNKNOWN
     assert outcome.unknown == {"durable tier": "503"}
-    assert foresee(PAIRS)("rack:r0", "rack:r1")[0].fate is Fate.NOTHING
+    assert foresee(PAIRS)("rack:r0", "rack:r1")[0].fate is ResumeOutlook.NOTHING
 
 
 # -- quorum -----------------------------------------------------------------------------------------------------------
@@ -193,10 +199,10 @@ def test_a_store_that_is_away_is_not_an_empty_one():
 @pytest.mark.parametrize(
     ("lost", "quorum"),
     [
-        (["node:n24"], Quorum(True, 3, 4)),
-        (["rack:r1"], Quorum(True, 2, 4)),  # half of them, with the lowest name
-        (["rack:r0"], Quorum(False, 2, 4)),
-        (["rack:r0", "node:n24"], Quorum(False, 1, 4)),
+        (["node:n24"], QuorumAfterLoss(True, 3, 4)),
+        (["rack:r1"], QuorumAfterLoss(True, 2, 4)),  # half of them, with the lowest name
+        (["rack:r0"], QuorumAfterLoss(False, 2, 4)),
+        (["rack:r0", "node:n24"], QuorumAfterLoss(False, 1, 4)),
     ],
 )
 def test_quorum(lost, quorum):
@@ -204,7 +210,7 @@ def test_quorum(lost, quorum):
 
 
 def test_who_is_suspected_makes_no_quorum():
-    assert foresee(view(*QUIET.nodes, node("n2")))("node:n2")[0].quorum == Quorum(False, 1, 3)
+    assert foresee(view(*QUIET.nodes, node("n2")))("node:n2")[0].quorum == QuorumAfterLoss(False, 1, 3)
 
 
 def test_a_job_on_one_node_has_none():
@@ -212,8 +218,8 @@ def test_a_job_on_one_node_has_none():
 
 
 def test_what_a_quorum_means_is_said():
-    assert "a new run may begin" in Quorum(True, 2, 3).explain()
-    assert "before the list of the job's nodes" in Quorum(False, 1, 3).explain()
+    assert "a new run may begin" in QuorumAfterLoss(True, 2, 3).explain()
+    assert "before the list of the job's nodes" in QuorumAfterLoss(False, 1, 3).explain()
 
 
 # -- names and order --------------------------------------------------------------------------------------------------
@@ -221,16 +227,16 @@ def test_what_a_quorum_means_is_said():
 
 def test_domains_are_nested():
     seen = view(node("n0", "rack=r1,zone=a"), node("n1", "rack=r1,zone=b"), node("n2", "rack=r2,zone=b,power=x"))
-    assert [str(one) for one in domains(seen)] == [
+    assert [str(one) for one in failure_domains(seen)] == [
         *("node:n0", "node:n1", "node:n2"),
         *("rack:a/r1", "rack:b/r1", "rack:r2"),
         *("zone:a", "zone:b"),
         "power:x",
     ]
-    assert find("zone:b", domains(seen)).nodes == ("n1", "n2")
-    assert find("rack:b/r1", domains(seen)).nodes == ("n1",)
+    assert find_failure_domain("zone:b", failure_domains(seen)).nodes == ("n1", "n2")
+    assert find_failure_domain("rack:b/r1", failure_domains(seen)).nodes == ("n1",)
     with pytest.raises(UsageError, match="more than one, say which: rack:a/r1, rack:b/r1"):
-        find("rack:r1", domains(seen))
+        find_failure_domain("rack:r1", failure_domains(seen))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,7 @@ def test_domains_are_nested():
 )
 def test_an_unknown_name_is_an_error_that_names_what_there_is(name, said):
     with pytest.raises(UsageError, match=said):
-        find(name, domains(PAIRS))
+        find_failure_domain(name, failure_domains(PAIRS))
 
 
 def test_the_worst_comes_first():

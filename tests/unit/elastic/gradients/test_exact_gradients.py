@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.control.testing import MemoryPlane
-from elastic.errors import GaveUpError, NonFiniteLossError, PolicyError
-from elastic.gradients import ExactGradients, Share, Total, norm
-from elastic.gradients.replicated import _windows
-from elastic.workers.loop import End, Policy
-from elastic.workers.loop import run as recover
-from elastic.workers.world import World
+from elastic.errors import JobFailedError, NonFiniteLossError, PolicyError
+from elastic.gradients import ExactGradients, MicrobatchShare, StepTotal, exact_gradients
+from elastic.gradients.reduction import _windows
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
+from elastic.workers.train_loop import run as recover
+from elastic.workers.world_handle import World
 
 
 class Weights(nn.Module):
@@ -35,9 +35,11 @@ class Weights(nn.Module):
         return (self.used * factor).sum()
 
 
-def run(model: Weights, factors: list[float], *, weight: float = 2, clip: float | None = None, **how: object) -> Total:
+def run(
+    model: Weights, factors: list[float], *, weight: float = 2, clip: float | None = None, **how: object
+) -> StepTotal:
     sums = ExactGradients(model, **how)
-    for microbatch in sums.step(Share.even(len(factors), 1, 0)):
+    for microbatch in sums.step(MicrobatchShare.even(len(factors), 1, 0)):
         microbatch.backward(model(factors[microbatch.id]), weight=weight)
     return sums.finish(clip=clip)
 
@@ -48,12 +50,12 @@ def test_one_division_by_the_whole_weight(tree: bool) -> None:
     model.used.grad = torch.full((3,), 99.0)  # of an earlier step
     total = run(model, [1.0, 2.0, 4.0], tree=tree)
     assert torch.equal(model.used.grad, torch.full((3,), 7 / 6))
-    assert total == Total(loss=3.5, weight=6, norm=None)
+    assert total == StepTotal(loss=3.5, weight=6, norm=None)
     assert model.never.grad is None  # so that an optimizer leaves it alone
 
 
 def test_weights_may_be_tensors() -> None:
-    assert run(Weights(), [1.0], weight=torch.tensor(3)) == Total(1.0, 3.0, None)
+    assert run(Weights(), [1.0], weight=torch.tensor(3)) == StepTotal(1.0, 3.0, None)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -85,7 +87,7 @@ def test_clipping_is_after_the_sum_and_says_what_was_clipped() -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_what_is_not_finite_is_told_once(tree: bool) -> None:
-    told: list[Total] = []
+    told: list[StepTotal] = []
     run(Weights(), [1.0, 2.0], tree=tree, on_nonfinite=told.append)
     assert told == []
     total = run(Weights(), [1.0, math.inf], tree=tree, on_nonfinite=told.append)
@@ -107,7 +109,7 @@ def test_what_is_not_finite_is_an_error_unless_nobody_asks() -> None:
 
 @pytest.mark.parametrize("how", ["fault", "skip"])
 def test_in_a_world_it_is_what_the_policy_says(how: Literal["fault", "skip"]) -> None:
-    plane, seen = MemoryPlane(1), []
+    plane, seen = InMemoryCoordinator(1), []
 
     def train(world: World) -> None:
         losses = world._losses
@@ -118,17 +120,17 @@ def test_in_a_world_it_is_what_the_policy_says(how: Literal["fault", "skip"]) ->
             run(model, factors)
             seen.append(step if model.used.grad is not None else -step)
 
-    policy = Policy(backend="none", nonfinite=how)
+    policy = RecoveryPolicy(backend="none", nonfinite=how)
     if how == "fault":
-        with pytest.raises(GaveUpError, match=r"the loss \(of microbatch 1.*\) of step 3 is not finite.*2 attempts"):
+        with pytest.raises(JobFailedError, match=r"the loss \(of microbatch 1.*\) of step 3 is not finite.*2 attempts"):
             recover(train, plane=plane.seats[0], policy=policy)
         assert seen == [2, 2]
     else:
-        assert recover(train, plane=plane.seats[0], policy=policy).how is End.FINISHED
+        assert recover(train, plane=plane.seats[0], policy=policy).how is RunOutcome.FINISHED
         assert seen == [2, 2, 2, -3, 4]  # an optimizer leaves what has no gradient alone
 
 
-def _stop(total: Total) -> None:
+def _stop(total: StepTotal) -> None:
     raise FloatingPointError(total)
 
 
@@ -138,8 +140,8 @@ def test_misuse_is_named() -> None:
     with pytest.raises(PolicyError, match="before all microbatches"):
         sums.finish()
     with pytest.raises(PolicyError, match="shared by 2 ranks, the group has 1"):
-        next(sums.step(Share.even(2, 2, 0)))
-    steps = sums.step(Share.even(2, 1, 0))
+        next(sums.step(MicrobatchShare.even(2, 2, 0)))
+    steps = sums.step(MicrobatchShare.even(2, 1, 0))
     first = next(steps)
     first.backward(model(1.0), weight=1)
     with pytest.raises(PolicyError, match="twice for microbatch 0"):
@@ -173,10 +175,10 @@ def test_a_step_that_was_left_is_forgotten() -> None:
     model = Weights()
     for tree in (False, True):
         sums = ExactGradients(model, tree=tree)
-        for microbatch in sums.step(Share.even(4, 1, 0)):
+        for microbatch in sums.step(MicrobatchShare.even(4, 1, 0)):
             microbatch.backward(model(100.0), weight=1)
             break
-        for microbatch in sums.step(Share.even(1, 1, 0)):
+        for microbatch in sums.step(MicrobatchShare.even(1, 1, 0)):
             microbatch.backward(model(3.0), weight=1)
         assert sums.finish().loss == 9.0
         assert torch.equal(model.used.grad, torch.full((3,), 3.0))
@@ -198,13 +200,17 @@ def test_the_fixed_norm_is_the_norm_and_does_not_see_where_rows_are_cut(monkeypa
     for one in parameters[:-1]:
         one.grad = torch.randn(one.shape) * 10 ** torch.randn(()).item()
     exact = math.sqrt(sum(one.grad.double().square().sum().item() for one in parameters[:-1]))
-    found = norm.fixed_norm(parameters)
+    found = exact_gradients.deterministic_gradient_norm(parameters)
     assert found == pytest.approx(exact, rel=1e-6)
-    assert norm.fast_norm(parameters) == pytest.approx(exact, rel=1e-6)
+    assert exact_gradients.gradient_norm(parameters) == pytest.approx(exact, rel=1e-6)
     matrix = parameters[3].grad
-    whole = norm._row_sums(matrix)
+    whole = exact_gradients._row_sums(matrix)
     for rows in (1, 2, 10, 23):
-        assert torch.equal(torch.cat([norm._row_sums(part) for part in matrix.split(rows)]), whole)
-    monkeypatch.setattr(norm, "BLOCK_ELEMENTS", 300)
-    assert norm.fixed_norm(parameters) == found
-    assert norm.fixed_norm([parameters[-1]]) == norm.fast_norm([parameters[-1]]) == 0.0
+        assert torch.equal(torch.cat([exact_gradients._row_sums(part) for part in matrix.split(rows)]), whole)
+    monkeypatch.setattr(exact_gradients, "NORM_BLOCK_ELEMENTS", 300)
+    assert exact_gradients.deterministic_gradient_norm(parameters) == found
+    assert (
+        exact_gradients.deterministic_gradient_norm([parameters[-1]])
+        == exact_gradients.gradient_norm([parameters[-1]])
+        == 0.0
+    )

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
-from elastic.gradients.share import Share
-from elastic.gradients.tree import Node, Partials, fold, held
+from elastic.gradients.reduction import MicrobatchShare, PartialSums, TreeNode, complete_subtrees, tree_sum
 
 
 def written(left: str, right: str) -> str:
@@ -20,9 +19,9 @@ def written(left: str, right: str) -> str:
 
 def expression(ids_by_rank: list[list[int]], leaves: int) -> str:
     """What is summed with what when ranks sum what they can, and somebody the rest, last ranks first."""
-    whole = Partials[str](leaves, written)
+    whole = PartialSums[str](leaves, written)
     for ids in reversed(ids_by_rank):
-        own = Partials[str](leaves, written)
+        own = PartialSums[str](leaves, written)
         for id_ in ids:
             own.leaf(id_, f" {id_} ")
         for node, value in zip(own.nodes, own.values(), strict=True):
@@ -47,24 +46,24 @@ def test_it_is_a_balanced_tree_in_the_order_of_ids() -> None:
 @given(st.integers(1, 200), st.data())
 def test_a_run_of_ids_leaves_few_sums(leaves: int, data: st.DataObject) -> None:
     begin, end = sorted(data.draw(st.tuples(st.integers(0, leaves), st.integers(0, leaves))))
-    partials = Partials[list[int]](leaves, lambda left, right: left + right)
+    partials = PartialSums[list[int]](leaves, lambda left, right: left + right)
     most = 0
     for id_ in range(begin, end):
         partials.leaf(id_, [id_])
         most = max(most, len(partials.nodes))
     assert [id_ for value in partials.values() for id_ in value] == [*range(begin, end)]
     assert most <= 2 * math.log2(max(1, end - begin)) + 1
-    assert partials.nodes == held(range(begin, end), leaves)
+    assert partials.nodes == complete_subtrees(range(begin, end), leaves)
 
 
 def test_an_aligned_run_leaves_one() -> None:
-    assert held(range(8, 16), 32) == (Node(3, 1),)
-    assert held(range(4, 6), 6) == (Node(2, 1),)  # nobody comes after 5
-    assert len(held(range(12, 24), 24)) == 2
+    assert complete_subtrees(range(8, 16), 32) == (TreeNode(3, 1),)
+    assert complete_subtrees(range(4, 6), 6) == (TreeNode(2, 1),)  # nobody comes after 5
+    assert len(complete_subtrees(range(12, 24), 24)) == 2
 
 
 def test_the_sum_is_not_there_before_all_are() -> None:
-    partials = Partials[int](3, lambda left, right: left + right)
+    partials = PartialSums[int](3, lambda left, right: left + right)
     partials.leaf(2, 4)
     partials.leaf(0, 1)
     with pytest.raises(KeyError):
@@ -75,19 +74,19 @@ def test_the_sum_is_not_there_before_all_are() -> None:
 
 def test_numbers_are_summed_by_the_tree() -> None:
     values = [1e16, 1.0, -1e16, 1.0]
-    assert fold(values) == (1e16 + 1.0) + (-1e16 + 1.0) != math.fsum(values)
+    assert tree_sum(values) == (1e16 + 1.0) + (-1e16 + 1.0) != math.fsum(values)
 
 
 @pytest.mark.parametrize(
     ("made", "by_rank"),
     [
-        (Share.even(10, 3, 0), ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))),
-        (Share.even(2, 3, 0), ((0,), (1,), ())),
-        (Share.contiguous([1, 0, 3], 2), ((0,), (), (1, 2, 3))),
-        (Share.dealt(5, 2, 1), ((0, 2, 4), (1, 3))),
+        (MicrobatchShare.even(10, 3, 0), ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))),
+        (MicrobatchShare.even(2, 3, 0), ((0,), (1,), ())),
+        (MicrobatchShare.contiguous([1, 0, 3], 2), ((0,), (), (1, 2, 3))),
+        (MicrobatchShare.dealt(5, 2, 1), ((0, 2, 4), (1, 3))),
     ],
 )
-def test_shares(made: Share, by_rank: tuple[tuple[int, ...], ...]) -> None:
+def test_shares(made: MicrobatchShare, by_rank: tuple[tuple[int, ...], ...]) -> None:
     assert made.by_rank == by_rank
     assert made.mine == by_rank[made.rank]
 
@@ -103,13 +102,13 @@ def test_shares(made: Share, by_rank: tuple[tuple[int, ...], ...]) -> None:
 )
 def test_a_share_that_cannot_be_is_refused(by_rank: tuple[tuple[int, ...], ...], rank: int, words: str) -> None:
     with pytest.raises(PolicyError, match=words):
-        Share(by_rank, rank)
+        MicrobatchShare(by_rank, rank)
 
 
 @given(st.integers(1, 30), st.integers(1, 9))
 def test_empty_turns_come_first_and_everybody_knows_them(microbatches: int, ranks: int) -> None:
     for rank in range(ranks):
-        share = Share.even(microbatches, ranks, rank)
+        share = MicrobatchShare.even(microbatches, ranks, rank)
         slots = share.slots(share.most)
         assert len(slots) == share.most
         assert tuple(slot.id for slot in slots if slot.id is not None) == share.mine
@@ -118,5 +117,5 @@ def test_empty_turns_come_first_and_everybody_knows_them(microbatches: int, rank
         assert all(slot.stand_in == slot.id for slot in slots if slot.id is not None)
         assert all(slot.stand_in in (share.mine or (0,)) for slot in slots)
         for other in range(ranks):
-            elsewhere = Share.even(microbatches, ranks, other)
+            elsewhere = MicrobatchShare.even(microbatches, ranks, other)
             assert [elsewhere.id_in(rank, turn, share.most) for turn in range(share.most)] == [s.id for s in slots]

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic.batch_cache import (
+    BatchCache,
+    CacheDirectoryError,
+    CacheFullError,
+    UnsupportedBatchError,
+    cache_directory,
+    remove_job_batches,
+)
+from elastic.batch_cache import cache as keeping_module
+from elastic.batch_cache.cache_directory import remove_unused_fingerprint
 from elastic.errors import PolicyError
-from elastic.prepared import BatchCache, BatchKindError, CacheFullError, CachePlaceError, folder, forget_job, locks
-from elastic.prepared import keeping as keeping_module
-from elastic.prepared.folder import remove_if_unused
 from peerstore.errors import InvalidNameError
 from tests.support.bits import assert_same
 from tests.support.preparing import names
@@ -109,7 +116,7 @@ def test_what_prepare_raises_is_raised_and_nothing_is_left(opened):
 
 def test_a_batch_that_cannot_be_kept_is_an_error_even_when_the_cache_is_not_required(opened):
     cache = opened()
-    with pytest.raises(BatchKindError, match=r"batch 3\['ids'\]"):
+    with pytest.raises(UnsupportedBatchError, match=r"batch 3\['ids'\]"):
         cache.get(3, lambda _: {"ids": {1, 2}})
     assert names(cache.directory) == ["tally"]
 
@@ -156,22 +163,22 @@ def test_streams_and_jobs_do_not_meet(opened):
 
 def test_a_job_that_has_ended_is_forgotten(opened, tmp_path):
     root, prepare = tmp_path / "prepared", Prepare()
-    assert forget_job("job", directory=root) == []
+    assert remove_job_batches("job", directory=root) == []
     for options in ({}, {"stream": "val"}, {"job": "job2"}):
         opened(**options).get(0, prepare)
     opened.close()
     used, *unused = (opened(), opened(stream="val"), opened(job="job2"))
     for cache in unused:
         cache.close()
-    assert forget_job("job", directory=root) == [used.directory]
+    assert remove_job_batches("job", directory=root) == [used.directory]
     assert used.holds() == [0]
     opened.close()
     (root / "job" / "mine").mkdir(mode=0o700)
-    assert forget_job("job", directory=root) == []
+    assert remove_job_batches("job", directory=root) == []
     assert names(root) == ["job2"]
     assert opened(job="job2").holds() == [0]
     with pytest.raises(InvalidNameError):
-        forget_job("..", directory=root)
+        remove_job_batches("..", directory=root)
 
 
 def test_a_fingerprint_is_made_of_plain_values(opened):
@@ -353,16 +360,18 @@ def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):
 def test_who_opens_what_is_being_swept_has_a_directory(opened, monkeypatch):
     swept = []
 
+    lock_file = cache_directory.lock_file
+
     def acquire(fd, **options):
         if options.get("shared") and not swept:
             swept.append(None)
-            swept.append(remove_if_unused(cache_name, stream))
-        return locks.acquire(fd, **options)
+            swept.append(remove_unused_fingerprint(cache_name, stream))
+        return lock_file(fd, **options)
 
     first = opened()
     first.close()
     cache_name, stream = first.directory.name, os.open(first.directory.parent, os.O_RDONLY)
-    monkeypatch.setattr(folder, "acquire", acquire)
+    monkeypatch.setattr(cache_directory, "lock_file", acquire)
     cache = opened()
     os.close(stream)
     cache.get(0, Prepare())
@@ -373,10 +382,10 @@ def test_who_opens_what_is_being_swept_has_a_directory(opened, monkeypatch):
 def test_a_lock_is_let_go_although_a_forked_process_has_it_too(tmp_path):
     with (tmp_path / "lock").open("w") as one, (tmp_path / "lock").open() as other:
         copy = os.dup(one.fileno())
-        assert locks.acquire(one.fileno(), wait_s=0)
-        with locks.released(one.fileno()):
-            assert not locks.acquire(other.fileno(), wait_s=0)
-        assert locks.acquire(other.fileno(), wait_s=0)
+        assert cache_directory.lock_file(one.fileno(), wait_s=0)
+        with cache_directory.unlock_at_end(one.fileno()):
+            assert not cache_directory.lock_file(other.fileno(), wait_s=0)
+        assert cache_directory.lock_file(other.fileno(), wait_s=0)
         os.close(copy)
 
 
@@ -410,7 +419,7 @@ def test_a_wait_can_be_ended(opened):
 def test_a_directory_others_can_enter_is_refused(opened, tmp_path, below):
     opened().close()
     tmp_path.joinpath("prepared", *below).chmod(0o755)
-    with pytest.raises(CachePlaceError, match="mode 0755"):
+    with pytest.raises(CacheDirectoryError, match="mode 0755"):
         opened()
 
 
@@ -423,7 +432,7 @@ def test_a_link_instead_of_a_directory_is_refused(opened, tmp_path, below):
     for parent in [*place.parents][: len(below)]:
         parent.chmod(0o700)
     place.symlink_to(elsewhere)
-    with pytest.raises(CachePlaceError):
+    with pytest.raises(CacheDirectoryError):
         opened()
     assert names(elsewhere) == []
 

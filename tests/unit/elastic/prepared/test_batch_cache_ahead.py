@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
+from elastic.batch_cache import BatchCache, PrefetchIterator, PrepareError
+from elastic.batch_cache.prefetch import PrepareWorker, PrepareWorkerLostError
 from elastic.errors import PolicyError
-from elastic.prepared import BatchCache, Prefetched, PrepareError
-from elastic.prepared.workers import Worker, WorkerLostError
 from tests.support.bits import assert_same
 from tests.support.preparing import fragile, strange, suicidal
 
@@ -53,7 +53,7 @@ def cache(tmp_path):
 @pytest.mark.parametrize("ahead", [1, 3, 50])
 def test_batches_come_in_their_order(cache, ahead):
     indices = [5, 3, 8, 3, 0, *range(10, 30)]
-    with Prefetched(cache, indices, lambda index: [index], ahead=ahead) as batches:
+    with PrefetchIterator(cache, indices, lambda index: [index], ahead=ahead) as batches:
         assert list(batches) == [[index] for index in indices]
         assert next(batches, None) is None
     assert cache.counts.prepared == len(set(indices))
@@ -61,14 +61,14 @@ def test_batches_come_in_their_order(cache, ahead):
 
 def test_a_batch_may_be_anything(cache):
     values = [None, [], 0, "", torch.zeros(3)]
-    with Prefetched(cache, range(5), values.__getitem__) as batches:
+    with PrefetchIterator(cache, range(5), values.__getitem__) as batches:
         assert_same(dict(enumerate(values)), dict(enumerate(batches)))
     assert cache.counts.prepared == 5
 
 
 def test_never_more_than_so_many_ahead(cache):
     prepare = Gate(is_open=True)
-    with Prefetched(cache, itertools.count(), prepare, ahead=3) as batches:
+    with PrefetchIterator(cache, itertools.count(), prepare, ahead=3) as batches:
         for read in range(6):
             prepare.wait_begun(read + 3)
             assert prepare.begun[: read + 3] == list(range(read + 3))
@@ -79,7 +79,7 @@ def test_never_more_than_so_many_ahead(cache):
 def test_it_ends_in_the_middle(cache):
     prepare = Gate(is_open=True)
     before = set(threading.enumerate())
-    batches = Prefetched(cache, itertools.count(), prepare, ahead=4)
+    batches = PrefetchIterator(cache, itertools.count(), prepare, ahead=4)
     assert next(batches) == 0
     batches.close()
     batches.close()
@@ -89,7 +89,7 @@ def test_it_ends_in_the_middle(cache):
 
 def test_closing_waits_for_the_batch_that_is_being_prepared(cache):
     prepare = Gate()
-    batches = Prefetched(cache, range(9), prepare)
+    batches = PrefetchIterator(cache, range(9), prepare)
     prepare.wait_begun(1)
     closing = threading.Thread(target=batches.close)
     closing.start()
@@ -101,7 +101,7 @@ def test_closing_waits_for_the_batch_that_is_being_prepared(cache):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_comes_when_its_batch_would_have_come(cache, workers):
-    with Prefetched(cache, range(9), fragile, workers=workers) as batches:
+    with PrefetchIterator(cache, range(9), fragile, workers=workers) as batches:
         assert [next(batches) for _ in range(3)] == [0, 1, 2]
         for _ in range(2):  # and from then on
             with pytest.raises(PrepareError, match="batch 3 could not be prepared: ZeroDivisionError: three") as raised:
@@ -115,7 +115,7 @@ def test_an_error_in_the_order_of_batches_is_one_too(cache):
         yield 0
         raise KeyError("order")
 
-    with Prefetched(cache, indices(), fragile) as batches:
+    with PrefetchIterator(cache, indices(), fragile) as batches:
         assert next(batches) == 0
         with pytest.raises(PrepareError, match="the next index is not known") as raised:
             next(batches)
@@ -124,7 +124,7 @@ def test_an_error_in_the_order_of_batches_is_one_too(cache):
 
 @contextlib.contextmanager
 def worker(cache, prepare):
-    one = Worker(cache, prepare, "spawn")
+    one = PrepareWorker(cache, prepare, "spawn")
     try:
         yield one
     finally:
@@ -135,9 +135,9 @@ def test_a_worker_that_dies_is_an_error(cache):
     with worker(cache, suicidal) as one:
         assert [one.make(index, 0).there for index in range(3)] == [True] * 3
         assert one.is_up()
-        with pytest.raises(WorkerLostError, match="ended with status 9"):
+        with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
             one.make(3, 0)
-        with pytest.raises(WorkerLostError, match="ended with status 9"):
+        with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
             one.make(4, 0)
     assert cache.holds() == [0, 1, 2]
     assert [cache.get(index, None) for index in range(3)] == [0, 1, 2]
@@ -153,7 +153,7 @@ def test_an_error_that_cannot_travel_is_told_in_words(cache):
 def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
     with worker(cache, suicidal) as one:
         one.kill()
-        with pytest.raises(WorkerLostError, match="signal 9"):
+        with pytest.raises(PrepareWorkerLostError, match="signal 9"):
             one.make(0, 0)
         assert one.is_up()  # there is nothing to wait for
 
@@ -161,7 +161,7 @@ def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
 def test_a_small_cache_does_not_slow_down_what_is_read_ahead(tmp_path):
     """What is ahead goes before what was read: each batch is prepared once, though few are kept."""
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=1500) as cache:
-        with Prefetched(cache, range(40), lambda index: bytes(400), ahead=8) as batches:
+        with PrefetchIterator(cache, range(40), lambda index: bytes(400), ahead=8) as batches:
             assert len(list(batches)) == 40
         assert cache.counts.prepared == 40
         assert cache.used_bytes() <= 1500
@@ -170,4 +170,4 @@ def test_a_small_cache_does_not_slow_down_what_is_read_ahead(tmp_path):
 @pytest.mark.parametrize("wrong", [{"ahead": 0}, {"workers": -1}])
 def test_what_cannot_be_is_refused(cache, wrong):
     with pytest.raises(PolicyError, match="at least one batch ahead"):
-        Prefetched(cache, range(3), fragile, **wrong)
+        PrefetchIterator(cache, range(3), fragile, **wrong)

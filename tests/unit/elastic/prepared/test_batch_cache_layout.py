@@ -11,20 +11,21 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from elastic.prepared.batches import decode, encode
-from elastic.prepared.errors import BatchDamagedError, BatchKindError
-from elastic.prepared.layout import (
-    ALIGN,
-    DTYPES,
-    MAX_DEPTH,
-    MAX_HEADER_BYTES,
+from elastic.batch_cache.batch_format import (
+    BATCH_DTYPES,
+    MAX_BATCH_DEPTH,
+    MAX_BATCH_HEADER_BYTES,
     MAX_TENSORS,
+    TENSOR_ALIGN,
     ListNode,
     TensorNode,
-    lay_out,
-    place,
+    decode_batch,
+    encode_batch,
+    lay_out_batch,
+    place_tensors,
     read_head,
 )
+from elastic.errors import BatchDamagedError, UnsupportedBatchError
 from tests.support.bits import assert_same
 from tests.support.examples import examples
 
@@ -32,7 +33,7 @@ FINGERPRINT = "0" * 32
 
 
 def there_and_back(batch, index=7):
-    return decode(encode(FINGERPRINT, index, batch).to_bytes(), FINGERPRINT, index, verify=True)
+    return decode_batch(encode_batch(FINGERPRINT, index, batch).to_bytes(), FINGERPRINT, index, verify=True)
 
 
 _scalars = st.one_of(
@@ -71,7 +72,7 @@ def test_values_come_back_as_what_they_were(batch):
 
 
 def test_every_element_type_comes_back_bit_for_bit():
-    for dtype in DTYPES:
+    for dtype in BATCH_DTYPES:
         kind = getattr(torch, dtype)
         width = torch.empty((), dtype=kind).element_size()
         raw = torch.arange(15 * width, dtype=torch.int64).remainder(2 if dtype == "bool" else 251).to(torch.uint8)
@@ -102,9 +103,9 @@ def test_tensors_of_every_shape_come_back():
 
 
 def test_tensors_lie_where_vector_instructions_want_them():
-    laid = encode(FINGERPRINT, 0, [torch.ones(3), torch.ones(1, dtype=torch.uint8), torch.ones(5)]).laid
-    assert len(laid.head) % ALIGN == 0
-    assert [part.start % ALIGN for part in laid.parts] == [0, 0, 0]
+    laid = encode_batch(FINGERPRINT, 0, [torch.ones(3), torch.ones(1, dtype=torch.uint8), torch.ones(5)]).laid
+    assert len(laid.head) % TENSOR_ALIGN == 0
+    assert [part.start % TENSOR_ALIGN for part in laid.parts] == [0, 0, 0]
 
 
 class Point(NamedTuple):
@@ -131,20 +132,20 @@ class Colour(enum.IntEnum):
         ({"x": torch.empty(3, device="meta")}, "on meta"),
         ({"x": 1 << 64}, "cannot be kept"),
         ({"x": "\ud800"}, "cannot be kept"),
-        (bytes(MAX_HEADER_BYTES), "put what is large into tensors"),
+        (bytes(MAX_BATCH_HEADER_BYTES), "put what is large into tensors"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_cannot_be_kept_is_named(batch, named):
-    with pytest.raises(BatchKindError, match=named):
-        encode(FINGERPRINT, 7, batch)
+    with pytest.raises(UnsupportedBatchError, match=named):
+        encode_batch(FINGERPRINT, 7, batch)
 
 
 def test_there_are_so_many_tensors_and_no_more():
-    parts, _ = place([("uint8", (0,))] * (MAX_TENSORS + 1))
+    parts, _ = place_tensors([("uint8", (0,))] * (MAX_TENSORS + 1))
     tree = ListNode(tuple(TensorNode(number) for number in range(len(parts))))
-    with pytest.raises(BatchKindError, match=f"at most {MAX_TENSORS}"):
-        lay_out(FINGERPRINT, 7, tree, parts, bytes(8))
+    with pytest.raises(UnsupportedBatchError, match=f"at most {MAX_TENSORS}"):
+        lay_out_batch(FINGERPRINT, 7, tree, parts, bytes(8))
 
 
 def nested(depth):
@@ -152,24 +153,24 @@ def nested(depth):
 
 
 def test_nesting_has_an_end():
-    assert there_and_back(nested(MAX_DEPTH)) == nested(MAX_DEPTH)
-    with pytest.raises(BatchKindError, match="nested deeper"):
-        encode(FINGERPRINT, 7, nested(MAX_DEPTH + 1))
+    assert there_and_back(nested(MAX_BATCH_DEPTH)) == nested(MAX_BATCH_DEPTH)
+    with pytest.raises(UnsupportedBatchError, match="nested deeper"):
+        encode_batch(FINGERPRINT, 7, nested(MAX_BATCH_DEPTH + 1))
     endless = []
     endless.append(endless)
-    with pytest.raises(BatchKindError, match="nested deeper"):
-        encode(FINGERPRINT, 7, endless)
+    with pytest.raises(UnsupportedBatchError, match="nested deeper"):
+        encode_batch(FINGERPRINT, 7, endless)
 
 
 def test_a_batch_in_another_ones_place_is_damage():
-    data = encode(FINGERPRINT, 7, {"x": torch.ones(3)}).to_bytes()
+    data = encode_batch(FINGERPRINT, 7, {"x": torch.ones(3)}).to_bytes()
     with pytest.raises(BatchDamagedError, match="this is batch 7"):
-        decode(data, FINGERPRINT, 8, verify=True)
+        decode_batch(data, FINGERPRINT, 8, verify=True)
     with pytest.raises(BatchDamagedError, match="this is batch 7"):
-        decode(data, "1" * 32, 7, verify=True)
+        decode_batch(data, "1" * 32, 7, verify=True)
 
 
-_GOOD = bytes(encode(FINGERPRINT, 7, {"x": torch.arange(6), "y": [torch.ones(2, 2), "z"]}).to_bytes())
+_GOOD = bytes(encode_batch(FINGERPRINT, 7, {"x": torch.arange(6), "y": [torch.ones(2, 2), "z"]}).to_bytes())
 
 
 @pytest.mark.parametrize("bit", [0, 7])
@@ -178,15 +179,15 @@ def test_every_flipped_bit_is_found(bit):
         data = bytearray(_GOOD)
         data[at] ^= 1 << bit
         with pytest.raises(BatchDamagedError):
-            decode(data, FINGERPRINT, 7, verify=True)
+            decode_batch(data, FINGERPRINT, 7, verify=True)
 
 
 def test_every_cut_is_found():
     for end in range(len(_GOOD)):
         with pytest.raises(BatchDamagedError):
-            decode(bytearray(_GOOD[:end]), FINGERPRINT, 7, verify=False)
+            decode_batch(bytearray(_GOOD[:end]), FINGERPRINT, 7, verify=False)
     with pytest.raises(BatchDamagedError):
-        decode(bytearray(_GOOD + b"\0"), FINGERPRINT, 7, verify=False)
+        decode_batch(bytearray(_GOOD + b"\0"), FINGERPRINT, 7, verify=False)
 
 
 def test_the_head_says_where_everything_is():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
+from elastic.batch_cache import BatchCache, CachedDataModule, CachedLoader, cached_loader
+from elastic.batch_cache.cached_loader import IndexedLoader
 from elastic.errors import PolicyError
-from elastic.prepared import BatchCache, CachedDataModule, CachedLoader, cached_loader
-from elastic.prepared.datasets import LoaderBatches
 
 
 class Rows(Dataset):
@@ -71,7 +71,7 @@ def pairs(index):
 @pytest.mark.parametrize("kind", [Rows, AllAtOnce])
 def test_batches_are_those_of_the_loader(kind):
     loader = DataLoader(kind(), batch_size=3)
-    batches = LoaderBatches(loader)
+    batches = IndexedLoader(loader)
     assert batches.per_epoch == len(loader) == 7
     assert rows(map(batches, range(7))) == rows(loader)
     assert rows(map(batches, range(7, 14))) == rows(loader)
@@ -80,13 +80,13 @@ def test_batches_are_those_of_the_loader(kind):
 def test_what_is_shuffled_is_a_function_of_seed_and_epoch():
     generator = torch.Generator()
     loader = DataLoader(Rows(), batch_size=3, shuffle=True, generator=generator)
-    batches, again = LoaderBatches(loader, seed=5), pickle.loads(pickle.dumps(LoaderBatches(loader, seed=5)))
+    batches, again = IndexedLoader(loader, seed=5), pickle.loads(pickle.dumps(IndexedLoader(loader, seed=5)))
     state = torch.get_rng_state()
     second = rows(map(batches, range(7, 14)))  # in any order
     first = rows(map(batches, range(7)))
     assert first != second
     assert rows(map(again, range(14))) == first + second
-    assert rows(map(LoaderBatches(loader, seed=6), range(7))) == second
+    assert rows(map(IndexedLoader(loader, seed=6), range(7))) == second
     assert torch.equal(torch.get_rng_state(), state)
     for epoch, expected in enumerate([first, second]):
         sampler = RandomSampler(range(20), generator=torch.Generator().manual_seed(5 + epoch))
@@ -99,20 +99,20 @@ def test_a_sampler_that_is_told_the_epoch_is_told():
         DataLoader(Rows(), batch_size=4, sampler=sampler),
         DataLoader(Rows(), batch_sampler=BatchSampler(sampler, 4, drop_last=True)),
     ):
-        assert rows(map(LoaderBatches(loader), [0, 5, 11])) == [[0, 1, 2, 3], [1, 2, 3, 4], [6, 7, 8, 9]]
+        assert rows(map(IndexedLoader(loader), [0, 5, 11])) == [[0, 1, 2, 3], [1, 2, 3, 4], [6, 7, 8, 9]]
     assert sampler.epoch == 0
 
 
 def test_a_loader_without_batches_gives_samples():
     loader = DataLoader(Rows(), batch_size=None)
-    assert rows(map(LoaderBatches(loader), [3, 19, 20])) == [3, 19, 0]
+    assert rows(map(IndexedLoader(loader), [3, 19, 20])) == [3, 19, 0]
 
 
 def test_what_has_no_numbers_is_refused():
     with pytest.raises(PolicyError, match="prepare"):
-        LoaderBatches(DataLoader(Stream()))
+        IndexedLoader(DataLoader(Stream()))
     with pytest.raises(PolicyError, match="no batches"):
-        LoaderBatches(DataLoader(Rows(2), batch_size=3, drop_last=True))
+        IndexedLoader(DataLoader(Rows(2), batch_size=3, drop_last=True))
 
 
 # -- a position ---------------------------------------------------------------------------------------------------

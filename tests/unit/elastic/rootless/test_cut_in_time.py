@@ -6,8 +6,7 @@ import contextlib
 import socket
 import threading
 
-from elastic.rootless.guarding import Guard
-from elastic.rootless.sweeping import Sweep
+from elastic.rendezvous.rootless_tcpstore import CallWatchdog, OldKeyCleanup
 
 PATIENCE_S = 30.0
 MOMENT_S = 0.5
@@ -15,7 +14,7 @@ MOMENT_S = 0.5
 
 
 def test_a_call_that_was_left_is_not_ended_any_more():
-    guard, entered, left = Guard(), threading.Event(), threading.Event()
+    guard, entered, left = CallWatchdog(), threading.Event(), threading.Event()
     found = []
 
     def end():
@@ -40,7 +39,7 @@ def test_a_sweep_that_was_ended_cuts_nothing_any_more():
             again.set()
         return 0
 
-    sweep = Sweep(f"127.0.0.1:{server.getsockname()[1]}", 1, cut=cut)
+    sweep = OldKeyCleanup(f"127.0.0.1:{server.getsockname()[1]}", 1, cut=cut)
     with server, contextlib.ExitStack() as accepted:
         for _ in range(2):  # a look whether it is there, and the client
             accepted.enter_context(server.accept()[0])

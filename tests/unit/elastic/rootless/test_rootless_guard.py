@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from elastic.rootless.guarding import Guard
+from elastic.rendezvous.rootless_tcpstore import CallWatchdog
 
 
 @pytest.fixture
 def guard():
-    one = Guard()
+    one = CallWatchdog()
     yield one
     one.close()
 

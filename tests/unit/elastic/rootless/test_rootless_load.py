@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elastic.rootless.load import gloo_keys, nccl_keys, one_store, spread
+from tests.support.rendezvous_load import gloo_keys, nccl_keys, one_store, spread
 
 SIZES = [(2, 2), (16, 2), (64, 8), (64, 64), (1000, 125), (1024, 1024), (10_000, 1250), (10_000, 10_000)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.cli.running import _store
-from elastic.control.settings import is_rootless
+from elastic.cli.run import _store
 from elastic.errors import PolicyError
+from elastic.settings import wants_rootless_store
 from peerstore.errors import RequestError
 
 
@@ -28,6 +28,6 @@ def test_what_is_no_address_is_refused():
 
 
 def test_a_switch_is_on_or_off():
-    assert not is_rootless({})
+    assert not wants_rootless_store({})
     with pytest.raises(PolicyError, match="0 or 1"):
-        is_rootless({"ELASTIC_ROOTLESS": "yes"})
+        wants_rootless_store({"ELASTIC_ROOTLESS": "yes"})

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from elastic.errors import PolicyError
-from elastic.samples import ElasticDataLoader, Journal, Ledger, Place
-from elastic.samples.errors import CursorError, StepError, WorkersLostError
-from elastic.samples.ledger import verify
+from elastic.errors import CursorError, DataWorkersLostError, PolicyError, StepOrderError
+from elastic.samples import DataPosition, ElasticDataLoader, SampleAudit, SampleLog
+from elastic.samples.sample_audit import verify_sample_logs
 from tests.support.examples import examples
 from tests.support.shares import even
 
@@ -63,7 +62,7 @@ class Job:
         self.ranks = []
         self.done = {}
         """step -> what all ranks together read of it."""
-        self.ledger = Ledger()
+        self.ledger = SampleAudit()
 
     def shares(self, world):
         return [even(self.batch, self.microbatch, rank, world) for rank in range(world)]
@@ -97,9 +96,9 @@ class Job:
         if None in steps:
             assert not any(steps)
             return False
-        total = Ledger()
+        total = SampleAudit()
         for step in steps:
-            mine = Ledger()
+            mine = SampleAudit()
             mine.record(step.number, step.epochs(), step.indices())
             total.merge(mine)
         number = steps[0].number
@@ -168,7 +167,7 @@ def live_through(job, events):
         elif what == "resize":
             job.resize(number, job.place)
         else:
-            job.resize(number, Place(saved["step"], saved["cursor"]))
+            job.resize(number, DataPosition(saved["step"], saved["cursor"]))
     job.step()
 
 
@@ -258,7 +257,7 @@ def test_the_loader_ends_with_its_epochs_and_leaves_nothing_running():
     sizes = [len(read(step)) for step in whole]
     assert sizes == [6, 6, 6, 5] * 2
     assert list(whole) == []
-    whole.reshape(even(6, 2), Place(4, 23))
+    whole.reshape(even(6, 2), DataPosition(4, 23))
     assert [len(read(step)) for step in whole] == [6, 6, 6, 5]
 
 
@@ -286,10 +285,10 @@ def test_a_step_has_to_be_committed_before_the_next():
         assert steps.state_dict()["cursor"] == 0
         first = list(step)
         assert steps.state_dict()["cursor"] == 0
-        with pytest.raises(StepError, match="step 0 was not committed"):
+        with pytest.raises(StepOrderError, match="step 0 was not committed"):
             next(steps)
         assert step.commit() == (1, 4) == steps.place
-        with pytest.raises(StepError, match="not open"):
+        with pytest.raises(StepOrderError, match="not open"):
             step.commit()
         assert [batch.number for batch in first] == [0, 2]
         assert next(steps).number == 1
@@ -299,7 +298,7 @@ def test_samples_that_were_not_read_cannot_be_committed():
     with loader(even(4, 2)) as steps:
         step = next(steps)
         next(iter(step))
-        with pytest.raises(StepError, match="1 of 2 microbatches of step 0 were not read"):
+        with pytest.raises(StepOrderError, match="1 of 2 microbatches of step 0 were not read"):
             step.commit()
         assert len(list(step)) == 1
         step.commit()
@@ -315,7 +314,7 @@ def test_a_step_that_an_error_left_open_comes_again():
         again = next(iter(steps))
         assert again.number == 2
         assert next(iter(again)).indices == first.indices
-        with pytest.raises(StepError, match="began anew"):
+        with pytest.raises(StepOrderError, match="began anew"):
             next(iter(step))
 
 
@@ -332,7 +331,7 @@ def test_workers_outlive_a_resize_and_what_they_read_ahead_does_not():
         indices = step.indices().tolist()
         assert [sample[0] for sample in read(step)] == indices
         assert len(indices) == 2
-        steps.reshape(even(8, 2, 2, 4), at=Place(0, 0))
+        steps.reshape(even(8, 2, 2, 4), at=DataPosition(0, 0))
         step = next(steps)
         assert (step.number, step.indices().tolist()) == (0, steps.course.order.indices(4, 2).tolist())
         read(step)
@@ -351,7 +350,7 @@ def test_a_plan_that_cannot_be_changes_nothing():
         with pytest.raises(PolicyError):
             steps.reshape(Wrong())
         with pytest.raises(PolicyError, match="nowhere"):
-            steps.reshape(even(8, 2), at=Place(-1, 0))
+            steps.reshape(even(8, 2), at=DataPosition(-1, 0))
         assert next(steps).indices().tolist() == steps.course.order.indices(8, 8).tolist()
 
 
@@ -376,7 +375,7 @@ def test_dead_workers_are_said_to_be_dead_and_replaced(tmp_path):
     victim = expected[1][3][0]
     with loader(even(6, 2), Fatal(flag, victim), num_workers=2, prefetch_factor=1) as steps:
         assert read(next(steps)) == expected[0]
-        with pytest.raises(WorkersLostError, match="iterate again"):
+        with pytest.raises(DataWorkersLostError, match="iterate again"):
             read(next(steps))
         assert steps.place.step == 1
         flag.unlink()
@@ -539,9 +538,9 @@ def test_closed_is_closed():
     list(step)
     steps.close()
     steps.close()
-    with pytest.raises(StepError, match="closed"):
+    with pytest.raises(StepOrderError, match="closed"):
         next(steps)
-    with pytest.raises(StepError):
+    with pytest.raises(StepOrderError):
         step.commit()
     assert steps.state_dict()["cursor"] == 0
 
@@ -555,16 +554,16 @@ def test_a_loader_that_took_no_step_starts_nobody():
 def test_journals_of_two_worlds(tmp_path):
     """The last step of the first world was begun, and is done again by another."""
     files = []
-    for world, ranks, place, steps in [(1, 3, Place(0, 0), 5), (2, 2, Place(4, 24), 4)]:
+    for world, ranks, place, steps in [(1, 3, DataPosition(0, 0), 5), (2, 2, DataPosition(4, 24), 4)]:
         for rank in range(ranks):
             files.append(tmp_path / f"{world}-{rank}")
             share = even(6, 2, rank, ranks)
-            with Journal(files[-1]) as journal, loader(share) as mine:
+            with SampleLog(files[-1]) as journal, loader(share) as mine:
                 mine.reshape(share, place)
                 for step, _ in zip(mine, range(steps), strict=False):
                     journal.record(world, step.number, step.epochs(), step.indices())
                     read(step)
-    assert verify(files, mine.course, *Place(8, 48)) == []
+    assert verify_sample_logs(files, mine.course, *DataPosition(8, 48)) == []
 
 
 def test_pinned_memory_is_passed_on():

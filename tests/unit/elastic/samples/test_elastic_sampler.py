@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from elastic.errors import PolicyError
-from elastic.samples import ElasticDataLoader, ElasticSampler, Order, Place
-from elastic.samples.errors import CursorError, StepError
-from elastic.samples.stateful import StatefulBatches
+from elastic.errors import CursorError, PolicyError, StepOrderError
+from elastic.samples import DataPosition, ElasticDataLoader, ElasticSampler, SampleOrder
+from elastic.samples.sampler import StatefulMicrobatchSampler
 from tests.support.shares import even
 
 pytestmark = [
@@ -26,7 +25,7 @@ def sampler(world=1, rank=0, batch=6, microbatch=2, **options):
 
 
 def expected(epochs=1):
-    return Order(23, 5).indices(0, 23 * epochs).tolist()
+    return SampleOrder(23, 5).indices(0, 23 * epochs).tolist()
 
 
 def workers(count):
@@ -74,14 +73,14 @@ def test_an_iteration_begins_at_what_is_committed():
     again.load_state_dict(mine.state_dict())
     assert again.place == (1, 6)
     assert list(itertools.islice(again.batches(), 2)) == first[3:]
-    again.reshape(even(6, 2, 1, 3), at=Place(0, 0))
+    again.reshape(even(6, 2, 1, 3), at=DataPosition(0, 0))
     assert next(iter(again.batches())) == first[1]
 
 
 def test_an_epoch_of_which_nothing_was_committed_does_not_come_twice_unnoticed():
     mine = sampler()
     list(mine.batches())
-    with pytest.raises(StepError, match="none of its steps was committed"):
+    with pytest.raises(StepOrderError, match="none of its steps was committed"):
         list(mine.batches())
     mine.commit()
     assert next(iter(mine)) == mine.course.order.indices(6, 1)[0]
@@ -89,11 +88,11 @@ def test_an_epoch_of_which_nothing_was_committed_does_not_come_twice_unnoticed()
 
 def test_what_was_not_handed_out_cannot_be_committed():
     mine = sampler()
-    with pytest.raises(StepError, match="step 0 cannot be committed: 0 were handed out"):
+    with pytest.raises(StepOrderError, match="step 0 cannot be committed: 0 were handed out"):
         mine.commit()
     next(iter(mine.batches()))
     mine.commit()
-    with pytest.raises(StepError, match="step 1 cannot be committed: 1 were handed out"):
+    with pytest.raises(StepOrderError, match="step 1 cannot be committed: 1 were handed out"):
         mine.commit()
 
 
@@ -129,28 +128,28 @@ def iterated(stateful, count):
 
 
 def test_a_stateful_iterator_goes_on_after_any_batch():
-    whole, states = iterated(StatefulBatches(sampler(tail="short")), 12)
+    whole, states = iterated(StatefulMicrobatchSampler(sampler(tail="short")), 12)
     for number, state in enumerate(states):
-        again = iter(StatefulBatches(sampler(tail="short")))
+        again = iter(StatefulMicrobatchSampler(sampler(tail="short")))
         again.load_state_dict(state)
         assert list(again) == whole[number:]
 
 
 def test_saved_at_the_end_of_a_step_it_is_for_any_world():
-    _, states = iterated(StatefulBatches(sampler(tail="short")), 12)
+    _, states = iterated(StatefulMicrobatchSampler(sampler(tail="short")), 12)
     found = []
     for rank in range(3):
-        again = iter(StatefulBatches(sampler(3, rank, tail="short")))
+        again = iter(StatefulMicrobatchSampler(sampler(3, rank, tail="short")))
         again.load_state_dict(states[6])
         found.append(list(again))
         if rank:
             with pytest.raises(CursorError, match="save at the end of steps"):
-                iter(StatefulBatches(sampler(3, rank, tail="short"))).load_state_dict(states[5])
+                iter(StatefulMicrobatchSampler(sampler(3, rank, tail="short"))).load_state_dict(states[5])
     assert [index for step in zip(*found, strict=True) for batch in step for index in batch] == expected()[12:]
 
 
 def test_the_next_iteration_has_the_next_epoch():
-    batches = StatefulBatches(sampler(tail="short"))
+    batches = StatefulMicrobatchSampler(sampler(tail="short"))
     assert list(itertools.chain(*batches, *batches)) == expected(2)
 
 
@@ -160,7 +159,7 @@ def test_torchdata_goes_on_where_it_was(num_workers, at):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader():
-        batches = StatefulBatches(sampler(tail="short"))
+        batches = StatefulMicrobatchSampler(sampler(tail="short"))
         return stateful.StatefulDataLoader(DATA, batch_sampler=batches, **workers(num_workers))
 
     def epochs(one, count):

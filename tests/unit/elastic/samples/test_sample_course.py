@@ -2,12 +2,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.batch.plan import BatchPlan
-from elastic.errors import PolicyError
-from elastic.samples.course import CHANGES, START, Course, Place
-from elastic.samples.errors import CursorError
-from elastic.samples.order import Order
-from elastic.samples.shares import PlanShares, checked
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.errors import CursorError, PolicyError
+from elastic.samples.sample_schedule import (
+    ALLOWED_CHANGES,
+    START_POSITION,
+    DataPosition,
+    RankShare,
+    SampleOrder,
+    SampleSchedule,
+    validated_slices,
+)
 from tests.support.shares import even
 
 
@@ -16,7 +21,7 @@ def courses(draw):
     samples = draw(st.integers(1, 40))
     tail = draw(st.sampled_from(["wrap", "drop", "short"]))
     batch = draw(st.integers(1, samples if tail == "drop" else 60))
-    return Course(Order(samples, draw(st.integers(-5, 5))), batch, tail)
+    return SampleSchedule(SampleOrder(samples, draw(st.integers(-5, 5))), batch, tail)
 
 
 def walked(course, steps):
@@ -26,7 +31,7 @@ def walked(course, steps):
         batch = course.batch(cursor)
         taken.append(range(batch.first, batch.first + batch.size))
         cursor = batch.after
-    return taken, Place(steps, cursor)
+    return taken, DataPosition(steps, cursor)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +43,7 @@ def walked(course, steps):
     ],
 )
 def test_where_an_epoch_ends(tail, steps):
-    assert walked(Course(Order(10, 1), 4, tail), 4)[0] == steps
+    assert walked(SampleSchedule(SampleOrder(10, 1), 4, tail), 4)[0] == steps
 
 
 @given(courses(), st.integers(0, 50))
@@ -74,10 +79,10 @@ def test_what_is_left_of_an_epoch(course, steps):
 
 
 def test_a_batch_may_be_larger_than_the_dataset():
-    course = Course(Order(3, 1), 8)
+    course = SampleSchedule(SampleOrder(3, 1), 8)
     batch = course.batch(8)
     assert (batch.first, batch.size, course.epoch(batch.first)) == (8, 8, 2)
-    assert Course(Order(3, 1), 8, "short").batch(3).size == 3
+    assert SampleSchedule(SampleOrder(3, 1), 8, "short").batch(3).size == 3
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_batch_may_be_larger_than_the_dataset():
 )
 def test_impossible_courses_are_refused(batch, tail, words):
     with pytest.raises(PolicyError, match=words):
-        Course(Order(10, 1), batch, tail)
+        SampleSchedule(SampleOrder(10, 1), batch, tail)
 
 
 @given(courses(), st.integers(0, 50))
@@ -95,33 +100,33 @@ def test_a_place_is_found_again(course, steps):
     assert course.place(course.state(place)) == place
 
 
-SAVED = Course(Order(10, 1, "blocks:2"), 4)
+SAVED = SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4)
 OTHERS = {
-    "samples": Course(Order(12, 1, "blocks:2"), 4),
-    "seed": Course(Order(10, 2, "blocks:2"), 4),
-    "shuffle": Course(Order(10, 1), 4),
-    "tail": Course(Order(10, 1, "blocks:2"), 4, "short"),
+    "samples": SampleSchedule(SampleOrder(12, 1, "blocks:2"), 4),
+    "seed": SampleSchedule(SampleOrder(10, 2, "blocks:2"), 4),
+    "shuffle": SampleSchedule(SampleOrder(10, 1), 4),
+    "tail": SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4, "short"),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ALLOWED_CHANGES)
 def test_a_cursor_of_other_samples_is_refused_unless_that_is_meant(name):
-    state = SAVED.state(Place(3, 12))
+    state = SAVED.state(DataPosition(3, 12))
     with pytest.raises(CursorError, match=f"{name} was .* and is .*allow=\\('{name}',\\)"):
         OTHERS[name].place(state)
     with pytest.raises(CursorError):
-        OTHERS[name].place(state, allow=[other for other in CHANGES if other != name])
+        OTHERS[name].place(state, allow=[other for other in ALLOWED_CHANGES if other != name])
     # What the order is made of has changed: the next whole epoch; otherwise the same place.
     expected = {"samples": 24, "seed": 20, "shuffle": 20, "tail": 12}[name]
     assert OTHERS[name].place(state, allow=[name]) == (3, expected)
-    assert OTHERS[name].place(SAVED.state(START), allow=[name]) == START
+    assert OTHERS[name].place(SAVED.state(START_POSITION), allow=[name]) == START_POSITION
 
 
 def test_another_batch_size_goes_on_at_the_same_sample():
-    other = Course(SAVED.order, 5)
-    assert other.place(SAVED.state(Place(3, 12))) == (3, 12)
-    dropping = Course(Order(10, 1), 4, "drop")
-    assert Course(dropping.order, 7, "drop").place(dropping.state(Place(1, 4))) == (1, 10)
+    other = SampleSchedule(SAVED.order, 5)
+    assert other.place(SAVED.state(DataPosition(3, 12))) == (3, 12)
+    dropping = SampleSchedule(SampleOrder(10, 1), 4, "drop")
+    assert SampleSchedule(dropping.order, 7, "drop").place(dropping.state(DataPosition(1, 4))) == (1, 10)
 
 
 @pytest.mark.parametrize(
@@ -141,29 +146,29 @@ def test_another_batch_size_goes_on_at_the_same_sample():
 )
 def test_what_is_no_cursor_is_refused(wrong):
     with pytest.raises(CursorError):
-        SAVED.place({**SAVED.state(START), **wrong}, allow=CHANGES)
+        SAVED.place({**SAVED.state(START_POSITION), **wrong}, allow=ALLOWED_CHANGES)
 
 
 @pytest.mark.parametrize("missing", ["version", "step", "cursor", "samples", "seed", "shuffle", "tail"])
 def test_a_cursor_has_everything(missing):
-    state = SAVED.state(START)
+    state = SAVED.state(START_POSITION)
     del state[missing]
     with pytest.raises(CursorError):
-        SAVED.place(state, allow=CHANGES)
+        SAVED.place(state, allow=ALLOWED_CHANGES)
 
 
 @given(st.integers(1, 50), st.none() | st.integers(1, 9), st.integers(1, 12), st.data())
 def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, data):
     plan = BatchPlan(batch, world, microbatch=microbatch, max_microbatch=microbatch, allow_idle=True)
     samples = data.draw(st.integers(1, batch))
-    slices = [piece for rank in range(world) for piece in checked(PlanShares(plan, rank), samples)]
+    slices = [piece for rank in range(world) for piece in validated_slices(RankShare(plan, rank), samples)]
     assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
     if microbatch:
-        assert slices == list(checked(even(batch, microbatch), samples))
+        assert slices == list(validated_slices(even(batch, microbatch), samples))
 
 
 def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
-    shares = [PlanShares(BatchPlan(8, 4, max_microbatch=2), rank) for rank in range(4)]
+    shares = [RankShare(BatchPlan(8, 4, max_microbatch=2), rank) for rank in range(4)]
     assert [share.slices(8) for share in shares] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
     assert [share.slices(3) for share in shares] == [[(0, 1)], [(1, 1)], [(2, 1)], []]
 
@@ -183,7 +188,7 @@ class Wrong:
 )
 def test_shares_that_cannot_be_are_refused(shares):
     with pytest.raises(PolicyError, match="of a batch of 8"):
-        checked(shares, 8)
+        validated_slices(shares, 8)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

@@ -3,12 +3,11 @@ import json
 import numpy as np
 import pytest
 
-from elastic.samples.course import Course
-from elastic.samples.ledger import Journal, Ledger, sum_of, verify
-from elastic.samples.order import Order
+from elastic.samples.sample_audit import SampleAudit, SampleLog, sample_sum, verify_sample_logs
+from elastic.samples.sample_schedule import SampleOrder, SampleSchedule
 
-COURSE = Course(Order(10, 3), 4)
-DROPPING = Course(Order(10, 3), 4, "drop")
+COURSE = SampleSchedule(SampleOrder(10, 3), 4)
+DROPPING = SampleSchedule(SampleOrder(10, 3), 4, "drop")
 
 
 def batch(step, course=COURSE):
@@ -19,13 +18,15 @@ def batch(step, course=COURSE):
 
 
 def full(steps, course=COURSE):
-    ledger = Ledger()
+    ledger = SampleAudit()
     for step in range(steps):
         ledger.record(step, *batch(step, course))
     return ledger
 
 
-@pytest.mark.parametrize("course", [COURSE, DROPPING, Course(Order(10, 3), 4, "short"), Course(Order(3, 3), 8)])
+@pytest.mark.parametrize(
+    "course", [COURSE, DROPPING, SampleSchedule(SampleOrder(10, 3), 4, "short"), SampleSchedule(SampleOrder(3, 3), 8)]
+)
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_a_job_without_faults_is_in_order(course, steps):
     assert full(steps, course).verify(course, course.at(steps).cursor) == []
@@ -33,20 +34,20 @@ def test_a_job_without_faults_is_in_order(course, steps):
 
 def test_a_sum_is_of_a_set():
     one = np.array([5, 2**40, 7])
-    assert sum_of(one) == sum_of(one[::-1]) == sum_of(one[:1]).plus(sum_of(one[1:]))
-    assert sum_of(one) != sum_of(np.array([5, 2**40, 8]))
-    assert sum_of(np.array([1, 4])) != sum_of(np.array([2, 3]))
+    assert sample_sum(one) == sample_sum(one[::-1]) == sample_sum(one[:1]).plus(sample_sum(one[1:]))
+    assert sample_sum(one) != sample_sum(np.array([5, 2**40, 8]))
+    assert sample_sum(np.array([1, 4])) != sample_sum(np.array([2, 3]))
 
 
 def test_ranks_add_up():
-    ranks = Ledger(), Ledger(), Ledger()
+    ranks = SampleAudit(), SampleAudit(), SampleAudit()
     for step in range(5):
         epochs, indices = batch(step)
         for number, ledger in enumerate(ranks):
             ledger.record(step, epochs[number::3], indices[number::3])
-    total = Ledger()
+    total = SampleAudit()
     for ledger in ranks:
-        total.merge(Ledger.of(json.loads(json.dumps(ledger.state()))))
+        total.merge(SampleAudit.of(json.loads(json.dumps(ledger.state()))))
     assert total.verify(COURSE, COURSE.at(5).cursor) == []
     total.merge(ranks[1])
     assert total.verify(COURSE, COURSE.at(5).cursor) == [
@@ -79,7 +80,7 @@ def test_what_is_for_good_is_one_sum():
     ledger.fold(5)
     assert ledger.verify(COURSE, COURSE.at(7).cursor) == []
     assert [step for step, *_ in ledger.state()["steps"]] == [5, 6]
-    again = Ledger.of(ledger.state())
+    again = SampleAudit.of(ledger.state())
     assert again.state() == ledger.state()
     again.rewind(5)
     assert again.verify(COURSE, COURSE.at(5).cursor) == []
@@ -92,7 +93,7 @@ def test_what_is_for_good_is_one_sum():
 def journals(tmp_path):
     """Two ranks, of which one is killed in step 2; another world does steps 1 and 2 again and goes on."""
     paths = [tmp_path / name for name in ("0.jsonl", "1.jsonl", "2.jsonl")]
-    first, killed, new = (Journal(path) for path in paths)
+    first, killed, new = (SampleLog(path) for path in paths)
     for step in range(3):
         epochs, indices = batch(step)
         first.record(1, step, epochs[:2], indices[:2])
@@ -109,17 +110,19 @@ def journals(tmp_path):
 
 def test_journals_of_a_job_with_a_fault_are_in_order(journals):
     for steps in range(6):
-        assert verify(journals, COURSE, steps, COURSE.at(steps).cursor) == []
+        assert verify_sample_logs(journals, COURSE, steps, COURSE.at(steps).cursor) == []
 
 
 def test_journals_say_what_is_wrong(journals):
     cursor = COURSE.at(5).cursor
-    with Journal(journals[0]) as journal:
+    with SampleLog(journals[0]) as journal:
         epochs, indices = batch(0)
         journal.record(2, 4, epochs[:1], indices[:1])
-    assert verify(journals, COURSE, 5, cursor) == [f"sample {indices[0]} of epoch 0 was used 2 times, at steps [0, 4]"]
-    assert verify(journals[:2], COURSE, 5, cursor)[0].endswith("was never used")
-    undue = verify(journals, COURSE, 4, COURSE.at(3).cursor)
+    assert verify_sample_logs(journals, COURSE, 5, cursor) == [
+        f"sample {indices[0]} of epoch 0 was used 2 times, at steps [0, 4]"
+    ]
+    assert verify_sample_logs(journals[:2], COURSE, 5, cursor)[0].endswith("was never used")
+    undue = verify_sample_logs(journals, COURSE, 4, COURSE.at(3).cursor)
     assert len(undue) == 4
     assert all("was used at step 3, and is not due yet" in words for words in undue)
 
@@ -127,4 +130,4 @@ def test_journals_say_what_is_wrong(journals):
 def test_half_a_line_is_none(journals):
     with journals[1].open("ab") as file:
         file.write(b'{"world": 9, "step": 0, "epo')
-    assert verify(journals, COURSE, 5, COURSE.at(5).cursor) == []
+    assert verify_sample_logs(journals, COURSE, 5, COURSE.at(5).cursor) == []

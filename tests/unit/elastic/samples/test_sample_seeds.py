@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from elastic.samples import seeds
-from elastic.samples.seeds import generator, kept, sample_key, seeded
-from tieredckpt.device import NoDevice, accelerator, installed
+from elastic.samples import rng
+from elastic.samples.rng import microbatch_generator, preserved_rng, sample_key, seeded
+from tieredckpt.tensors.device import CpuBackend, accelerator, use_device_backend
 
 
 def drawn(count=3):
@@ -96,7 +96,7 @@ def test_who_sets_generators_within_changes_nothing_outside():
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    with kept():
+    with preserved_rng():
         random.seed(5)
         np.random.seed(5)
         torch.manual_seed(5)
@@ -106,14 +106,14 @@ def test_who_sets_generators_within_changes_nothing_outside():
 def test_the_device_in_use_is_set_and_put_back():
     devices = torch.Generator(), torch.Generator()  # stand in for those of two devices
 
-    class Two(NoDevice):
+    class Two(CpuBackend):
         def in_use(self):
             return True
 
         def generator(self):
             return devices[1]
 
-    with installed(Two()):
+    with use_device_backend(Two()):
         _is_set_and_put_back(devices)
 
 
@@ -144,7 +144,7 @@ def test_dropout_on_a_device_is_the_same_on_any_rank():
 
 def test_a_generator_of_ones_own_leaves_the_others_alone():
     before = torch.get_rng_state()
-    one, same, other = generator(1, 2, 3), generator(1, 2, 3), generator(1, 2, 4)
+    one, same, other = microbatch_generator(1, 2, 3), microbatch_generator(1, 2, 3), microbatch_generator(1, 2, 4)
     first = torch.rand(5, generator=one)
     assert torch.equal(first, torch.rand(5, generator=same))
     assert not torch.equal(first, torch.rand(5, generator=other))
@@ -152,7 +152,7 @@ def test_a_generator_of_ones_own_leaves_the_others_alone():
 
 
 def test_microbatches_and_samples_have_numbers_of_their_own():
-    with kept():
-        seeds.set_all(sample_key(1, 2, 3))
+    with preserved_rng():
+        rng.seed_generators(sample_key(1, 2, 3))
         sample = drawn()
     assert all(one != other for one, other in zip(sample, inside(1, 2, 3), strict=True))

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from elastic.errors import PolicyError
-from elastic.schedulers.agreed_secret import agreed_secret
+from elastic.schedulers.shared_secret import shared_secret
 from peerstore.errors import RequestError
 
 
@@ -15,12 +15,12 @@ def test_whoever_comes_first_waits_for_it(tmp_path):
     found = []
 
     def wait():
-        with agreed_secret(tmp_path / "shared", "12.0-0", makes=False, within_s=60) as secret:
+        with shared_secret(tmp_path / "shared", "12.0-0", makes=False, within_s=60) as secret:
             found.append(secret)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    with agreed_secret(tmp_path / "shared", "12.0-0", makes=True) as secret:
+    with shared_secret(tmp_path / "shared", "12.0-0", makes=True) as secret:
         waiting.join()
     assert found == [secret]
     assert list((tmp_path / "shared").iterdir()) == []
@@ -28,18 +28,18 @@ def test_whoever_comes_first_waits_for_it(tmp_path):
 
 def test_one_of_another_start_is_not_taken(tmp_path):
     with (
-        agreed_secret(tmp_path / "shared", "12.0-0", makes=True),
+        shared_secret(tmp_path / "shared", "12.0-0", makes=True),
         pytest.raises(PolicyError, match=r"left no secret in .*12\.0-1\.secret within 0 s.*ELASTIC_SECRET="),
-        agreed_secret(tmp_path / "shared", "12.0-1", makes=False, within_s=0),
+        shared_secret(tmp_path / "shared", "12.0-1", makes=False, within_s=0),
     ):
         pass
 
 
 def test_one_that_others_may_read_is_refused(tmp_path):
-    with agreed_secret(tmp_path / "shared", "a", makes=True):
+    with shared_secret(tmp_path / "shared", "a", makes=True):
         (tmp_path / "shared/a.secret").chmod(0o644)
         with (
             pytest.raises(RequestError, match="may be read or written"),
-            agreed_secret(tmp_path / "shared", "a", makes=False),
+            shared_secret(tmp_path / "shared", "a", makes=False),
         ):
             pass

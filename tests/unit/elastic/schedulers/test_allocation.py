@@ -6,7 +6,7 @@ import pytest
 
 from elastic.errors import PolicyError
 from elastic.schedulers import slurm, torchelastic
-from elastic.schedulers.allocation import Wanted, agreed, place_of
+from elastic.schedulers.allocation import RunOptions, merge_allocations, resolve_launch
 
 
 def step(node="n1", nodes="n[1-3]", count=3, **more):
@@ -37,12 +37,12 @@ RANKED = {"PET_NNODES": "3", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT
 
 
 def found(environ, host="job-worker-1", accelerators=0):
-    pet = torchelastic.allocation(environ, host=host, accelerators=accelerators, processors=6)
-    return agreed(slurm.allocation(environ), pet)
+    pet = torchelastic.torchelastic_allocation(environ, host=host, accelerators=accelerators, processors=6)
+    return merge_allocations(slurm.slurm_allocation(environ), pet)
 
 
 def place(environ, host="job-worker-1", is_mine=lambda _: False, **options):
-    return place_of(Wanted(**options), found(environ, host), is_mine=is_mine)
+    return resolve_launch(RunOptions(**options), found(environ, host), is_mine=is_mine)
 
 
 def brief(one):
@@ -147,7 +147,7 @@ def test_where_any_of_them_may_lead_none_leads_by_its_place():
 
 def test_jobs_that_are_next_to_each_other_have_different_ports():
     ports = {
-        slurm.allocation(step(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(at))).port
+        slurm.slurm_allocation(step(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(at))).port
         for job in range(1000)
         for at in range(8)
     }

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
-from elastic.schedulers.hostlist import host_names
+from elastic.schedulers.slurm import parse_host_list
 
 LETTERS = st.text("abnxyz-._", min_size=1, max_size=6)
 
@@ -28,7 +28,7 @@ LETTERS = st.text("abnxyz-._", min_size=1, max_size=6)
     ],
 )
 def test_a_list(text, names):
-    assert host_names(text) == tuple(names)
+    assert parse_host_list(text) == tuple(names)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_a_list(text, names):
 )  # fmt: skip
 def test_what_is_no_list_is_refused_in_words(text):
     with pytest.raises(PolicyError, match="is no host list"):
-        host_names(text)
+        parse_host_list(text)
 
 
 def test_a_range_that_counts_backwards_is_refused():
     with pytest.raises(PolicyError, match="3-1 counts backwards"):
-        host_names("n[3-1]")
+        parse_host_list("n[3-1]")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_range_that_counts_backwards_is_refused():
 )
 def test_too_many_names_are_refused_before_one_is_made(text):
     with pytest.raises(PolicyError, match="a job has 10 nodes at the most"):
-        host_names(text, most=10)
+        parse_host_list(text, most=10)
 
 
 @st.composite
@@ -79,15 +79,15 @@ def _written(first, more, width):
 def test_whatever_is_written_in_short_is_read_in_full(items):
     text = ",".join(written for written, _ in items)
     names = [name for _, meant in items for name in meant]
-    assert host_names(text, most=len(names)) == tuple(names)
+    assert parse_host_list(text, most=len(names)) == tuple(names)
     with pytest.raises(PolicyError, match="at the most"):
-        host_names(text, most=len(names) - 1)
+        parse_host_list(text, most=len(names) - 1)
 
 
 @given(st.text("n019[],- x", max_size=30))
 def test_any_text_is_a_list_or_is_refused(text):
     try:
-        names = host_names(text, most=1000)
+        names = parse_host_list(text, most=1000)
     except PolicyError:
         return
     assert 1 <= len(names) <= 1000

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.cli import running
-from elastic.cli.exits import Exit
-from elastic.control.tasks import NodeTask
+from elastic.cli import run
+from elastic.cli.common import ElasticExit
+from elastic.launcher import SupervisorSpec
 
 
 def task(node, *, leads=False):
-    return NodeTask(
+    return SupervisorSpec(
         job="job", secret_file="", node=node, coordinator="n1:1", command=(), directory="", logs="", nproc=1, spares=0,
         host="", grace_s=1.0, beside=leads, coordinator_node="" if leads else "n1", scheduled_job="12",
     )  # fmt: skip
@@ -23,16 +23,16 @@ ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
 @pytest.mark.parametrize(
     ("left", "status", "noticed", "who"),
     [
-        (ALL, Exit.STOPPED, True, ["n1"]),
-        (ALL, Exit.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
-        (ALL, Exit.OK, True, []),
-        (ALL, Exit.GAVE_UP, True, []),
-        (LOST, Exit.GAVE_UP, False, ["n2"]),
-        ((), Exit.GAVE_UP, False, []),  # Slurm does not say
-        (LOST, Exit.REFUSED, False, []),
+        (ALL, ElasticExit.STOPPED, True, ["n1"]),
+        (ALL, ElasticExit.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
+        (ALL, ElasticExit.OK, True, []),
+        (ALL, ElasticExit.GAVE_UP, True, []),
+        (LOST, ElasticExit.GAVE_UP, False, ["n2"]),
+        ((), ElasticExit.GAVE_UP, False, []),  # Slurm does not say
+        (LOST, ElasticExit.REFUSED, False, []),
     ],
 )
 def test_one_node_asks(monkeypatch, left, status, noticed, who):
-    monkeypatch.setattr(running, "nodes_left", lambda job: {"12": left}[job])
-    asking = [one.node for one in (LEADER, SECOND, THIRD) if running._is_to_requeue("12", one, status, noticed=noticed)]
+    monkeypatch.setattr(run, "remaining_nodes", lambda job: {"12": left}[job])
+    asking = [one.node for one in (LEADER, SECOND, THIRD) if run._is_to_requeue("12", one, status, noticed=noticed)]
     assert asking == who

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.cluster.lookouts import LOOKOUTS, SPLIT_FROM, Districts, Errand
+from peerstore.membership.topology import MAX_DELEGATES, PARTITION_MIN_NODES, DelegateCandidates, NodePartitions
 
 NAMES = st.sets(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,12}", fullmatch=True), min_size=1, max_size=200)
 
@@ -17,13 +17,13 @@ def hosts(count):
 
 
 def cut(nodes, split_from=2):
-    districts = Districts(nodes, split_from=split_from)
+    districts = NodePartitions(nodes, split_from=split_from)
     return {frozenset(districts.of(node)) for node in nodes}
 
 
 @given(NAMES, st.integers(2, 64))
 def test_every_node_is_looked_at_once(nodes, split_from):
-    districts = Districts(nodes, split_from=split_from)
+    districts = NodePartitions(nodes, split_from=split_from)
     for me in nodes:
         assert me in districts.of(me)
         seen = [*districts.of(me), *(node for members in districts.beyond(me) for node in members)]
@@ -34,7 +34,7 @@ def test_every_node_is_looked_at_once(nodes, split_from):
 def test_all_who_have_the_same_nodes_cut_in_the_same_way(nodes, random):
     shuffled = list(nodes)
     random.shuffle(shuffled)
-    one, other = Districts(nodes, split_from=2), Districts(shuffled, split_from=2)
+    one, other = NodePartitions(nodes, split_from=2), NodePartitions(shuffled, split_from=2)
     for me in nodes:
         assert one.of(me) == other.of(me)
         assert one.beyond(me) == other.beyond(me)
@@ -42,7 +42,7 @@ def test_all_who_have_the_same_nodes_cut_in_the_same_way(nodes, random):
 
 @given(NAMES)
 def test_whoever_is_asked_finds_in_its_district_whom_it_is_asked_for(nodes):
-    districts = Districts(nodes, split_from=2)
+    districts = NodePartitions(nodes, split_from=2)
     for me in nodes:
         for members in districts.beyond(me):
             assert all(set(districts.of(lookout)) == set(members) for lookout in members)
@@ -50,7 +50,7 @@ def test_whoever_is_asked_finds_in_its_district_whom_it_is_asked_for(nodes):
 
 @given(NAMES, st.integers(2, 300))
 def test_a_small_job_is_one_district(nodes, split_from):
-    districts = Districts(nodes, split_from=split_from)
+    districts = NodePartitions(nodes, split_from=split_from)
     if len(nodes) < split_from:
         assert all(set(districts.of(me)) == nodes and districts.beyond(me) == [] for me in nodes)
 
@@ -69,7 +69,7 @@ def test_a_node_that_goes_changes_its_own_district_alone(nodes, data):
 @pytest.mark.parametrize("count", [64, 100, 511, 512, 1000, 2047, 2048, 10_000])
 def test_districts_are_as_many_as_they_are_large(count):
     nodes = hosts(count)
-    districts = cut(nodes, SPLIT_FROM)
+    districts = cut(nodes, PARTITION_MIN_NODES)
     root = math.sqrt(count)
     assert 0.5 * root <= len(districts) <= 1.5 * root
     assert max(map(len, districts)) <= 2.5 * root
@@ -84,7 +84,7 @@ def test_of_two_numbers_of_districts_one_is_the_other_cut_in_two():
 
 def test_as_many_ask_the_one_as_the_other():
     nodes = hosts(1000)
-    districts = Districts(nodes)
+    districts = NodePartitions(nodes)
     asked = Counter(members[0] for me in nodes for members in districts.beyond(me))
     mean = sum(asked.values()) / len(nodes)
     assert max(asked.values()) <= 3 * mean
@@ -93,14 +93,14 @@ def test_as_many_ask_the_one_as_the_other():
 
 def test_one_outside_of_the_roster_looks_like_all_others():
     nodes = hosts(500)
-    districts = Districts(nodes)
+    districts = NodePartitions(nodes)
     seen = [*districts.of("stranger"), *(node for members in districts.beyond("stranger") for node in members)]
     assert sorted(seen) == sorted(nodes)
 
 
 def test_nobody_is_there():
-    assert Districts(()).of("me") == ()
-    assert Districts(()).beyond("me") == []
+    assert NodePartitions(()).of("me") == ()
+    assert NodePartitions(()).beyond("me") == []
 
 
 # -- whom to ask next -------------------------------------------------------------------------------------------------
@@ -108,14 +108,14 @@ def test_nobody_is_there():
 
 @given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.sets(st.sampled_from("abcdefgh")))
 def test_the_living_are_asked_in_turn_and_not_all_of_them(members, gone):
-    errand = Errand(members, gone=gone.__contains__)
+    errand = DelegateCandidates(members, gone=gone.__contains__)
     asked = list(iter(errand.next, None))
-    assert asked == [node for node in members if node not in gone][:LOOKOUTS]
+    assert asked == [node for node in members if node not in gone][:MAX_DELEGATES]
     assert errand.next() is None
 
 
 def test_where_nobody_is_of_use_nobody_else_is_asked():
-    errand = Errand(("a", "b"), gone=lambda _: False)
+    errand = DelegateCandidates(("a", "b"), gone=lambda _: False)
     assert errand.next() == "a"
     errand.give_up()
     assert errand.next() is None
@@ -123,7 +123,7 @@ def test_where_nobody_is_of_use_nobody_else_is_asked():
 
 def test_one_that_has_died_meanwhile_is_not_asked():
     gone = set()
-    errand = Errand(("a", "b", "c"), gone=gone.__contains__)
+    errand = DelegateCandidates(("a", "b", "c"), gone=gone.__contains__)
     assert errand.next() == "a"
     gone.add("b")
     assert errand.next() == "c"

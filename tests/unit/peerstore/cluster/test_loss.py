@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerstore.cluster import counting
-from peerstore.cluster.domains import domains
-from peerstore.cluster.loss import (
+from benchmarks import placement_loss
+from benchmarks.placement_loss import (
     as_markdown,
     domains_lost,
     main,
@@ -22,9 +21,9 @@ from peerstore.cluster.loss import (
     scattered_domains,
     table,
 )
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.placement import Placement, place
 from peerstore.errors import RequestError
+from peerstore.membership.topology import NodeId, PeerNode, failure_domains
+from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
 
 PAGE = Path(__file__).parents[4] / "docs" / "placement.md"
 untimed = settings(deadline=None)  # machines that run tests are busy
@@ -33,7 +32,7 @@ untimed = settings(deadline=None)  # machines that run tests are busy
 def racks(*sizes, tag="", memory=(0,)):
     spots = [(rack, index) for rack, size in enumerate(sizes) for index in range(size)]
     return [
-        Node(NodeId(f"n{rack}-{index}{tag}"), "", (("rack", f"r{rack}"),), memory[i % len(memory)])
+        PeerNode(NodeId(f"n{rack}-{index}{tag}"), "", (("rack", f"r{rack}"),), memory[i % len(memory)])
         for i, (rack, index) in enumerate(spots)
     ]
 
@@ -52,11 +51,11 @@ def by_every_case(copysets, everything, lost):
 )
 def test_counting_agrees_with_trying_every_case(sizes, copies, tag, memory):
     nodes = racks(*sizes, tag=tag, memory=memory)
-    placement = place(nodes, copies=copies)
+    placement = place_replicas(nodes, copies=copies)
     for lost in range(min(5, len(nodes)) + 1):
         expected = by_every_case(placement.copysets(), placement.partners, lost)
         assert nodes_lost(placement, lost).probability == pytest.approx(expected, abs=1e-12)
-    domain = domains(nodes, ("rack",)).innermost
+    domain = failure_domains(nodes, ("rack",)).innermost
     fatal = [{domain[node] for node in copyset} for copyset in placement.copysets()]
     for lost in range(len(sizes) + 1):
         expected = by_every_case(fatal, set(domain.values()), lost)
@@ -67,12 +66,12 @@ def test_counting_agrees_with_trying_every_case(sizes, copies, tag, memory):
 def test_any_fatal_sets_are_counted(fatal, lost):
     cases = itertools.combinations(range(10), lost)
     harmless = sum(not any(members <= set(case) for members in fatal) for case in cases)
-    assert counting.harmless(frozenset(fatal), 10, lost) == harmless
+    assert placement_loss.harmless(frozenset(fatal), 10, lost) == harmless
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3, 8, 16, 64, 65])
 def test_pairs_lose_what_the_closed_form_says(lost):
-    placement = place(racks(*[8] * 16))
+    placement = place_replicas(racks(*[8] * 16))
     assert nodes_lost(placement, lost).probability == pytest.approx(mirror_pairs(128, lost), abs=1e-12)
     assert nodes_lost(placement, lost).error == 0
 
@@ -80,7 +79,9 @@ def test_pairs_lose_what_the_closed_form_says(lost):
 @pytest.mark.parametrize("lost", [1, 2, 3, 4, 8])
 def test_paired_racks_lose_as_pairs_of_nodes_do(lost):
     nodes = racks(*[8] * 16)
-    assert domains_lost(place(nodes), nodes, lost).probability == pytest.approx(mirror_pairs(16, lost), abs=1e-12)
+    assert domains_lost(place_replicas(nodes), nodes, lost).probability == pytest.approx(
+        mirror_pairs(16, lost), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(("copies", "lost"), [(1, 1), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3), (3, 4)])
@@ -112,8 +113,8 @@ def test_two_racks_are_15_times_less_likely_to_take_something_with_them_than_if_
 
 
 def test_what_is_too_tangled_to_count_is_sampled_within_its_stated_error(monkeypatch):
-    placement = place(racks(*[8] * 16))
-    monkeypatch.setattr(counting, "_WORK", 0)
+    placement = place_replicas(racks(*[8] * 16))
+    monkeypatch.setattr(placement_loss, "_WORK", 0)
     found = nodes_lost(placement, 8)
     assert 0 < found.error < 0.01
     assert found.probability == pytest.approx(mirror_pairs(128, 8), abs=found.error)
@@ -124,7 +125,9 @@ def test_what_is_too_tangled_to_count_is_sampled_within_its_stated_error(monkeyp
 def test_a_placement_that_really_is_tangled():
     count = 400
     names = [NodeId(f"n{i}") for i in range(count)]
-    placement = Placement({names[i]: (names[(i * 7 + 3) % count], names[(i * i + 11) % count]) for i in range(count)})
+    placement = ReplicaPlacement(
+        {names[i]: (names[(i * 7 + 3) % count], names[(i * i + 11) % count]) for i in range(count)}
+    )
     found = nodes_lost(placement, 40)
     assert found.error > 0
     smallest = min(map(len, placement.copysets()))
@@ -135,7 +138,7 @@ def test_a_placement_that_really_is_tangled():
 
 def test_more_than_there_are_cannot_fail():
     with pytest.raises(RequestError, match="5 of 4"):
-        nodes_lost(place(racks(2, 2)), 5)
+        nodes_lost(place_replicas(racks(2, 2)), 5)
 
 
 @pytest.mark.parametrize(("nodes", "count", "copies"), [(10, 3, 2), (4, 0, 2), (8, 2, 3)])
@@ -150,12 +153,12 @@ def test_a_table_of_racks_that_cannot_be(nodes, count, copies):
 def test_the_tables_in_the_documentation_are_what_the_command_prints(chosen, capsys):
     main(chosen.split())
     printed = capsys.readouterr().out.strip()
-    assert f"    python -m peerstore.cluster.loss {chosen}\n\n{printed}\n" in PAGE.read_text(encoding="utf-8")
+    assert f"    python -m benchmarks.placement_loss {chosen}\n\n{printed}\n" in PAGE.read_text(encoding="utf-8")
 
 
 def test_the_command():
     printed = subprocess.run(
-        [sys.executable, "-m", "peerstore.cluster.loss", "--nodes", "12", "--racks", "4"],
+        [sys.executable, "-m", "benchmarks.placement_loss", "--nodes", "12", "--racks", "4"],
         capture_output=True,
         text=True,
         check=True,

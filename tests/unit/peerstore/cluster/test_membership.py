@@ -7,36 +7,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.cluster.gossip import Gossip, News, Rumour, Standing
-from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.membership import Membership
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.roster import Roster, roster_of
 from peerstore.errors import RequestError
+from peerstore.membership.swim import (
+    BroadcastQueue,
+    GossipMessage,
+    MembershipSettings,
+    MemberState,
+    MemberUpdate,
+    SwimMembership,
+)
+from peerstore.membership.topology import MemberList, NodeId, PeerNode, member_list
 from tests.support.gossiping import node, nodes
 
 N1, N2, N3, N4, N5 = (node(f"n{number}") for number in range(1, 6))
-FIVE = roster_of(1, [N1, N2, N3, N4, N5])
-ALIVE, SUSPECT, DEAD = Standing.ALIVE, Standing.SUSPECT, Standing.DEAD
+FIVE = member_list(1, [N1, N2, N3, N4, N5])
+ALIVE, SUSPECT, DEAD = MemberState.ALIVE, MemberState.SUSPECT, MemberState.DEAD
 
 
-def says(*rumours: Rumour, roster: Roster | None = None, fence=(0, "")) -> Gossip:
-    return Gossip(rumours, roster.mark if roster else None, fence)
+def says(*rumours: MemberUpdate, roster: MemberList | None = None, fence=(0, "")) -> GossipMessage:
+    return GossipMessage(rumours, roster.mark if roster else None, fence)
 
 
-def lives(one: Node, number: int = 1) -> Rumour:
-    return Rumour(one, number, ALIVE)
+def lives(one: PeerNode, number: int = 1) -> MemberUpdate:
+    return MemberUpdate(one, number, ALIVE)
 
 
-def view(me: Node = N1, roster: Roster | None = FIVE, *, sees=(), number: int = 1, **settings) -> Membership:
-    member = Membership(me, number, MembershipSettings(**settings), seed=1)
+def view(
+    me: PeerNode = N1, roster: MemberList | None = FIVE, *, sees=(), number: int = 1, **settings
+) -> SwimMembership:
+    member = SwimMembership(me, number, MembershipSettings(**settings), seed=1)
     if roster is not None:
         member.set_roster(0.0, roster)
     member.heard(0.0, N2.id, says(*map(lives, sees)))
     return member
 
 
-def periods(member: Membership, count: int, *, start: float, answers=frozenset()) -> float:
+def periods(member: SwimMembership, count: int, *, start: float, answers=frozenset()) -> float:
     """``count`` periods in which only ``answers`` answer. The time after them."""
     for _ in range(count):
         for ping in member.tick(start):
@@ -64,13 +70,13 @@ def test_who_was_not_seen_yet_is_pinged_when_the_roster_is_new():
 
 def test_in_a_large_job_only_the_next_ones_are():
     many = nodes(1000)
-    member = Membership(many[0], 1, MembershipSettings(neighbours=4), seed=1)
-    member.set_roster(0.0, roster_of(1, many))
+    member = SwimMembership(many[0], 1, MembershipSettings(neighbours=4), seed=1)
+    member.set_roster(0.0, member_list(1, many))
     assert len(member.meet(0.0)) == 5
 
 
 def test_who_does_not_answer_at_once_is_asked_again_with_the_periods():
-    member = view(roster=roster_of(1, [N1, N2]))
+    member = view(roster=member_list(1, [N1, N2]))
     (ping,) = member.meet(0.0)
     member.failed(0.1, ping.node.id)
     assert member.standing(N2.id) is DEAD
@@ -89,7 +95,7 @@ def test_nobody_is_alive_until_somebody_says_so():
 
 
 def test_suspicion_comes_before_death_and_both_take_their_time():
-    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     seen = []
     for second in range(12):
         member.tick(float(second))
@@ -102,14 +108,14 @@ def test_suspicion_comes_before_death_and_both_take_their_time():
 def test_a_suspect_still_holds_copies_but_does_not_count_for_a_quorum():
     member = view(sees=[N2, N3])
     assert member.quorum
-    member.heard(0.0, N2.id, says(Rumour(N3, 1, SUSPECT)))
+    member.heard(0.0, N2.id, says(MemberUpdate(N3, 1, SUSPECT)))
     assert N3 in member.living
     assert not member.quorum
     assert "n3 (suspected for 0 s)" in member.explain()
 
 
 def test_pings_that_fail_at_once_count_at_once_and_only_once():
-    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     for second in range(3):
         (ping,) = member.tick(float(second))
         assert member.standing(N2.id) is ALIVE
@@ -119,7 +125,7 @@ def test_pings_that_fail_at_once_count_at_once_and_only_once():
 
 
 def test_an_answer_however_late_ends_the_count():
-    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     for second in range(20):
         member.tick(float(second))
         if second % 2:
@@ -128,7 +134,7 @@ def test_an_answer_however_late_ends_the_count():
 
 
 def test_a_ping_that_waits_for_its_turn_is_not_late():
-    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     for ping in member.tick(0.0):
         member.queued([ping.node.id])
     for second in range(1, 10):
@@ -162,7 +168,7 @@ def test_who_does_not_answer_is_pinged_by_two_others_too_and_lives_where_they_re
 
 def test_a_suspected_node_raises_its_number_and_that_refutes_it():
     accused, other = view(N2, number=7), view(N3, sees=[N1])
-    other.heard(0.0, N1.id, says(Rumour(N2, 7, SUSPECT)))
+    other.heard(0.0, N1.id, says(MemberUpdate(N2, 7, SUSPECT)))
     accused.heard(0.0, N3.id, other.gossip_for(N2.id))
     assert accused.number == 8
     other.heard(0.0, N2.id, accused.gossip_for(N3.id))
@@ -172,41 +178,41 @@ def test_a_suspected_node_raises_its_number_and_that_refutes_it():
 def test_who_speaks_to_this_node_is_only_suspected_on_anothers_word_and_refutes_it():
     member = view(sees=[N2, N3, N4, N5])
     member.heard(1.0, N3.id, says(lives(N3)))
-    member.heard(2.0, N4.id, says(Rumour(N3, 1, DEAD)))
+    member.heard(2.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))
     assert (member.standing(N3.id), N3 in member.living) == (SUSPECT, True)
-    assert Rumour(N3, 1, SUSPECT) in member.gossip_for(N3.id).rumours, "it is told what is said about it"
-    assert Rumour(N3, 1, DEAD) not in member.gossip_for(N5.id).rumours, "and nobody is told that it died"
+    assert MemberUpdate(N3, 1, SUSPECT) in member.gossip_for(N3.id).rumours, "it is told what is said about it"
+    assert MemberUpdate(N3, 1, DEAD) not in member.gossip_for(N5.id).rumours, "and nobody is told that it died"
     member.heard(2.5, N3.id, says(lives(N3, 2)))
     assert member.standing(N3.id) is ALIVE
-    member.heard(2.6, N4.id, says(Rumour(N3, 1, DEAD)))
+    member.heard(2.6, N4.id, says(MemberUpdate(N3, 1, DEAD)))
     assert member.standing(N3.id) is ALIVE
 
 
 def test_who_answers_a_ping_has_spoken():
     member = view(sees=[N2, N3, N4, N5])
     member.answered(3.0, N3.id)
-    member.heard(4.0, N4.id, says(Rumour(N3, 1, DEAD)))
+    member.heard(4.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))
     assert member.standing(N3.id) is SUSPECT
 
 
 def test_anothers_word_counts_of_a_node_that_says_nothing_to_this_one():
     member = view(sees=[N2, N3, N4, N5])
-    member.heard(1.0, N4.id, says(Rumour(N3, 1, DEAD)))  # which was never heard itself
+    member.heard(1.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))  # which was never heard itself
     assert member.standing(N3.id) is DEAD
     member.heard(1.0, N5.id, says(lives(N5)))
-    member.heard(5.5, N4.id, says(Rumour(N5, 1, DEAD)))  # which has been silent for longer than three pings take
+    member.heard(5.5, N4.id, says(MemberUpdate(N5, 1, DEAD)))  # which has been silent for longer than three pings take
     assert member.standing(N5.id) is DEAD
 
 
 def test_what_is_not_refuted_is_its_death_in_time():
     member = view(sees=[N2, N3, N4, N5])
     member.heard(0.5, N3.id, says(lives(N3)))
-    member.heard(1.0, N4.id, says(Rumour(N3, 1, DEAD)))
+    member.heard(1.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))
     for second in range(2, 10):
         for ping in member.tick(float(second)):
             if ping.node.id != N3.id:
                 member.answered(float(second), ping.node.id)
-        member.heard(float(second), N4.id, says(Rumour(N3, 1, DEAD)))  # said again and again
+        member.heard(float(second), N4.id, says(MemberUpdate(N3, 1, DEAD)))  # said again and again
     assert member.standing(N3.id) is DEAD
 
 
@@ -228,7 +234,9 @@ def test_a_node_that_answers_every_ping_is_never_dead_whatever_others_say(data):
             member.heard(now, N3.id, other.gossip_for(N1.id))
         for teller in data.draw(st.lists(st.sampled_from([N2, N4, N5]), max_size=3)):
             number = data.draw(st.integers(0, other.number))
-            member.heard(now + 0.5, teller.id, says(Rumour(N3, number, data.draw(st.sampled_from([SUSPECT, DEAD])))))
+            member.heard(
+                now + 0.5, teller.id, says(MemberUpdate(N3, number, data.draw(st.sampled_from([SUSPECT, DEAD]))))
+            )
             assert member.standing(N3.id) is not DEAD
             assert N3 in member.living
 
@@ -238,23 +246,23 @@ def test_a_refuted_rumour_that_comes_late_changes_nothing(standing):
     member = view(sees=[N2])
     member.heard(0.0, N2.id, says(lives(N2, 5)))
     before = member.changes
-    member.heard(0.0, N3.id, says(Rumour(N2, 4, standing)))
+    member.heard(0.0, N3.id, says(MemberUpdate(N2, 4, standing)))
     assert (member.standing(N2.id), member.changes) == (ALIVE, before)
 
 
 def test_whoever_is_pinged_hears_first_what_is_said_about_it():
     everybody = nodes(200)
-    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    member = view(everybody[0], member_list(1, everybody), sees=everybody)
     accused = everybody[150]
-    member.heard(0.0, N2.id, says(Rumour(accused, 1, DEAD)))
+    member.heard(0.0, N2.id, says(MemberUpdate(accused, 1, DEAD)))
     for one in everybody[1:100]:
-        member.heard(0.0, N2.id, says(Rumour(one, 2, SUSPECT)))  # newer news that would fill every message
-    assert member.gossip_for(accused.id).rumours[1] == Rumour(accused, 1, DEAD)
+        member.heard(0.0, N2.id, says(MemberUpdate(one, 2, SUSPECT)))  # newer news that would fill every message
+    assert member.gossip_for(accused.id).rumours[1] == MemberUpdate(accused, 1, DEAD)
 
 
 def test_a_node_that_restarts_wins_over_its_death():
     member = view(sees=[N2])
-    member.heard(0.0, N3.id, says(Rumour(N2, 1, DEAD)))
+    member.heard(0.0, N3.id, says(MemberUpdate(N2, 1, DEAD)))
     again = msgspec.structs.replace(N2, address="n2.local:7171")
     member.heard(1.0, N2.id, says(lives(again, 2)))
     assert again in member.living
@@ -271,7 +279,7 @@ def test_a_node_whose_clock_fell_behind_between_two_lives_still_wins():
 
 def test_one_bad_path_is_not_accused_again_and_again():
     """Others reach n2 and refute for it; this node does not. It learns that the path is bad."""
-    member = view(roster=roster_of(1, [N1, N2, N3]), sees=[N2, N3])
+    member = view(roster=member_list(1, [N1, N2, N3]), sees=[N2, N3])
     accusations, number, now = 0, 1, 0.0
     for _ in range(300):
         now = periods(member, 1, start=now, answers={N3.id})
@@ -290,7 +298,7 @@ def test_one_bad_path_is_not_accused_again_and_again():
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 60, 1000])
 def test_a_nodes_pings_do_not_grow_with_the_job(count):
     everybody = nodes(count)
-    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    member = view(everybody[0], member_list(1, everybody), sees=everybody)
     pinged = set()
     for second in range(50):
         pings = member.tick(float(second))
@@ -306,8 +314,8 @@ def test_a_nodes_pings_do_not_grow_with_the_job(count):
 
 def test_nobody_pings_more_than_seven_however_many_are_suspected():
     everybody = nodes(100)
-    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
-    member.heard(0.0, N2.id, says(*(Rumour(one, 1, SUSPECT) for one in everybody[1:90])))
+    member = view(everybody[0], member_list(1, everybody), sees=everybody)
+    member.heard(0.0, N2.id, says(*(MemberUpdate(one, 1, SUSPECT) for one in everybody[1:90])))
     assert len(member.tick(0.0)) == 7
 
 
@@ -339,19 +347,19 @@ def test_a_dead_node_is_pinged_now_and_then_so_that_partitions_heal():
     ],
 )
 def test_quorum(me, roster, sees, quorum):
-    member = view(node(me), roster_of(1, map(node, roster)), sees=map(node, sees))
+    member = view(node(me), member_list(1, map(node, roster)), sees=map(node, sees))
     assert member.quorum is quorum
     assert member.explain()
 
 
 def test_who_is_seen_is_counted_once_however_often_a_quorum_is_asked_for(monkeypatch):
     """The scribe of thousands of nodes asks with each of their reports."""
-    counted, count = [], Roster.quorum
-    monkeypatch.setattr(Roster, "quorum", lambda roster, seen: counted.append(seen) or count(roster, seen))
+    counted, count = [], MemberList.quorum
+    monkeypatch.setattr(MemberList, "quorum", lambda roster, seen: counted.append(seen) or count(roster, seen))
     member = view(sees=[N2, N3])
     assert all(member.quorum for _ in range(100))
     assert len(counted) == 1
-    member.heard(0.0, N4.id, says(Rumour(N3, 1, SUSPECT)))
+    member.heard(0.0, N4.id, says(MemberUpdate(N3, 1, SUSPECT)))
     assert not any(member.quorum for _ in range(100))
     assert len(counted) == 2
 
@@ -364,19 +372,19 @@ def test_without_a_roster_there_is_no_quorum_and_nobody_to_ping():
 
 def test_a_quorum_is_explained_in_words():
     member = view(sees=[N3])
-    member.heard(0.0, N3.id, says(Rumour(N4, 1, DEAD)))
+    member.heard(0.0, N3.id, says(MemberUpdate(N4, 1, DEAD)))
     member.tick(1.0)
     assert member.explain() == (
         "sees 2 of 5 nodes: n1, n3; not n2 (never seen), n4 (dead for 1 s), n5 (never seen); that is no quorum"
     )
     many = nodes(100)
-    assert len(view(many[0], roster_of(1, many), sees=many[:50]).explain()) < 400
+    assert len(view(many[0], member_list(1, many), sees=many[:50]).explain()) < 400
 
 
 def test_a_node_cut_off_from_a_thousand_knows_it_within_seconds():
     """It cannot ask them all in that time; a few at random are enough to know that its beliefs are old."""
     everybody = nodes(1000)
-    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    member = view(everybody[0], member_list(1, everybody), sees=everybody)
     now = periods(member, 20, start=0.0, answers={one.id for one in everybody})
     assert member.quorum
     periods(member, 5, start=now)
@@ -392,7 +400,7 @@ def test_a_node_cut_off_from_a_thousand_knows_it_within_seconds():
 def test_a_clock_that_jumps_declares_nobody_dead(leap_s):
     member = view(sees=[N2, N3, N4, N5])
     now = periods(member, 3, start=0.0)  # two of three pings of everybody are missing by now
-    member.heard(now, N2.id, says(Rumour(N5, 1, SUSPECT)))
+    member.heard(now, N2.id, says(MemberUpdate(N5, 1, SUSPECT)))
     now += leap_s
     member.tick(now)
     assert [member.standing(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, SUSPECT]
@@ -430,7 +438,7 @@ def test_times_that_are_a_little_out_of_order_are_no_leap():
 
 def test_the_roster_decides_who_belongs_to_the_job():
     member = view(sees=[N2, N3, N4])
-    assert member.set_roster(1.0, roster_of(2, [N1, N2, N5]))
+    assert member.set_roster(1.0, member_list(2, [N1, N2, N5]))
     assert (member.living, member.standing(N3.id)) == ((N1, N2), None)
     member.heard(1.0, N3.id, says(lives(N3, 9), lives(N4, 9)))
     assert member.living == (N1, N2)
@@ -438,16 +446,16 @@ def test_the_roster_decides_who_belongs_to_the_job():
 
 
 def test_a_lower_version_never_replaces_a_higher_one():
-    member = view(roster=roster_of(5, [N1, N2]))
+    member = view(roster=member_list(5, [N1, N2]))
     before = member.changes
     for version in (0, 4, 5):
-        assert not member.set_roster(1.0, roster_of(version, [N1, N2]))
-    assert not member.set_roster(1.0, roster_of(4, [N1, N2, N3]))
+        assert not member.set_roster(1.0, member_list(version, [N1, N2]))
+    assert not member.set_roster(1.0, member_list(4, [N1, N2, N3]))
     assert (member.roster.version, len(member.roster.nodes), member.changes) == (5, 2, before)
 
 
 def test_of_two_rosters_with_one_version_all_choose_the_same():
-    small, one, other = roster_of(3, [N1, N2]), roster_of(3, [N1, N2, N3]), roster_of(3, [N1, N2, N4])
+    small, one, other = member_list(3, [N1, N2]), member_list(3, [N1, N2, N3]), member_list(3, [N1, N2, N4])
     chosen = max(one.mark, other.mark)
     for order in ([small, one, other], [other, one, small], [one, small, other]):
         member = view(roster=None)
@@ -457,7 +465,7 @@ def test_of_two_rosters_with_one_version_all_choose_the_same():
 
 
 def test_whoever_hears_of_a_newer_roster_asks_for_it_and_decides_nothing_until_then():
-    member, newer = view(sees=[N2, N3]), roster_of(2, [N1, N2, N3])
+    member, newer = view(sees=[N2, N3]), member_list(2, [N1, N2, N3])
     member.heard(1.0, N3.id, says(lives(N3), roster=newer))
     assert (member.wanted, member.quorum) == (N3.id, False)
     assert "n3 has roster 2, this is 1" in member.explain()
@@ -467,24 +475,24 @@ def test_whoever_hears_of_a_newer_roster_asks_for_it_and_decides_nothing_until_t
 
 def test_a_newer_roster_that_nobody_can_show_is_given_up():
     member = view(sees=[N2, N3])
-    member.heard(1.0, N3.id, says(roster=roster_of(2, [N1, N2, N3])))
+    member.heard(1.0, N3.id, says(roster=member_list(2, [N1, N2, N3])))
     periods(member, 7, start=1.0, answers={N2.id, N3.id})
     assert (member.wanted, member.quorum) == (None, True)
 
 
 def test_a_higher_version_of_the_same_nodes_is_simply_taken():
     member = view(sees=[N2, N3])
-    member.heard(1.0, N3.id, says(roster=roster_of(9, FIVE.nodes)))
+    member.heard(1.0, N3.id, says(roster=member_list(9, FIVE.nodes)))
     assert (member.wanted, member.roster.version) == (None, 9)
 
 
 def test_what_the_node_does_not_say_of_itself_the_roster_says():
-    listed = Node(NodeId("n2"), "10.0.0.2:7070", (("rack", "r2"),), 5)
-    member = view(roster=roster_of(1, [N1, listed]))
-    member.heard(0.0, N2.id, says(lives(Node(NodeId("n2"), "", (), 0))))
+    listed = PeerNode(NodeId("n2"), "10.0.0.2:7070", (("rack", "r2"),), 5)
+    member = view(roster=member_list(1, [N1, listed]))
+    member.heard(0.0, N2.id, says(lives(PeerNode(NodeId("n2"), "", (), 0))))
     assert member.living[1] == listed
     member.heard(0.0, N2.id, says(lives(N2, 2)))
-    assert member.living[1] == Node(NodeId("n2"), N2.address, (("rack", "r2"),), N2.memory_bytes)
+    assert member.living[1] == PeerNode(NodeId("n2"), N2.address, (("rack", "r2"),), N2.memory_bytes)
 
 
 def test_the_fence_only_rises():
@@ -507,9 +515,9 @@ def test_every_change_is_counted_and_nothing_else():
             lambda: member.heard(0.0, N2.id, says(lives(N2, 2))),
             True,
         ),  # it started again, or refuted something we never heard
-        (lambda: member.heard(0.0, N2.id, says(Rumour(N2, 2, SUSPECT))), True),
+        (lambda: member.heard(0.0, N2.id, says(MemberUpdate(N2, 2, SUSPECT))), True),
         (lambda: member.advance_fence((1, "a")), True),
-        (lambda: member.set_roster(0.0, roster_of(2, [N1, N2])), True),
+        (lambda: member.set_roster(0.0, member_list(2, [N1, N2])), True),
     ]:
         before = member.changes
         happens()
@@ -521,7 +529,7 @@ def test_every_change_is_counted_and_nothing_else():
 
 def test_the_newest_and_least_told_goes_first_and_everything_has_its_turn():
     names = [NodeId(f"n{number}") for number in range(10)]
-    news = News(names)
+    news = BroadcastQueue(names)
     for name in names[:4]:
         news.add(name)
     assert news.pick(3, leave_out=()) == [names[3], names[2], names[1]]
@@ -546,14 +554,14 @@ def test_the_newest_and_least_told_goes_first_and_everything_has_its_turn():
 )
 def test_gossip_that_could_not_be_is_refused(bad):
     fine = [[[{"id": "n1", "address": "a"}, 1, "alive"]], [1, 1, "d"], [0, ""]]
-    msgspec.msgpack.decode(msgspec.msgpack.encode(fine), type=Gossip)
+    msgspec.msgpack.decode(msgspec.msgpack.encode(fine), type=GossipMessage)
     with pytest.raises(msgspec.DecodeError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=Gossip)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=GossipMessage)
 
 
 def test_a_roster_from_a_peer_is_checked_like_any_other():
     def decode(*listed):
-        return msgspec.msgpack.decode(msgspec.msgpack.encode({"version": 1, "nodes": listed}), type=Roster)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode({"version": 1, "nodes": listed}), type=MemberList)
 
     one, two = {"id": "n1", "address": "a:1"}, {"id": "n2", "address": "a:2"}
     assert decode(one, two).nodes[1].id == "n2"

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from peerstore.cluster.gossip import Standing
-from peerstore.cluster.roster import roster_of
+from peerstore.membership.swim import MemberState
+from peerstore.membership.topology import member_list
 from tests.support.examples import examples
 from tests.support.gossiping import Network, node, nodes
 
 pytestmark = pytest.mark.slow
 
-ALIVE, DEAD, SUSPECT = Standing.ALIVE, Standing.DEAD, Standing.SUSPECT
+ALIVE, DEAD, SUSPECT = MemberState.ALIVE, MemberState.DEAD, MemberState.SUSPECT
 LOSSY = {"loss": 0.05, "doubled": 0.1, "delay_s": (0.001, 0.4)}
 NOTICED_S = 25.0
 """Until a partition of some two dozen nodes is noticed on all its sides, with much to spare."""
@@ -214,7 +214,7 @@ def test_a_new_roster_told_to_one_node_becomes_everybodys():
     net = Network(nodes(20), 9)
     net.until(net.agreed, within_s=30)
     newcomer = node("newcomer")
-    net.roster = roster_of(2, [*net.roster.nodes[5:], newcomer])
+    net.roster = member_list(2, [*net.roster.nodes[5:], newcomer])
     net.start(newcomer, net.roster)
     net.until(net.agreed, within_s=30)
     assert {member.roster for member in net.up.values()} == {net.roster}

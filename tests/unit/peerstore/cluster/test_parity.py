@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerstore.checksum import chunk_count
-from peerstore.cluster.parity import (
-    MAX_MEMBERS,
+from peerstore.checksums import chunk_count
+from peerstore.errors import PeerStoreError, ProtocolError, RequestError, ShardDamagedError
+from peerstore.parity.parity_codec import (
+    MAX_PARITY_MEMBERS,
     ParityRecord,
     Redundancy,
     Stripe,
@@ -19,11 +20,10 @@ from peerstore.cluster.parity import (
     loss_probability,
     memory_overhead,
     recoverable,
-    split,
+    split_segments,
     stripes,
 )
-from peerstore.errors import PeerStoreError, ProtocolError, RequestError, ShardDamagedError
-from peerstore.records import CHUNK_BYTES
+from peerstore.shard_records import CHUNK_BYTES
 from tests.support.parities import Kept, kept, nodes, shard_record
 
 untimed = settings(deadline=None)  # a busy machine is no failure
@@ -81,7 +81,7 @@ def test_every_node_makes_the_same_plan(data, sizes):
             assert stripe.shard(member) == (own[number] if number < len(own) else None)
             if number < len(own):  # what the member itself knows is enough
                 size = own[number].size_bytes
-                assert split(member, stripe.members, size, chunk_bytes=4) == stripe.segments(member)
+                assert split_segments(member, stripe.members, size, chunk_bytes=4) == stripe.segments(member)
 
 
 @untimed
@@ -281,13 +281,13 @@ def test_a_record_that_is_too_long_is_not_even_decoded():
         decode_parity(bytearray((64 << 20) + 1))
 
 
-@pytest.mark.parametrize("count", [0, 1, MAX_MEMBERS + 1])
+@pytest.mark.parametrize("count", [0, 1, MAX_PARITY_MEMBERS + 1])
 def test_a_group_has_two_to_many_nodes(count):
     shards = {name: [shard_record(number, b"some")] for number, name in enumerate(nodes(count))}
     if not count:
         assert stripes(shards) == ()
         return
-    with pytest.raises(RequestError, match=f"2 to {MAX_MEMBERS} nodes"):
+    with pytest.raises(RequestError, match=f"2 to {MAX_PARITY_MEMBERS} nodes"):
         stripes(shards)
 
 

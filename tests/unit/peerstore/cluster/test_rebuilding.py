@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerstore.cluster import rebuilding
-from peerstore.cluster.parity import recoverable
-from peerstore.cluster.rebuilding import parity_of, rebuild, rebuild_parity, xor_into
 from peerstore.errors import PeerUnreachableError, RequestError, ShardDamagedError, ShardNotFoundError
+from peerstore.parity import parity_codec
+from peerstore.parity.parity_codec import decode_shard, encode_parity, rebuild_parity, recoverable, xor_into
 from tests.support.parities import Kept, kept, nodes
 
 untimed = settings(deadline=None)  # a busy machine is no failure
@@ -26,7 +25,7 @@ def xor_by(name):
     """``integers`` as on a machine without numpy."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "integers":
-            patch.setattr(rebuilding, "_numpy", lambda: None)
+            patch.setattr(parity_codec, "_numpy", lambda: None)
         yield
 
 
@@ -36,7 +35,7 @@ ways = st.sampled_from(["numpy", "integers"])
 def rebuilt(group, member, lost=None, chunks=None):
     """``member``'s shard, from the nodes that are not ``lost``."""
     lost = {member} if lost is None else lost
-    found = rebuild(
+    found = decode_shard(
         member, group.parity_records(lost), group.shard_readers(lost), group.parity_readers(lost), chunks=chunks
     )
     return [(index, bytes(data)) for index, data in found]
@@ -61,7 +60,9 @@ def test_any_one_lost_shard_and_parity_come_back(group, way):
 def test_what_the_lost_node_kept_itself_does_not_matter():
     group = Kept({name: bytes(range(40)) for name in nodes(3)})
     own = msgspec.structs.replace(group.records["n0"], stripe=group.stripe)
-    found = rebuild("n0", [own, *group.parity_records({"n0"})], group.shard_readers(), group.parity_readers({"n0"}))
+    found = decode_shard(
+        "n0", [own, *group.parity_records({"n0"})], group.shard_readers(), group.parity_readers({"n0"})
+    )
     assert b"".join(data for _, data in found) == group.shards["n0"]
 
 
@@ -77,7 +78,7 @@ def test_what_is_said_to_be_recoverable_is_and_nothing_else(group, data):
         kept_by = group.parity_readers(set(group.stripe.members) - set(found.parities))
         records = group.parity_records(set(group.stripe.members) - set(found.parities))
         assert found.member in others
-        got = [(index, bytes(data)) for index, data in rebuild(found.member, records, shards, kept_by)]
+        got = [(index, bytes(data)) for index, data in decode_shard(found.member, records, shards, kept_by)]
         assert whole(got) == group.shards[found.member]
     for _, member in recovery.gone:
         with pytest.raises(ShardNotFoundError):
@@ -97,7 +98,7 @@ def test_a_range_of_chunks_reads_only_what_it_is_made_from(group, data):
     def counted(readers):
         return {n: lambda a, b, r=r: (read.append(b - a), r(a, b))[1] for n, r in readers.items()}
 
-    found = rebuild(
+    found = decode_shard(
         lost,
         group.parity_records({lost}),
         counted(group.shard_readers({lost})),
@@ -130,7 +131,9 @@ def test_a_flipped_bit_anywhere_never_gives_wrong_bytes(group, way, data):
         flip(data, data.draw(st.sampled_from(inputs)))
     got = []
     with xor_by(way):
-        found = rebuild(lost, group.parity_records({lost}), group.shard_readers({lost}), group.parity_readers({lost}))
+        found = decode_shard(
+            lost, group.parity_records({lost}), group.shard_readers({lost}), group.parity_readers({lost})
+        )
         with contextlib.suppress(ShardDamagedError):
             got.extend(bytes(chunk) for _, chunk in found)
     size = group.stripe.chunk_bytes
@@ -170,7 +173,7 @@ def test_no_parity_is_made_of_damaged_bytes(count, data):
     keeper = next(s.keeper for s in group.stripe.segments(bad) if s.start <= at < s.stop)
     name = f"chunk {at // 4} of {group.stripe.shard(bad).key} on {bad}"
     for make in (
-        lambda: parity_of(group.stripe, keeper, group.shard_readers()),
+        lambda: encode_parity(group.stripe, keeper, group.shard_readers()),
         lambda: rebuild_parity(group.records[keeper], group.shard_readers()),
     ):
         with pytest.raises(ShardDamagedError, match=re.escape(name)):
@@ -192,7 +195,7 @@ def test_intact_inputs_that_do_not_belong_together_are_told_as_such():
         for record in group.parity_records({"n0"})
     ]
     with pytest.raises(ShardDamagedError, match="do not belong together"):
-        list(rebuild("n0", mixed, group.shard_readers({"n0"}), others.parity_readers({"n0"})))
+        list(decode_shard("n0", mixed, group.shard_readers({"n0"}), others.parity_readers({"n0"})))
 
 
 @pytest.mark.parametrize("which", ["shards", "parities"])
@@ -211,7 +214,9 @@ def test_a_reader_that_cannot_reach_its_node_says_so_itself():
 
     with pytest.raises(PeerUnreachableError):
         list(
-            rebuild("n0", group.parity_records(), group.shard_readers(), {**group.parity_readers(), "n8": unreachable})
+            decode_shard(
+                "n0", group.parity_records(), group.shard_readers(), {**group.parity_readers(), "n8": unreachable}
+            )
         )
 
 
@@ -225,15 +230,15 @@ def test_what_is_missing_is_told_before_anything_is_read():
     parities = dict(shards)
     records = group.parity_records({"n0"})
     with pytest.raises(ShardNotFoundError, match="parity on node n16"):
-        rebuild("n0", records, shards, {"n8": parities["n8"]})
+        decode_shard("n0", records, shards, {"n8": parities["n8"]})
     with pytest.raises(ShardNotFoundError, match="parity on node n16"):
-        rebuild("n0", [record for record in records if record.keeper == "n8"], shards, parities)
+        decode_shard("n0", [record for record in records if record.keeper == "n8"], shards, parities)
     with pytest.raises(ShardNotFoundError, match="shard of node n8"):
-        rebuild("n0", records, {"n16": shards["n16"]}, parities)
+        decode_shard("n0", records, {"n16": shards["n16"]}, parities)
     with pytest.raises(ShardNotFoundError, match="shard of node n8"):
-        parity_of(group.stripe, "n0", {"n16": shards["n16"]})
+        encode_parity(group.stripe, "n0", {"n16": shards["n16"]})
     with pytest.raises(ShardNotFoundError, match="a shard of node n0"):
-        rebuild("n0", [], shards, parities)
+        decode_shard("n0", [], shards, parities)
     assert read == []
 
 
@@ -241,7 +246,11 @@ def test_a_parity_made_without_the_lost_shard_is_not_used():
     group = Kept({name: bytes(40) for name in nodes(3)})
     early = Kept({"n0": None, "n8": bytes(40), "n16": bytes(40)})
     with pytest.raises(ShardNotFoundError, match="parity on node n8"):
-        list(rebuild("n0", [early.records["n8"], group.records["n16"]], group.shard_readers(), group.parity_readers()))
+        list(
+            decode_shard(
+                "n0", [early.records["n8"], group.records["n16"]], group.shard_readers(), group.parity_readers()
+            )
+        )
 
 
 def test_parities_of_different_stripes_are_refused():
@@ -252,7 +261,7 @@ def test_parities_of_different_stripes_are_refused():
     renumbered = msgspec.structs.replace(group.records["n16"], stripe=second)
     for strange in (other.records["n16"], larger.records["n16"], renumbered):
         with pytest.raises(RequestError, match="tell different things about job/3 part 0"):
-            rebuild("n0", [group.records["n8"], strange], group.shard_readers(), group.parity_readers())
+            decode_shard("n0", [group.records["n8"], strange], group.shard_readers(), group.parity_readers())
 
 
 # -- the arithmetic ----------------------------------------------------------------------------------------------
@@ -286,18 +295,18 @@ def test_xor_of_more_than_fits_is_refused():
 
 def test_a_machine_without_numpy_falls_back(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy", None)
-    rebuilding._numpy.cache_clear()
+    parity_codec._numpy.cache_clear()
     try:
         target = bytearray(b"\x0f\xf0")
         xor_into(target, b"\xff")
-        assert rebuilding._numpy() is None
+        assert parity_codec._numpy() is None
         assert target == b"\xf0\xf0"
     finally:
-        rebuilding._numpy.cache_clear()
+        parity_codec._numpy.cache_clear()
 
 
 def test_nobody_loads_numpy_who_makes_no_parity():
-    code = "import sys, peerstore.cluster.parity, peerstore.cluster.rebuilding; print('numpy' in sys.modules)"
+    code = "import sys; import peerstore.parity.parity_codec; print('numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
@@ -308,7 +317,7 @@ def test_memory_is_bounded_by_a_chunk_per_member():
     readers = group.shard_readers({lost}), group.parity_readers({lost})
     tracemalloc.start()
     try:
-        for _ in rebuild(lost, group.parity_records({lost}), *readers):
+        for _ in decode_shard(lost, group.parity_records({lost}), *readers):
             pass
         for _ in rebuild_parity(group.records[lost], readers[0]):
             pass

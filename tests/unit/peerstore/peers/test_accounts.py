@@ -1,6 +1,5 @@
 import pytest
 
-from peerstore.cluster.nodes import Node, NodeId
 from peerstore.errors import (
     ArenaBusyError,
     ArenaFullError,
@@ -10,32 +9,40 @@ from peerstore.errors import (
     ShardDamagedError,
     ShardPendingError,
 )
-from peerstore.peers.accounts import AWAY_AFTER, BUSY_S, REFUSED_S, Accounts, Outlook, Protection
-from peerstore.peers.duties import Duty
-from peerstore.records import Base, Group, ShardFact, ShardKey
+from peerstore.membership.topology import NodeId, PeerNode
+from peerstore.replication.replication_policy import (
+    MAX_BUSY_S,
+    REFUSED_RETRY_S,
+    UNREACHABLE_AFTER,
+    ReplicationPolicy,
+    ReplicationState,
+    ReplicationTask,
+    ReplicationView,
+)
+from peerstore.shard_records import ResumePoint, ShardInfo, ShardKey, VersionId
 
-NODES = {name: Node(NodeId(name), f"{name}:1") for name in ("n1", "n2", "n3")}
+NODES = {name: PeerNode(NodeId(name), f"{name}:1") for name in ("n1", "n2", "n3")}
 KEY = ShardKey("job", 5, 1, "a", 0, 0)
 
 
 def fact(key=KEY, *, whole=False, holders=()):
-    return ShardFact(key, 2, 100, b"", 0, whole, holders)
+    return ShardInfo(key, 2, 100, b"", 0, whole, holders)
 
 
 def look(now=0.0, *, living=("n1", "n2"), facts=None, settled=None, epoch=1, base=None, life=lambda _: 1):
-    return Outlook(now, {name: NODES[name] for name in living}, facts or [fact()], settled, epoch, base, life)
+    return ReplicationView(now, {name: NODES[name] for name in living}, facts or [fact()], settled, epoch, base, life)
 
 
 def accounts(copies=2):
-    return Accounts(NodeId("n1"), Protection(copies))
+    return ReplicationState(NodeId("n1"), ReplicationPolicy(copies))
 
 
 def test_a_sealed_shard_goes_to_the_partner_and_is_then_kept():
     book = accounts()
     duty = book.next(look())
-    assert duty == Duty(KEY, "n2", ("n1", "n2"))
+    assert duty == ReplicationTask(KEY, "n2", ("n1", "n2"))
     book.done(duty, 1, None)
-    assert not isinstance(book.next(look()), Duty)
+    assert not isinstance(book.next(look()), ReplicationTask)
     assert book.confirmed(KEY, lambda _: 1) == ("n2",)
 
 
@@ -46,9 +53,9 @@ def test_a_sealed_shard_goes_to_the_partner_and_is_then_kept():
         (ArenaBusyError(""), 1.0),
         (LeaseLostError("the transfer was given up"), 1.0),
         (OSError(""), 5.0),
-        (ArenaFullError(""), REFUSED_S),
-        (ShardDamagedError(""), REFUSED_S),
-        (FencedError(""), REFUSED_S),
+        (ArenaFullError(""), REFUSED_RETRY_S),
+        (ShardDamagedError(""), REFUSED_RETRY_S),
+        (FencedError(""), REFUSED_RETRY_S),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -56,7 +63,7 @@ def test_what_failed_is_tried_again(error, again_s):
     book = accounts()
     duty = book.next(look())
     book.failed(duty, error, 0.0)
-    assert not isinstance(book.next(look(again_s - 0.1)), Duty)
+    assert not isinstance(book.next(look(again_s - 0.1)), ReplicationTask)
     assert book.next(look(again_s + 0.1)) == duty
 
 
@@ -76,12 +83,12 @@ def test_a_partner_that_stays_busy_is_passed_over_so_that_the_version_is_settled
     book = accounts()
     duty = book.next(look())
     book.failed(duty, ArenaBusyError(""), 0.0)
-    assert [(note.parts, note.sealed) for note in book.unreported(look(BUSY_S))[1]] == [((), (0,))]
-    book.failed(duty, ArenaBusyError(""), BUSY_S)
-    assert [note.parts for note in book.unreported(look(BUSY_S + 0.1))[1]] == [(0,)]
+    assert [(note.parts, note.sealed) for note in book.unreported(look(MAX_BUSY_S))[1]] == [((), (0,))]
+    book.failed(duty, ArenaBusyError(""), MAX_BUSY_S)
+    assert [note.parts for note in book.unreported(look(MAX_BUSY_S + 0.1))[1]] == [(0,)]
     three = {"living": ("n1", "n2", "n3")}
-    assert book.next(look(BUSY_S + 0.1, **three)) == Duty(KEY, "n3", ("n1", "n3"))
-    assert book.next(look(BUSY_S + REFUSED_S + 0.1)) == duty
+    assert book.next(look(MAX_BUSY_S + 0.1, **three)) == ReplicationTask(KEY, "n3", ("n1", "n3"))
+    assert book.next(look(MAX_BUSY_S + REFUSED_RETRY_S + 0.1)) == duty
 
 
 @pytest.mark.parametrize("between", [ShardPendingError("not verified yet"), PeerUnreachableError("")])
@@ -98,19 +105,19 @@ def test_a_partner_that_is_not_reached_though_it_lives_is_replaced_and_asked_aga
     duty = book.next(look(living=living))
     (other,) = {"n2", "n3"} - {duty.to}
     now = 0.0
-    for _ in range(AWAY_AFTER):
+    for _ in range(UNREACHABLE_AFTER):
         assert book.next(look(now, living=living)) == duty
         book.failed(duty, PeerUnreachableError("timed out"), now)
         now += 1.5
-    assert book.next(look(now, living=living)) == Duty(KEY, other, ("n1", other))
+    assert book.next(look(now, living=living)) == ReplicationTask(KEY, other, ("n1", other))
     assert book.standings(look(now, living=living))[0].lacking == 1
-    assert isinstance(book.next(look(now + REFUSED_S, living=living)), Duty)
-    assert book.next(look(now + REFUSED_S, living=living)).to == duty.to
+    assert isinstance(book.next(look(now + REFUSED_RETRY_S, living=living)), ReplicationTask)
+    assert book.next(look(now + REFUSED_RETRY_S, living=living)).to == duty.to
 
 
 def test_the_only_partner_is_waited_for_however_long_it_is_not_reached():
     book, now = accounts(), 0.0
-    for _ in range(2 * AWAY_AFTER):
+    for _ in range(2 * UNREACHABLE_AFTER):
         duty = book.next(look(now))
         assert duty.to == "n2"
         book.failed(duty, PeerUnreachableError("timed out"), now)
@@ -122,21 +129,21 @@ def test_a_partner_that_is_reached_now_and_then_is_not_replaced():
     book, living, now = accounts(), ("n1", "n2", "n3"), 0.0
     duty = book.next(look(living=living))
     for _ in range(3):
-        for _ in range(AWAY_AFTER - 1):
+        for _ in range(UNREACHABLE_AFTER - 1):
             book.failed(duty, PeerUnreachableError("reset"), now)
             now += 1.5
         book.done(duty, 1, None)
         assert book.standings(look(now, living=living))[0].lacking == 0
     assert book.partners(look(living=living).living) == (duty.to,)
-    assert not isinstance(book.next(look(now, living=living)), Duty)
+    assert not isinstance(book.next(look(now, living=living)), ReplicationTask)
 
 
 def test_a_version_of_the_past_is_wanted_when_the_job_went_on_from_it():
     book, now = accounts(), 100.0
-    assert not isinstance(book.next(look(now, epoch=2)), Duty)
-    assert isinstance(book.next(look(now, epoch=2, facts=[fact(whole=True)])), Duty)
-    assert isinstance(book.next(look(now, epoch=2, settled=KEY.group)), Duty)
-    assert not isinstance(book.next(look(now, settled=Group(1, 6, 0, "a"))), Duty)
+    assert not isinstance(book.next(look(now, epoch=2)), ReplicationTask)
+    assert isinstance(book.next(look(now, epoch=2, facts=[fact(whole=True)])), ReplicationTask)
+    assert isinstance(book.next(look(now, epoch=2, settled=KEY.group)), ReplicationTask)
+    assert not isinstance(book.next(look(now, settled=VersionId(1, 6, 0, "a"))), ReplicationTask)
 
 
 def test_a_partner_that_started_again_is_asked_again():
@@ -145,7 +152,7 @@ def test_a_partner_that_started_again_is_asked_again():
     book.done(duty, 1, None)
     assert book.next(look(life=lambda _: 2)) == duty
     book.done(duty, 2, None)
-    assert not isinstance(book.next(look(life=lambda _: 2)), Duty)
+    assert not isinstance(book.next(look(life=lambda _: 2)), ReplicationTask)
 
 
 def test_who_keeps_a_copy_sees_to_a_writer_that_started_again():
@@ -153,15 +160,20 @@ def test_who_keeps_a_copy_sees_to_a_writer_that_started_again():
     book = accounts()
     copy = [fact(holders=("n2", "n1"))]
     book.confirm(KEY, "n2", 1)
-    assert not isinstance(book.next(look(facts=copy)), Duty)
-    assert book.next(look(facts=copy, life=lambda _: 2)) == Duty(KEY, "n2", ("n2", "n1"))
+    assert not isinstance(book.next(look(facts=copy)), ReplicationTask)
+    assert book.next(look(facts=copy, life=lambda _: 2)) == ReplicationTask(KEY, "n2", ("n2", "n1"))
 
 
 def test_of_the_past_only_what_the_job_went_on_from_is_wanted():
     book, now = accounts(), 100.0
     kept = fact(whole=True)
-    assert isinstance(book.next(look(now, epoch=2, facts=[kept], base=Base(2, "b", 0, KEY.group))), Duty)
-    assert not isinstance(book.next(look(now, epoch=2, facts=[kept], base=Base(1, "a", 1, Group(1, 4, 0, "a")))), Duty)
+    assert isinstance(
+        book.next(look(now, epoch=2, facts=[kept], base=ResumePoint(2, "b", 0, KEY.group))), ReplicationTask
+    )
+    assert not isinstance(
+        book.next(look(now, epoch=2, facts=[kept], base=ResumePoint(1, "a", 1, VersionId(1, 4, 0, "a")))),
+        ReplicationTask,
+    )
 
 
 def test_who_has_heard_since_that_the_job_went_back_is_asked_again():
@@ -169,17 +181,17 @@ def test_who_has_heard_since_that_the_job_went_back_is_asked_again():
     book = accounts()
     duty = book.next(look())
     book.done(duty, 1, None)
-    back = Base(1, "a", 1, KEY.group)
+    back = ResumePoint(1, "a", 1, KEY.group)
     assert book.next(look(base=back)) == duty
     book.done(duty, 1, None)
     assert book.next(look(base=back)) == duty, "it was told of the version before it heard that the job went back to it"
     book.done(duty, 1, back)
-    assert not isinstance(book.next(look(base=back)), Duty)
+    assert not isinstance(book.next(look(base=back)), ReplicationTask)
 
 
 def test_what_was_of_the_past_is_offered_at_once_when_the_job_goes_back_to_it():
     book = accounts()
     duty = book.next(look())
     book.failed(duty, FencedError("older than version 6, which has all its copies"), 0.0)
-    assert not isinstance(book.next(look()), Duty)
-    assert book.next(look(base=Base(1, "a", 1, KEY.group))) == duty
+    assert not isinstance(book.next(look()), ReplicationTask)
+    assert book.next(look(base=ResumePoint(1, "a", 1, KEY.group))) == duty

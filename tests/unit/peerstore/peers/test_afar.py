@@ -5,12 +5,12 @@ from concurrent.futures import Future
 
 import msgspec
 
-from peerstore.cluster.lookouts import Errand
 from peerstore.errors import UnavailableError
-from peerstore.peers.afar import Afar, _Asking
-from peerstore.peers.messages import Looked, LookedFor
+from peerstore.membership.topology import DelegateCandidates
+from peerstore.peers.peer_inventory import DelegateClient, _DelegateRound
+from peerstore.peers.peer_messages import NodeInventory, PartitionInventory
 
-EMPTY = msgspec.Raw(msgspec.msgpack.encode(Looked((), 1, "a", None, 0)))
+EMPTY = msgspec.Raw(msgspec.msgpack.encode(NodeInventory((), 1, "a", None, 0)))
 
 
 class Tending:
@@ -38,7 +38,7 @@ class Tending:
 
 
 def all_of(nodes):
-    return LookedFor(dict.fromkeys(nodes, EMPTY), {})
+    return PartitionInventory(dict.fromkeys(nodes, EMPTY), {})
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def afar(tending):
         directly.append(dict(nodes))
         return dict.fromkeys(nodes, "looked at directly")
 
-    with contextlib.closing(Afar(tending, look_at)) as found:
+    with contextlib.closing(DelegateClient(tending, look_at)) as found:
         found.directly = directly
         yield found
 
@@ -62,7 +62,7 @@ def done(answer):
 
 def test_of_two_answers_that_come_at_one_time_one_counts():
     with afar(Tending({})) as one:
-        asking = _Asking(one, [Errand((), gone=lambda _: False)])
+        asking = _DelegateRound(one, [DelegateCandidates((), gone=lambda _: False)])
         asking._asked = {done(all_of(["a"])): 0, done(all_of(["a", "b"])): 0}
         (answer,) = asking.answers()
     assert set(answer.nodes) in ({"a"}, {"a", "b"})
@@ -74,7 +74,7 @@ def test_one_lookout_a_district_is_asked():
     with afar(tending) as one:
         found = one.look([("a", "b"), ("c", "d")], short_s=1.0)
     assert sorted(tending.asked) == ["a", "c"]
-    assert all(isinstance(looked, Looked) for looked in found.values())
+    assert all(isinstance(looked, NodeInventory) for looked in found.values())
     assert set(found) == {"a", "b", "c", "d"}
     assert one.directly == [{}]
 
@@ -97,7 +97,9 @@ def test_where_all_lookouts_fail_the_nodes_are_looked_at_with_all_the_time_there
 
 def test_who_was_not_reached_is_looked_at_for_a_short_time_unless_it_is_held_dead():
     def some(nodes):
-        return LookedFor({"a": EMPTY, "x": EMPTY}, {"b": "it does not answer", "c": "it does not answer", "x": "?"})
+        return PartitionInventory(
+            {"a": EMPTY, "x": EMPTY}, {"b": "it does not answer", "c": "it does not answer", "x": "?"}
+        )
 
     tending = Tending({"a": some}, dead={"c"})
     with afar(tending) as one:

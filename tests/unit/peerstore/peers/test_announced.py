@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
-from peerstore.cluster.gossip import Gossip, Rumour, Standing
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.roster import roster_of
-from peerstore.peers.calling import Pass
-from peerstore.peers.messages import Ping
-from peerstore.peers.tending import Tending
-from peerstore.testing import memory_store
-from peerstore.transport.memory import MemoryNetwork
+from peerstore.membership.swim import GossipMessage, MemberState, MemberUpdate
+from peerstore.membership.topology import NodeId, PeerNode, member_list
+from peerstore.peers.heartbeat_loop import HeartbeatLoop
+from peerstore.peers.peer_client import PeerCredentials
+from peerstore.peers.peer_messages import PingMessage
+from peerstore.testing import MemoryNetwork, memory_store
 
 
 def node(name):
-    return Node(NodeId(name), f"{name}:7070")
+    return PeerNode(NodeId(name), f"{name}:7070")
 
 
 @contextlib.contextmanager
@@ -23,29 +21,29 @@ def tending(now):
     """Watches n0, n8 and n16, without a thread: time and messages come from the test."""
     with memory_store("1MiB") as store:
         network = MemoryNetwork()
-        made = Tending(
+        made = HeartbeatLoop(
             node("n0"),
-            Pass("job", NodeId("n0"), b"s" * 32),
+            PeerCredentials("job", NodeId("n0"), b"s" * 32),
             network.transport("n0"),
             store.copies,
             clock=lambda: now[0],
         )
         try:
-            made.set_roster(roster_of(1, [node("n0"), node("n8"), node("n16")]))
+            made.set_roster(member_list(1, [node("n0"), node("n8"), node("n16")]))
             yield made
         finally:
             made.close()
 
 
 def says(tended, sender, about, standing, number=1):
-    rumour = Rumour(node(about), number, standing)
-    tended.pinged(NodeId(sender), Ping(Gossip((rumour,), None, (0, ""))))
+    rumour = MemberUpdate(node(about), number, standing)
+    tended.pinged(NodeId(sender), PingMessage(GossipMessage((rumour,), None, (0, ""))))
 
 
 def test_who_was_not_heard_of_yet_is_not_gone_for_a_while():
     now = [100.0]
     with tending(now) as tended:
-        says(tended, "n8", "n8", Standing.ALIVE)
+        says(tended, "n8", "n8", MemberState.ALIVE)
         assert set(tended.living) == {"n0", "n8", "n16"}
         now[0] += 3600
         assert set(tended.living) == {"n0", "n8"}
@@ -54,8 +52,8 @@ def test_who_was_not_heard_of_yet_is_not_gone_for_a_while():
 def test_who_was_seen_alive_and_is_dead_is_gone_at_once():
     now = [100.0]
     with tending(now) as tended:
-        says(tended, "n16", "n16", Standing.ALIVE)
-        says(tended, "n16", "n8", Standing.ALIVE)
+        says(tended, "n16", "n16", MemberState.ALIVE)
+        says(tended, "n16", "n8", MemberState.ALIVE)
         assert set(tended.living) == {"n0", "n8", "n16"}
-        says(tended, "n16", "n8", Standing.DEAD)
+        says(tended, "n16", "n8", MemberState.DEAD)
         assert set(tended.living) == {"n0", "n16"}

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerstore.errors import PeerUnreachableError, ShardDamagedError
-from peerstore.peers.board import Board, Wish
-from peerstore.peers.spans import Target
-from peerstore.records import ShardKey
+from peerstore.peers.range_reader import PieceQueue, ReadRequest, ReadTarget
+from peerstore.shard_records import ShardKey
 
 MIB = 1 << 20
 SOURCES = ("n1", "n2", "n3")
@@ -22,7 +21,7 @@ BAD = ShardDamagedError("it is damaged")
 
 def wish(part, size, sources):
     record = SimpleNamespace(key=ShardKey("job", 1, 1, "a", 0, part), size_bytes=size, chunk_bytes=MIB, checksums=b"")
-    return Wish(record, [Target(0, size, memoryview(bytearray(size)))], list(sources))
+    return ReadRequest(record, [ReadTarget(0, size, memoryview(bytearray(size)))], list(sources))
 
 
 holders = st.lists(st.sampled_from(SOURCES), unique=True)
@@ -34,7 +33,7 @@ actions = st.lists(
 
 @given(st.lists(holders, min_size=1, max_size=4), st.integers(1, 9), actions)
 def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
-    board = Board(wish(part, mebibytes * MIB, sources) for part, sources in enumerate(held))
+    board = PieceQueue(wish(part, mebibytes * MIB, sources) for part, sources in enumerate(held))
     pieces = list(board._pieces)
     taken = {source: [] for source in SOURCES}
     lost = set()
@@ -88,7 +87,7 @@ def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
 
 
 def test_what_fewest_others_have_is_taken_first_and_then_what_a_source_is_preferred_for():
-    board = Board([wish(0, MIB, ["n1", "n2"]), wish(1, MIB, ["n2", "n1"]), wish(2, MIB, ["n2"])])
+    board = PieceQueue([wish(0, MIB, ["n1", "n2"]), wish(1, MIB, ["n2", "n1"]), wish(2, MIB, ["n2"])])
     assert [board.next("n2", wait=False).wish.record.key.part for _ in range(3)] == [2, 1, 0]
 
 
@@ -117,7 +116,7 @@ class Hand:
 
 
 def slow_and_quick(sizes, *, clock):
-    board = Board((wish(part, size, ["slow", "quick"]) for part, size in enumerate(sizes)), clock=clock)
+    board = PieceQueue((wish(part, size, ["slow", "quick"]) for part, size in enumerate(sizes)), clock=clock)
     return board, Hand(board, "slow"), Hand(board, "quick")
 
 

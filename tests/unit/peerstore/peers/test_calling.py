@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from peerstore import deadlines
-from peerstore.cluster.nodes import NodeId
 from peerstore.errors import PeerStoreError, PeerUnreachableError
-from peerstore.peers.calling import Pass, Peer
-from peerstore.peers.messages import Looked
-from peerstore.transport.handshake import WITHIN_S
-from peerstore.transport.memory import MemoryNetwork
+from peerstore.membership.topology import NodeId
+from peerstore.peers.peer_client import PeerClient, PeerCredentials
+from peerstore.peers.peer_messages import NodeInventory
+from peerstore.testing import MemoryNetwork
+from peerstore.transport.authentication import HANDSHAKE_TIMEOUT_S
 
 
 class Drops:
@@ -29,18 +29,18 @@ class Drops:
 
 def test_a_call_that_has_a_second_gives_connecting_no_more():
     drops = Drops()
-    peer = Peer(drops, "n1:1", Pass("job", NodeId("me"), b"s" * 32))
+    peer = PeerClient(drops, "n1:1", PeerCredentials("job", NodeId("me"), b"s" * 32))
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked, within_s=1.0)
+        peer.call("look", None, NodeInventory, within_s=1.0)
     assert 0.0 < drops.waited[0] <= 1.0
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked)
+        peer.call("look", None, NodeInventory)
     assert drops.waited[1] == 5.0
     with pytest.raises(PeerUnreachableError, match="in time"):
-        peer.call("look", None, Looked, within_s=0.0)
+        peer.call("look", None, NodeInventory, within_s=0.0)
     assert len(drops.waited) == 2
-    with deadlines.within(0.5), pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked)
+    with deadlines.timeout_scope(0.5), pytest.raises(PeerUnreachableError):
+        peer.call("look", None, NodeInventory)
     assert 0.0 < drops.waited[2] <= 0.5
 
 
@@ -77,15 +77,15 @@ class SilentChannel:
 
 def test_a_call_that_has_a_second_gives_the_greeting_no_more():
     silent = Silent()
-    peer = Peer(silent, "n1:1", Pass("job", NodeId("me"), b"s" * 32))
+    peer = PeerClient(silent, "n1:1", PeerCredentials("job", NodeId("me"), b"s" * 32))
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked, within_s=1.0)
+        peer.call("look", None, NodeInventory, within_s=1.0)
     (channel,) = silent.channels
     assert all(0.0 < within_s <= 1.0 for within_s in [*channel.waited, channel.sent_within_s])
     assert channel.closed
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked)
-    assert silent.channels[1].waited[0] == pytest.approx(WITHIN_S, abs=1.0)
+        peer.call("look", None, NodeInventory)
+    assert silent.channels[1].waited[0] == pytest.approx(HANDSHAKE_TIMEOUT_S, abs=1.0)
 
 
 def test_who_waits_for_a_greeting_is_woken_when_the_node_is_given_up():
@@ -100,17 +100,17 @@ def test_who_waits_for_a_greeting_is_woken_when_the_node_is_given_up():
 
     def call(peer):
         try:
-            peer.call("look", None, Looked)
+            peer.call("look", None, NodeInventory)
         except PeerStoreError as error:
             problems.append(error)
 
     with contextlib.closing(network.transport("n1").listen("n1:1", serve)):
-        peer = Peer(network.transport("me"), "n1:1", Pass("job", NodeId("me"), b"s" * 32))
+        peer = PeerClient(network.transport("me"), "n1:1", PeerCredentials("job", NodeId("me"), b"s" * 32))
         waiting = threading.Thread(target=call, args=(peer,))
         waiting.start()
         assert accepted.wait(60)
         peer.close()
-        waiting.join(WITHIN_S / 2)
+        waiting.join(HANDSHAKE_TIMEOUT_S / 2)
         woken = not waiting.is_alive()
         ended.set()
         waiting.join(60)

@@ -3,27 +3,31 @@
 import contextlib
 import threading
 
-from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerUnreachableError
-from peerstore.peers.looking import DEAD_S, LOOK_S, UNREACHED_S, Looking
-from peerstore.peers.messages import Looked
+from peerstore.membership.topology import NodeId, PeerNode, member_list
+from peerstore.peers.peer_inventory import (
+    DEAD_NODE_TIMEOUT_S,
+    NEGATIVE_CACHE_S,
+    NODE_INVENTORY_TIMEOUT_S,
+    InventoryService,
+)
+from peerstore.peers.peer_messages import NodeInventory
 
-EMPTY = Looked((), 1, "a", None, 0)
-BUSY = Looked((), 1, "a", None, 3)
+EMPTY = NodeInventory((), 1, "a", None, 0)
+BUSY = NodeInventory((), 1, "a", None, 3)
 
 
 class Watched:
     """Nodes as membership and the network would have them."""
 
     def __init__(self, *names):
-        self.me = Node(NodeId("me"), "me:1")
-        self.roster = roster_of(1, [self.me, *(Node(NodeId(name), f"{name}:1") for name in names)])
+        self.me = PeerNode(NodeId("me"), "me:1")
+        self.roster = member_list(1, [self.me, *(PeerNode(NodeId(name), f"{name}:1") for name in names)])
         self.dead, self.away = set(), set()
         self.asked = []
         self.now = 0.0
         self.answers = {}
-        self.costs_s, self.takes_s = DEAD_S, 0.0
+        self.costs_s, self.takes_s = DEAD_NODE_TIMEOUT_S, 0.0
 
     def clock(self):
         return self.now
@@ -40,7 +44,7 @@ class Watched:
 
     @contextlib.contextmanager
     def looked_at(self):
-        looking = Looking(self, lambda: EMPTY, clock=self.clock)
+        looking = InventoryService(self, lambda: EMPTY, clock=self.clock)
         try:
             yield looking
         finally:
@@ -73,9 +77,9 @@ def test_one_that_is_taken_for_dead_gets_a_second_and_is_asked_once_in_a_while()
             sight = looking.sight(fresh=True)
             assert set(sight.nodes) == {"me", "n1"}
             assert sight.silent == {"n2": "n2 does not answer"}
-        assert [asked for asked in watched.asked if asked[0] == "n2"] == [("n2", DEAD_S)]
-        assert [asked for asked in watched.asked if asked[0] == "n1"] == 5 * [("n1", LOOK_S)]
-        watched.now += UNREACHED_S
+        assert [asked for asked in watched.asked if asked[0] == "n2"] == [("n2", DEAD_NODE_TIMEOUT_S)]
+        assert [asked for asked in watched.asked if asked[0] == "n1"] == 5 * [("n1", NODE_INVENTORY_TIMEOUT_S)]
+        watched.now += NEGATIVE_CACHE_S
         looking.sight(fresh=True)
         assert len([asked for asked in watched.asked if asked[0] == "n2"]) == 2
 
@@ -123,7 +127,7 @@ def test_one_that_is_not_known_to_be_dead_is_asked_every_time():
     with watched.looked_at() as looking:
         for _ in range(3):
             assert set(looking.sight(fresh=True).silent) == {"n1"}
-        assert [within_s for _, within_s in watched.asked] == 3 * [LOOK_S]
+        assert [within_s for _, within_s in watched.asked] == 3 * [NODE_INVENTORY_TIMEOUT_S]
 
 
 def test_one_that_verifies_is_waited_for():
@@ -137,7 +141,7 @@ def test_one_that_verifies_is_waited_for():
 
 def test_one_that_verifies_for_too_long_is_named():
     watched = Watched("n1")
-    watched.answers, watched.takes_s = {"n1": [BUSY, EMPTY]}, LOOK_S
+    watched.answers, watched.takes_s = {"n1": [BUSY, EMPTY]}, NODE_INVENTORY_TIMEOUT_S
     with watched.looked_at() as looking:
         sight = looking.sight(fresh=True)
     assert sight.nodes["n1"] is BUSY

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from peerstore.errors import PeerUnreachableError
-from peerstore.peers.paths import Paths
+from peerstore.network_addresses import PathMonitor
 
 MIB = 1 << 20
 LINK = 12.5e9
@@ -15,7 +15,7 @@ LINK = 12.5e9
 
 
 def paths(link=LINK):
-    return Paths(link=lambda _address: ("eth0", link))
+    return PathMonitor(link=lambda _address: ("eth0", link))
 
 
 def warnings(caplog):
@@ -55,7 +55,7 @@ def test_a_way_that_is_not_known_is_no_reason_to_fail(caplog):
     def unknown(_address):
         raise PeerUnreachableError("no route")
 
-    made = Paths(link=unknown)
+    made = PathMonitor(link=unknown)
     made.took("n2", "a:1", 64 * MIB, 9.0)
     assert warnings(caplog) == []
     assert made.rates == {"n2": pytest.approx(64 * MIB / 9)}

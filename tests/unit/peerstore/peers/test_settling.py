@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstore.commit import Reports, Settling
-from peerstore.peers.settling import Settlement, Totals
-from peerstore.records import Group
+from peerstore.commit_protocol import CommitReports, PartsReport
+from peerstore.replication.commit_tracker import CommitTracker, ReplicationTotals
+from peerstore.shard_records import VersionId
 
 NODES = [f"n{number:03}" for number in range(60)]
 PATIENCE_S = 60.0
@@ -31,8 +31,10 @@ class Job:
             peer=lambda node: SimpleNamespace(call=lambda op, body, *_, **__: self._hear(node, op, body)),
         )
         changed = threading.Condition()
-        reports = Reports(NODES[0])
-        self.settlement = Settlement(store, "j", tending, reports=reports, totals=Totals(), changed=changed)
+        reports = CommitReports(NODES[0])
+        self.settlement = CommitTracker(
+            store, "j", tending, reports=reports, totals=ReplicationTotals(), changed=changed
+        )
 
     def _decide(self, job, found):
         self._groups[job] = found.settled
@@ -46,7 +48,7 @@ class Job:
                 self.all.set()
 
     def settle(self, version):
-        self.settlement.settling(Settling(Group(1, version, 0, "a"), 1, (0,), NODES[1]))
+        self.settlement.settling(PartsReport(VersionId(1, version, 0, "a"), 1, (0,), NODES[1]))
 
 
 @pytest.fixture

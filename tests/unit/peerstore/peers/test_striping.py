@@ -5,32 +5,32 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from peerstore import checksum
-from peerstore.cluster.nodes import NodeId
-from peerstore.cluster.parity import Stripe
+from peerstore import checksums
 from peerstore.errors import RequestError
-from peerstore.peers.messages import Looked, ParityFact
-from peerstore.peers.striping import (
-    awaited,
-    kept_parity,
-    makes_again,
-    missing_shards,
-    numbered,
+from peerstore.membership.topology import NodeId
+from peerstore.parity.parity_codec import Stripe
+from peerstore.parity.stripes import (
+    assign_stripe_numbers,
+    is_first_rebuilder,
+    lost_shards,
+    parities_to_make,
     parity_key,
-    rebuildable,
-    rows_with,
-    sealed_parity,
-    stripes_due,
-    superseded,
+    parity_sets_for,
+    parity_shard_record,
+    parse_stored_parity,
+    rebuildable_parts,
+    superseded_parities,
+    versions_being_rebuilt,
 )
-from peerstore.records import Group, ShardFact, ShardKey
+from peerstore.peers.peer_messages import NodeInventory, ParityInfo
+from peerstore.shard_records import ShardInfo, ShardKey, VersionId
 from tests.support.parities import shard_record
 
 MEMBERS = ("n0", "n16", "n8")
 
 
 def fact(part, sealed_ns, version=1):
-    return ShardFact(ShardKey("job", version, 1, "a", 0, part), 8, 1, b"", sealed_ns, False)
+    return ShardInfo(ShardKey("job", version, 1, "a", 0, part), 8, 1, b"", sealed_ns, False)
 
 
 def stripe(members=MEMBERS, number=0, version=3, **parts):
@@ -47,8 +47,8 @@ def kept(keeper, members=MEMBERS, number=0, version=3, **parts):
     """A parity as ``keeper`` has it sealed."""
     made = stripe(members, number, version, **parts)
     size = made.parity(NodeId(keeper)).size_bytes
-    sums = checksum.checksums(memoryview(bytes(size)), chunk_bytes=4)
-    return kept_parity(sealed_parity(made, NodeId(keeper), sums, 1))
+    sums = checksums.chunk_checksums(memoryview(bytes(size)), chunk_bytes=4)
+    return parse_stored_parity(parity_shard_record(made, NodeId(keeper), sums, 1))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -56,14 +56,14 @@ def kept(keeper, members=MEMBERS, number=0, version=3, **parts):
 
 def test_shards_are_numbered_as_they_were_sealed_each_version_for_itself():
     facts = [fact(0, 20), fact(1, 10), fact(0, 5, version=2)]
-    assert {key.part: n for key, n in numbered(facts, {}).items() if key.version == 1} == {1: 0, 0: 1}
-    assert numbered(facts, {})[facts[2].key] == 0
+    assert {key.part: n for key, n in assign_stripe_numbers(facts, {}).items() if key.version == 1} == {1: 0, 0: 1}
+    assert assign_stripe_numbers(facts, {})[facts[2].key] == 0
 
 
 def test_a_number_stays_whatever_comes_and_goes():
     first, gone, late = fact(5, 10), fact(6, 20), fact(1, 1)
-    known = numbered([first, gone], {})
-    assert numbered([first, late], known) == {first.key: 0, late.key: 2}
+    known = assign_stripe_numbers([first, gone], {})
+    assert assign_stripe_numbers([first, late], known) == {first.key: 0, late.key: 2}
 
 
 # -- what is to be made -----------------------------------------------------------------------------------------------
@@ -99,15 +99,15 @@ def test_a_number_stays_whatever_comes_and_goes():
     ],
 )
 def test_stripes_due(told, done, complete, due):
-    assert stripes_due("n0", MEMBERS, told, done, complete=complete) == due
+    assert parities_to_make("n0", MEMBERS, told, done, complete=complete) == due
 
 
 def test_a_parity_goes_when_another_one_has_everything_that_is_in_it():
     early, late = kept("n0", n16=1), kept("n0", n16=1, n8=2)
     other_group = kept("n0", members=("n0", "n16"), n16=1)
-    assert superseded([early, late, other_group], [early, late, other_group]) == [early.key]
-    assert superseded([late, other_group], [late, other_group]) == []
-    assert superseded([early, late], [early]) == [], "what is in the later one is not where it was"
+    assert superseded_parities([early, late, other_group], [early, late, other_group]) == [early.key]
+    assert superseded_parities([late, other_group], [late, other_group]) == []
+    assert superseded_parities([early, late], [early]) == [], "what is in the later one is not where it was"
 
 
 # -- how it is kept ---------------------------------------------------------------------------------------------------
@@ -127,8 +127,10 @@ def test_a_parity_is_found_under_what_it_is_made_of():
 
 
 def test_a_record_that_is_not_what_it_says_is_refused():
-    record = sealed_parity(stripe(n16=1), NodeId("n0"), checksum.checksums(memoryview(bytes(4)), chunk_bytes=4) * 2, 1)
-    assert kept_parity(record).parity.keeper == "n0"
+    record = parity_shard_record(
+        stripe(n16=1), NodeId("n0"), checksums.chunk_checksums(memoryview(bytes(4)), chunk_bytes=4) * 2, 1
+    )
+    assert parse_stored_parity(record).parity.keeper == "n0"
     for change in (
         {"key": msgspec.structs.replace(record.key, kind="parity.0000000000000000")},
         {"checksums": record.checksums[8:]},
@@ -136,7 +138,7 @@ def test_a_record_that_is_not_what_it_says_is_refused():
         {"size_bytes": record.size_bytes + 1},
     ):
         with pytest.raises(RequestError):
-            kept_parity(msgspec.structs.replace(record, **change))
+            parse_stored_parity(msgspec.structs.replace(record, **change))
 
 
 def test_old_keys_are_read_and_written_as_before():
@@ -151,7 +153,7 @@ def test_old_keys_are_read_and_written_as_before():
 
 def missing(one, living, held=()):
     return [
-        (lost.shard.key.part, lost.heirs) for lost in missing_shards([one], living=living, held=set(held).__contains__)
+        (lost.shard.key.part, lost.heirs) for lost in lost_shards([one], living=living, held=set(held).__contains__)
     ]
 
 
@@ -165,65 +167,65 @@ def test_what_nobody_is_known_to_hold_is_missing():
 
 
 def looked(*parities):
-    return Looked((), 1, "a", None, 0, tuple(one.fact for one in parities))
+    return NodeInventory((), 1, "a", None, 0, tuple(one.fact for one in parities))
 
 
 def test_the_first_that_has_a_parity_makes_a_shard_again():
     third = kept("n8", n0=0, n16=1)
-    (_, lost) = missing_shards([third], living=MEMBERS, held=lambda _: False)
+    (_, lost) = lost_shards([third], living=MEMBERS, held=lambda _: False)
     assert lost.heirs == ("n0", "n8")
-    assert not makes_again(lost, "n8", {"n0": looked(kept("n0", n16=1, n8=2))})
-    assert makes_again(lost, "n8", {"n0": looked()}), "the first one has started again with nothing"
-    assert makes_again(lost, "n8", {})
-    assert makes_again(lost, "n8", {"n0": looked(kept("n0", version=4, n16=1, n8=2))})
+    assert not is_first_rebuilder(lost, "n8", {"n0": looked(kept("n0", n16=1, n8=2))})
+    assert is_first_rebuilder(lost, "n8", {"n0": looked()}), "the first one has started again with nothing"
+    assert is_first_rebuilder(lost, "n8", {})
+    assert is_first_rebuilder(lost, "n8", {"n0": looked(kept("n0", version=4, n16=1, n8=2))})
 
 
 def test_only_whole_sets_of_parities_give_a_shard_back():
     first, third = kept("n0", n16=1, n8=2), kept("n8", n0=0, n16=1)
     lost = first.shards[NodeId("n16")].key
     parities = [first.parity, third.parity]
-    assert [(member, len(row)) for member, row in rows_with(lost, parities, held=lambda _: True)] == [("n16", 2)]
-    assert rows_with(lost, parities[:1], held=lambda _: True) == []
+    assert [(member, len(row)) for member, row in parity_sets_for(lost, parities, held=lambda _: True)] == [("n16", 2)]
+    assert parity_sets_for(lost, parities[:1], held=lambda _: True) == []
     other = kept("n8", members=("n0", "n16", "n24", "n8"), n0=0, n16=1)
-    assert rows_with(lost, [first.parity, other.parity], held=lambda _: True) == []
+    assert parity_sets_for(lost, [first.parity, other.parity], held=lambda _: True) == []
     fuller = kept("n8", n0=0, n16=1)
     emptier = kept("n8", n16=1)
-    ((_, row),) = rows_with(lost, [first.parity, fuller.parity, emptier.parity], held=lambda _: True)
+    ((_, row),) = parity_sets_for(lost, [first.parity, fuller.parity, emptier.parity], held=lambda _: True)
     assert fuller.parity in row
     assert emptier.parity not in row
     gone = fuller.shards[NodeId("n0")].key
-    ((_, row),) = rows_with(
+    ((_, row),) = parity_sets_for(
         lost, [first.parity, fuller.parity, emptier.parity], held=lambda key: key not in (lost, gone)
     )
     assert emptier.parity in row, "the other one is of no use without what nobody has"
 
 
-G1, G2, G3 = (Group(1, version, 0, "a") for version in (1, 2, 3))
+G1, G2, G3 = (VersionId(1, version, 0, "a") for version in (1, 2, 3))
 
 
 def facts_of(group, *keepers, parts):
     return [
-        ParityFact(group, 0, MEMBERS, keeper, {m: p for m, p in parts.items() if m != keeper}) for keeper in keepers
+        ParityInfo(group, 0, MEMBERS, keeper, {m: p for m, p in parts.items() if m != keeper}) for keeper in keepers
     ]
 
 
 def test_what_parities_give_back():
     parts = {"n0": 0, "n16": 1, "n8": 2}
     found = facts_of(G1, "n0", "n8", parts=parts)
-    assert rebuildable(found, {G1: {0, 2}}) == {G1: {1}}
-    assert rebuildable(found[:1], {G1: {0, 2}}) == {}
-    assert rebuildable(found, {G1: {0}}) == {}
-    assert rebuildable(found, {G1: {0, 1, 2}}) == {}
+    assert rebuildable_parts(found, {G1: {0, 2}}) == {G1: {1}}
+    assert rebuildable_parts(found[:1], {G1: {0, 2}}) == {}
+    assert rebuildable_parts(found, {G1: {0}}) == {}
+    assert rebuildable_parts(found, {G1: {0, 1, 2}}) == {}
     emptier = facts_of(G1, "n0", "n8", parts={"n16": 1})
-    assert rebuildable([*found, *emptier], {G1: {0}}) == {G1: {1}}, "without the part that nobody has"
+    assert rebuildable_parts([*found, *emptier], {G1: {0}}) == {G1: {1}}, "without the part that nobody has"
 
 
 def test_only_a_version_newer_than_the_newest_whole_one_is_waited_for():
     parts = {"n0": 0, "n16": 1, "n8": 2}
     found = [one for group in (G1, G2, G3) for one in facts_of(group, "n0", "n8", parts=parts)]
     in_all = dict.fromkeys((G1, G2, G3), 3)
-    assert awaited({G1: {0, 2}, G2: {0, 2}}, in_all, found) == {G1: {1}, G2: {1}}
-    assert awaited({G1: {0, 2}, G2: {0, 1, 2}}, in_all, found) == {}
-    assert awaited({G2: {0, 1, 2}, G3: {0, 2}}, in_all, found) == {G3: {1}}
-    assert awaited({G2: {0, 1, 2}, G3: {2}}, in_all, found) == {}
-    assert awaited({}, {}, []) == {}
+    assert versions_being_rebuilt({G1: {0, 2}, G2: {0, 2}}, in_all, found) == {G1: {1}, G2: {1}}
+    assert versions_being_rebuilt({G1: {0, 2}, G2: {0, 1, 2}}, in_all, found) == {}
+    assert versions_being_rebuilt({G2: {0, 1, 2}, G3: {0, 2}}, in_all, found) == {G3: {1}}
+    assert versions_being_rebuilt({G2: {0, 1, 2}, G3: {2}}, in_all, found) == {}
+    assert versions_being_rebuilt({}, {}, []) == {}

@@ -5,14 +5,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.commit import TOLD_AT_ONCE, Decided, Settling, Tally, told_at_once
-from peerstore.records import Group
+from peerstore.commit_protocol import BROADCAST_FANOUT, CommitDecision, PartsReport, PartsTally, broadcast_targets
+from peerstore.shard_records import VersionId
 
 NODES = ("a", "b", "c", "d")
 LIVES = {"a": 1, "b": 1, "c": 2, "d": 1}
 NOTES = st.builds(
-    Settling,
-    group=st.integers(1, 3).map(lambda version: Group(1, version, 0, "i")),
+    PartsReport,
+    group=st.integers(1, 3).map(lambda version: VersionId(1, version, 0, "i")),
     parts_in_all=st.integers(0, 4),
     parts=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
     by=st.sampled_from(NODES),
@@ -50,7 +50,7 @@ class Plain:
 
 @given(st.lists(st.tuples(NOTES, st.sets(st.sampled_from(NODES))), max_size=30))
 def test_it_says_what_the_plain_rule_says(told):
-    tally, plain = Tally(), Plain()
+    tally, plain = PartsTally(), Plain()
     for note, living in told:
         tally.add(note)
         plain.add(note)
@@ -60,7 +60,7 @@ def test_it_says_what_the_plain_rule_says(told):
 def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
     """Every node says that its part is sealed, and later that it has its copies."""
     nodes = [f"n{number:03d}" for number in range(300)]
-    tally, of, looked, said = Tally(), Group(1, 1, 0, "i"), [], []
+    tally, of, looked, said = PartsTally(), VersionId(1, 1, 0, "i"), [], []
 
     def life(node):
         looked.append(node)
@@ -69,22 +69,22 @@ def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
     for safe in (False, True):
         for part, node in enumerate(nodes):
             parts, sealed = ((part,), ()) if safe else ((), (part,))
-            tally.add(Settling(of, len(nodes), parts, node, 1, sealed))
+            tally.add(PartsReport(of, len(nodes), parts, node, 1, sealed))
             said.append(tally.complete(me=nodes[0], living=nodes, life=life))
-    assert [found for found in said if found] == [Decided(whole=of), Decided(of, of)]
+    assert [found for found in said if found] == [CommitDecision(whole=of), CommitDecision(of, of)]
     assert len(looked) <= 2 * len(nodes)
 
 
-@given(st.integers(0, 3 * TOLD_AT_ONCE))
+@given(st.integers(0, 3 * BROADCAST_FANOUT))
 def test_a_small_job_is_told_at_once_and_a_large_one_in_part(count):
     living = [f"n{number:05d}" for number in range(count)]
-    told = told_at_once(living, "n00000")
+    told = broadcast_targets(living, "n00000")
     others = set(living) - {"n00000"}
     assert set(told) <= others
     assert len(told) == len(set(told))
-    if len(others) <= TOLD_AT_ONCE:
+    if len(others) <= BROADCAST_FANOUT:
         assert set(told) == others
     else:
-        assert TOLD_AT_ONCE / 2 <= len(told) <= TOLD_AT_ONCE
+        assert BROADCAST_FANOUT / 2 <= len(told) <= BROADCAST_FANOUT
         gaps = [int(b[1:]) - int(a[1:]) for a, b in itertools.pairwise(told)]
         assert max(gaps) == min(gaps), "they are from all of the job"

@@ -6,7 +6,7 @@ import pytest
 
 from peerstore import deadlines
 from peerstore.errors import UnavailableError
-from peerstore.peers.turns import Turns
+from peerstore.peers.single_flight import SingleFlight
 from tests.support.neighbours import until
 
 
@@ -28,7 +28,7 @@ class Work:
 
 def test_however_many_ask_while_somebody_works_share_the_next_turn():
     work = Work()
-    turns = Turns(work)
+    turns = SingleFlight(work)
     found = {}
 
     def ask(name):
@@ -56,7 +56,7 @@ def test_however_many_ask_while_somebody_works_share_the_next_turn():
 def test_what_is_recent_is_not_looked_for_again():
     now = [0.0]
     numbers = iter(range(1, 10))
-    turns = Turns(lambda: next(numbers), clock=lambda: now[0])
+    turns = SingleFlight(lambda: next(numbers), clock=lambda: now[0])
     assert turns.recent(2.0) == 1
     now[0] = 1.9
     assert turns.recent(2.0) == 1
@@ -77,7 +77,7 @@ def test_a_turn_that_fails_is_nobody_elses():
             raise outcome
         return outcome
 
-    turns = Turns(work)
+    turns = SingleFlight(work)
     with pytest.raises(ValueError, match="the first"):
         turns.next()
     assert turns.next() == 2
@@ -86,7 +86,7 @@ def test_a_turn_that_fails_is_nobody_elses():
 def test_an_answer_is_as_new_as_the_question():
     """What was so before the question was asked is seen: also by those who shared somebody else's turn."""
     facts = []
-    turns = Turns(lambda: tuple(facts))
+    turns = SingleFlight(lambda: tuple(facts))
     failures = []
 
     def say_and_look(name):
@@ -104,10 +104,10 @@ def test_an_answer_is_as_new_as_the_question():
 
 def test_who_cannot_wait_is_told_so_and_the_turn_is_still_everybody_elses():
     work = Work()
-    turns = Turns(work)
-    with deadlines.within(0.2), pytest.raises(UnavailableError, match="in the time"):
+    turns = SingleFlight(work)
+    with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
         turns.next()  # whose turn it is
-    with deadlines.within(0.2), pytest.raises(UnavailableError, match="in the time"):
+    with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
         turns.next()
     later = []
     patient = threading.Thread(target=lambda: later.append(turns.next()))
@@ -120,7 +120,7 @@ def test_who_cannot_wait_is_told_so_and_the_turn_is_still_everybody_elses():
 
 def test_what_is_found_for_all_is_not_cut_short_by_who_began_it():
     left = []
-    turns = Turns(lambda: left.append(deadlines.left()))
-    with deadlines.within(60):
+    turns = SingleFlight(lambda: left.append(deadlines.remaining_s()))
+    with deadlines.timeout_scope(60):
         turns.next()
     assert left == [float("inf")]

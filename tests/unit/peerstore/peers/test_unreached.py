@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.peers.unreached import Unreached
+from peerstore.peers.peer_inventory import NegativeCache
 
 TIMES = st.floats(0, 100, allow_nan=False)
 
 
 @given(at=TIMES, later=st.floats(0, 30))
 def test_it_is_remembered_for_so_long_and_no_longer(at, later):
-    known = Unreached(10.0)
+    known = NegativeCache(10.0)
     known.add(at, "n1", "a:1", "nobody answers")
     now = at + later
     assert known.why(now, "n1", "a:1") == ("nobody answers" if now - at < 10.0 else "")
@@ -18,20 +18,20 @@ def test_it_is_remembered_for_so_long_and_no_longer(at, later):
 
 
 def test_nothing_is_remembered_of_another_address():
-    known = Unreached(10.0)
+    known = NegativeCache(10.0)
     known.add(0.0, "n1", "a:1", "nobody answers")
     assert known.why(1.0, "n1", "b:1") == ""
     assert known.why(1.0, "n1", "a:1") == "", "it was another machine's"
 
 
 def test_a_clock_that_goes_back_makes_nothing_younger():
-    known = Unreached(10.0)
+    known = NegativeCache(10.0)
     known.add(50.0, "n1", "a:1", "nobody answers")
     assert known.why(49.0, "n1", "a:1") == ""
 
 
 def test_who_is_heard_of_again_is_asked_again():
-    known = Unreached(10.0)
+    known = NegativeCache(10.0)
     for node in ("n1", "n2"):
         known.add(0.0, node, "a:1", f"{node} does not answer")
     known.keep(lambda node: node == "n2")

@@ -6,11 +6,19 @@ import msgspec
 import pytest
 
 from peerstore.errors import InvalidNameError, PeerRefusedError, PeerUnreachableError, ProtocolError, RequestError
-from peerstore.transport.clock import StepClock
-from peerstore.transport.framing import PREFIX
-from peerstore.transport.handshake import Challenge, Hello, PeerIdentity, Proof, Welcome, admit, greet, proof
-from peerstore.transport.memory import MemoryNetwork
-from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from peerstore.testing import MemoryNetwork, StepClock
+from peerstore.transport.authentication import (
+    Challenge,
+    Hello,
+    PeerIdentity,
+    Proof,
+    Welcome,
+    authenticate_client,
+    authenticate_to_server,
+    hmac_proof,
+)
+from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from peerstore.transport.framing import FRAME_PREFIX
 from tests.support.wires import PATIENCE_S, Wire, wire
 
 SECRET = b"the secret of the job"
@@ -41,11 +49,11 @@ def knows(job="job", secret=SECRET):
 
 
 def admitted(channel, **more):
-    return admit(channel, **{"me": "n2", "secret_of": knows(), "version": "0.2", **more})
+    return authenticate_client(channel, **{"me": "n2", "secret_of": knows(), "version": "0.2", **more})
 
 
 def greeted(channel, **more):
-    return greet(channel, **{"job": "job", "me": "n1", "secret": SECRET, "version": "0.1", **more})
+    return authenticate_to_server(channel, **{"job": "job", "me": "n1", "secret": SECRET, "version": "0.1", **more})
 
 
 @pytest.mark.parametrize("kind", ["memory", "tcp", "tls"])
@@ -57,7 +65,7 @@ def test_both_know_who_the_other_is_and_go_on(kind, tmp_path):
         assert server.result(PATIENCE_S) == PeerIdentity("job", "n1", 1, "0.1")
         for channel in (near, far):
             assert (channel.max_header_bytes, channel.max_payload_bytes, channel.timeout_s) == (
-                MAX_HEADER_BYTES,
+                MAX_MESSAGE_HEADER_BYTES,
                 MAX_PAYLOAD_BYTES,
                 PATIENCE_S,
             )
@@ -86,7 +94,7 @@ def test_who_cannot_prove_it_is_told_the_same_whatever_is_wrong(line, secret_of)
     near.send(encode(hello))
     challenge = decode(near, Challenge)
     assert (len(challenge.nonce), len(challenge.proof), challenge.refused) == (32, 32, "")
-    near.send(encode(Proof(proof(b"a guess of 16 bytes", "client", hello, challenge))))
+    near.send(encode(Proof(hmac_proof(b"a guess of 16 bytes", "client", hello, challenge))))
     assert decode(near, Welcome).refused == "the job or its secret is another one here"
     with pytest.raises(PeerRefusedError, match="could not prove that it belongs to job job"):
         server.result(PATIENCE_S)
@@ -150,7 +158,7 @@ def test_a_recorded_conversation_does_not_work_again(line):
         near.send(encode(hello))
         challenge = decode(near, Challenge)
         if not turn:
-            said.append(encode(Proof(proof(SECRET, "client", hello, challenge))))
+            said.append(encode(Proof(hmac_proof(SECRET, "client", hello, challenge))))
         near.send(said[0])
         assert bool(decode(near, Welcome).refused) == bool(turn)
         if turn:
@@ -184,8 +192,8 @@ SWAPPED_CHALLENGE = Challenge(1, "n2", NONCE, b"", "0.2")
     ],
 )
 def test_a_proof_is_good_for_exactly_what_was_said(changed):
-    assert proof(*changed) != proof(SECRET, "client", HELLO, CHALLENGE)
-    assert proof(SECRET, "client", HELLO, CHALLENGE) == proof(SECRET, "client", HELLO, CHALLENGE)
+    assert hmac_proof(*changed) != hmac_proof(SECRET, "client", HELLO, CHALLENGE)
+    assert hmac_proof(SECRET, "client", HELLO, CHALLENGE) == hmac_proof(SECRET, "client", HELLO, CHALLENGE)
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", b"x" * 15])
@@ -245,7 +253,7 @@ def test_a_server_whose_node_has_no_proper_name_is_no_peer(line):
     client = line.aside(greeted, near)
     hello = decode(far, Hello)
     odd = msgspec.structs.replace(CHALLENGE, node="../n2")
-    far.send(encode(msgspec.structs.replace(odd, proof=proof(SECRET, "server", hello, odd))))
+    far.send(encode(msgspec.structs.replace(odd, proof=hmac_proof(SECRET, "server", hello, odd))))
     with pytest.raises(ProtocolError, match="no node has"):
         client.result(PATIENCE_S)
 
@@ -276,7 +284,7 @@ def test_it_takes_ten_seconds_in_all_also_for_who_sends_byte_by_byte(line, clock
     near, far = line.meet()
     server = line.aside(admitted, far, clock=clock.now)
     message = encode(HELLO)
-    dripping = PREFIX.pack(b"tPS", 1, len(message), 0) + message
+    dripping = FRAME_PREFIX.pack(b"tPS", 1, len(message), 0) + message
     for second in range(9):
         clock.until_waiting()
         clock.advance(1)

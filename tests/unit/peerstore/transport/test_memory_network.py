@@ -3,9 +3,8 @@
 import pytest
 
 from peerstore.errors import PeerUnreachableError
-from peerstore.transport.clock import StepClock
-from peerstore.transport.framing import PREFIX
-from peerstore.transport.memory import MemoryNetwork
+from peerstore.testing import MemoryNetwork, StepClock
+from peerstore.transport.framing import FRAME_PREFIX
 from tests.support.wires import PATIENCE_S, Wire
 
 KIB = 1 << 10
@@ -131,12 +130,12 @@ def test_delayed_messages_arrive_when_their_time_has_come(network, line, clock):
     assert waiting.result(PATIENCE_S) == b"after"
 
 
-@pytest.mark.parametrize("size", [0, 1, PREFIX.size, PREFIX.size + 1, PREFIX.size + 3 + 70])
+@pytest.mark.parametrize("size", [0, 1, FRAME_PREFIX.size, FRAME_PREFIX.size + 1, FRAME_PREFIX.size + 3 + 70])
 def test_a_connection_breaks_after_so_many_bytes(network, line, size):
     near, far = line.meet()
     other_near, other_far = line.meet()
     network.drop_after("n1", "n2", size)
-    whole = size == PREFIX.size + 3 + 70
+    whole = size == FRAME_PREFIX.size + 3 + 70
     received = line.aside(receive_all, far)
     error = line.aside(near.send, b"one", [memoryview(bytes(70))]).exception(PATIENCE_S)
     assert whole if error is None else "reset" in str(error)

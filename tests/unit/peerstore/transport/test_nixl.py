@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError
-from peerstore.transport import offering, registered
-from peerstore.transport.handshake import admit, greet
-from peerstore.transport.memory import MemoryNetwork
-from peerstore.transport.nixl import NixlTransport
-from peerstore.transport.pieces import Offer, Piece
-from peerstore.transport.registered import Registered
+from peerstore.testing import MemoryNetwork
+from peerstore.transport import nixl
+from peerstore.transport.authentication import authenticate_client, authenticate_to_server
+from peerstore.transport.nixl import NixlTransport, PayloadOffer, PayloadPiece, RegisteredMemory
 from tests.support.wires import PATIENCE_S, Wire, nixl_wire, without_nixl
 
 if without_nixl():
@@ -38,7 +36,7 @@ def line():
 @pytest.fixture
 def memory():
     """The buffers of one node, next to which there is nobody."""
-    made = Registered("UCX", {}, buffer_bytes=MIB, buffers=3, timeout_s=PATIENCE_S)
+    made = RegisteredMemory("UCX", {}, buffer_bytes=MIB, buffers=3, timeout_s=PATIENCE_S)
     yield made
     made.close()
 
@@ -107,16 +105,16 @@ def test_buffers_that_nobody_will_read_are_used_again_but_not_at_once(line, monk
     near.close()
     memory = line.here._memory
     assert free(memory) == 3
-    now = registered.time.monotonic()
-    monkeypatch.setattr(registered.time, "monotonic", lambda: now + 2 * PATIENCE_S - 5)
+    now = nixl.time.monotonic()
+    monkeypatch.setattr(nixl.time, "monotonic", lambda: now + 2 * PATIENCE_S - 5)
     assert free(memory) == 3
-    monkeypatch.setattr(registered.time, "monotonic", lambda: now + 2 * PATIENCE_S + 5)
+    monkeypatch.setattr(nixl.time, "monotonic", lambda: now + 2 * PATIENCE_S + 5)
     assert free(memory) == 6
 
 
 def test_strangers_may_offer_nothing(line):
     near, far = line.meet()
-    server = line.aside(admit, far, me="n2", secret_of={"job": SECRET}.get)
+    server = line.aside(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
     near.send(b"", [memoryview(bytes(MIB))])
     with pytest.raises(ProtocolError, match="the limit is"):
         server.result(PATIENCE_S)
@@ -124,8 +122,8 @@ def test_strangers_may_offer_nothing(line):
 
 def test_peers_that_know_each_other_may(line):
     near, far = line.meet()
-    server = line.aside(admit, far, me="n2", secret_of={"job": SECRET}.get)
-    greet(near, job="job", me="n1", secret=SECRET)
+    server = line.aside(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
+    authenticate_to_server(near, job="job", me="n1", secret=SECRET)
     server.result(PATIENCE_S)
     sent = line.aside(near.send, b"", [memoryview(b"x" * MIB)])
     assert take_all(far) == b"x" * MIB
@@ -133,7 +131,7 @@ def test_peers_that_know_each_other_may(line):
 
 
 def envelope(kind, body=b"", header_bytes=0):
-    return offering._ENVELOPE.pack(kind, header_bytes) + body
+    return nixl._ENVELOPE.pack(kind, header_bytes) + body
 
 
 @pytest.fixture
@@ -153,12 +151,12 @@ def raw(memory):
         (b"", b"", "without an envelope"),
         (b"\0\0\0\0", b"", "without an envelope"),
         (envelope(4), b"", "of kind 4"),
-        (envelope(2, encode(Piece(1, 1, 1))), b"", "did not offer"),
-        (envelope(1, b"\xc1"), b"", "not a Offer"),
-        (envelope(1, encode(Offer(0, b""))), b"", "payload of 0 bytes"),
-        (envelope(1, encode(Offer((1 << 30) + 1, b""))), b"", "the limit is 1073741824"),
-        (envelope(1, encode(Offer(-1, b""))), b"", "payload of -1 bytes"),
-        (envelope(1, encode(Offer(5, b""))), b"extra", "where none belong"),
+        (envelope(2, encode(PayloadPiece(1, 1, 1))), b"", "did not offer"),
+        (envelope(1, b"\xc1"), b"", "not a PayloadOffer"),
+        (envelope(1, encode(PayloadOffer(0, b""))), b"", "payload of 0 bytes"),
+        (envelope(1, encode(PayloadOffer((1 << 30) + 1, b""))), b"", "the limit is 1073741824"),
+        (envelope(1, encode(PayloadOffer(-1, b""))), b"", "payload of -1 bytes"),
+        (envelope(1, encode(PayloadOffer(5, b""))), b"extra", "where none belong"),
         (envelope(0, b"", 0xFFFFFFFF), b"", "header of 4294967295 bytes"),
         (envelope(0, b"", 1), b"", "cut short"),
     ],
@@ -175,7 +173,7 @@ def test_messages_that_make_no_sense_end_the_channel(raw, header, payload, match
 @pytest.mark.parametrize("introduction", [b"x", b"nixl" * 100, bytes(500)])
 def test_an_introduction_that_is_none_ends_the_channel(raw, introduction):
     near, far = raw
-    near.send(envelope(1, encode(Offer(5000, introduction))))
+    near.send(envelope(1, encode(PayloadOffer(5000, introduction))))
     with pytest.raises(PeerUnreachableError, match="does not know how to reach it"):
         far.receive(idle_s=PATIENCE_S)
 
@@ -184,17 +182,17 @@ def test_an_introduction_that_is_none_ends_the_channel(raw, introduction):
     ("piece", "error", "match"),
     [
         (envelope(0), ProtocolError, "something else"),
-        (envelope(2, encode(Piece(4096, 0, 1))), ProtocolError, "something else"),
-        (envelope(2, encode(Piece(4096, 5001, 1))), ProtocolError, "something else"),
-        (envelope(2, encode(Piece(4096, 5000, 1))), PeerUnreachableError, "NIXL could not read"),
-        (envelope(2, encode(["x", 1, 1])), ProtocolError, "not a Piece"),
+        (envelope(2, encode(PayloadPiece(4096, 0, 1))), ProtocolError, "something else"),
+        (envelope(2, encode(PayloadPiece(4096, 5001, 1))), ProtocolError, "something else"),
+        (envelope(2, encode(PayloadPiece(4096, 5000, 1))), PeerUnreachableError, "NIXL could not read"),
+        (envelope(2, encode(["x", 1, 1])), ProtocolError, "not a PayloadPiece"),
     ],
     ids=["message", "empty", "too-much", "elsewhere", "text"],
 )
 def test_pieces_that_were_not_offered_end_the_channel_and_cost_no_buffer(raw, memory, piece, error, match):
-    other = Registered("UCX", {}, buffer_bytes=MIB, buffers=1, timeout_s=PATIENCE_S)
+    other = RegisteredMemory("UCX", {}, buffer_bytes=MIB, buffers=1, timeout_s=PATIENCE_S)
     near, far = raw
-    near.send(envelope(1, encode(Offer(5000, other.introduction))))
+    near.send(envelope(1, encode(PayloadOffer(5000, other.introduction))))
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == 5000
     near.send(piece)
     target = bytearray(5000)
@@ -206,14 +204,14 @@ def test_pieces_that_were_not_offered_end_the_channel_and_cost_no_buffer(raw, me
 
 
 def test_a_reader_with_smaller_buffers_reads_in_steps(raw, memory):
-    other = Registered("UCX", {}, buffer_bytes=4 * MIB, buffers=1, timeout_s=PATIENCE_S)
+    other = RegisteredMemory("UCX", {}, buffer_bytes=4 * MIB, buffers=1, timeout_s=PATIENCE_S)
     near, far = raw
     data = bytes(range(256)) * (3 * MIB // 256) + b"end"
     buffer = other.take(lambda: None)
     buffer.view[: len(data)] = data
     ticket = other.lend(buffer)
-    near.send(envelope(1, b"head" + encode(Offer(len(data), other.introduction)), 4))
-    near.send(envelope(2, encode(Piece(buffer.address, len(data), ticket))))
+    near.send(envelope(1, b"head" + encode(PayloadOffer(len(data), other.introduction)), 4))
+    near.send(envelope(2, encode(PayloadPiece(buffer.address, len(data), ticket))))
     assert far.receive(idle_s=PATIENCE_S).header == b"head"
     target = bytearray(len(data))
     far.receive_into([memoryview(target)])

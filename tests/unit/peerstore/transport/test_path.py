@@ -5,20 +5,21 @@ import socket
 
 import pytest
 
+from peerstore import network_addresses
 from peerstore.errors import PeerUnreachableError, RequestError
-from peerstore.transport import addresses
-from peerstore.transport.addresses import (
-    address_for,
-    addresses_of,
-    interface_of,
+from peerstore.network_addresses import (
+    interface_address,
+    interface_addresses,
+    interface_with_address,
     join_address,
-    link_bytes_per_s,
+    link_speed_bytes_per_s,
     local_address_for,
-    outward_address,
-    resolve,
+    outbound_address,
+    resolve_host,
+    route_to,
+    slow_path_warning,
     split_address,
 )
-from peerstore.transport.path import link_to, slow_path
 from tests.support.wires import PATIENCE_S
 
 HUNDRED_GBIT = 100e9 / 8
@@ -48,46 +49,46 @@ def test_what_is_no_address_is_said_with_examples(text):
 
 
 def test_interfaces_are_known_by_name_and_by_address():
-    assert addresses_of("lo")[0] == "127.0.0.1"
-    assert addresses_of("10.1.2.3") == ["10.1.2.3"]
-    assert addresses_of("fd00:0::7") == ["fd00::7"]
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.77") is None
-    assert interface_of("node7") is None
-    assert address_for("lo", socket.AF_INET) == "127.0.0.1"
+    assert interface_addresses("lo")[0] == "127.0.0.1"
+    assert interface_addresses("10.1.2.3") == ["10.1.2.3"]
+    assert interface_addresses("fd00:0::7") == ["fd00::7"]
+    assert interface_with_address("127.0.0.1") == "lo"
+    assert interface_with_address("203.0.113.77") is None
+    assert interface_with_address("node7") is None
+    assert interface_address("lo", socket.AF_INET) == "127.0.0.1"
     with pytest.raises(RequestError, match=r"no interface 'eth77' here, only .*lo"):
-        addresses_of("eth77")
+        interface_addresses("eth77")
     with pytest.raises(RequestError, match="no IPv6 address"):
-        address_for("10.1.2.3", socket.AF_INET6)
+        interface_address("10.1.2.3", socket.AF_INET6)
 
 
 def test_the_way_to_a_peer_is_known_without_sending_anything():
     assert local_address_for("127.0.0.1:7070") == "127.0.0.1"
-    assert link_to("127.0.0.1:7070") == ("lo", None)
-    assert outward_address()
+    assert route_to("127.0.0.1:7070") == ("lo", None)
+    assert outbound_address()
 
 
 def test_a_name_nobody_knows_is_a_peer_nobody_reaches():
     with pytest.raises(PeerUnreachableError, match=r"'nowhere\.invalid' is"):
-        resolve("nowhere.invalid", 1, within_s=PATIENCE_S)
+        resolve_host("nowhere.invalid", 1, within_s=PATIENCE_S)
 
 
 def test_who_knows_names_is_not_waited_for_for_ever(monkeypatch):
     asked, answered = os.pipe()
-    real = addresses._look_up
+    real = network_addresses._look_up
 
     def slow(host, port, flags):
         if not flags:
             os.read(asked, 1)
         return real(host, port, flags)
 
-    monkeypatch.setattr(addresses, "_look_up", slow)
+    monkeypatch.setattr(network_addresses, "_look_up", slow)
     try:
         with pytest.raises(PeerUnreachableError, match=r"nobody said within 0\.05 s where 'localhost' is"):
-            resolve("localhost", 1, within_s=0.05)
+            resolve_host("localhost", 1, within_s=0.05)
     finally:
         os.write(answered, b"x")
-    assert resolve("127.0.0.1", 1, within_s=0)[0][4] == ("127.0.0.1", 1)
+    assert resolve_host("127.0.0.1", 1, within_s=0)[0][4] == ("127.0.0.1", 1)
     os.close(answered)
     os.close(asked)
 
@@ -99,8 +100,8 @@ def test_who_knows_names_is_not_waited_for_for_ever(monkeypatch):
 def test_a_link_says_how_fast_it_is(tmp_path, speed, expected):
     (tmp_path / "eth0").mkdir()
     (tmp_path / "eth0" / "speed").write_text(speed)
-    assert link_bytes_per_s("eth0", tmp_path) == expected
-    assert link_bytes_per_s("eth1", tmp_path) is None
+    assert link_speed_bytes_per_s("eth0", tmp_path) == expected
+    assert link_speed_bytes_per_s("eth1", tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,11 @@ def test_a_link_says_how_fast_it_is(tmp_path, speed, expected):
     ],
 )
 def test_a_way_far_below_its_link_is_warned_about(measured, link, warned):
-    assert (slow_path(measured, link) is not None) == warned
+    assert (slow_path_warning(measured, link) is not None) == warned
 
 
 def test_the_warning_says_how_bad_it_is_and_what_to_look_at():
-    assert slow_path(0.11e9, HUNDRED_GBIT, way="the way to n2") == (
+    assert slow_path_warning(0.11e9, HUNDRED_GBIT, way="the way to n2") == (
         "the way to n2 moves 0.11 GB/s, 0.9% of what its link could (12.5 GB/s): is it the network that is meant "
         "for this? Name another interface, or look for what else uses this one"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.errors import RequestError
-from peerstore.transport.secret import exposed, new_secret, read_secret
+from peerstore.transport.authentication import exposed_permissions, generate_secret, read_secret
 
 SECRET = "0123456789abcdef"
 
@@ -25,9 +25,9 @@ def file(tmp_path):
 
 
 def test_new_secrets_are_long_printable_and_different():
-    assert len({new_secret() for _ in range(100)}) == 100
-    assert all(len(one) >= 40 and one.decode().isprintable() for one in (new_secret() for _ in range(100)))
-    assert read_secret(new_secret().decode())
+    assert len({generate_secret() for _ in range(100)}) == 100
+    assert all(len(one) >= 40 and one.decode().isprintable() for one in (generate_secret() for _ in range(100)))
+    assert read_secret(generate_secret().decode())
 
 
 def test_text_is_the_secret():
@@ -92,7 +92,7 @@ def test_a_file_that_others_may_read_or_write_is_refused(file, mode):
 )
 def test_who_may_read_it(monkeypatch, mode, owner, fine):
     monkeypatch.setattr("os.getuid", lambda: 1000)
-    assert (exposed(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) == "") == fine
+    assert (exposed_permissions(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) == "") == fine
 
 
 def test_what_is_no_file_is_said(tmp_path):

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 from peerstore.errors import PeerUnreachableError
-from peerstore.transport.memory import MemoryNetwork
-from peerstore.transport.severable import Severable
+from peerstore.testing import MemoryNetwork
+from peerstore.transport.base import PartitionableTransport
 
 TIMEOUT_S = 20.0
 
@@ -23,7 +23,7 @@ def two():
     """Two nodes that echo, the first one of which can be cut off; and the time."""
     now = [100.0]
     network = MemoryNetwork()
-    cut = Severable(network.transport("n1", timeout_s=TIMEOUT_S), clock=lambda: now[0])
+    cut = PartitionableTransport(network.transport("n1", timeout_s=TIMEOUT_S), clock=lambda: now[0])
     other = network.transport("n2", timeout_s=TIMEOUT_S)
     with contextlib.closing(cut.listen("n1:0", echo)) as mine, contextlib.closing(other.listen("n2:0", echo)) as theirs:
         yield cut, other, mine.address, theirs.address, now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peerstore.errors import PeerUnreachableError
-from peerstore.transport.framing import MAGIC, PREFIX, VERSION, FramedChannel
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION, FramedChannel
 
 SIZE = 1 << 20
 
@@ -16,7 +16,7 @@ class Trickle:
     def __init__(self, step, pause_s):
         self.step, self.pause_s = step, pause_s
         self.time = 0.0
-        self.said = bytearray(PREFIX.pack(MAGIC, VERSION, 1, SIZE) + b"h")
+        self.said = bytearray(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 1, SIZE) + b"h")
 
     def now(self):
         return self.time

@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from peerstore.errors import PeerRefusedError, PeerUnreachableError, ProtocolError, RequestError
-from peerstore.transport import sockets
-from peerstore.transport.framing import MAGIC, PREFIX
-from peerstore.transport.seam import FileSlice
+from peerstore.transport import framing
+from peerstore.transport.base import FileSlice
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX
 from peerstore.transport.tcp import TcpTransport
 from peerstore.transport.tls import TlsStream
 from tests.support.tls import Authority, node_files
@@ -24,8 +24,8 @@ def opened():
         yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
 
-def prefix(header, payload, *, magic=MAGIC, version=1):
-    return PREFIX.pack(magic, version, header, payload)
+def prefix(header, payload, *, magic=FRAME_MAGIC, version=1):
+    return FRAME_PREFIX.pack(magic, version, header, payload)
 
 
 @pytest.fixture
@@ -122,12 +122,12 @@ def test_files_the_kernel_does_not_send_by_itself_are_read(raw, monkeypatch):
     def unwilling(*_):
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(sockets.os, "sendfile", unwilling)
+    monkeypatch.setattr(framing.os, "sendfile", unwilling)
     fd = os.memfd_create("unwilling")
     os.write(fd, bytes(range(256)) * 4000)
     channel.send(b"", [FileSlice(fd, 10, 1_000_000)])
     got = bytearray()
-    while len(got) < PREFIX.size + 1_000_000:
+    while len(got) < FRAME_PREFIX.size + 1_000_000:
         got += sock.recv(1 << 20)
     assert got == prefix(0, 1_000_000) + (bytes(range(256)) * 4000)[10:1_000_010]
     os.close(fd)

@@ -4,17 +4,17 @@ import array
 
 import pytest
 
-from peerstore.transport.views import MAX_VIEWS, Cursor
+from peerstore.transport.base import IOV_MAX, BufferCursor
 
 
 def worked_off(views, most_bytes, step):
     """What comes by, when each time at most ``step`` bytes of a window are transferred."""
     seen = b""
-    with Cursor(views) as cursor:
+    with BufferCursor(views) as cursor:
         while cursor.left:
             window = cursor.window(most_bytes)
             assert 0 < sum(view.nbytes for view in window) <= most_bytes
-            assert len(window) <= MAX_VIEWS
+            assert len(window) <= IOV_MAX
             assert all(view.nbytes for view in window)
             part = b"".join(window)[:step]
             cursor.advance(len(part))
@@ -42,7 +42,7 @@ def test_no_more_views_at_a_time_than_the_kernel_takes():
 def test_what_it_made_is_let_go_with_the_next_window_and_at_the_end():
     target = array.array("d", bytes(800))
     with memoryview(target) as view:
-        with Cursor([view]) as cursor:
+        with BufferCursor([view]) as cursor:
             (first,) = cursor.window(100)
             cursor.advance(100)
             (second,) = cursor.window(100)
@@ -56,6 +56,6 @@ def test_what_it_made_is_let_go_with_the_next_window_and_at_the_end():
 
 def test_views_that_are_given_stay_the_giver_s():
     view = memoryview(bytearray(10))
-    with Cursor([view]) as cursor:
+    with BufferCursor([view]) as cursor:
         assert cursor.window(10) == [view]
     assert view.nbytes == 10

@@ -5,19 +5,19 @@ import threading
 
 import pytest
 
-from peerstore.arena import MemfdArena
-from peerstore.owners import myself
-from peerstore.records import Group, ShardKey
+from peerstore.daemon_process import current_process
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
 from tests.support.neighbours import JOB, neighbours, until
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.messages import LAYOUT
-from tieredckpt.agent.service import NodeService
-from tieredckpt.durable.open import open_store
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
-from tieredckpt.layout import Layout, encode
-from tieredckpt.manifest import ShardMeta, encode_meta, pack
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
+from tieredckpt.format.shard_layout import Layout, encode_layout
 from tieredckpt.settings import DurableSettings
 
 SIZE = 4096
@@ -74,7 +74,7 @@ def node(road, tmp_path):
     """A node with a durable tier at the end of ``road``."""
     arena = MemfdArena()
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    with contextlib.closing(store), contextlib.closing(NodeService(store, open_durable=road.open)) as service:
+    with contextlib.closing(store), contextlib.closing(NodeAgentService(store, open_durable=road.open)) as service:
         store.claim(JOB, "incarnation")
         service.configure(JOB, durable_in(tmp_path))
         yield service
@@ -86,13 +86,13 @@ def durable_in(directory, **changes):
 
 
 def group_of(step):
-    return Group(1, step, 0, "incarnation")
+    return VersionId(1, step, 0, "incarnation")
 
 
 def seal(store, step, part=0, parts=1, *, durable=False, required=False):
-    lease = store.lease(ShardKey(JOB, step, 1, "incarnation", 0, part), SIZE, parts, owner=myself())
+    lease = store.lease(ShardKey(JOB, step, 1, "incarnation", 0, part), SIZE, parts, owner=current_process())
     layout = Layout((), (), {})
-    store.put_blob(JOB, LAYOUT + layout.digest, pack(encode(layout)))
+    store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
     meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=durable, saved_ns=0, required=required)
     store.seal(lease.id, SIZE, encode_meta(meta))
 
@@ -207,7 +207,7 @@ def two(tmp_path):
         both = cleanup.enter_context(neighbours("n1", "n2", copies=1))
         roads, services = [Road(), Road()], []
         for one, road in zip(both, roads, strict=True):
-            service = NodeService(one.store, open_durable=road.open, neighbourhood=one.neighbourhood)
+            service = NodeAgentService(one.store, open_durable=road.open, neighbourhood=one.neighbourhood)
             services.append(cleanup.enter_context(contextlib.closing(service)))
             one.store.claim(JOB, "incarnation")
             service.configure(JOB, durable_in(tmp_path))
@@ -291,7 +291,7 @@ def test_a_step_that_another_node_drops_does_not_come_back(tmp_path):
         roads = {one.name: Road() for one in both}
         services = {}
         for number, one in enumerate(both):
-            service = NodeService(one.store, open_durable=roads[one.name].open, neighbourhood=one.neighbourhood)
+            service = NodeAgentService(one.store, open_durable=roads[one.name].open, neighbourhood=one.neighbourhood)
             services[one.name] = cleanup.enter_context(contextlib.closing(service))
             one.store.claim(JOB, "incarnation")
             service.configure(JOB, durable_in(tmp_path))
@@ -307,14 +307,14 @@ def test_a_step_that_another_node_drops_does_not_come_back(tmp_path):
 
 
 def test_what_is_dropped_while_it_is_committed_is_taken_back(node, road, tmp_path, monkeypatch):
-    commit, entered, may_end = Catalog.commit, threading.Event(), threading.Event()
+    commit, entered, may_end = DurableCatalog.commit, threading.Event(), threading.Event()
 
     def slowly(catalog, manifest, base):
         commit(catalog, manifest, base)
         entered.set()
         assert may_end.wait(LONG_S)
 
-    monkeypatch.setattr(Catalog, "commit", slowly)
+    monkeypatch.setattr(DurableCatalog, "commit", slowly)
     seal(node.store, 1, durable=True)
     assert entered.wait(LONG_S)
     node.store.forget(JOB, [group_of(1)])  # as another node's drop does

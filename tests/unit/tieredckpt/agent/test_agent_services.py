@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.arena import MemfdArena
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
 from tieredckpt.agent import __main__ as agent
-from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.errors import PluginError
+from tieredckpt.memory_service_options import MemoryServiceOptions
 
 SERVED = MemoryServiceOptions("127.0.0.1:0", "off")
-MODULE = "tieredckpt.agent.memory_service.configured"
+MODULE = "integration.sagemaker.memory_service.http_frontend"
 
 
 @pytest.fixture

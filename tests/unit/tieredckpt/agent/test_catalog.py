@@ -3,12 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstore.records import Group
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.drain import delete_step
-from tieredckpt.durable import names
-from tieredckpt.durable.open import open_store
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
+from tieredckpt.format import object_keys
 from tieredckpt.settings import DurableSettings
 
 
@@ -41,7 +40,7 @@ def directory(tmp_path):
 @pytest.mark.parametrize("error", [TierUnavailableError, DurableRefusedError])
 def test_the_ranks_of_a_node_wait_for_one_failure_together(directory, error):
     store, now = Away(directory, error), [100.0]
-    catalog = Catalog(store, "job", clock=lambda: now[0])
+    catalog = DurableCatalog(store, "job", clock=lambda: now[0])
     failures = []
 
     def ask():
@@ -64,15 +63,15 @@ def test_the_ranks_of_a_node_wait_for_one_failure_together(directory, error):
 def test_a_listing_has_an_end(directory):
     store = Away(directory)
     store.back = True
-    Catalog(store, "job").listing()
+    DurableCatalog(store, "job").listing()
     assert max(store.patience_s) <= 60
 
 
 def test_many_steps_are_deleted_without_a_look_at_all_of_them_each_time(directory, monkeypatch):
-    catalog, groups = Catalog(directory, "job"), [Group(1, step, 0, "a") for step in range(300)]
+    catalog, groups = DurableCatalog(directory, "job"), [VersionId(1, step, 0, "a") for step in range(300)]
     for group in groups:
-        directory.put(names.manifest("job", group, None), b"no manifest is read")
-        directory.put(names.quarantine("job", group), b"so no manifest is read")
+        directory.put(object_keys.manifest_key("job", group, None), b"no manifest is read")
+        directory.put(object_keys.quarantine_key("job", group), b"so no manifest is read")
     before = catalog.listing()
     monkeypatch.setattr(catalog, "manifest", lambda group: SimpleNamespace(shards=()))
     kept = []

@@ -3,9 +3,9 @@
 import pytest
 
 from peerstore.errors import RequestError
-from peerstore.records import ShardKey
+from peerstore.shard_records import ShardKey
 from peerstore.testing import memory_store
-from tieredckpt.agent.cluster_settings import Change, change
+from tieredckpt.agent.cluster_settings import SettingsChange, settings_change
 
 AT_3 = {"enabled": True, "agent": {"budget": "3%"}}
 
@@ -13,17 +13,17 @@ AT_3 = {"enabled": True, "agent": {"budget": "3%"}}
 @pytest.mark.parametrize(
     ("now", "fixed", "expected"),
     [
-        (AT_3, (), Change(None, ())),
-        ({"enabled": True, "agent": {"budget": "9%"}}, (), Change("9%", ())),
-        ({"enabled": True, "agent": {"budget": "9%"}}, ("budget",), Change(None, ())),
-        ({"enabled": True}, (), Change("50%", ())),
-        ({"enabled": False}, (), Change(None, ("enabled",))),
-        ({"agent": {"budget": "3%", "peers": "off", "tls": "/x"}}, ("tls",), Change(None, ("agent.peers",))),
+        (AT_3, (), SettingsChange(None, ())),
+        ({"enabled": True, "agent": {"budget": "9%"}}, (), SettingsChange("9%", ())),
+        ({"enabled": True, "agent": {"budget": "9%"}}, ("budget",), SettingsChange(None, ())),
+        ({"enabled": True}, (), SettingsChange("50%", ())),
+        ({"enabled": False}, (), SettingsChange(None, ("enabled",))),
+        ({"agent": {"budget": "3%", "peers": "off", "tls": "/x"}}, ("tls",), SettingsChange(None, ("agent.peers",))),
     ],
     ids=["the same", "a share", "the command line says it", "no share any more", "switched off", "others"],
 )
 def test_what_changes(now, fixed, expected):
-    assert change(AT_3, now, budget="3%", default="50%", fixed=fixed) == expected
+    assert settings_change(AT_3, now, budget="3%", default="50%", fixed=fixed) == expected
 
 
 def test_a_smaller_arena_gives_back_free_slots_at_once_and_keeps_what_it_has():

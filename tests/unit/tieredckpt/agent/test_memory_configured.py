@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.arena import MemfdArena
+from integration.sagemaker.memory_service.http_frontend import serve_memory_service
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
 from tests.support.memory_servers import ask_on
 from tests.support.tls import Authority
-from tieredckpt.agent.memory_service.configured import memory_service
-from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.errors import UsageError
+from tieredckpt.memory_service_options import MemoryServiceOptions
 
 HERE = "127.0.0.1:0"
 
@@ -53,7 +53,7 @@ def talk(address: str, context: ssl.SSLContext) -> None:
 def test_over_tls(store: NodeStore, certificates: tuple[Authority, Path], tmp_path: Path) -> None:
     authority, folder = certificates
     options = MemoryServiceOptions(HERE, "off", tls=str(folder))
-    with memory_service(store, options, "n1", tmp_path, None):
+    with serve_memory_service(store, options, "n1", tmp_path, None):
         address = (tmp_path / "memory-service").read_text()
         talk(address, ssl.create_default_context(cafile=str(authority.trusted)))
         with (
@@ -67,7 +67,7 @@ def test_clients_show_certificates(store: NodeStore, certificates: tuple[Authori
     authority, folder = certificates
     shutil.copy(authority.trusted, folder / "ca.crt")
     options = MemoryServiceOptions(HERE, "off", tls=str(folder))
-    with memory_service(store, options, "n1", tmp_path, None):
+    with serve_memory_service(store, options, "n1", tmp_path, None):
         address = (tmp_path / "memory-service").read_text()
         context = ssl.create_default_context(cafile=str(authority.trusted))
         with (
@@ -93,7 +93,7 @@ def test_clients_show_certificates(store: NodeStore, certificates: tuple[Authori
 def test_what_cannot_be_is_said_at_the_start(
     store: NodeStore, tmp_path: Path, options: MemoryServiceOptions, problem: str
 ) -> None:
-    with pytest.raises(UsageError, match=problem), memory_service(store, options, "n1", tmp_path, None):
+    with pytest.raises(UsageError, match=problem), serve_memory_service(store, options, "n1", tmp_path, None):
         pass
 
 
@@ -102,5 +102,8 @@ def test_nodes_that_cannot_reach_this_one_are_no_help(store: NodeStore, tmp_path
     secret.touch(mode=0o600)
     secret.write_text("x" * 32)
     options = MemoryServiceOptions(HERE, nodes="static:n1=h:1", secret=f"file:{secret}")
-    with pytest.raises(UsageError, match=r"agent.peers is off"), memory_service(store, options, "n1", tmp_path, None):
+    with (
+        pytest.raises(UsageError, match=r"agent.peers is off"),
+        serve_memory_service(store, options, "n1", tmp_path, None),
+    ):
         pass

@@ -8,33 +8,35 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.examples import examples
-from tieredckpt.agent.memory_service.registry import (
-    REMOVED_NS,
+from integration.sagemaker.memory_service.namespaces import (
+    REMOVED_SHARD_TTL_NS,
     Namespace,
     Registry,
-    Removed,
-    created,
-    decode,
-    deleted,
-    encode,
-    merged,
-    without,
+    RemovedShard,
+    decode_registry,
+    encode_registry,
+    merge_registries,
+    with_deleted_namespaces,
+    with_namespace,
+    with_removed_shard,
 )
+from tests.support.examples import examples
 
 NOW = 1_800_000_000 * 10**9
 names = st.sampled_from("ab")
 namespaces = st.builds(Namespace, st.integers(1, 3), st.integers(1, 3), st.just(3), st.integers(0, 5), st.booleans())
-removed = st.builds(Removed, names, st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(NOW - 9, NOW))
+removed = st.builds(
+    RemovedShard, names, st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(NOW - 9, NOW)
+)
 registries = st.builds(
     Registry,
     st.dictionaries(names, namespaces),
-    st.lists(removed, max_size=4).map(lambda many: tuple(sorted(many, key=encode))),
+    st.lists(removed, max_size=4).map(lambda many: tuple(sorted(many, key=encode_registry))),
 )
 
 
 def both(one: Registry, other: Registry) -> Registry:
-    return merged(one, other, now_ns=NOW)
+    return merge_registries(one, other, now_ns=NOW)
 
 
 def put_together(*many: Registry) -> Registry:
@@ -51,13 +53,13 @@ def test_the_order_in_which_things_are_heard_does_not_matter(many: list[Registry
 
 @given(registry=registries)
 def test_it_travels_as_it_is(registry: Registry) -> None:
-    assert decode(encode(registry)) == registry
+    assert decode_registry(encode_registry(registry)) == registry
 
 
 def test_a_namespace_that_is_made_again_is_another_one() -> None:
-    first = created(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
-    gone = deleted(first, "a", "never there", now_ns=NOW + 1)
-    again = created(gone, "a", num_ranks=4, steps_retained=1, now_ns=NOW + 2)
+    first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
+    gone = with_deleted_namespaces(first, "a", "never there", now_ns=NOW + 1)
+    again = with_namespace(gone, "a", num_ranks=4, steps_retained=1, now_ns=NOW + 2)
     assert (first.namespaces["a"].generation, again.namespaces["a"].generation) == (1, 2)
     assert gone.living("a") is None
     assert gone.all_living == {}
@@ -66,21 +68,21 @@ def test_a_namespace_that_is_made_again_is_another_one() -> None:
 
 
 def test_who_was_away_when_it_was_deleted_does_not_bring_it_back() -> None:
-    first = created(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
-    gone = deleted(first, "a", now_ns=NOW + 1)
+    first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
+    gone = with_deleted_namespaces(first, "a", now_ns=NOW + 1)
     assert both(gone, first).living("a") is None
 
 
 def test_two_that_make_the_same_namespace_at_once_mean_the_same_one() -> None:
-    one = created(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
-    other = created(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW + 1)
+    one = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
+    other = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW + 1)
     assert both(one, other).namespaces["a"].generation == 1
 
 
 def test_removals_are_remembered_for_an_hour_and_no_longer_than_their_namespace() -> None:
-    first = created(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
-    told = without(first, Removed("a", 1, 0, 5, NOW), now_ns=NOW)
+    first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
+    told = with_removed_shard(first, RemovedShard("a", 1, 0, 5, NOW), now_ns=NOW)
     assert told.removals() == {("a", 1, 0, 5): NOW}
-    later = merged(told, Registry(), now_ns=NOW + REMOVED_NS + 1)
+    later = merge_registries(told, Registry(), now_ns=NOW + REMOVED_SHARD_TTL_NS + 1)
     assert later.removals() == {}
-    assert deleted(told, "a", now_ns=NOW).removals() == {}
+    assert with_deleted_namespaces(told, "a", now_ns=NOW).removals() == {}

@@ -11,15 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from integration.sagemaker.memory_service.http_frontend import TokenCheck, token_check
+from integration.sagemaker.memory_service.shard_requests import (
+    ChunkedBody,
+    Get,
+    Latest,
+    RequestRefusedError,
+    SizedBody,
+    parse_range,
+    parse_request,
+    request_body,
+)
 from tests.support.examples import examples
-from tieredckpt.agent.memory_service.access import Access, access_for
-from tieredckpt.agent.memory_service.answers import RefusedError
-from tieredckpt.agent.memory_service.bodies import Chunked, Sized, body_of
-from tieredckpt.agent.memory_service.options import MemoryServiceOptions
-from tieredckpt.agent.memory_service.requests import Get, Latest, asked, range_of
-from tieredckpt.agent_node import agent_command
+from tieredckpt.agent.agent_client import agent_command
 from tieredckpt.errors import SettingsError, UsageError
-from tieredckpt.settings import load_settings, settings_from
+from tieredckpt.memory_service_options import MemoryServiceOptions
+from tieredckpt.settings import load_settings, settings_from_mapping
 
 
 def headers(**values: str | list[str]) -> Message:
@@ -51,22 +58,22 @@ def headers(**values: str | list[str]) -> Message:
     ],
 )
 def test_paths_that_are_tricks_lead_nowhere(path: str, status: int) -> None:
-    with pytest.raises(RefusedError) as refused:
-        asked("GET", path)
+    with pytest.raises(RequestRefusedError) as refused:
+        parse_request("GET", path)
     assert refused.value.status == status
 
 
 def test_a_step_may_be_0_and_a_rank_any_of_them() -> None:
-    assert asked("GET", "/v1/cp/checkpoints/a/16/0") == Get("a", 16, 0)
-    assert asked("GET", "/v1/cp/checkpoints/a.b_c-1/latest?limit=3&x=1") == Latest("a.b_c-1", 3)
+    assert parse_request("GET", "/v1/cp/checkpoints/a/16/0") == Get("a", 16, 0)
+    assert parse_request("GET", "/v1/cp/checkpoints/a.b_c-1/latest?limit=3&x=1") == Latest("a.b_c-1", 3)
 
 
 @settings(max_examples=examples(50))
 @given(method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]), target=st.text(max_size=80))
 def test_whatever_is_asked_is_understood_or_refused(method: str, target: str) -> None:
     for path in (target, "/v1/cp/" + target, "/v1/cp/checkpoints/" + target):
-        with contextlib.suppress(RefusedError):  # nothing else comes of it
-            asked(method, path)
+        with contextlib.suppress(RequestRefusedError):  # nothing else comes of it
+            parse_request(method, path)
 
 
 @pytest.mark.parametrize(
@@ -85,20 +92,20 @@ def test_whatever_is_asked_is_understood_or_refused(method: str, target: str) ->
     ],
 )
 def test_ranges(header: str | None, part: tuple[int, int] | None) -> None:
-    assert range_of(header, 100) == part
+    assert parse_range(header, 100) == part
 
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=100-200", "bytes=-0"])
 def test_a_range_behind_the_end_is_416(header: str) -> None:
-    with pytest.raises(RefusedError, match="100 bytes") as refused:
-        range_of(header, 100)
+    with pytest.raises(RequestRefusedError, match="100 bytes") as refused:
+        parse_range(header, 100)
     assert refused.value.status == 416
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
 
 
-def read(body: Sized | Chunked, window: int) -> bytes:
+def read(body: SizedBody | ChunkedBody, window: int) -> bytes:
     found = b""
     while not body.at_end and not body.problem:
         view = bytearray(window)
@@ -116,14 +123,14 @@ def read(body: Sized | Chunked, window: int) -> bytes:
 def test_chunks_come_together_and_nothing_behind_them_is_taken(pieces: list[bytes], window: int, rest: bytes) -> None:
     wire = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces) + b"0\r\n\r\n"
     file = io.BufferedReader(io.BytesIO(wire + rest))
-    body = Chunked(file)
+    body = ChunkedBody(file)
     assert read(body, window) == b"".join(pieces)
     assert (body.problem, file.read()) == ("", rest)
 
 
 @given(wire=st.binary(max_size=80), window=st.integers(1, 64))
 def test_whatever_chunks_say_it_ends(wire: bytes, window: int) -> None:
-    body = Chunked(io.BufferedReader(io.BytesIO(wire)))
+    body = ChunkedBody(io.BufferedReader(io.BytesIO(wire)))
     read(body, window)
     assert body.at_end != bool(body.problem)
 
@@ -132,13 +139,13 @@ def test_whatever_chunks_say_it_ends(wire: bytes, window: int) -> None:
     "wire", [b"5\r\nabc", b"3\r\nabcX", b"-1\r\n", b"0x3\r\nabc\r\n0\r\n\r\n", b"3\nabc\n0\n\n", b""]
 )
 def test_chunks_that_are_torn_or_wrong_are_a_problem(wire: bytes) -> None:
-    body = Chunked(io.BufferedReader(io.BytesIO(wire)))
+    body = ChunkedBody(io.BufferedReader(io.BytesIO(wire)))
     read(body, 16)
     assert body.problem
 
 
 def test_a_body_that_is_cut_off_is_a_problem() -> None:
-    body = Sized(io.BufferedReader(io.BytesIO(b"abc")), 5)
+    body = SizedBody(io.BufferedReader(io.BytesIO(b"abc")), 5)
     assert (read(body, 16), bool(body.problem)) == (b"abc", True)
 
 
@@ -156,8 +163,8 @@ def test_a_body_that_is_cut_off_is_a_problem() -> None:
     ],
 )
 def test_where_headers_say_two_things_nothing_is_believed(said: dict[str, str | list[str]]) -> None:
-    with pytest.raises(RefusedError) as refused:
-        body_of(headers(**said), io.BytesIO(b"abc"))
+    with pytest.raises(RequestRefusedError) as refused:
+        request_body(headers(**said), io.BytesIO(b"abc"))
     assert refused.value.status == 400
 
 
@@ -180,24 +187,24 @@ def test_where_headers_say_two_things_nothing_is_believed(said: dict[str, str | 
 )
 def test_who_shows_the_token_may_come(shown: str | None, may: bool) -> None:
     if may:
-        Access(b"s3cret").check(shown)
+        TokenCheck(b"s3cret").check(shown)
     else:
-        with pytest.raises(RefusedError) as refused:
-            Access(b"s3cret").check(shown)
+        with pytest.raises(RequestRefusedError) as refused:
+            TokenCheck(b"s3cret").check(shown)
         assert refused.value.status == 401
-    Access().check(shown)
+    TokenCheck().check(shown)
 
 
 def test_a_token_that_is_made_stays_and_is_nobody_elses(tmp_path: Path) -> None:
-    access_for("token", "", tmp_path)
+    token_check("token", "", tmp_path)
     path = tmp_path / "memory-service.token"
     token = path.read_text()
-    access_for("token", "", tmp_path).check(f"Bearer {token}")
+    token_check("token", "", tmp_path).check(f"Bearer {token}")
     path.chmod(0o644)
     with pytest.raises(UsageError, match="remove"):
-        access_for("token", "", tmp_path)
+        token_check("token", "", tmp_path)
     with pytest.raises(UsageError, match="memory_service_token"):
-        access_for("token", f"file:{tmp_path}/nowhere", tmp_path)
+        token_check("token", f"file:{tmp_path}/nowhere", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +222,7 @@ def test_a_token_that_is_made_stays_and_is_nobody_elses(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_are_named(agent: dict[str, object], problem: str) -> None:
     with pytest.raises(SettingsError, match=problem):
-        settings_from({"agent": agent})
+        settings_from_mapping({"agent": agent})
 
 
 def test_the_settings_reach_the_agents_command_line() -> None:

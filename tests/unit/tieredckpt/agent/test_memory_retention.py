@@ -8,18 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.records import ShardFact
-from tieredckpt.agent.memory_service.names import PARTS
-from tieredckpt.agent.memory_service.registry import Namespace, Registry, Removed
-from tieredckpt.agent.memory_service.retention import counted_out, superfluous
-from tieredckpt.agent.memory_service.views import (
-    Note,
+from integration.sagemaker.memory_service.namespaces import (
+    Namespace,
+    Registry,
+    RemovedShard,
+    ShardNote,
+    complete_namespace_steps,
     encode_note,
-    is_plan,
-    key_of,
-    view_of,
-    whole_steps,
+    is_dcp_metadata,
+    namespace_shard_key,
+    namespace_view,
+    surplus_shards,
+    surplus_steps,
 )
+from integration.sagemaker.memory_service.shard_requests import NAMESPACE_PARTS
+from peerstore.shard_records import ShardInfo
 
 STEPS = st.sets(st.integers(0, 30), min_size=1)
 
@@ -28,20 +31,20 @@ def registry(*, ranks: int = 2, retained: int = 3, generation: int = 1) -> Regis
     return Registry({"a": Namespace(generation, ranks, retained, 0)})
 
 
-def fact(rank: int, step: int, stamp: int, *, plan: bool = False, name: str = "a", generation: int = 1) -> ShardFact:
-    meta = encode_note(Note(name, generation, None, plan))
-    return ShardFact(key_of(rank, step, stamp), PARTS, 1, meta, 0, marked_whole=False)
+def fact(rank: int, step: int, stamp: int, *, plan: bool = False, name: str = "a", generation: int = 1) -> ShardInfo:
+    meta = encode_note(ShardNote(name, generation, None, plan))
+    return ShardInfo(namespace_shard_key(rank, step, stamp), NAMESPACE_PARTS, 1, meta, 0, marked_whole=False)
 
 
-def whole(ranks: int, *facts: ShardFact) -> list[int]:
-    return whole_steps(view_of({"n1": facts}, registry(ranks=ranks)).of("a"), ranks)
+def whole(ranks: int, *facts: ShardInfo) -> list[int]:
+    return complete_namespace_steps(namespace_view({"n1": facts}, registry(ranks=ranks)).of("a"), ranks)
 
 
 @given(steps=STEPS, retained=st.integers(1, 5), data=st.data())
 def test_the_newest_whole_step_and_the_last_one_put_are_never_counted_out(steps, retained, data) -> None:
     newest_whole = data.draw(st.none() | st.sampled_from(sorted(steps)))
     last_put = data.draw(st.sampled_from(sorted(steps)))
-    gone = counted_out(steps, retained=retained, newest_whole=newest_whole, last_put=last_put)
+    gone = surplus_steps(steps, retained=retained, newest_whole=newest_whole, last_put=last_put)
     kept = steps - set(gone)
     assert {last_put} | ({newest_whole} - {None}) <= kept
     assert len(kept) <= max(retained, 2)
@@ -55,7 +58,7 @@ def test_where_every_save_is_whole_it_is_the_highest_that_stay(steps, retained) 
     before = None
     for step in sorted(steps):
         kept.add(step)
-        kept -= set(counted_out(kept, retained=retained, newest_whole=before, last_put=step))
+        kept -= set(surplus_steps(kept, retained=retained, newest_whole=before, last_put=step))
         before = step
     assert kept == set(sorted(steps)[-retained:])
 
@@ -63,27 +66,30 @@ def test_where_every_save_is_whole_it_is_the_highest_that_stay(steps, retained) 
 def test_one_step_to_keep_is_kept_until_the_next_is_whole() -> None:
     kept = registry(retained=1)
     halfway = [fact(0, 1, 1), fact(1, 1, 2), fact(0, 2, 3)]
-    assert superfluous(view_of({"n1": halfway}, kept), kept, sure=True) == []
+    assert surplus_shards(namespace_view({"n1": halfway}, kept), kept, sure=True) == []
     done = [*halfway, fact(1, 2, 4)]
-    assert superfluous(view_of({"n1": done}, kept), kept, sure=True) == [key_of(0, 1, 1), key_of(1, 1, 2)]
+    assert surplus_shards(namespace_view({"n1": done}, kept), kept, sure=True) == [
+        namespace_shard_key(0, 1, 1),
+        namespace_shard_key(1, 1, 2),
+    ]
 
 
 def test_failed_saves_count_out_each_other() -> None:
     kept = registry(retained=3)
     good = [fact(0, 10, 1), fact(1, 10, 2)]
     failed = [fact(0, step, step) for step in (20, 30, 40, 50)]
-    gone = superfluous(view_of({"n1": [*good, *failed]}, kept), kept, sure=True)
-    assert gone == [key_of(0, 20, 20), key_of(0, 30, 30)]
+    gone = surplus_shards(namespace_view({"n1": [*good, *failed]}, kept), kept, sure=True)
+    assert gone == [namespace_shard_key(0, 20, 20), namespace_shard_key(0, 30, 30)]
 
 
 def test_while_a_node_is_silent_only_what_is_older_than_a_whole_step_goes() -> None:
     kept = registry(retained=2)
     facts = [fact(rank, step, step) for step in (10, 20, 30) for rank in (0, 1)]
     seen = [one for one in facts if one.key.version != 30 or one.key.part == 0]
-    unsure = superfluous(view_of({"n1": seen}, kept), kept, sure=False)
-    assert unsure == [key_of(0, 10, 10)]
+    unsure = surplus_shards(namespace_view({"n1": seen}, kept), kept, sure=False)
+    assert unsure == [namespace_shard_key(0, 10, 10)]
     half = [one for one in facts if one.key.part == 0]
-    assert superfluous(view_of({"n1": half}, kept), kept, sure=False) == []
+    assert surplus_shards(namespace_view({"n1": half}, kept), kept, sure=False) == []
 
 
 @pytest.mark.parametrize(
@@ -113,38 +119,38 @@ def test_a_plan_says_how_many_ranks_a_job_came_back_with(shards: set[int], plan:
 def test_the_plan_is_the_one_that_dcp_writes() -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    assert is_plan(pickle.dumps(Metadata({}), protocol=pickle.HIGHEST_PROTOCOL))
-    assert is_plan(pickle.dumps(Metadata({}), protocol=2))
-    assert not is_plan(pickle.dumps({"torch.distributed": 1}))
-    assert not is_plan(b"PK\x03\x04 torch.distributed.checkpoint.metadata")
-    assert not is_plan(b"")
+    assert is_dcp_metadata(pickle.dumps(Metadata({}), protocol=pickle.HIGHEST_PROTOCOL))
+    assert is_dcp_metadata(pickle.dumps(Metadata({}), protocol=2))
+    assert not is_dcp_metadata(pickle.dumps({"torch.distributed": 1}))
+    assert not is_dcp_metadata(b"PK\x03\x04 torch.distributed.checkpoint.metadata")
+    assert not is_dcp_metadata(b"")
 
 
 def test_what_is_put_again_counts_wherever_it_is() -> None:
-    view = view_of({"n1": [fact(0, 5, 1)], "n2": [fact(0, 5, 2)], "n3": [fact(0, 5, 2)]}, registry())
+    view = namespace_view({"n1": [fact(0, 5, 1)], "n2": [fact(0, 5, 2)], "n3": [fact(0, 5, 2)]}, registry())
     shard = view.of("a")[5][0]
     assert (shard.key.attempt, shard.nodes) == (2, ("n2", "n3"))
-    assert view.outdated == [key_of(0, 5, 1)]
+    assert view.outdated == [namespace_shard_key(0, 5, 1)]
 
 
 def test_what_was_put_into_an_earlier_generation_is_outdated_and_into_a_later_one_not_known_yet() -> None:
     held = {"n1": [fact(0, 1, 1, generation=1), fact(0, 2, 2, generation=2), fact(0, 3, 3, generation=3)]}
-    view = view_of(held, registry(generation=2))
+    view = namespace_view(held, registry(generation=2))
     assert list(view.of("a")) == [2]
-    assert view.outdated == [key_of(0, 1, 1)]
+    assert view.outdated == [namespace_shard_key(0, 1, 1)]
     gone = Registry({"a": Namespace(2, 2, 3, 0, deleted=True)})
-    assert view_of(held, gone).outdated == [key_of(0, 1, 1), key_of(0, 2, 2)]
-    assert view_of(held, Registry()).outdated == []
+    assert namespace_view(held, gone).outdated == [namespace_shard_key(0, 1, 1), namespace_shard_key(0, 2, 2)]
+    assert namespace_view(held, Registry()).outdated == []
 
 
 def test_a_deleted_shard_is_outdated_until_it_is_put_again() -> None:
-    said = Registry(registry().namespaces, (Removed("a", 1, 0, 5, 7),))
-    assert view_of({"n1": [fact(0, 5, 7)]}, said).outdated == [key_of(0, 5, 7)]
-    assert list(view_of({"n1": [fact(0, 5, 8)]}, said).of("a")) == [5]
+    said = Registry(registry().namespaces, (RemovedShard("a", 1, 0, 5, 7),))
+    assert namespace_view({"n1": [fact(0, 5, 7)]}, said).outdated == [namespace_shard_key(0, 5, 7)]
+    assert list(namespace_view({"n1": [fact(0, 5, 8)]}, said).of("a")) == [5]
 
 
 def test_what_others_keep_under_the_same_job_is_left_alone() -> None:
-    strange = ShardFact(key_of(0, 5, 1), PARTS, 1, b"\xff not ours", 0, marked_whole=False)
-    few = ShardFact(key_of(0, 6, 1), 4, 1, b"", 0, marked_whole=False)
-    view = view_of({"n1": [strange, few]}, registry())
+    strange = ShardInfo(namespace_shard_key(0, 5, 1), NAMESPACE_PARTS, 1, b"\xff not ours", 0, marked_whole=False)
+    few = ShardInfo(namespace_shard_key(0, 6, 1), 4, 1, b"", 0, marked_whole=False)
+    view = namespace_view({"n1": [strange, few]}, registry())
     assert (view.of("a"), view.outdated) == ({}, [])

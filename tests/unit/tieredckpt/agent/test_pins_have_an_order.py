@@ -2,9 +2,9 @@
 
 import time
 
-from peerstore.records import Kept
+from peerstore.shard_records import RetentionMark
 from tests.unit.tieredckpt.agent.test_what_a_drain_lists import group_of, nodes, outside
-from tieredckpt.durable import names
+from tieredckpt.format import object_keys
 
 __all__ = ["nodes", "outside"]
 
@@ -51,7 +51,7 @@ def test_an_unpin_that_only_memory_heard_of_reaches_the_durable_tier(nodes, outs
 def test_a_pin_of_an_earlier_release_has_no_time_and_stays(nodes, outside):
     a = nodes("a")
     a.save(0)
-    outside.store.put(names.kept("job", group_of(0)), b"")
+    outside.store.put(object_keys.keep_key("job", group_of(0)), b"")
     a.save(1)
     assert kept(outside) == {0}
     outside.keep(group_of(0), kept=False)
@@ -64,13 +64,13 @@ def test_a_clock_that_is_behind_takes_back_what_one_ahead_has_said(nodes, outsid
     a = nodes("a")
     a.save(0)
     ahead = time.time_ns() + 3600 * 10**9
-    a.store.copies.keep("job", (Kept(group_of(0), True, ahead),))
+    a.store.copies.keep("job", (RetentionMark(group_of(0), True, ahead),))
     a.save(1)
     a.store.keep("job", group_of(0), kept=False)
     assert a.store.kept("job") == set()
     a.save(2)
     assert kept(outside) == set()
-    a.store.copies.keep("job", (Kept(group_of(1), True, ahead),))
+    a.store.copies.keep("job", (RetentionMark(group_of(1), True, ahead),))
     a.save(3)
     assert kept(outside) == {1}
     outside.keep(group_of(1), kept=False)

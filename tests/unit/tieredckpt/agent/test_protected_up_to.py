@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from tieredckpt.agent.protection import PATIENCE_S, in_words, protected
-from tieredckpt.ledger import LedgerWriter, read_ledger
-from tieredckpt.ledger.events import Protection
-from tieredckpt.node import Protected
-from tieredckpt.recorded import Recorded
+from tieredckpt.agent.agent_api import ProtectionStatus
+from tieredckpt.agent.job_health import UNPROTECTED_GRACE_S, describe_protection, protection_status
+from tieredckpt.checkpointer.progress_hook import SaveRestoreLog
+from tieredckpt.event_log import EventLogWriter, read_event_log
+from tieredckpt.event_log.event_types import Protection
 
 NOW = 1_000_000_000.0
-OLD = NOW - PATIENCE_S - 1
+OLD = NOW - UNPROTECTED_GRACE_S - 1
 
 
 @pytest.mark.parametrize(
@@ -26,19 +26,19 @@ OLD = NOW - PATIENCE_S - 1
     ids=["nothing newer", "on its way", "for too long", "a save was left out", "both"],
 )
 def test_since_when_a_job_is_not_protected(newer, left_out, since):
-    found = protected(7, newer, left_out, now=NOW)
+    found = protection_status(7, newer, left_out, now=NOW)
     assert (found.step, found.unprotected_since, found.left_out) == (7, since, left_out[0])
 
 
 def test_in_words():
-    assert in_words(protected(7, [], (0, 0.0), now=NOW)) == "protected up to step 7"
-    said = in_words(protected(-1, [], (3, NOW), now=NOW))
+    assert describe_protection(protection_status(7, [], (0, 0.0), now=NOW)) == "protected up to step 7"
+    said = describe_protection(protection_status(-1, [], (3, NOW), now=NOW))
     assert said == "no step is protected yet, unprotected since 2001-09-09 01:46:40Z (3 saves skipped or failed)"
 
 
 def test_what_the_agent_says_is_written_down_when_it_changes(tmp_path):
-    recorded = Recorded(LedgerWriter(tmp_path))
-    for found in (Protected(1), Protected(1), Protected(1, OLD, 1), Protected(3)):
+    recorded = SaveRestoreLog(EventLogWriter(tmp_path))
+    for found in (ProtectionStatus(1), ProtectionStatus(1), ProtectionStatus(1, OLD, 1), ProtectionStatus(3)):
         recorded.protection(found)
     assert [(one.step, one.since, one.left_out) for one in written(tmp_path)] == [
         (1, None, 0),
@@ -48,9 +48,9 @@ def test_what_the_agent_says_is_written_down_when_it_changes(tmp_path):
 
 
 def test_saves_that_no_agent_hears_of_are_left_out_too(tmp_path):
-    recorded = Recorded(LedgerWriter(tmp_path))
+    recorded = SaveRestoreLog(EventLogWriter(tmp_path))
     recorded.protection(None)  # and nothing was left out: nothing is known
-    recorded.protection(Protected(4))
+    recorded.protection(ProtectionStatus(4))
     before = time.time()
     recorded.protection(None, missed=1)
     recorded.protection(None, missed=1)
@@ -60,4 +60,4 @@ def test_saves_that_no_agent_hears_of_are_left_out_too(tmp_path):
 
 
 def written(directory):
-    return [one for one in read_ledger(directory).events if isinstance(one, Protection)]
+    return [one for one in read_event_log(directory).events if isinstance(one, Protection)]

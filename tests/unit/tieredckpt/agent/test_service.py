@@ -5,20 +5,20 @@ import threading
 
 import pytest
 
-from peerstore.arena import TmpfsArena
-from peerstore.owners import myself
-from peerstore.reading import Reading
-from peerstore.records import ShardKey
+from peerstore.daemon_process import current_process
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
+from peerstore.shard_records import ShardKey
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.store.shards import ShardReader
 from tests.support.neighbours import until
 from tieredckpt.agent import drain
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.messages import LAYOUT
-from tieredckpt.agent.service import NodeService
-from tieredckpt.durable.open import open_store
-from tieredckpt.layout import Layout, encode
-from tieredckpt.manifest import ShardMeta, encode_meta, pack
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
+from tieredckpt.format.shard_layout import Layout, encode_layout
 from tieredckpt.settings import DurableSettings
 
 SIZE = 1 << 20
@@ -33,7 +33,7 @@ def leave_a_durable_step(arena):
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     try:
         store.claim("job", "incarnation")
-        lease = store.lease(ShardKey("job", 3, 1, "incarnation", 0, 0), SIZE, 1, owner=myself())
+        lease = store.lease(ShardKey("job", 3, 1, "incarnation", 0, 0), SIZE, 1, owner=current_process())
         meta = ShardMeta(layout="", item_sizes=(), table="", durable=True, saved_ns=0)
         store.seal(lease.id, SIZE, encode_meta(meta))
     finally:
@@ -42,15 +42,15 @@ def leave_a_durable_step(arena):
 
 def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, monkeypatch, tmp_path):
     leave_a_durable_step(arena)
-    may_verify, real = threading.Event(), Reading.damaged_chunks
+    may_verify, real = threading.Event(), ShardReader.damaged_chunks
 
     def slow(self, *args):
         assert may_verify.wait(200)
         return real(self, *args)
 
-    monkeypatch.setattr(Reading, "damaged_chunks", slow)
+    monkeypatch.setattr(ShardReader, "damaged_chunks", slow)
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    service = NodeService(store)
+    service = NodeAgentService(store)
     try:
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable", on_busy="wait"))
         answers = []
@@ -69,16 +69,16 @@ def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, m
 
 
 def seal(store, step, part, parts):
-    lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), SIZE, parts, owner=myself())
+    lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), SIZE, parts, owner=current_process())
     layout = Layout((), (), {})
-    store.put_blob("job", LAYOUT + layout.digest, pack(encode(layout)))
+    store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
     meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
     store.seal(lease.id, SIZE, encode_meta(meta))
 
 
 def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(arena, tmp_path):
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    service = NodeService(store)
+    service = NodeAgentService(store)
     try:
         store.claim("job", "incarnation")
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
@@ -97,17 +97,17 @@ def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(aren
 def test_one_node_reads_the_indexes_of_all_and_deletes_for_all(tmp_path, monkeypatch):
     """Four nodes have a part each of three steps, of which one is kept."""
     count, looked, deleted = 4, [], []
-    files, delete = Catalog.shard_files, drain.delete_step
+    files, delete = DurableCatalog.shard_files, drain.delete_step
 
     def shard_files(catalog, group, **options):
         found = files(catalog, group, **options)
         looked.extend([group.version] * bool(found))
         return found
 
-    monkeypatch.setattr(Catalog, "shard_files", shard_files)
+    monkeypatch.setattr(DurableCatalog, "shard_files", shard_files)
     monkeypatch.setattr(drain, "delete_step", lambda *what: deleted.append(what[2].version) or delete(*what))
     stores = [NodeStore(TmpfsArena(tmp_path / f"arena{n}"), StoreSettings(budget="64MiB")) for n in range(count)]
-    services = [NodeService(store) for store in stores]
+    services = [NodeAgentService(store) for store in stores]
     try:
         for number, (store, service) in enumerate(zip(stores, services, strict=True)):
             monkeypatch.setattr(service, "commits", lambda *_, first=number == 0: first)
@@ -129,7 +129,7 @@ def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_pat
     monkeypatch.setattr(drain, "_TAKE_OVER_S", 0.0)
     other = NodeStore(TmpfsArena(tmp_path / "other"), StoreSettings(budget="64MiB"))
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    services = [NodeService(one) for one in (store, other)]
+    services = [NodeAgentService(one) for one in (store, other)]
     try:
         for part, (one, service) in enumerate(zip((store, other), services, strict=True)):
             monkeypatch.setattr(service, "commits", lambda *_: False)
@@ -146,7 +146,7 @@ def test_where_steps_become_durable_is_kept_again_for_a_job_that_was_forgotten_a
     durable = DurableSettings(url=f"file://{tmp_path}/durable")
     now = [0.0]
     store = NodeStore(arena, StoreSettings(budget="64MiB", job_ttl_s=10.0), clock=lambda: now[0])
-    with contextlib.closing(store), contextlib.closing(NodeService(store)) as service:
+    with contextlib.closing(store), contextlib.closing(NodeAgentService(store)) as service:
         for epoch in (1, 2):
             store.claim("job", "incarnation", at_least=epoch)
             service.configure("job", durable)
@@ -156,7 +156,7 @@ def test_where_steps_become_durable_is_kept_again_for_a_job_that_was_forgotten_a
                 store.sweep()
                 assert store.jobs() == []
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    with contextlib.closing(store), contextlib.closing(NodeService(store)) as service:
+    with contextlib.closing(store), contextlib.closing(NodeAgentService(store)) as service:
         assert service.durable_settings("job") == durable
 
 
@@ -187,7 +187,7 @@ def ask_for_catalog(service):
 def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
     opened = Opened(2)
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    service = NodeService(store, open_durable=opened)
+    service = NodeAgentService(store, open_durable=opened)
     with contextlib.closing(store):
         with contextlib.closing(service):
             service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
@@ -203,7 +203,7 @@ def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
 def test_a_store_that_is_being_opened_when_the_job_moves_is_not_kept(arena, tmp_path):
     opened = Opened(2)
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
-    service = NodeService(store, open_durable=opened)
+    service = NodeAgentService(store, open_durable=opened)
     with contextlib.closing(store), contextlib.closing(service):
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/before"))
         asking = threading.Thread(target=ask_for_catalog, args=(service,))

@@ -2,31 +2,31 @@
 
 import pytest
 
-from peerstore.arena import TmpfsArena
-from peerstore.owners import myself
-from peerstore.records import Group, ShardKey
+from peerstore.daemon_process import current_process
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
-from tieredckpt.agent import service, step_map
-from tieredckpt.agent.messages import LAYOUT, TABLE
-from tieredckpt.agent.service import NodeService
-from tieredckpt.boxes import Box
-from tieredckpt.layout import TensorEntry, encode, lay_out
-from tieredckpt.manifest import ShardMeta, StateTable, TableTensor, encode_meta, encode_table, pack
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from tieredckpt.agent import agent_service, step_locator
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.format.manifest import ShardMeta, StateTable, TableTensor, encode_meta, encode_table, pack_blob
+from tieredckpt.format.shard_layout import TensorEntry, build_layout, encode_layout
+from tieredckpt.format.slice_boxes import Box
 
 NAMES = [f"layer{number}.weight" for number in range(5)]
-GROUP = Group(1, 3, 0, "incarnation")
+GROUP = VersionId(1, 3, 0, "incarnation")
 TABLE_OF_ALL = StateTable(tuple(TableTensor(name, "float32", (4,)) for name in NAMES), (), described=True, split=True)
 
 
 def seal(store, table):
     entries = [TensorEntry(name, "float32", (4,), Box((0,), (4,)), 4) for name in NAMES]
-    layout = lay_out(entries, (), {name: tuple(name.split(".")) for name in NAMES})
-    store.put_blob("job", LAYOUT + layout.digest, pack(encode(layout)))
+    layout = build_layout(entries, (), {name: tuple(name.split(".")) for name in NAMES})
+    store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
     if table is not None:
-        store.put_blob("job", TABLE + table.digest, pack(encode_table(table)))
+        store.put_blob("job", TABLE_BLOB_PREFIX + table.digest, pack_blob(encode_table(table)))
     size = layout.size_bytes(())
-    lease = store.lease(ShardKey("job", 3, 1, "incarnation", 0, 0), size, 1, owner=myself())
+    lease = store.lease(ShardKey("job", 3, 1, "incarnation", 0, 0), size, 1, owner=current_process())
     store.seal(lease.id, size, encode_meta(ShardMeta(layout.digest, (), table=table.digest if table else "")))
 
 
@@ -42,10 +42,10 @@ def store(tmp_path):
 def test_eight_ranks_that_ask_what_there_is_have_it_made_once(store, table, monkeypatch):
     seal(store, table)
     made = {"decoded": [], "packed": []}
-    decode, packed = service.decode_table, step_map.pack
-    monkeypatch.setattr(service, "decode_table", lambda data: made["decoded"].append(data) or decode(data))
-    monkeypatch.setattr(step_map, "pack", lambda data: made["packed"].append(data) or packed(data))
-    agent = NodeService(store)
+    decode, packed = agent_service.decode_table, step_locator.pack_blob
+    monkeypatch.setattr(agent_service, "decode_table", lambda data: made["decoded"].append(data) or decode(data))
+    monkeypatch.setattr(step_locator, "pack_blob", lambda data: made["packed"].append(data) or packed(data))
+    agent = NodeAgentService(store)
     try:
         pages = [agent.names_page("job", GROUP, "", 0) for _ in range(8)]
         found = [agent.pieces("job", GROUP, rank, [(NAMES[rank], (0,), (4,))], ()) for rank in range(len(NAMES))]

@@ -5,19 +5,18 @@ import threading
 
 import pytest
 
-from peerstore.arena import TmpfsArena
-from peerstore.owners import myself
-from peerstore.records import Group, ShardKey
+from peerstore.daemon_process import current_process
 from peerstore.settings import StoreSettings
-from peerstore.store import NodeStore
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.drain import delete_step
-from tieredckpt.agent.messages import LAYOUT
-from tieredckpt.agent.service import NodeService
-from tieredckpt.durable import names
-from tieredckpt.durable.open import open_store
-from tieredckpt.layout import Layout, encode
-from tieredckpt.manifest import ShardMeta, encode_meta, pack
+from peerstore.shard_records import ShardKey, VersionId
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.format import object_keys
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
+from tieredckpt.format.shard_layout import Layout, encode_layout
 from tieredckpt.settings import DurableSettings
 
 SIZE = 4096
@@ -45,7 +44,7 @@ class Node:
     def __init__(self, directory, durable):
         self.opened = []
         self.store = NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))
-        self.service = NodeService(self.store, open_durable=self._open)
+        self.service = NodeAgentService(self.store, open_durable=self._open)
         self.store.claim("job", "incarnation")
         self.service.configure("job", durable)
         self._over = threading.Semaphore(0)
@@ -68,8 +67,8 @@ class Node:
     def save(self, *steps):
         layout = Layout((), (), {})
         for step in steps:
-            lease = self.store.lease(key_of(step), SIZE, 1, owner=myself())
-            self.store.put_blob("job", LAYOUT + layout.digest, pack(encode(layout)))
+            lease = self.store.lease(key_of(step), SIZE, 1, owner=current_process())
+            self.store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
             meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
             self.store.seal(lease.id, SIZE, encode_meta(meta))
             view = self.service.wait_durable("job", group_of(step), 60.0)
@@ -87,7 +86,7 @@ def key_of(step):
 
 
 def group_of(step):
-    return Group(1, step, 0, "incarnation")
+    return VersionId(1, step, 0, "incarnation")
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def outside(tmp_path):
     """The same durable tier as somebody sees it who is no node of the job."""
     url = f"file://{tmp_path}/durable"
     with contextlib.closing(open_store(url, DurableSettings(url=url))) as store:
-        yield Catalog(store, "job")
+        yield DurableCatalog(store, "job")
 
 
 def there(catalog):
@@ -186,7 +185,7 @@ def test_a_step_that_another_node_committed_is_not_committed_again(nodes, outsid
     a, b = nodes("a"), nodes("b")
     b.save(0)  # and so it has listed what there is
     a.save(1)
-    before = outside.store.get(names.manifest("job", group_of(1), None))
+    before = outside.store.get(object_keys.manifest_key("job", group_of(1), None))
     b.save(1)
-    assert outside.store.get(names.manifest("job", group_of(1), None)) == before
+    assert outside.store.get(object_keys.manifest_key("job", group_of(1), None)) == before
     assert b.listed <= 20

@@ -9,9 +9,9 @@ import torch
 
 from tests.support.late_device import LateDevice
 from tieredckpt.cli import device_checks
-from tieredckpt.cli.device_checks import about_devices
-from tieredckpt.cli.findings import Verdict, about_nccl
-from tieredckpt.device import NoDevice
+from tieredckpt.cli.device_checks import check_devices
+from tieredckpt.cli.findings import CheckStatus, about_nccl
+from tieredckpt.tensors.device import CpuBackend
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +23,11 @@ def tried(device, limit_s=LIMIT_S):
     def empty(size, place):
         return device.put(torch.zeros(size, dtype=torch.uint8), place.index)
 
-    return about_devices(device, empty=empty, size_bytes=SIZE, limit_s=limit_s)
+    return check_devices(device, empty=empty, size_bytes=SIZE, limit_s=limit_s)
 
 
 def bad_ones(found):
-    return [one for one in found if one.verdict is Verdict.BAD]
+    return [one for one in found if one.verdict is CheckStatus.BAD]
 
 
 def test_every_device_is_tried_and_left_as_it_was():
@@ -43,8 +43,8 @@ def test_every_device_is_tried_and_left_as_it_was():
 
 
 def test_without_a_device_it_is_said_what_was_not_tried():
-    found = about_devices(NoDevice())
-    assert [one.verdict for one in found] == [Verdict.BAD, Verdict.NOTE]
+    found = check_devices(CpuBackend())
+    assert [one.verdict for one in found] == [CheckStatus.BAD, CheckStatus.NOTE]
     assert "reports no accelerator" in found[0].text
     assert "not tried" in found[1].text
 
@@ -122,15 +122,15 @@ def test_a_device_that_does_not_come_back_is_a_finding(monkeypatch, where):
 
 def test_the_nccl_environment_is_said_as_it_is():
     unset = about_nccl({}, needed=True)
-    assert unset.verdict is Verdict.GOOD
+    assert unset.verdict is CheckStatus.GOOD
     assert "unset: TORCH_NCCL_ASYNC_ERROR_HANDLING=0, TORCH_NCCL_ENABLE_MONITORING=0" in unset.text
     assert "costs their processes" in unset.text
     is_set = about_nccl({"NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, needed=True)
     assert "set: NCCL_ASYNC_ERROR_HANDLING=0; unset: TORCH_NCCL_ENABLE_MONITORING=0" in is_set.text
     assert "leaves their processes" in is_set.text
     environ = {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert about_nccl(environ, needed=False).verdict is Verdict.NOTE
+    assert about_nccl(environ, needed=False).verdict is CheckStatus.NOTE
     wrong = about_nccl(environ, needed=True)
-    assert wrong.verdict is Verdict.BAD
+    assert wrong.verdict is CheckStatus.BAD
     assert "TORCH_NCCL_ENABLE_MONITORING=1: once the watchdog" in wrong.text
     assert "unset TORCH_NCCL_ENABLE_MONITORING, TORCH_DISTRIBUTED_DEBUG" in wrong.advice

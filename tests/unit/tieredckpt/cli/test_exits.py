@@ -4,7 +4,7 @@ import pytest
 
 from peerstore import errors as store_errors
 from tieredckpt import errors
-from tieredckpt.cli.exits import EXIT_HELP, Exit, advice_for, exit_for, worst
+from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, ExitCode, exit_code_for, hint_for, worst_exit_code
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ from tieredckpt.cli.exits import EXIT_HELP, Exit, advice_for, exit_for, worst
     ],
 )
 def test_codes(error, code):
-    assert exit_for(error) == code
+    assert exit_code_for(error) == code
 
 
 def test_every_error_of_the_package_has_a_code():
-    own = {name: kind for name, kind in errors.wire_errors().items() if kind.__module__.startswith("tieredckpt.")}
-    codes = {name: exit_for(kind("x")) for name, kind in own.items()}
-    assert {name for name, code in codes.items() if code is Exit.FAILED} == {
+    own = {name: kind for name, kind in errors.errors_by_name().items() if kind.__module__.startswith("tieredckpt.")}
+    codes = {name: exit_code_for(kind("x")) for name, kind in own.items()}
+    assert {name for name, code in codes.items() if code is ExitCode.FAILED} == {
         "TieredCheckpointError",
         "SaveFailedError",
         "NonFiniteStateError",
@@ -44,19 +44,19 @@ def test_every_error_of_the_package_has_a_code():
 
 
 def test_what_to_do_is_said_where_the_message_cannot_know():
-    assert "tieredckpt agent" in advice_for(store_errors.AgentUnreachableError("x"))
-    assert "doctor" in advice_for(errors.DurableRefusedError("x"))
-    assert advice_for(errors.UsageError("x")) == ""
+    assert "tieredckpt agent" in hint_for(store_errors.AgentUnreachableError("x"))
+    assert "doctor" in hint_for(errors.DurableRefusedError("x"))
+    assert hint_for(errors.UsageError("x")) == ""
 
 
 def test_damage_outweighs_the_unknown():
-    assert worst([]) is Exit.OK
-    assert worst([Exit.OK, Exit.OK]) is Exit.OK
-    assert worst([Exit.OK, Exit.UNAVAILABLE]) is Exit.UNAVAILABLE
-    assert worst([Exit.UNAVAILABLE, Exit.DAMAGED, Exit.OK]) is Exit.DAMAGED
+    assert worst_exit_code([]) is ExitCode.OK
+    assert worst_exit_code([ExitCode.OK, ExitCode.OK]) is ExitCode.OK
+    assert worst_exit_code([ExitCode.OK, ExitCode.UNAVAILABLE]) is ExitCode.UNAVAILABLE
+    assert worst_exit_code([ExitCode.UNAVAILABLE, ExitCode.DAMAGED, ExitCode.OK]) is ExitCode.DAMAGED
 
 
 def test_help_documents_every_code():
-    for code in Exit:
-        if code is not Exit.INTERRUPTED:
-            assert f"\n  {int(code)}  " in EXIT_HELP
+    for code in ExitCode:
+        if code is not ExitCode.INTERRUPTED:
+            assert f"\n  {int(code)}  " in EXIT_CODES_HELP

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
-from tieredckpt.cli.findings import Memory, Verdict, about_memory, about_skew, survivals
-from tieredckpt.settings import settings_from
+from tieredckpt.cli.findings import CheckStatus, MemoryMeasurements, check_clock_skew, check_memory, loss_survivals
+from tieredckpt.settings import settings_from_mapping
 
 GIB = 1 << 30
-NODE = Memory(budget=10 * GIB, total=64 * GIB, limit=None, file_system="tmpfs", size=32 * GIB, free=32 * GIB)
+NODE = MemoryMeasurements(
+    budget=10 * GIB, total=64 * GIB, limit=None, file_system="tmpfs", size=32 * GIB, free=32 * GIB
+)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +29,9 @@ NODE = Memory(budget=10 * GIB, total=64 * GIB, limit=None, file_system="tmpfs", 
     ],
 )
 def test_memory(changes, place, budget):
-    found = {one.what: one for one in about_memory(dataclasses.replace(NODE, **changes), "/dev/shm/x")}
+    found = {one.what: one for one in check_memory(dataclasses.replace(NODE, **changes), "/dev/shm/x")}
     assert (found["shared memory"].verdict, found["memory budget"].verdict) == (place, budget)
-    assert all(one.advice for one in found.values() if one.verdict is Verdict.BAD)
+    assert all(one.advice for one in found.values() if one.verdict is CheckStatus.BAD)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +39,11 @@ def test_memory(changes, place, budget):
     [(0, True, "good"), (-59, True, "good"), (100, True, "note"), (-1000, True, "bad"), (1000, False, "note")],
 )
 def test_clocks(skew, signed, verdict):
-    assert about_skew(skew, signed=signed).verdict == verdict
+    assert check_clock_skew(skew, signed=signed).verdict == verdict
 
 
 def left(tree):
-    return {row.lost: row.left for row in survivals(settings_from(tree))}
+    return {row.lost: row.left for row in loss_survivals(settings_from_mapping(tree))}
 
 
 def test_without_a_durable_tier_a_lost_node_is_a_lost_job():

@@ -6,12 +6,18 @@ import pytest
 from rich.console import Console
 
 from tests.support.views import group, node, survey, view
-from tieredckpt.cli.clusters import cluster_json, durable_cell, shown_steps, silent_lines, step_notes
-from tieredckpt.cli.frames import Frame, behind, frame, frame_json, lacking
-from tieredckpt.holdings import kept
-from tieredckpt.node import DrainView
-from tieredckpt.resolve import Tier
-from tieredckpt.traffic import Moment
+from tieredckpt.agent.agent_api import DrainStatus
+from tieredckpt.cli.cluster_tables import cluster_json, durable_cell, step_warnings, steps_to_show, unreachable_lines
+from tieredckpt.cli.top import (
+    ClusterSample,
+    TrafficCounters,
+    count_missing_copies,
+    count_steps_behind,
+    render_sample,
+    sample_json,
+)
+from tieredckpt.resolve_step import Tier
+from tieredckpt.whatif.redundancy import redundancy_by_step
 
 MIB = 1 << 20
 BUSY = view(
@@ -26,18 +32,20 @@ BUSY = view(
 
 
 def looked(seen=BUSY, drains=(), at=10.0, **more):
-    return Frame(seen, survey(**more), tuple(drains), Moment(at, 0, seen.sent_bytes, 0, {}), 10 * 10**9)
+    return ClusterSample(
+        seen, survey(**more), tuple(drains), TrafficCounters(at, 0, seen.sent_bytes, 0, {}), 10 * 10**9
+    )
 
 
 def text(seen, before=(), width=80, height=40):
     out = Console(file=io.StringIO(), width=width, height=height)
-    out.print(frame(seen, before, height))
+    out.print(render_sample(seen, before, height))
     return out.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_frame_fits(width):
-    shown = text(looked(drains=[DrainView(group(7), "running", 3 * MIB, 4 * MIB)]), width=width)
+    shown = text(looked(drains=[DrainStatus(group(7), "running", 3 * MIB, 4 * MIB)]), width=width)
     assert "…" not in shown
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
     assert "settled step 6, 1 newer one not yet" in shown
@@ -52,7 +60,7 @@ def test_a_silent_node_is_no_empty_one():
     assert row == ["n2", "suspect", "b", "r2", "?", "?", "?", "?"]
     assert any(line.startswith("n2 could not be asked") and "does not answer" in line for line in lines)
     assert "1+ copies in 1+ racks" in text(looked())
-    value = cluster_json(BUSY, survey(), kept(BUSY, survey()))
+    value = cluster_json(BUSY, survey(), redundancy_by_step(BUSY, survey()))
     assert value["nodes"][2]["holds"] is None
     assert value["nodes"][2]["could_not_be_asked"] == "it does not answer"
     assert value["nodes"][1]["holds"]["parts"] == 3
@@ -77,16 +85,16 @@ def test_nodes_in_trouble_are_not_left_out():
 
 def test_rates_are_of_what_was_counted_in_between():
     seen = looked()
-    before = [Moment(8.0, 0, 4 * MIB, 0, {})]
+    before = [TrafficCounters(8.0, 0, 4 * MIB, 0, {})]
     assert "copies out 3.0 MiB/s" in text(seen, before)
-    assert frame_json(seen, before)["bytes_per_s"] == {"saved": 0, "sent": 3 * MIB, "received": 0, "drained": 0}
-    assert frame_json(seen, [])["bytes_per_s"] is None
+    assert sample_json(seen, before)["bytes_per_s"] == {"saved": 0, "sent": 3 * MIB, "received": 0, "drained": 0}
+    assert sample_json(seen, [])["bytes_per_s"] is None
 
 
 def test_what_lacks_copies_is_counted_and_located():
-    steps = kept(BUSY, survey())
-    assert (lacking(steps), behind(BUSY, steps)) == (3, 1)
-    notes = step_notes(BUSY, steps)
+    steps = redundancy_by_step(BUSY, survey())
+    assert (count_missing_copies(steps), count_steps_behind(BUSY, steps)) == (3, 1)
+    notes = step_warnings(BUSY, steps)
     assert [note.partition("[/] ")[2] for note in notes] == [
         "part 0: 1+ of 2 copies, on n0",
         "part 1: not seen on any node that could be asked",
@@ -94,7 +102,7 @@ def test_what_lacks_copies_is_counted_and_located():
     ]
     assert "up to 3 parts with too few copies" in text(looked())
     sure = view(node("n0", "", {7: [0]}), node("n1", "", {7: [1]}))
-    assert step_notes(sure, kept(sure, survey()))[0].endswith("part 0: 1 of 2 copies, on n0")
+    assert step_warnings(sure, redundancy_by_step(sure, survey()))[0].endswith("part 0: 1 of 2 copies, on n0")
     assert "2 parts with too few copies" in text(looked(sure))
     assert "up to" not in text(looked(sure))
 
@@ -113,18 +121,18 @@ def test_what_lacks_copies_is_counted_and_located():
 )
 def test_durable_or_on_its_way(drain, more, cell):
     said = survey(**more)
-    drains = [DrainView(group(7), *drain)] if drain else []
-    (one,) = kept(view(node("n0", "", {7: [0, 1]})), said, drains)
+    drains = [DrainStatus(group(7), *drain)] if drain else []
+    (one,) = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), said, drains)
     assert durable_cell(one, said) == cell
 
 
 def test_old_durable_steps_are_counted_not_listed():
-    steps = kept(view(node("n0", "", {7: [0, 1]})), survey(durable=[1, 2, 3, 7]))
-    shown, hidden = shown_steps(steps)
+    steps = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), survey(durable=[1, 2, 3, 7]))
+    shown, hidden = steps_to_show(steps)
     assert ([one.group.version for one in shown], hidden) == ([3, 7], 2)
 
 
 def test_who_still_verifies_may_hold_more():
-    (line,) = silent_lines(view(node("n0"), node("n1", verifying=2)))
+    (line,) = unreachable_lines(view(node("n0"), node("n1", verifying=2)))
     assert "n1" in line
     assert "may hold more" in line

@@ -6,7 +6,7 @@ import pytest
 from tests.support.imagined import Imagined
 from tieredckpt.cli import main
 from tieredckpt.goodput import analyse
-from tieredckpt.goodput.page import page
+from tieredckpt.goodput.html_report import html_report
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_page_of_a_ledger(tmp_path, told, ledger, capsys):
     out = tmp_path / "report.html"
     out.write_text("old")
     assert main(["goodput", str(ledger), "--html", str(out)]) == 0
-    assert out.read_text(encoding="utf-8") == page(analyse(told.events))
+    assert out.read_text(encoding="utf-8") == html_report(analyse(told.events))
     assert "goodput" in capsys.readouterr().out
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ledger", "report.html"]
 

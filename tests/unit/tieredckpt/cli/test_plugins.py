@@ -8,7 +8,7 @@ import pytest
 
 import elastic.cli
 import tieredckpt.cli
-from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.exit_codes import ExitCode
 
 WORKS = """
 import click
@@ -57,7 +57,7 @@ def test_a_plugin_is_a_command_like_any_other(added, capsys):
 def test_both_programs_take_them_each_from_its_own_group(added, capsys):
     added({"greet": "plug_works:greet"}, [("plug_works", WORKS)], group="elastic.commands")
     assert elastic.cli.main(["greet", "you"]) == 3
-    assert tieredckpt.cli.main(["greet", "you"]) == Exit.USAGE
+    assert tieredckpt.cli.main(["greet", "you"]) == ExitCode.USAGE
     assert "No such command" in capsys.readouterr().err
 
 
@@ -80,7 +80,7 @@ def test_it_is_imported_only_when_it_is_meant(added):
 def test_one_that_is_broken_fails_by_itself(added, capsys, value, text, why):
     added({"greet": value}, [(value.partition(":")[0], text)] if text else [])
     for words in (["greet"], ["greet", "--help"], ["greet", "--some", "thing"]):
-        assert tieredckpt.cli.main(words) == Exit.USAGE
+        assert tieredckpt.cli.main(words) == ExitCode.USAGE
         said = capsys.readouterr().err
         assert "more 1.2" in said
         assert value in said
@@ -95,7 +95,7 @@ def test_one_that_is_broken_fails_by_itself(added, capsys, value, text, why):
 
 def test_a_broken_one_answers_in_json_and_says_where_from(added, capsys):
     added({"greet": "plug_raises:greet"}, [("plug_raises", "raise ValueError('of this machine')")])
-    assert tieredckpt.cli.main(["greet", "--json", "--debug"]) == Exit.USAGE
+    assert tieredckpt.cli.main(["greet", "--json", "--debug"]) == ExitCode.USAGE
     said = capsys.readouterr()
     assert json.loads(said.out)["error"]["kind"] == "PluginError"
     assert "ValueError: of this machine" in said.err
@@ -104,7 +104,7 @@ def test_a_broken_one_answers_in_json_and_says_where_from(added, capsys):
 
 def test_what_the_program_has_itself_is_not_replaced(added, capsys):
     added({"ls": "plug_works:greet"}, [("plug_works", WORKS)])
-    names = tieredckpt.cli.commands.list_commands(click.Context(tieredckpt.cli.commands))
+    names = tieredckpt.cli.tieredckpt_cli.list_commands(click.Context(tieredckpt.cli.tieredckpt_cli))
     assert names.count("ls") == 1
     assert tieredckpt.cli.main(["ls", "--help"]) == 0
     assert "Say hello" not in capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_what_the_program_has_itself_is_not_replaced(added, capsys):
 def test_two_packages_that_add_the_same_name_are_told(added, capsys):
     added({"greet": "plug_works:greet"}, [("plug_works", WORKS)], dist="one")
     added({"greet": "plug_more:greet"}, [("plug_more", WORKS)], dist="two")
-    assert tieredckpt.cli.main(["greet", "you"]) == Exit.USAGE
+    assert tieredckpt.cli.main(["greet", "you"]) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert "plug_more:greet" in said
     assert "plug_works:greet" in said

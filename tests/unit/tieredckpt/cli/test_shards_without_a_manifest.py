@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstore.records import Group
-from tieredckpt.agent.orphans import Orphan
-from tieredckpt.cli import collecting
-from tieredckpt.durable.store import ObjectInfo
-from tieredckpt.node import StepView, Survey
-from tieredckpt.resolve import Tier
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.agent.durable_catalog import OrphanedStep
+from tieredckpt.cli import gc
+from tieredckpt.durable.object_store import ObjectInfo
+from tieredckpt.resolve_step import Tier
 
-ONE, TWO = Group(1, 1, 0, "a"), Group(1, 2, 0, "a")
+ONE, TWO = VersionId(1, 1, 0, "a"), VersionId(1, 2, 0, "a")
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,10 @@ ONE, TWO = Group(1, 1, 0, "a"), Group(1, 2, 0, "a")
     ids=["all were asked", "no agent here", "a node is silent"],
 )
 def test_what_a_node_may_still_have_in_memory_stays(monkeypatch, unreachable, gone):
-    monkeypatch.setattr(collecting, "parts_of", lambda *_: (1, 2, False))
-    views = (StepView(TWO, 2, {0: (Tier.MEMORY,)}),)
-    sight = SimpleNamespace(survey=lambda job: Survey(views, unreachable))
-    lost = [Orphan(group, (ObjectInfo("a", 10, 0.0),)) for group in (ONE, TWO)]
-    fates = collecting._fates(sight, None, "job", lost, 60.0, every=0, enough=9)
+    monkeypatch.setattr(gc, "orphaned_parts", lambda *_: (1, 2, False))
+    views = (StepStatus(TWO, 2, {0: (Tier.MEMORY,)}),)
+    sight = SimpleNamespace(survey=lambda job: StepInventory(views, unreachable))
+    lost = [OrphanedStep(group, (ObjectInfo("a", 10, 0.0),)) for group in (ONE, TWO)]
+    fates = gc._orphan_decisions(sight, None, "job", lost, 60.0, every=0, enough=9)
     assert [one.group for one, _, goes in fates if goes] == gone
     assert all(("n2: no answer" in why) is (not gone) for one, why, _ in fates if one.group == ONE)

@@ -2,21 +2,24 @@
 
 import pytest
 
-from peerstore.records import Group
-from tieredckpt.cli.screen import iso, show_age
-from tieredckpt.cli.sight import in_memory_only, merged, nothing
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.cli.command_output import format_age, iso_time
+from tieredckpt.cli.tier_client import merge_surveys, step_not_found_error, without_durable_tier
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.location import parse_location
-from tieredckpt.node import StepView, Survey
-from tieredckpt.resolve import Tier
+from tieredckpt.resolve_step import Tier
 
-ONE, TWO = Group(1, 1, 0, "a"), Group(1, 2, 0, "a")
-NEAR = StepView(ONE, 8, {0: (Tier.MEMORY,), 7: (Tier.MEMORY,)})
+ONE, TWO = VersionId(1, 1, 0, "a"), VersionId(1, 2, 0, "a")
+NEAR = StepStatus(ONE, 8, {0: (Tier.MEMORY,), 7: (Tier.MEMORY,)})
 
 
 def test_memory_and_durable_views_of_one_step_are_one():
-    far = StepView(ONE, 0, {}, durable=True, quarantined="bad")
-    seen = merged(Survey((NEAR,)), Survey((far, StepView(TWO, 0, {}, durable=True)), {Tier.MEMORY: "no agent"}, (5,)))
+    far = StepStatus(ONE, 0, {}, durable=True, quarantined="bad")
+    seen = merge_surveys(
+        StepInventory((NEAR,)),
+        StepInventory((far, StepStatus(TWO, 0, {}, durable=True)), {Tier.MEMORY: "no agent"}, (5,)),
+    )
     assert [view.group for view in seen.views] == [ONE, TWO]
     assert seen.views[0].found == NEAR.found
     assert seen.views[0].durable
@@ -26,8 +29,10 @@ def test_memory_and_durable_views_of_one_step_are_one():
 
 
 def test_another_stores_steps_do_not_count():
-    here = StepView(ONE, 8, {0: (Tier.MEMORY,)}, durable=True)
-    seen = in_memory_only(Survey((here, StepView(TWO, 0, {}, durable=True)), {Tier.DURABLE: "away"}, (5,)))
+    here = StepStatus(ONE, 8, {0: (Tier.MEMORY,)}, durable=True)
+    seen = without_durable_tier(
+        StepInventory((here, StepStatus(TWO, 0, {}, durable=True)), {Tier.DURABLE: "away"}, (5,))
+    )
     assert [(view.group, view.durable) for view in seen.views] == [(ONE, False)]
     assert seen.unreachable == {}
     assert seen.plain == ()
@@ -44,7 +49,7 @@ def test_another_stores_steps_do_not_count():
     ],
 )
 def test_absent_only_where_the_store_answered(unreachable, kind):
-    error = nothing(parse_location("job/step-3"), Survey((), unreachable))
+    error = step_not_found_error(parse_location("job/step-3"), StepInventory((), unreachable))
     assert type(error) is kind
     assert "tiered://job/step-3" in str(error)
     assert all(text in str(error) for text in unreachable.values())
@@ -55,9 +60,9 @@ def test_absent_only_where_the_store_answered(unreachable, kind):
     [(-3, "0 s"), (0.4, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (5400, "1 h 30 min"), (200000, "2 d")],
 )
 def test_ages(seconds, text):
-    assert show_age(seconds) == text
+    assert format_age(seconds) == text
 
 
 def test_points_in_time():
-    assert iso(0) is None
-    assert iso(1_700_000_000_123_000_000) == "2023-11-14T22:13:20.123+00:00"
+    assert iso_time(0) is None
+    assert iso_time(1_700_000_000_123_000_000) == "2023-11-14T22:13:20.123+00:00"

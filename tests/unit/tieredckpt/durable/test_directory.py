@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.journals import DictJournal
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.reliable import ReliableStore
-from tieredckpt.durable.store import ObjectNotFoundError
+from tieredckpt.durable.object_store import ObjectNotFoundError
+from tieredckpt.durable.retrying_store import RetryingStore, open_store
 from tieredckpt.errors import DurableRefusedError
 from tieredckpt.settings import DurableSettings
 
@@ -24,20 +23,20 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(root: Path) -> Iterator[ReliableStore]:
+def store(root: Path) -> Iterator[RetryingStore]:
     with_retries = open_store(str(root), DurableSettings(retry_s=0.5))
     yield with_retries
     with_retries.close()
 
 
-def test_nothing_is_made_by_looking(store: ReliableStore, root: Path):
+def test_nothing_is_made_by_looking(store: RetryingStore, root: Path):
     assert list(store.list("")) == []
     with pytest.raises(ObjectNotFoundError):
         store.get("a/b")
     assert not root.exists()
 
 
-def test_what_a_killed_writer_left_is_hidden_and_discarded(store: ReliableStore, root: Path):
+def test_what_a_killed_writer_left_is_hidden_and_discarded(store: RetryingStore, root: Path):
     store.put("a/x", b"1")
     left = [root / "a" / f".{name}.{'0' * 16}.staged" for name in ("y", "kept", "new")]
     for path in left:
@@ -50,7 +49,7 @@ def test_what_a_killed_writer_left_is_hidden_and_discarded(store: ReliableStore,
     assert sorted(root.rglob("*.staged")) == sorted(left[1:])
 
 
-def test_directories_go_with_their_last_object(store: ReliableStore, root: Path):
+def test_directories_go_with_their_last_object(store: RetryingStore, root: Path):
     store.put("a/b/x", b"1")
     store.put("a/y", b"1")
     store.delete(["a/b/x"])
@@ -60,14 +59,14 @@ def test_directories_go_with_their_last_object(store: ReliableStore, root: Path)
     assert list(root.iterdir()) == []
 
 
-def test_a_dangling_link_is_no_directory(store: ReliableStore, root: Path):
+def test_a_dangling_link_is_no_directory(store: RetryingStore, root: Path):
     root.mkdir()
     (root / "a").symlink_to(root / "nowhere")
     with pytest.raises(DurableRefusedError, match="a/b"):
         store.put("a/b", b"1")
 
 
-def test_writers_and_deleters_of_one_directory_do_not_trip_over_each_other(store: ReliableStore):
+def test_writers_and_deleters_of_one_directory_do_not_trip_over_each_other(store: RetryingStore):
     start = threading.Barrier(4)
 
     def work(number: int) -> None:
@@ -81,7 +80,7 @@ def test_writers_and_deleters_of_one_directory_do_not_trip_over_each_other(store
     assert list(store.list("")) == []
 
 
-def test_a_folder_is_no_object(store: ReliableStore):
+def test_a_folder_is_no_object(store: RetryingStore):
     store.put("a/b", b"1")
     with pytest.raises(ObjectNotFoundError):
         store.get("a")
@@ -93,7 +92,7 @@ def test_a_folder_is_no_object(store: ReliableStore):
     assert [info.name for info in store.list("")] == ["a/b"]
 
 
-def test_a_failed_write_leaves_nothing(store: ReliableStore, root: Path, tmp_path: Path):
+def test_a_failed_write_leaves_nothing(store: RetryingStore, root: Path, tmp_path: Path):
     store.put("a/b", b"1")
     source = tmp_path / "source"
     source.write_bytes(b"data")
@@ -103,7 +102,7 @@ def test_a_failed_write_leaves_nothing(store: ReliableStore, root: Path, tmp_pat
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_no_permission_is_a_refusal(store: ReliableStore, root: Path):
+def test_no_permission_is_a_refusal(store: RetryingStore, root: Path):
     root.mkdir(mode=0o500)
     with pytest.raises(DurableRefusedError, match=r"[Pp]ermission"):
         store.put("x", b"1")

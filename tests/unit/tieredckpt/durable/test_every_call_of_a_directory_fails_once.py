@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.records import Group
+from peerstore.shard_records import VersionId
 from tests.support.every_call import CODES, EveryCall
 from tests.support.neighbours import until
 from tests.support.stores import MIB, content, key
 from tests.unit.peerstore.test_every_call_fails_once import descriptors
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.drain import delete_step
-from tieredckpt.durable import names
-from tieredckpt.durable.open import open_store
-from tieredckpt.durable.store import ObjectExistsError
+from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
+from tieredckpt.durable.object_store import ObjectExistsError
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
+from tieredckpt.format import object_keys
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.slow
 
-JOB, ONE, TWO = "job", Group(1, 1, 0, "a"), Group(1, 2, 0, "a")
+JOB, ONE, TWO = "job", VersionId(1, 1, 0, "a"), VersionId(1, 2, 0, "a")
 DATA = content(key(1), MIB + 5)
 
 
@@ -60,29 +59,33 @@ def story(folder, calls):
         cleanup.callback(store.close)
         asked(lambda: store.put(before, b"old"))
         for group in (ONE, TWO):
-            name = f"{names.steps(JOB, group)}0.safetensors"
+            name = f"{object_keys.shards_prefix(JOB, group)}0.safetensors"
             asked(lambda name=name: store.upload(name, shard, len(DATA), journal=Journal(), identity="x"))
             with contextlib.suppress(ObjectExistsError):  # it was made, and somebody was told otherwise
-                asked(lambda group=group: store.put(names.manifest(JOB, group, None), b"of it", create_only=True))
+                asked(
+                    lambda group=group: store.put(
+                        object_keys.manifest_key(JOB, group, None), b"of it", create_only=True
+                    )
+                )
             assert asked(lambda name=name: store.get(name)) == DATA
             (piece,) = asked(lambda name=name: store.get_ranges(name, [(10, 20)]))
             assert bytes(piece) == DATA[10:20]
         asked(lambda: store.put(before, b"new"))
         assert asked(lambda: store.get(before)) == b"new"
-        ours = Catalog(store, JOB, clock=iter(range(0, 10**9, 100)).__next__)
+        ours = DurableCatalog(store, JOB, clock=iter(range(0, 10**9, 100)).__next__)
         assert set(asked(ours.listing).manifests) == {ONE, TWO}
         asked(lambda: ours.keep(TWO, kept=True))
         asked(lambda: ours.quarantine(ONE, "a test"))
         listing = asked(lambda: ours.listing(fresh=True))
         assert (listing.kept, listing.quarantined) == ({TWO}, {ONE})
         ours.manifest = lambda group: (_ for _ in ()).throw(AssertionError)
-        asked(lambda: store.delete([names.manifest(JOB, ONE, None)]))
+        asked(lambda: store.delete([object_keys.manifest_key(JOB, ONE, None)]))
         asked(lambda: ours.listing(fresh=True))
         asked(lambda: delete_step(ours, JOB, ONE))
         assert set(asked(lambda: ours.listing(fresh=True)).manifests) == {TWO}
         left = [info.name for info in asked(lambda: list(store.list("")))]
         assert not [name for name in left if "epoch-1/step-1" in name]
-        assert asked(lambda: store.get(f"{names.steps(JOB, TWO)}0.safetensors")) == DATA
+        assert asked(lambda: store.get(f"{object_keys.shards_prefix(JOB, TWO)}0.safetensors")) == DATA
         asked(lambda: store.discard_uploads("", older_than_s=0.0))
         assert not list((folder / "durable").rglob("*.staged*"))
     told = (TierUnavailableError, DurableRefusedError, ObjectExistsError, OSError)

@@ -11,16 +11,24 @@ import pytest
 from botocore import exceptions as botocore
 from obstore import exceptions as obstore
 
-from tieredckpt.durable.failures import Failure, Meaning, ReplyError, classify, error_code, judge, retry_after
+from tieredckpt.durable.object_backend import (
+    FailureKind,
+    HttpStatusError,
+    StoreFailure,
+    classify_error,
+    classify_response,
+    parse_error_document,
+    parse_retry_after,
+)
 from tieredckpt.errors import UsageError
 
-AWAY, BUSY, REFUSED = Meaning.AWAY, Meaning.BUSY, Meaning.REFUSED
+AWAY, BUSY, REFUSED = FailureKind.AWAY, FailureKind.BUSY, FailureKind.REFUSED
 ABSENT, EXISTS, SHORT, GONE, FOREIGN = (
-    Meaning.ABSENT,
-    Meaning.EXISTS,
-    Meaning.SHORT,
-    Meaning.GONE,
-    Meaning.FOREIGN,
+    FailureKind.ABSENT,
+    FailureKind.EXISTS,
+    FailureKind.SHORT,
+    FailureKind.GONE,
+    FailureKind.FOREIGN,
 )
 
 
@@ -69,19 +77,19 @@ ABSENT, EXISTS, SHORT, GONE, FOREIGN = (
         (416, "InvalidRange", SHORT),
     ],
 )
-def test_answers(status: int, code: str, meaning: Meaning):
-    failure = judge(status, code, "words")
+def test_answers(status: int, code: str, meaning: FailureKind):
+    failure = classify_response(status, code, "words")
     assert failure.meaning is meaning
     assert str(status) in failure.detail
     assert code in failure.detail
-    assert classify(ReplyError(status, code, "words")) == failure
+    assert classify_error(HttpStatusError(status, code, "words")) == failure
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
 def test_other_credentials_may_help_when_these_are_refused(code: str):
-    assert judge(400, code).credentials
-    assert not judge(400, "EntityTooSmall").credentials
-    assert not judge(404, "NoSuchBucket").credentials
+    assert classify_response(400, code).credentials
+    assert not classify_response(400, "EntityTooSmall").credentials
+    assert not classify_response(404, "NoSuchBucket").credentials
 
 
 def client_error(status: int, code: str, headers: dict[str, str] | None = None) -> botocore.ClientError:
@@ -174,18 +182,18 @@ OBSTORE_PROVIDER = (
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_errors(error: BaseException, meaning: Meaning):
-    assert classify(error).meaning is meaning
+def test_errors(error: BaseException, meaning: FailureKind):
+    assert classify_error(error).meaning is meaning
 
 
 def test_a_library_nobody_heard_of_is_unknown():
     error = type("StrangeError", (Exception,), {"__module__": "strange"})("why")
-    assert classify(error) == Failure(AWAY, "StrangeError: why")
+    assert classify_error(error) == StoreFailure(AWAY, "StrangeError: why")
 
 
 def test_what_the_store_asks_for_is_found_in_its_headers():
     error = client_error(503, "SlowDown", {"retry-after": "12"})
-    assert classify(error).retry_after_s == 12
+    assert classify_error(error).retry_after_s == 12
 
 
 @pytest.mark.parametrize(
@@ -202,9 +210,9 @@ def test_what_the_store_asks_for_is_found_in_its_headers():
     ],
 )
 def test_retry_after(value: str, date: str, seconds: float):
-    assert retry_after(value, date) == seconds
+    assert parse_retry_after(value, date) == seconds
 
 
 def test_error_documents():
-    assert error_code("<Error>\n <Code>A</Code><Message> b c </Message></Error>") == ("A", "b c")
-    assert error_code("<html>no</html>") == ("", "")
+    assert parse_error_document("<Error>\n <Code>A</Code><Message> b c </Message></Error>") == ("A", "b c")
+    assert parse_error_document("<html>no</html>") == ("", "")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tieredckpt.durable.backend import Backend
-from tieredckpt.durable.cloud import open_cloud
-from tieredckpt.durable.directory import DirectoryBackend
-from tieredckpt.durable.filesystem import FilesystemBackend
+from tieredckpt.durable.filesystem_backends import DirectoryBackend, FsspecBackend
+from tieredckpt.durable.object_backend import ObjectBackend
+from tieredckpt.durable.obstore_backend import open_obstore_backend
 from tieredckpt.settings import DurableSettings
 
 NAMES = [
@@ -28,14 +27,14 @@ NAMES = [
 
 
 @pytest.fixture(params=["directory", "memory", "fsspec"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-    made: Backend
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectBackend]:
+    made: ObjectBackend
     if request.param == "directory":
         made = DirectoryBackend(tmp_path)
     elif request.param == "memory":
-        made = open_cloud("memory://", DurableSettings())
+        made = open_obstore_backend("memory://", DurableSettings())
     else:
-        made = FilesystemBackend(f"local://{tmp_path}", {})
+        made = FsspecBackend(f"local://{tmp_path}", {})
     for name in NAMES:
         made.put(name, b"x", create_only=False)
     yield made
@@ -46,5 +45,5 @@ PREFIXES = ["job/step-", "job/step-1", "job/step-1/", "job/step-1/.m", "job/step
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_only_what_begins_so_is_looked_at(backend: Backend, prefix: str):
+def test_only_what_begins_so_is_looked_at(backend: ObjectBackend, prefix: str):
     assert sorted(info.name for info in backend.list(prefix)) == [name for name in NAMES if name.startswith(prefix)]

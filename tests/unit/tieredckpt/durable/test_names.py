@@ -2,16 +2,16 @@
 
 import pytest
 
-from tieredckpt.durable import names
+from tieredckpt.format import object_keys
 
 
 @pytest.mark.parametrize("number", ["9" * 19, str(1 << 62), "9" * 5000])
 def test_numbers_that_nobody_counts_to_are_strangers_names(number):
     """A name of one object must not end every restore, nor all saving."""
     twelve = number.zfill(12)
-    assert names.parse_entry(f"j/manifests/{twelve}.000001.0.a.fresh.manifest", "j") is None
-    assert names.parse_entry(f"j/manifests/000000000001.{twelve}.0.a.fresh.manifest", "j") is None
-    assert names.parse_entry(f"j/manifests/000000000001.000001.{number}.a.fresh.manifest", "j") is None
-    assert names.parse_entry(f"j/manifests/000000000001.000001.0.a.from-{number}.manifest", "j") is None
-    assert names.parse_shard(f"j/steps/000000000001/000001.0.a/{twelve}.index", "j") is None
-    assert names.parse_stem(f"{twelve}.000001.0.a") is None
+    assert object_keys.parse_manifest_key(f"j/manifests/{twelve}.000001.0.a.fresh.manifest", "j") is None
+    assert object_keys.parse_manifest_key(f"j/manifests/000000000001.{twelve}.0.a.fresh.manifest", "j") is None
+    assert object_keys.parse_manifest_key(f"j/manifests/000000000001.000001.{number}.a.fresh.manifest", "j") is None
+    assert object_keys.parse_manifest_key(f"j/manifests/000000000001.000001.0.a.from-{number}.manifest", "j") is None
+    assert object_keys.parse_shard_object_key(f"j/steps/000000000001/000001.0.a/{twelve}.index", "j") is None
+    assert object_keys.parse_group_stem(f"{twelve}.000001.0.a") is None

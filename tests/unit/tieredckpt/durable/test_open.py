@@ -5,7 +5,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tieredckpt.durable.open import open_store
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import UsageError
 from tieredckpt.settings import DurableSettings
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.durable.ranges import Fetch, assemble, plan_fetches
+from tieredckpt.durable.retrying_store import RangeRequest, assemble_ranges, plan_range_requests
 from tieredckpt.errors import UsageError
 
 DATA = random.Random(0).randbytes(2_000)
@@ -17,14 +17,14 @@ ranges_of_data = st.lists(a_range, max_size=20)
 
 @given(ranges=ranges_of_data, gap=st.integers(0, 300), most=st.integers(1, 500))
 def test_what_is_fetched_makes_up_what_was_asked(ranges: list[tuple[int, int]], gap: int, most: int):
-    fetches = plan_fetches(ranges, gap_bytes=gap, most_bytes=most)
-    got = assemble(ranges, fetches, [DATA[fetch.start : fetch.stop] for fetch in fetches])
+    fetches = plan_range_requests(ranges, gap_bytes=gap, most_bytes=most)
+    got = assemble_ranges(ranges, fetches, [DATA[fetch.start : fetch.stop] for fetch in fetches])
     assert [bytes(each) for each in got] == [DATA[start:stop] for start, stop in ranges]
 
 
 @given(ranges=ranges_of_data, gap=st.integers(0, 300), most=st.integers(1, 500))
 def test_no_byte_is_fetched_twice_and_no_request_is_too_long(ranges: list[tuple[int, int]], gap: int, most: int):
-    fetches = plan_fetches(ranges, gap_bytes=gap, most_bytes=most)
+    fetches = plan_range_requests(ranges, gap_bytes=gap, most_bytes=most)
     assert all(0 < fetch.stop - fetch.start <= most for fetch in fetches)
     assert all(one.stop <= two.start for one, two in itertools.pairwise(fetches))
 
@@ -34,7 +34,7 @@ def test_unasked_bytes_lie_only_in_gaps_that_are_short(ranges: list[tuple[int, i
     asked = {byte for start, stop in ranges for byte in range(start, stop)}
     fetched = {
         byte
-        for fetch in plan_fetches(ranges, gap_bytes=gap, most_bytes=len(DATA))
+        for fetch in plan_range_requests(ranges, gap_bytes=gap, most_bytes=len(DATA))
         for byte in range(fetch.start, fetch.stop)
     }
     run = longest = 0
@@ -45,13 +45,13 @@ def test_unasked_bytes_lie_only_in_gaps_that_are_short(ranges: list[tuple[int, i
 
 
 def test_close_together_far_apart():
-    fetches = plan_fetches([(0, 10), (15, 20), (100, 130)], gap_bytes=5, most_bytes=25)
-    assert fetches == [Fetch(0, 20), Fetch(100, 125), Fetch(125, 130)]
+    fetches = plan_range_requests([(0, 10), (15, 20), (100, 130)], gap_bytes=5, most_bytes=25)
+    assert fetches == [RangeRequest(0, 20), RangeRequest(100, 125), RangeRequest(125, 130)]
 
 
 def test_one_fetch_gives_views_not_copies():
     whole = bytearray(DATA)
-    (got,) = assemble([(10, 20)], [Fetch(0, len(whole))], [whole])
+    (got,) = assemble_ranges([(10, 20)], [RangeRequest(0, len(whole))], [whole])
     whole[10] ^= 1
     assert bytes(got) == bytes(whole[10:20])
 
@@ -59,4 +59,4 @@ def test_one_fetch_gives_views_not_copies():
 @pytest.mark.parametrize("bad", [(-1, 0), (2, 1)])
 def test_what_is_not_a_range(bad: tuple[int, int]):
     with pytest.raises(UsageError, match="not a range"):
-        plan_fetches([bad], gap_bytes=0, most_bytes=1)
+        plan_range_requests([bad], gap_bytes=0, most_bytes=1)

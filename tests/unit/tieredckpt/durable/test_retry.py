@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.durable.failures import ReplyError
-from tieredckpt.durable.retry import CAP_S, Retry, pause_s
-from tieredckpt.durable.store import ObjectExistsError, ObjectNotFoundError, UploadCancelledError
+from tieredckpt.durable.object_backend import BACKOFF_CAP_S, HttpStatusError, RetryPolicy, backoff_s
+from tieredckpt.durable.object_store import ObjectExistsError, ObjectNotFoundError, UploadCancelledError
 from tieredckpt.errors import DurableRefusedError, StoreBusyError, TierUnavailableError
 
 
@@ -33,8 +32,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def retry(clock: Clock) -> Retry:
-    return Retry(60.0, clock=clock, sleep=clock.sleep, uniform=lambda _, most: most)
+def retry(clock: Clock) -> RetryPolicy:
+    return RetryPolicy(60.0, clock=clock, sleep=clock.sleep, uniform=lambda _, most: most)
 
 
 class Fails:
@@ -51,33 +50,33 @@ class Fails:
         return "done"
 
 
-AWAY, BUSY = ReplyError(500, "InternalError", "oops"), ReplyError(503, "SlowDown", "later")
+AWAY, BUSY = HttpStatusError(500, "InternalError", "oops"), HttpStatusError(503, "SlowDown", "later")
 
 
 @given(attempt=st.integers(0, 10_000), low=st.floats(0, 1), asked=st.floats(0, 100))
 def test_the_pause_is_jittered_capped_and_not_below_what_was_asked(attempt: int, low: float, asked: float):
-    pause = pause_s(attempt, lambda least, most: least + (most - least) * low, asked)
-    assert asked <= pause <= asked + CAP_S
+    pause = backoff_s(attempt, lambda least, most: least + (most - least) * low, asked)
+    assert asked <= pause <= asked + BACKOFF_CAP_S
 
 
 def test_pauses_double_up_to_the_cap():
-    assert [pause_s(n, lambda _, most: most) for n in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 20, 20]
+    assert [backoff_s(n, lambda _, most: most) for n in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 20, 20]
 
 
-def test_what_another_try_changes_is_tried_again(retry: Retry, clock: Clock):
+def test_what_another_try_changes_is_tried_again(retry: RetryPolicy, clock: Clock):
     operation = Fails(AWAY, ConnectionResetError(), TimeoutError(), BUSY)
     assert retry.run("x", operation) == "done"
     assert clock.slept == [0.2, 0.4, 0.8, 1.6]
 
 
-def test_what_the_store_asks_for_is_waited(retry: Retry, clock: Clock):
-    assert retry.run("x", Fails(ReplyError(503, "SlowDown", "", retry_after_s=7.0))) == "done"
+def test_what_the_store_asks_for_is_waited(retry: RetryPolicy, clock: Clock):
+    assert retry.run("x", Fails(HttpStatusError(503, "SlowDown", "", retry_after_s=7.0))) == "done"
     assert clock.slept == [7.2]
 
 
 @pytest.mark.parametrize(("error", "kind"), [(AWAY, TierUnavailableError), (BUSY, StoreBusyError)])
 def test_it_ends_in_time_and_says_how_often_it_tried(
-    retry: Retry, clock: Clock, error: Exception, kind: type[Exception]
+    retry: RetryPolicy, clock: Clock, error: Exception, kind: type[Exception]
 ):
     with pytest.raises(kind, match=r"reading s3://b/x: .*tried 9 times; raise durable.retry_s") as caught:
         retry.run("reading s3://b/x", Fails(*[error] * 99))
@@ -85,7 +84,7 @@ def test_it_ends_in_time_and_says_how_often_it_tried(
     assert type(caught.value) is kind
 
 
-def test_time_counts_from_the_first_failure(retry: Retry, clock: Clock):
+def test_time_counts_from_the_first_failure(retry: RetryPolicy, clock: Clock):
     def slow() -> None:
         clock.now += 1_000.0
         raise AWAY
@@ -94,23 +93,23 @@ def test_time_counts_from_the_first_failure(retry: Retry, clock: Clock):
         retry.run("x", slow)
 
 
-def test_a_wait_that_would_end_too_late_is_not_begun(retry: Retry, clock: Clock):
+def test_a_wait_that_would_end_too_late_is_not_begun(retry: RetryPolicy, clock: Clock):
     with pytest.raises(StoreBusyError):
-        retry.run("x", Fails(ReplyError(503, "SlowDown", "", retry_after_s=61.0)))
+        retry.run("x", Fails(HttpStatusError(503, "SlowDown", "", retry_after_s=61.0)))
     assert clock.slept == []
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (ReplyError(403, "AccessDenied", ""), DurableRefusedError),
-        (ReplyError(412, "PreconditionFailed", ""), ObjectExistsError),
-        (ReplyError(404, "NoSuchKey", ""), ObjectNotFoundError),
+        (HttpStatusError(403, "AccessDenied", ""), DurableRefusedError),
+        (HttpStatusError(412, "PreconditionFailed", ""), ObjectExistsError),
+        (HttpStatusError(404, "NoSuchKey", ""), ObjectNotFoundError),
         (UploadCancelledError("by us"), UploadCancelledError),
         (TypeError("a bug"), TypeError),
     ],
 )
-def test_the_rest_is_raised_at_once(retry: Retry, clock: Clock, error: Exception, kind: type[Exception]):
+def test_the_rest_is_raised_at_once(retry: RetryPolicy, clock: Clock, error: Exception, kind: type[Exception]):
     operation = Fails(error)
     with pytest.raises(kind):
         retry.run("x", operation, absent=ObjectNotFoundError)
@@ -118,21 +117,21 @@ def test_the_rest_is_raised_at_once(retry: Retry, clock: Clock, error: Exception
     assert clock.slept == []
 
 
-def test_an_absent_object_where_there_can_be_none_is_a_refusal(retry: Retry):
+def test_an_absent_object_where_there_can_be_none_is_a_refusal(retry: RetryPolicy):
     with pytest.raises(DurableRefusedError):
-        retry.run("writing", Fails(ReplyError(404, "", "")))
+        retry.run("writing", Fails(HttpStatusError(404, "", "")))
 
 
-def test_refused_credentials_are_replaced_once(retry: Retry, clock: Clock):
+def test_refused_credentials_are_replaced_once(retry: RetryPolicy, clock: Clock):
     answers = [True, True]
     renewing = replace(retry, renew=answers.pop)
-    assert renewing.run("x", Fails(ReplyError(400, "ExpiredToken", ""))) == "done"
+    assert renewing.run("x", Fails(HttpStatusError(400, "ExpiredToken", ""))) == "done"
     with pytest.raises(DurableRefusedError, match="log in again"):
-        renewing.run("x", Fails(*[ReplyError(400, "ExpiredToken", "")] * 2))
+        renewing.run("x", Fails(*[HttpStatusError(400, "ExpiredToken", "")] * 2))
     assert answers == []
     assert clock.slept == []
 
 
-def test_without_others_refused_credentials_are_final(retry: Retry):
+def test_without_others_refused_credentials_are_final(retry: RetryPolicy):
     with pytest.raises(DurableRefusedError):
-        retry.run("x", Fails(ReplyError(403, "InvalidAccessKeyId", "")))
+        retry.run("x", Fails(HttpStatusError(403, "InvalidAccessKeyId", "")))

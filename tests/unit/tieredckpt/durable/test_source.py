@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tieredckpt.durable.source import Source
+from tieredckpt.durable.object_store import UploadSource
 from tieredckpt.errors import UsageError
 
 DATA = random.Random(5).randbytes(20_000)
@@ -19,7 +19,7 @@ def test_any_window(tmp_path: Path, bounds: list[int]):
     path = tmp_path / "file"
     path.write_bytes(DATA)
     start, stop = bounds
-    with Source(path, len(DATA)) as source, source.window(start, stop) as view:
+    with UploadSource(path, len(DATA)) as source, source.window(start, stop) as view:
         assert bytes(view) == DATA[start:stop]
         assert view.readonly
 
@@ -27,7 +27,7 @@ def test_any_window(tmp_path: Path, bounds: list[int]):
 def test_a_file_that_shrinks_is_noticed_before_it_is_touched(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(DATA)
-    with Source(path, len(DATA)) as source:
+    with UploadSource(path, len(DATA)) as source:
         path.write_bytes(b"short")
         with pytest.raises(UsageError, match="5 bytes"), source.window(0, 10):
             pass
@@ -36,7 +36,7 @@ def test_a_file_that_shrinks_is_noticed_before_it_is_touched(tmp_path: Path):
 def test_a_view_does_not_outlive_its_window(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(DATA)
-    with Source(path, len(DATA)) as source:
+    with UploadSource(path, len(DATA)) as source:
         with source.window(0, 100) as view:
             pass
         with pytest.raises(ValueError, match="released"):

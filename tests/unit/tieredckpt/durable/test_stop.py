@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tieredckpt.durable.stop import Stop
-from tieredckpt.durable.store import UploadCancelledError
+from tieredckpt.durable.object_store import StopSignal, UploadCancelledError
 
 FOREVER_S = 3600.0
 
 
 def test_one_word_ends_sleeps_and_sockets_also_those_of_children():
-    stop = Stop()
+    stop = StopSignal()
     child = stop.child()
     ours, theirs = socket.socketpair()
     watched = threading.Event()
@@ -34,28 +33,28 @@ def test_one_word_ends_sleeps_and_sockets_also_those_of_children():
 
 
 def test_a_child_leaves_its_parent_alone():
-    stop = Stop()
+    stop = StopSignal()
     stop.child().set()
     stop.check()
 
 
 def test_children_of_the_stopped_are_stopped():
-    stop = Stop()
+    stop = StopSignal()
     stop.set()
     assert stop.child().is_set()
 
 
 def test_errors_of_a_socket_are_its_own_while_nobody_stops():
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(BrokenPipeError), Stop().watching(ours):
+    with ours, theirs, pytest.raises(BrokenPipeError), StopSignal().watching(ours):
         raise BrokenPipeError
 
 
 def test_following_a_cancel():
-    stop, cancel = Stop(), threading.Event()
+    stop, cancel = StopSignal(), threading.Event()
     with stop.following(cancel):
         cancel.set()
         with pytest.raises(UploadCancelledError):
             stop.wait(FOREVER_S)
-    with Stop().following(None):
+    with StopSignal().following(None):
         pass

@@ -8,10 +8,21 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tieredckpt.errors import UsageError
-from tieredckpt.goodput.closed_form import expected_goodput, expected_s, goodput, longest_recovery
-from tieredckpt.goodput.failing import PRESETS, Mtbf, Per
-from tieredckpt.goodput.intervals import best, curve, has_best
-from tieredckpt.goodput.scheme import Faults, Scheme, restarting
+from tieredckpt.goodput.expected_goodput import (
+    MTBF_PRESETS,
+    CheckpointScheme,
+    FaultCost,
+    Mtbf,
+    MtbfUnit,
+    expected_goodput,
+    expected_round_s,
+    goodput_by_interval,
+    goodput_formula,
+    has_best_interval,
+    longest_recovery_s,
+    restart_scheme,
+    with_best_interval,
+)
 
 times = st.floats(0.01, 1e5)
 shares = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)).filter(lambda all_: sum(all_) > 0.01)
@@ -24,59 +35,61 @@ def schemes(draw):
     step = draw(st.sampled_from([0.0, 0.5, 10.0]))
     interval = draw(st.integers(1, 2000)) * step if step else draw(times)
     stall = draw(st.floats(0, 100))
-    kinds = [Faults(one / total, draw(st.floats(0, 1e4))) for one in (live, snapshot, durable)]
-    kinds[1] = Faults(max(0.0, 1 - kinds[0].share - kinds[2].share), kinds[1].recovery_s)
-    return Scheme(
+    kinds = [FaultCost(one / total, draw(st.floats(0, 1e4))) for one in (live, snapshot, durable)]
+    kinds[1] = FaultCost(max(0.0, 1 - kinds[0].share - kinds[2].share), kinds[1].recovery_s)
+    return CheckpointScheme(
         interval, stall, kinds[1], live=kinds[0], durable=kinds[2], durable_every=draw(st.integers(1, 300)), step_s=step
     )
 
 
 @pytest.mark.parametrize(("gpus", "hours", "recovery_s"), [(2048, 24.7, 895), (16384, 3.1, 112), (98304, 31 / 60, 19)])
 def test_llama_3s_failure_rate(gpus, hours, recovery_s):
-    mtbf_s = PRESETS["llama-3"].of_job(gpus, 8)
+    mtbf_s = MTBF_PRESETS["llama-3"].of_job(gpus, 8)
     assert mtbf_s / 3600 == pytest.approx(hours, rel=0.01)
-    assert round(longest_recovery(mtbf_s, 0.99)) == recovery_s
-    often = goodput(mtbf_s=mtbf_s, interval_s=1e-3, stall_s=0, recovery_s=longest_recovery(mtbf_s, 0.99))
+    assert round(longest_recovery_s(mtbf_s, 0.99)) == recovery_s
+    often = goodput_formula(mtbf_s=mtbf_s, interval_s=1e-3, stall_s=0, recovery_s=longest_recovery_s(mtbf_s, 0.99))
     assert often == pytest.approx(0.99, rel=1e-6)
 
 
 def test_a_rate_is_of_a_gpu_a_node_or_the_job():
-    assert Mtbf(800, Per.GPU).of_job(16, 8) == 50
-    assert Mtbf(800, Per.NODE).of_job(16, 8) == 400
-    assert Mtbf(800, Per.JOB).of_job(16, 8) == 800
+    assert Mtbf(800, MtbfUnit.GPU).of_job(16, 8) == 50
+    assert Mtbf(800, MtbfUnit.NODE).of_job(16, 8) == 400
+    assert Mtbf(800, MtbfUnit.JOB).of_job(16, 8) == 800
 
 
 @given(mtbf=st.floats(1, 1e7), interval=times, stall=st.floats(0, 1e3), recovery=st.floats(0, 1e4))
 def test_one_kind_of_faults_is_the_formula(mtbf, interval, stall, recovery):
-    plain = goodput(mtbf_s=mtbf, interval_s=interval, stall_s=stall, recovery_s=recovery)
+    plain = goodput_formula(mtbf_s=mtbf, interval_s=interval, stall_s=stall, recovery_s=recovery)
     assume(plain > 1e-12)
-    assert expected_goodput(restarting(interval, stall, recovery), mtbf) == pytest.approx(plain, rel=1e-7)
+    assert expected_goodput(restart_scheme(interval, stall, recovery), mtbf) == pytest.approx(plain, rel=1e-7)
     # A durable save each time is the same as memory that is never lost.
-    durable = Scheme(interval, stall, Faults(0, 0), durable=Faults(1, recovery))
+    durable = CheckpointScheme(interval, stall, FaultCost(0, 0), durable=FaultCost(1, recovery))
     assert expected_goodput(durable, mtbf) == pytest.approx(plain, rel=1e-7)
 
 
 def test_what_loses_nothing_costs_only_recoveries():
-    scheme = Scheme(600, 6, Faults(0, 0), live=Faults(1, 30))
+    scheme = CheckpointScheme(600, 6, FaultCost(0, 0), live=FaultCost(1, 30))
     assert expected_goodput(scheme, 3000) == pytest.approx(600 / 606 * math.exp(-30 / 3000), rel=1e-12)
 
 
 def test_a_live_fault_that_repeats_a_step_is_a_save_after_each():
-    live = Scheme(600, 0, Faults(0, 0), live=Faults(1, 30), step_s=10)
+    live = CheckpointScheme(600, 0, FaultCost(0, 0), live=FaultCost(1, 30), step_s=10)
     assert expected_goodput(live, 3000) == pytest.approx(
-        goodput(mtbf_s=3000, interval_s=10, stall_s=0, recovery_s=30), rel=1e-12
+        goodput_formula(mtbf_s=3000, interval_s=10, stall_s=0, recovery_s=30), rel=1e-12
     )
 
 
 def test_kinds_that_cost_the_same_are_one_kind():
-    mixed = Scheme(600, 6, Faults(0.4, 30), durable=Faults(0.6, 30), durable_every=1)
-    assert expected_goodput(mixed, 3000) == pytest.approx(expected_goodput(restarting(600, 6, 30), 3000), rel=1e-12)
+    mixed = CheckpointScheme(600, 6, FaultCost(0.4, 30), durable=FaultCost(0.6, 30), durable_every=1)
+    assert expected_goodput(mixed, 3000) == pytest.approx(expected_goodput(restart_scheme(600, 6, 30), 3000), rel=1e-12)
 
 
 @pytest.mark.parametrize("interval_s", [1.0, 3.0])
 def test_what_almost_never_happens_costs_nothing(interval_s):
-    almost_never = Scheme(interval_s, 0, Faults(0, 0), live=Faults(1, 0), durable=Faults(5e-324, 0), durable_every=1)
-    assert expected_s(almost_never, 2.0) == pytest.approx(interval_s)
+    almost_never = CheckpointScheme(
+        interval_s, 0, FaultCost(0, 0), live=FaultCost(1, 0), durable=FaultCost(5e-324, 0), durable_every=1
+    )
+    assert expected_round_s(almost_never, 2.0) == pytest.approx(interval_s)
 
 
 @given(schemes(), st.floats(1, 1e7))
@@ -84,7 +97,7 @@ def test_goodput_is_a_share(scheme, mtbf):
     worth = expected_goodput(scheme, mtbf)
     assert 0 <= worth <= 1 + 1e-9
     assert worth <= scheme.interval_s / (scheme.interval_s + scheme.stall_s) + 1e-9
-    assert expected_s(scheme, mtbf) >= scheme.round_s * (1 - 1e-9)
+    assert expected_round_s(scheme, mtbf) >= scheme.round_s * (1 - 1e-9)
 
 
 @given(schemes(), st.floats(1, 1e7), st.floats(1.01, 100))
@@ -96,31 +109,33 @@ def test_rarer_faults_never_hurt(scheme, mtbf, factor):
     mtbf=st.floats(1, 1e7), interval=times, stall=st.floats(0, 1e3), recovery=st.floats(0, 1e4), more=st.floats(0, 1e4)
 )
 def test_longer_recoveries_never_help(mtbf, interval, stall, recovery, more):
-    slower = expected_goodput(restarting(interval, stall, recovery + more), mtbf)
-    assert slower <= expected_goodput(restarting(interval, stall, recovery), mtbf) * (1 + 1e-9)
+    slower = expected_goodput(restart_scheme(interval, stall, recovery + more), mtbf)
+    assert slower <= expected_goodput(restart_scheme(interval, stall, recovery), mtbf) * (1 + 1e-9)
 
 
 @settings(max_examples=examples(40))
-@example(Scheme(60, 1, Faults(1e-9, 30), live=Faults(1 - 1e-9, 30)), 1e4, 2.0)
+@example(CheckpointScheme(60, 1, FaultCost(1e-9, 30), live=FaultCost(1 - 1e-9, 30)), 1e4, 2.0)
 @given(schemes(), st.floats(1e3, 1e6), st.floats(0.01, 100))
 def test_no_interval_is_better_than_the_best(scheme, mtbf, factor):
-    assume(has_best(scheme) and scheme.stall_s > 1e-3)
-    top = best(scheme, mtbf)
+    assume(has_best_interval(scheme) and scheme.stall_s > 1e-3)
+    top = with_best_interval(scheme, mtbf)
     worth = expected_goodput(top, mtbf)
     assume(worth > 1e-6)
     assume(top.interval_s * max(1.0, factor) < 1e6 * mtbf)  # beyond it the numbers have too few digits
     assert worth >= expected_goodput(scheme.every(top.interval_s * factor), mtbf) * (1 - 1e-6)
-    assert worth >= max(one for _, one in curve(top, mtbf)) * (1 - 1e-6)
+    assert worth >= max(one for _, one in goodput_by_interval(top, mtbf)) * (1 - 1e-6)
 
 
 def test_the_best_interval_is_youngs_where_faults_are_rare():
-    assert best(restarting(60, 2, 30), 1e6).interval_s == pytest.approx(math.sqrt(2 * 2 * 1e6), rel=0.01)
+    assert with_best_interval(restart_scheme(60, 2, 30), 1e6).interval_s == pytest.approx(
+        math.sqrt(2 * 2 * 1e6), rel=0.01
+    )
 
 
 def test_nothing_is_best_where_saving_or_not_saving_is_free():
-    assert not has_best(restarting(60, 0, 30))
-    assert not has_best(Scheme(60, 1, Faults(0, 0), live=Faults(1, 1)))
-    assert has_best(restarting(60, 1, 30))
+    assert not has_best_interval(restart_scheme(60, 0, 30))
+    assert not has_best_interval(CheckpointScheme(60, 1, FaultCost(0, 0), live=FaultCost(1, 1)))
+    assert has_best_interval(restart_scheme(60, 1, 30))
 
 
 @pytest.mark.parametrize(
@@ -129,12 +144,12 @@ def test_nothing_is_best_where_saving_or_not_saving_is_free():
         {"interval_s": 0},
         {"interval_s": math.nan},
         {"stall_s": -1},
-        {"snapshot": Faults(0.5, 1)},
-        {"snapshot": Faults(1, math.inf)},
+        {"snapshot": FaultCost(0.5, 1)},
+        {"snapshot": FaultCost(1, math.inf)},
         {"durable_every": 0},
         {"step_s": 7.0},
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(UsageError, match=r"interval|stall|snapshot|durable|shares"):
-        Scheme(**({"interval_s": 60, "stall_s": 1, "snapshot": Faults(1, 1)} | wrong))
+        CheckpointScheme(**({"interval_s": 60, "stall_s": 1, "snapshot": FaultCost(1, 1)} | wrong))

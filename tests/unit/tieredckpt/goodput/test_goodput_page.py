@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.imagined import Imagined
 from tests.support.ledgers import START, Told
-from tieredckpt.goodput import Category, analyse
-from tieredckpt.goodput.page import page
-from tieredckpt.goodput.page.markup import tag, text
-from tieredckpt.ledger.events import Save
+from tieredckpt.event_log.event_types import SaveEvent
+from tieredckpt.goodput import TimeCategory, analyse
+from tieredckpt.goodput.html_report import html_report
+from tieredckpt.goodput.html_report.elements import element, to_markup
 
 SECTIONS = ["summary", "timeline", "recoveries", "faults", "loss", "throughput", "saves", "restores", "resizes"]
 EVIL = "</title></svg><script>alert('x')</script>\"'><img src=http://x onerror=y>&amp; \x1b[31m\x00"
@@ -31,7 +31,7 @@ JOBS = {
 @pytest.fixture(scope="module", params=JOBS)
 def job(request):
     analysis = analyse(JOBS[request.param])
-    return analysis, page(analysis)
+    return analysis, html_report(analysis)
 
 
 class Parsed(html.parser.HTMLParser):
@@ -103,7 +103,7 @@ def test_the_numbers_are_those_of_the_analysis(job):
     assert tile(source, "faults") == analysis.faults
     assert tile(source, "steps lost") == analysis.steps_lost
     assert tile(source, "steps") == analysis.steps_counted
-    took = sorted(way.seconds for way in analysis.recoveries if way.category is Category.RECOVERY and way.resumed)
+    took = sorted(way.seconds for way in analysis.recoveries if way.category is TimeCategory.RECOVERY and way.resumed)
     if took:
         assert tile(source, "median recovery") == took[(len(took) + 1) // 2 - 1]
     if analysis.tokens:
@@ -116,11 +116,11 @@ def test_the_numbers_are_those_of_the_analysis(job):
 
 def test_the_same_ledger_is_the_same_page():
     events = JOBS["minutes"]
-    assert page(analyse(events)) == page(analyse(list(reversed(events))))
+    assert html_report(analyse(events)) == html_report(analyse(list(reversed(events))))
 
 
 def test_it_stays_small():
-    assert len(page(analyse(JOBS["days"]))) < 600_000
+    assert len(html_report(analyse(JOBS["days"]))) < 600_000
 
 
 def test_what_a_ledger_says_is_no_markup():
@@ -128,7 +128,7 @@ def test_what_a_ledger_says_is_no_markup():
     said.stage(EVIL, 6.5, 0.5, epoch=1).injected(6.1, EVIL, node=EVIL, words=EVIL)
     said.fault(6.3, node=EVIL, kind=EVIL, reason=EVIL).world(6.4, epoch=1, how=EVIL, reason=EVIL, nodes=(EVIL,))
     said.restored(3, at=6.6, epoch=1, bytes_by_tier={EVIL: 5}).steps(4, 2, at=8, epoch=1)
-    source = page(analyse(said.ended(10, how=EVIL, words=EVIL).events, complaints=[EVIL]))
+    source = html_report(analyse(said.ended(10, how=EVIL, words=EVIL).events, complaints=[EVIL]))
     parsed = Parsed(source)
     assert "script" not in parsed.tags
     assert "img" not in parsed.tags
@@ -141,12 +141,12 @@ def test_what_a_ledger_says_is_no_markup():
 
 
 def test_halves_of_characters_can_be_written():
-    assert text("a\ud800b").encode() == "a\ufffdb".encode()
-    assert tag("p", "<", title='"') == '<p title="&quot;">&lt;</p>'
+    assert to_markup("a\ud800b").encode() == "a\ufffdb".encode()
+    assert element("p", "<", title='"') == '<p title="&quot;">&lt;</p>'
 
 
 def test_few_faults_each_have_a_bar_and_many_are_summed_up():
-    few, many = page(analyse(JOBS["minutes"])), page(analyse(JOBS["days"]))
+    few, many = html_report(analyse(JOBS["minutes"])), html_report(analyse(JOBS["days"]))
     assert "how long they took" not in few
     assert few.count('class="mark"') == 3
     assert "how long they took" in many
@@ -155,7 +155,7 @@ def test_few_faults_each_have_a_bar_and_many_are_summed_up():
 
 
 def test_losses_where_they_were_said():
-    with_, without = page(analyse(JOBS["minutes"])), page(analyse(JOBS["no fault, no loss"]))
+    with_, without = html_report(analyse(JOBS["minutes"])), html_report(analyse(JOBS["no fault, no loss"]))
     assert "loss over steps" in with_
     assert "loss over steps" not in without
     assert "said no loss" in without
@@ -166,18 +166,18 @@ def test_losses_where_they_were_said():
 def test_steps_that_were_undone_are_shown():
     analysis = analyse(JOBS["minutes"])
     assert analysis.steps_lost
-    loss = page(analysis).split('id="loss"')[1].split("</section>")[0]
+    loss = html_report(analysis).split('id="loss"')[1].split("</section>")[0]
     assert loss.count('class="dot"') == 2 * analysis.steps_lost
 
 
 def test_damage_of_the_ledger_is_said():
-    source = page(analyse(JOBS["seconds"], complaints=["3 damaged lines were passed over"]))
+    source = html_report(analyse(JOBS["seconds"], complaints=["3 damaged lines were passed over"]))
     assert Parsed(source).sections[-1] == "ledger"
     assert "3 damaged lines" in source
 
 
 def test_runs_are_listed_where_there_were_several():
-    source = page(analyse(JOBS["two runs"]))
+    source = html_report(analyse(JOBS["two runs"]))
     assert "runs" in Parsed(source).sections
     assert "not running" in source
 
@@ -188,35 +188,37 @@ def test_what_is_not_finite_and_what_was_injected_are_on_the_page():
     told.injected(10.5, "sigkill", node="n0").fault(10.6, node="n0").ended(12)
     analysis = analyse(told.events)
     assert [(one.kind, one.step) for one in analysis.injections] == [("nan", 4)]
-    source = page(analysis)
+    source = html_report(analysis)
     assert "2 steps had a loss that is not finite (nan; steps 4 to 5)" in source
     assert source.count('class="bad"') == 4  # over steps and over time
     assert source.count('class="curve"') >= 4  # which have a gap
     assert "1 injection that broke no world" in source
     assert "injected: nan" in source
-    only = page(analyse(Told().began(0).world(1).steps(0, 2, at=2, not_finite="inf").ended(5).events))
+    only = html_report(analyse(Told().began(0).world(1).steps(0, 2, at=2, not_finite="inf").ended(5).events))
     assert "2 steps had a loss that is not finite (inf; steps 0 to 1)" in only
 
 
 def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
     told = Told().began(0).world(0, ranks=4).steps(0, 10, at=0)
     for rank in range(4):
-        told.add(*(Save(rank, step, "staged", START + step + 0.5, 0.25, 0) for step in range(10)))
+        told.add(*(SaveEvent(rank, step, "staged", START + step + 0.5, 0.25, 0) for step in range(10)))
     analysis = analyse(told.ended(10).events)
     assert analysis.wall.share("save") == pytest.approx(0.25)
     assert analysis.save_s.count == 40
-    assert "40 saves, of all ranks; the training was blocked for 2.5 s in all, 25.0 % of the time" in page(analysis)
+    assert "40 saves, of all ranks; the training was blocked for 2.5 s in all, 25.0 % of the time" in html_report(
+        analysis
+    )
 
 
 def test_when_the_job_was_unprotected_is_on_the_page():
     told = Told().began(0).world(0).steps(0, 20, at=0).protection(2, at=3).protection(2, at=6, since=4, left_out=2)
     told.protection(8, at=9).protection(9, at=10).protection(9, at=15, since=14, left_out=1).ended(20)
-    source = page(analyse(told.events))
+    source = html_report(analyse(told.events))
     assert tile(source, "protected up to") == 9
     assert "unprotected since 2023-11-14 22:13:34 UTC" in source.split('id="timeline"')[0]
     assert source.split('id="timeline"')[1].split("</section>")[0].count('class="unprotected"') == 2
     assert "newer than step 2" in source
-    kept = page(analyse(Told().began(0).world(0).steps(0, 20, at=0).protection(19, at=20).ended(21).events))
+    kept = html_report(analyse(Told().began(0).world(0).steps(0, 20, at=0).protection(19, at=20).ended(21).events))
     assert tile(kept, "protected up to") == 19
     assert 'class="unprotected"' not in kept
-    assert "<dt>protected up to</dt>" not in page(analyse(JOBS["seconds"]))
+    assert "<dt>protected up to</dt>" not in html_report(analyse(JOBS["seconds"]))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ledgers import START
-from tieredckpt.goodput import Analysis, Category, analyse
-from tieredckpt.goodput.painting import Claim, Label, paint
-from tieredckpt.ledger import events as ev
-from tieredckpt.ledger.reading import read_files
+from tieredckpt.event_log import event_types as ev
+from tieredckpt.event_log.log_reader import parse_event_files
+from tieredckpt.goodput import Analysis, TimeCategory, analyse
+from tieredckpt.goodput.analysis import TimeClaim, TimeLabel, resolve_claims
 
 moments = st.integers(0, 40).map(lambda n: START + n / 4)
 times = st.integers(0, 12).map(lambda n: n / 4)
@@ -22,16 +22,16 @@ whos = st.sampled_from(["coordinator", "rank"])
 maybe = st.none() | st.integers(0, 5)
 
 events = st.one_of(
-    st.builds(ev.Began, moments, st.just("job"), whos, again=st.booleans()),
-    st.builds(ev.Ended, moments, st.just("job"), whos, st.sampled_from(["finished", "stopped", "gave up"])),
+    st.builds(ev.ProcessBegan, moments, st.just("job"), whos, again=st.booleans()),
+    st.builds(ev.ProcessEnded, moments, st.just("job"), whos, st.sampled_from(["finished", "stopped", "gave up"])),
     st.builds(ev.WorldFormed, moments, epochs, st.integers(1, 4), how=st.sampled_from(["start", "restart", "grow"])),
-    st.builds(ev.Fault, moments, epochs, node=st.sampled_from(["", "n0"]), since=st.none() | moments),
-    st.builds(ev.Injected, moments, st.just("kill"), epoch=st.integers(-1, 4)),
-    st.builds(ev.Notice, moments, epochs, st.sampled_from(["resize", "stop"])),
-    st.builds(ev.Stage, epochs, ranks, st.sampled_from([*ev.STAGES, "of tomorrow"]), moments, times),
-    st.builds(ev.Step, epochs, ranks, st.integers(0, 20), moments, times, tokens=maybe),
-    st.builds(ev.Save, ranks, st.integers(0, 20), st.just("staged"), moments, times, epochs),
-    st.builds(ev.Restored, ranks, st.integers(-1, 20), st.just("snapshot"), moments, times, epoch=epochs),
+    st.builds(ev.FaultEvent, moments, epochs, node=st.sampled_from(["", "n0"]), since=st.none() | moments),
+    st.builds(ev.FaultInjected, moments, st.just("kill"), epoch=st.integers(-1, 4)),
+    st.builds(ev.StopRequested, moments, epochs, st.sampled_from(["resize", "stop"])),
+    st.builds(ev.StageEvent, epochs, ranks, st.sampled_from([*ev.STAGES, "of tomorrow"]), moments, times),
+    st.builds(ev.StepEvent, epochs, ranks, st.integers(0, 20), moments, times, tokens=maybe),
+    st.builds(ev.SaveEvent, ranks, st.integers(0, 20), st.just("staged"), moments, times, epochs),
+    st.builds(ev.RestoreEvent, ranks, st.integers(-1, 20), st.just("snapshot"), moments, times, epoch=epochs),
 )
 ledgers = st.lists(events, min_size=1, max_size=40)
 
@@ -71,7 +71,7 @@ def test_who_wrote_what_into_which_file_and_torn_lines_do_not_matter(told, numbe
     chance.shuffle(lines)
     torn = msgspec.json.encode(told[0])[:-3]
     files = {f"f{n}.jsonl": b"".join(lines[n::number]) + torn for n in range(number)}
-    assert analyse(read_files(files).events) == analyse(told)
+    assert analyse(parse_event_files(files).events) == analyse(told)
 
 
 @given(ledgers)
@@ -88,14 +88,16 @@ def test_an_analysis_can_be_sent(told):
     assert msgspec.json.decode(msgspec.json.encode(found), type=Analysis) == found
 
 
-labels = st.builds(Label, st.sampled_from(Category), st.sampled_from(["", "a"]))
-claims = st.lists(st.builds(Claim, st.integers(-5, 25), st.integers(-5, 25), st.integers(0, 3), labels), max_size=12)
+labels = st.builds(TimeLabel, st.sampled_from(TimeCategory), st.sampled_from(["", "a"]))
+claims = st.lists(
+    st.builds(TimeClaim, st.integers(-5, 25), st.integers(-5, 25), st.integers(0, 3), labels), max_size=12
+)
 
 
 @given(claims)
 def test_of_the_claims_that_hold_the_strongest_is_painted(wanted):
-    rest = Label(Category.UNKNOWN, "rest")
-    painted = paint(wanted, 0, 20, rest)
+    rest = TimeLabel(TimeCategory.UNKNOWN, "rest")
+    painted = resolve_claims(wanted, 0, 20, rest)
     for moment in range(20):
         holding = sorted(
             (one.weight, max(one.start, 0), min(one.end, 20), one.label)

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.support.ledgers import Told
-from tieredckpt.cli.accounts import summary
-from tieredckpt.goodput import Category, analyse
-from tieredckpt.ledger.events import Opened
+from tieredckpt.cli.goodput import summary_lines
+from tieredckpt.event_log.event_types import FileOpened
+from tieredckpt.goodput import TimeCategory, analyse
 
 SECOND = 1_000_000
 
@@ -16,7 +16,7 @@ def seconds(analysis):
 
 
 def words_of(analysis):
-    return "\n".join(str(one) for one in summary(analysis))
+    return "\n".join(str(one) for one in summary_lines(analysis))
 
 
 def test_a_run_without_faults():
@@ -28,7 +28,7 @@ def test_a_run_without_faults():
     assert (found.steps, found.steps_counted, found.steps_lost, found.faults) == (10, 10, 0, 0)
     assert (found.mttr_s, found.mtbf_s) == (None, None)
     (start,) = found.recoveries
-    assert start.category is Category.STARTUP
+    assert start.category is TimeCategory.STARTUP
     assert start.stages == {"launch": 1, "rendezvous": 1, "groups": 1, "loader": 2}
     assert not found.live
 
@@ -93,7 +93,7 @@ def test_a_resize_loses_nothing_and_a_smaller_world_has_less_capacity():
     assert (found.ettr, found.goodput) == (0.8, 0.5)
     resize = found.recoveries[-1]
     assert (resize.category, resize.stages) == (
-        Category.RESIZE,
+        TimeCategory.RESIZE,
         {"seal": 0.5, "leave": 0.25, "rendezvous": 0.25, "groups": 1.0},
     )
 
@@ -162,7 +162,7 @@ def test_a_run_that_came_to_nothing_is_time_too():
 
 
 def test_a_file_that_was_opened_later_is_no_part_of_the_run():
-    told = Told().began(0).world(0).steps(0, 3, at=0).add(Opened(Told.us(900) / 1e6, 1))
+    told = Told().began(0).world(0).steps(0, 3, at=0).add(FileOpened(Told.us(900) / 1e6, 1))
     assert analyse(told.events).wall.total == 3 * SECOND
 
 
@@ -222,7 +222,7 @@ def test_a_spare_that_waited_took_no_time_of_the_recovery():
     told = Told().began(0).world(0).steps(0, 5, at=0).fault(5).world(5, epoch=1, how="respawn")
     told.stage("launch", 0, 2, epoch=1).stage("rendezvous", 2, 3.5, epoch=1).steps(5, 1, at=6, epoch=1)
     found = analyse(told.events)
-    waited = [(one.name, one.count, one.most_s) for one in found.stages if one.category is Category.RECOVERY]
+    waited = [(one.name, one.count, one.most_s) for one in found.stages if one.category is TimeCategory.RECOVERY]
     assert waited == [("rendezvous", 1, 0.5)]
 
 

@@ -4,8 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.goodput.page.scales import Bins, Scale, above, quantile, steps_of, thinned, times_of
-from tieredckpt.goodput.page.words import amount, lasting, percent, since, size, tick
+from tieredckpt.goodput.html_report.elements import (
+    LinearScale,
+    TimeBins,
+    axis_time_text,
+    bytes_text,
+    downsampled,
+    duration_text,
+    percent_text,
+    quantile,
+    round_ticks,
+    round_up_tick,
+    run_time_text,
+    si_text,
+    time_ticks,
+)
 
 values = st.floats(-1e9, 1e9)
 
@@ -14,14 +27,14 @@ values = st.floats(-1e9, 1e9)
 def test_ticks_are_inside_and_few(low, high, most):
     low, high = min(low, high), max(low, high)
     room = (high - low) * 1e-6
-    ticks = steps_of(low, high, most)
+    ticks = round_ticks(low, high, most)
     assert len(ticks) <= most + 1
     assert all(low - room <= tick <= high + room for tick in ticks)
 
 
 @given(st.floats(0, 1e10))
 def test_points_of_time_are_few(seconds):
-    ticks = times_of(seconds)
+    ticks = time_ticks(seconds)
     assert ticks[0] == 0
     assert len(ticks) <= 10
     assert ticks[-1] <= seconds * (1 + 1e-6)
@@ -29,14 +42,14 @@ def test_points_of_time_are_few(seconds):
 
 @given(st.floats(1e-9, 1e12))
 def test_there_is_room_above(value):
-    assert value * (1 - 1e-6) <= above(value) <= 3 * value
+    assert value * (1 - 1e-6) <= round_up_tick(value) <= 3 * value
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.floats(0, 1e6)), max_size=20), st.integers(1, 50)
 )
 def test_bins_keep_every_amount(pieces, count):
-    bins = Bins(0.0, 100.0, count)
+    bins = TimeBins(0.0, 100.0, count)
     for a, b, there in pieces:
         bins.add(min(a, b) / 10, max(a, b) / 10, there)
     assert sum(bins.sums) == pytest.approx(sum(there for a, b, there in pieces if a != b), rel=1e-6, abs=1e-3)
@@ -45,7 +58,7 @@ def test_bins_keep_every_amount(pieces, count):
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(-5, 5)), min_size=1, max_size=300), st.integers(2, 60))
 def test_thinning_keeps_the_peaks(points, most):
     points = sorted(points)
-    kept = thinned(points, most)
+    kept = downsampled(points, most)
     assert len(kept) <= max(most, 2)
     assert kept == sorted(kept)
     assert set(kept) <= set(points)
@@ -53,9 +66,9 @@ def test_thinning_keeps_the_peaks(points, most):
 
 
 def test_a_scale_of_one_value():
-    assert Scale(3, 3, 10, 20)(3) == 10
-    assert Scale(0, 10, 10, 20)(5) == 15
-    assert Scale(0, 10, 20, 10)(10) == 10
+    assert LinearScale(3, 3, 10, 20)(3) == 10
+    assert LinearScale(0, 10, 10, 20)(5) == 15
+    assert LinearScale(0, 10, 20, 10)(10) == 10
 
 
 def test_quantiles_are_values():
@@ -65,32 +78,32 @@ def test_quantiles_are_values():
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (percent(0.99312), "99.31 %"),
-        (percent(0.5), "50.0 %"),
-        (percent(1.0), "100 %"),
-        (percent(0.0), "0 %"),
-        (percent(0.0004), "0.04 %"),
-        (percent(0.000001), "< 0.01 %"),
-        (lasting(0.0123), "12.3 ms"),
-        (lasting(75.24), "75.2 s"),
-        (lasting(0), "0 s"),
-        (lasting(119), "119 s"),
-        (lasting(5400), "1 h 30 min"),
-        (lasting(90061), "1 d 1 h"),
-        (since(59.96), "1:00.0"),
-        (since(3661.2), "1:01:01"),
-        (since(90061), "1 d 01:01:01"),
-        (since(-5), "-0:05.0"),
-        (tick(86400.0), "1 d"),
-        (tick(129600.0), "1 d 12:00"),
-        (tick(60.0), "1:00"),
-        (size(512), "512 B"),
-        (size(3 << 29), "1.5 GiB"),
-        (amount(1040.3), "1,040"),
-        (amount(9999), "9,999"),
-        (amount(1_570_000_000), "1.57 G"),
-        (amount(999_999), "1 M"),
-        (amount(0.0875), "0.0875"),
+        (percent_text(0.99312), "99.31 %"),
+        (percent_text(0.5), "50.0 %"),
+        (percent_text(1.0), "100 %"),
+        (percent_text(0.0), "0 %"),
+        (percent_text(0.0004), "0.04 %"),
+        (percent_text(0.000001), "< 0.01 %"),
+        (duration_text(0.0123), "12.3 ms"),
+        (duration_text(75.24), "75.2 s"),
+        (duration_text(0), "0 s"),
+        (duration_text(119), "119 s"),
+        (duration_text(5400), "1 h 30 min"),
+        (duration_text(90061), "1 d 1 h"),
+        (run_time_text(59.96), "1:00.0"),
+        (run_time_text(3661.2), "1:01:01"),
+        (run_time_text(90061), "1 d 01:01:01"),
+        (run_time_text(-5), "-0:05.0"),
+        (axis_time_text(86400.0), "1 d"),
+        (axis_time_text(129600.0), "1 d 12:00"),
+        (axis_time_text(60.0), "1:00"),
+        (bytes_text(512), "512 B"),
+        (bytes_text(3 << 29), "1.5 GiB"),
+        (si_text(1040.3), "1,040"),
+        (si_text(9999), "9,999"),
+        (si_text(1_570_000_000), "1.57 G"),
+        (si_text(999_999), "1 M"),
+        (si_text(0.0875), "0.0875"),
     ],
 )
 def test_numbers_for_people(shown, expected):

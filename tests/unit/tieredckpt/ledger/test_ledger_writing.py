@@ -9,37 +9,37 @@ import threading
 
 import pytest
 
-from tieredckpt.ledger import LEDGER, LedgerWriter, NullLedger, ledger_from_environ, read_ledger
-from tieredckpt.ledger.events import Opened, Step
+from tieredckpt.event_log import EVENT_LOG_ENV, EventLogWriter, NullEventLog, event_log_from_environ, read_event_log
+from tieredckpt.event_log.event_types import FileOpened, StepEvent
 
 
 def step(number, **more):
-    return Step(epoch=0, rank=0, step=number, began=1000.0 + number, seconds=0.5, **more)
+    return StepEvent(epoch=0, rank=0, step=number, began=1000.0 + number, seconds=0.5, **more)
 
 
 def steps(read):
-    return sorted(event.step for event in read.events if isinstance(event, Step))
+    return sorted(event.step for event in read.events if isinstance(event, StepEvent))
 
 
 def test_what_is_written_is_read(tmp_path):
-    writer = LedgerWriter(tmp_path / "ledger", name="n0")
+    writer = EventLogWriter(tmp_path / "ledger", name="n0")
     written = [step(n, loss=0.5, tokens=n) for n in range(10)]
     for event in written:
         writer.write(event)
     writer.close()
-    read = read_ledger(tmp_path / "ledger")
-    assert [event for event in read.events if isinstance(event, Step)] == written
+    read = read_event_log(tmp_path / "ledger")
+    assert [event for event in read.events if isinstance(event, StepEvent)] == written
     assert (read.files, read.torn, read.damaged, read.unknown, read.missing) == (1, 0, 0, 0, 0)
-    assert [event.pid for event in read.events if isinstance(event, Opened)] == [os.getpid()]
+    assert [event.pid for event in read.events if isinstance(event, FileOpened)] == [os.getpid()]
 
 
 def test_nothing_is_made_before_there_is_something_to_write(tmp_path):
-    LedgerWriter(tmp_path / "ledger").close()
+    EventLogWriter(tmp_path / "ledger").close()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
-    writer = LedgerWriter(tmp_path)
+    writer = EventLogWriter(tmp_path)
     writer.write(step(0))
     child = os.fork()
     if child == 0:
@@ -48,12 +48,12 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
     writer.write(step(2))
     writer.close()
-    read = read_ledger(tmp_path)
+    read = read_event_log(tmp_path)
     assert (steps(read), read.files, read.damaged) == ([0, 1, 2], 2, 0)
 
 
 def test_threads_do_not_mix_their_lines(tmp_path):
-    writer = LedgerWriter(tmp_path, part_bytes=4096)
+    writer = EventLogWriter(tmp_path, part_bytes=4096)
     threads = [
         threading.Thread(target=lambda base=base: [writer.write(step(base + n)) for n in range(50)])
         for base in range(0, 400, 50)
@@ -63,18 +63,18 @@ def test_threads_do_not_mix_their_lines(tmp_path):
     for one in threads:
         one.join()
     writer.close()
-    read = read_ledger(tmp_path)
+    read = read_event_log(tmp_path)
     assert steps(read) == list(range(400))
     assert read.damaged == read.torn == read.missing == 0
 
 
 def test_its_size_is_bounded_and_what_was_given_up_is_said(tmp_path):
-    writer = LedgerWriter(tmp_path, part_bytes=1000, parts=3)
+    writer = EventLogWriter(tmp_path, part_bytes=1000, parts=3)
     for n in range(200):
         writer.write(step(n))
     writer.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000
-    read = read_ledger(tmp_path)
+    read = read_event_log(tmp_path)
     kept = steps(read)
     assert kept == list(range(kept[0], 200))
     assert read.missing > 0
@@ -83,7 +83,7 @@ def test_its_size_is_bounded_and_what_was_given_up_is_said(tmp_path):
 
 def test_a_full_disk_is_one_warning_and_is_counted(caplog):
     """``/dev/full`` is there for this."""
-    writer = LedgerWriter("/dev/full")
+    writer = EventLogWriter("/dev/full")
     with caplog.at_level(logging.WARNING):
         for n in range(5):
             writer.write(step(n))
@@ -92,7 +92,7 @@ def test_a_full_disk_is_one_warning_and_is_counted(caplog):
 
 
 def test_a_write_that_was_cut_short_damages_one_line_only(tmp_path, monkeypatch):
-    writer = LedgerWriter(tmp_path)
+    writer = EventLogWriter(tmp_path)
     writer.write(step(0))
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
@@ -100,37 +100,37 @@ def test_a_write_that_was_cut_short_damages_one_line_only(tmp_path, monkeypatch)
     monkeypatch.undo()
     writer.write(step(2))
     writer.close()
-    read = read_ledger(tmp_path)
+    read = read_event_log(tmp_path)
     assert (steps(read), read.damaged, writer.lost) == ([0, 2], 1, 1)
 
 
 def test_a_directory_that_is_lost_is_noticed_and_made_again(tmp_path):
-    writer = LedgerWriter(tmp_path / "ledger")
+    writer = EventLogWriter(tmp_path / "ledger")
     writer.write(step(0))
     shutil.rmtree(tmp_path / "ledger")
     for n in range(1, 200):
         writer.write(step(n))
     writer.close()
-    assert steps(read_ledger(tmp_path / "ledger"))[-1] == 199
+    assert steps(read_event_log(tmp_path / "ledger"))[-1] == 199
 
 
 def test_what_cannot_be_encoded_is_counted(tmp_path):
-    writer = LedgerWriter(tmp_path)
+    writer = EventLogWriter(tmp_path)
     writer.write(step(0, tokens=object()))
     writer.write(step(1))
-    assert (steps(read_ledger(tmp_path)), writer.lost) == ([1], 1)
+    assert (steps(read_event_log(tmp_path)), writer.lost) == ([1], 1)
     writer.close()
 
 
 def test_one_ledger_for_a_process_or_none(tmp_path):
-    assert isinstance(ledger_from_environ({}), NullLedger)
-    environ = {LEDGER: str(tmp_path / "ledger")}
-    one = ledger_from_environ(environ)
-    assert isinstance(one, LedgerWriter)
-    assert ledger_from_environ(environ) is one
+    assert isinstance(event_log_from_environ({}), NullEventLog)
+    environ = {EVENT_LOG_ENV: str(tmp_path / "ledger")}
+    one = event_log_from_environ(environ)
+    assert isinstance(one, EventLogWriter)
+    assert event_log_from_environ(environ) is one
 
 
-@pytest.mark.parametrize("module", ["tieredckpt.ledger", "tieredckpt.ledger.events"])
+@pytest.mark.parametrize("module", ["tieredckpt.event_log", "tieredckpt.event_log.event_types"])
 def test_no_torch_is_imported_for_it(module):
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'boto3' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -139,4 +139,4 @@ def test_no_torch_is_imported_for_it(module):
 def test_settings_do_not_take_it_for_one_of_theirs():
     from tieredckpt.settings import load_settings
 
-    assert load_settings({LEDGER: "/somewhere"}).enabled
+    assert load_settings({EVENT_LOG_ENV: "/somewhere"}).enabled

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.reshard.weights import seed_of, weighted_sum
+from elastic.reshard.state_checksum import name_seed, weighted_sum
 from tests.support.late_device import LateDevice
-from tieredckpt.device import Accelerator, accelerator, installed
-from tieredckpt.live.giving import hydrate
-from tieredckpt.live.keeping import Keeper, watching
-from tieredckpt.live.noting import Noter
+from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
+from tieredckpt.live.boundary_recorder import BoundaryRecorder
+from tieredckpt.live.survivor_state import SurvivorState, track_step_boundaries
 from tieredckpt.settings import load_settings
+from tieredckpt.tensors.device import AcceleratorBackend, accelerator, use_device_backend
 
 GRAPH_CLASSES = [("cuda", torch.cuda.CUDAGraph)]
 if hasattr(torch.xpu, "XPUGraph"):  # from torch 2.11 on
@@ -29,7 +29,7 @@ class Trained:
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state = {"model": self.model, "optim": self.optimizer}
-        self.noter = Noter("job", load_settings())
+        self.noter = BoundaryRecorder("job", load_settings())
 
     def eager(self, step: int) -> None:
         self.model(torch.ones(1, 3)).sum().backward()
@@ -48,7 +48,7 @@ class Trained:
 
 @pytest.fixture
 def trained():
-    with installed(LateDevice()) as device, watching() as held:
+    with use_device_backend(LateDevice()) as device, track_step_boundaries() as held:
         one = Trained(device)
         one.held = held
         held.enter(0)
@@ -80,7 +80,7 @@ def test_the_next_world_says_why_it_has_only_what_was_saved(trained):
     trained.captured()
     trained.noter.note(trained.state, 1)
     trained.held.hold()
-    (found,) = hydrate(trained.held, torch.distributed.HashStore(), 0, 1, weigh=weigh)
+    (found,) = hydrate_from_survivors(trained.held, torch.distributed.HashStore(), 0, 1, weigh=weigh)
     assert (found.mode, found.reached) == ("snapshot", 1)
     assert "replayed from a graph" in found.why
 
@@ -95,7 +95,7 @@ def test_a_world_without_captured_steps_is_noted_again(trained):
 
 
 def weigh(name, tensor, shape, offsets):
-    return weighted_sum(seed_of(name), tensor, shape, offsets)
+    return weighted_sum(name_seed(name), tensor, shape, offsets)
 
 
 @pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
@@ -104,7 +104,7 @@ def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeyp
     replayed, seen = [], []
     monkeypatch.setattr(graph, "replay", lambda _self: replayed.append(1))
     before = graph.replay
-    with Accelerator(kind).on_replay(lambda: seen.append(1)):
+    with AcceleratorBackend(kind).on_replay(lambda: seen.append(1)):
         graph.replay(None)
     assert (replayed, seen) == ([1], [1])
     assert graph.replay is before
@@ -119,10 +119,10 @@ def test_reduce_overhead_replays_through_the_class_that_is_watched():
     assert "self.graph.replay()" in source
 
 
-@pytest.mark.skipif(not isinstance(accelerator(), Accelerator), reason="no accelerator")
+@pytest.mark.skipif(not isinstance(accelerator(), AcceleratorBackend), reason="no accelerator")
 def test_a_step_captured_on_the_device_is_seen():
     place = accelerator().current()
-    tensor, held = torch.zeros(3, device=place), Keeper()
+    tensor, held = torch.zeros(3, device=place), SurvivorState()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tensor.add_(1)

@@ -9,9 +9,9 @@ import torch
 
 from tests.unit.tieredckpt.live.test_noting_boundaries import Trained, assert_equal
 from tieredckpt import Checkpointer
-from tieredckpt.device import NoDevice, installed
-from tieredckpt.live.fence import Fence, fence, fenced
-from tieredckpt.live.keeping import watching
+from tieredckpt.live.abort_fence import AbortFence, current_fence, use_fence
+from tieredckpt.live.survivor_state import track_step_boundaries
+from tieredckpt.tensors.device import CpuBackend, use_device_backend
 from tieredckpt.testing import memory_node
 
 
@@ -30,7 +30,7 @@ class World:
             raise Broken
 
 
-class Late(NoDevice):
+class Late(CpuBackend):
     """A device on which everything completes when it is told to."""
 
     def __init__(self):
@@ -63,19 +63,19 @@ class Event:
 
 @pytest.fixture
 def device():
-    with installed(Late()) as one:
+    with use_device_backend(Late()) as one:
         yield one
 
 
 @pytest.fixture
 def world():
     one = World()
-    with fenced(Fence(one.refuse)):
+    with use_fence(AbortFence(one.refuse)):
         yield one
 
 
 def test_only_what_had_completed_before_the_abort_is_believed(device, world):
-    here = fence()
+    here = current_fence()
     early = here.record([torch.ones(1)])
     device.complete()
     late = here.record([torch.ones(1)])
@@ -89,29 +89,29 @@ def test_only_what_had_completed_before_the_abort_is_believed(device, world):
 
 
 def test_where_nothing_was_aborted_what_has_completed_is_believed(device, world):
-    work = fence().record([torch.ones(1)])
-    assert not fence().believes(work)
+    work = current_fence().record([torch.ones(1)])
+    assert not current_fence().believes(work)
     device.complete()
-    assert fence().believes(work)
+    assert current_fence().believes(work)
 
 
 def test_work_of_boundaries_that_nobody_has_any_more_is_forgotten(device, world):
     for _ in range(3):
-        fence().record([torch.ones(1)])
+        current_fence().record([torch.ones(1)])
     gc.collect()
-    assert len(fence()._recorded) == 0
+    assert len(current_fence()._recorded) == 0
 
 
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_boundary_is_kept_only_where_its_work_had_completed(device, world, is_done, caplog):
-    with watching() as held, caplog.at_level("INFO"):
+    with track_step_boundaries() as held, caplog.at_level("INFO"):
         trained = Trained()
         trained.step(0)
         trained.step(1)
         expected = trained.now()
         if is_done:
             device.complete()
-        fence().close()
+        current_fence().close()
         device.complete()
         held.hold()
         if is_done:
@@ -123,7 +123,7 @@ def test_a_boundary_is_kept_only_where_its_work_had_completed(device, world, is_
 
 
 def test_a_step_of_a_broken_world_is_not_noted(world):
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
         trained.forward()
@@ -137,7 +137,7 @@ def test_a_step_of_a_broken_world_is_not_noted(world):
 
 
 def test_an_optimizer_does_not_begin_a_step_of_a_broken_world(world):
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
         expected = trained.now()
@@ -164,9 +164,9 @@ def test_a_broken_world_saves_and_seals_nothing(world):
 
 @pytest.mark.parametrize("is_planned", [True, False])
 def test_what_was_staged_while_the_world_broke_is_given_up(world, monkeypatch, is_planned):
-    from tieredckpt.copying import SlotMemory
+    from tieredckpt.tensors.slot_copy import MappedSlot
 
-    fill = SlotMemory.fill
+    fill = MappedSlot.fill
 
     def breaks(self, *args):
         fill(self, *args)
@@ -177,7 +177,7 @@ def test_what_was_staged_while_the_world_broke_is_given_up(world, monkeypatch, i
         if is_planned:
             ckpt.save(state, 0).wait()
         with monkeypatch.context() as broken:
-            broken.setattr(SlotMemory, "fill", breaks)
+            broken.setattr(MappedSlot, "fill", breaks)
             with pytest.raises(Broken):
                 ckpt.save(state, 1)
         world.is_broken = False

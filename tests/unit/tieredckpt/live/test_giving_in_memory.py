@@ -6,22 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.reshard.weights import seed_of, weighted_sum
-from elastic.workers.forgetting import forget_world
+from elastic.reshard.state_checksum import name_seed, weighted_sum
+from elastic.workers.in_process_restart import reset_process_state
 from tests.support.oldest_torch import worlds_that_end
 from tieredckpt import Checkpointer, SaveFailedError
-from tieredckpt.ledger.events import Restored
-from tieredckpt.ledger.reading import read_ledger
-from tieredckpt.ledger.writer import LEDGER
-from tieredckpt.live.giving import hydrate
-from tieredckpt.live.keeping import watching
+from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
+from tieredckpt.event_log.event_types import RestoreEvent
+from tieredckpt.event_log.log_reader import read_event_log
+from tieredckpt.event_log.log_writer import EVENT_LOG_ENV
+from tieredckpt.live.survivor_state import track_step_boundaries
 from tieredckpt.testing import memory_node
 
 pytestmark = worlds_that_end
 
 
 def weigh(name, tensor, shape, offsets):
-    return weighted_sum(seed_of(name), tensor, shape, offsets)
+    return weighted_sum(name_seed(name), tensor, shape, offsets)
 
 
 class Job:
@@ -34,7 +34,7 @@ class Job:
         """Into a new world, with a new model; what it says of where its state comes from."""
         self.epoch += 1
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        found = hydrate(self.held, dist.distributed_c10d._get_default_store(), 0, 1, weigh=weigh)
+        found = hydrate_from_survivors(self.held, dist.distributed_c10d._get_default_store(), 0, 1, weigh=weigh)
         self.held.enter(self.epoch)
         torch.manual_seed(self.epoch)
         self.model = torch.nn.Linear(3, 2)
@@ -60,14 +60,14 @@ class Job:
         self.ckpt.close()
         self.held.hold()
         dist.destroy_process_group()
-        forget_world()
+        reset_process_state()
 
 
 @pytest.fixture
 def job(monkeypatch):
     # What is collected between worlds is large only because of everything else that tests have imported.
-    monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
-    with memory_node() as node, watching() as held:
+    monkeypatch.setattr("elastic.workers.in_process_restart.gc.collect", lambda: 0)
+    with memory_node() as node, track_step_boundaries() as held:
         one = Job(held, node)
         yield one
         if dist.is_initialized():
@@ -121,14 +121,14 @@ def test_a_torn_boundary_costs_what_was_not_saved(job):
 
 
 def test_the_ledger_says_how_each_restore_came_by_its_step(job, monkeypatch, tmp_path):
-    monkeypatch.setenv(LEDGER, str(tmp_path))
+    monkeypatch.setenv(EVENT_LOG_ENV, str(tmp_path))
     job.enter()
     job.train(9)
     job.leave()
     job.enter()
     job.leave()
     job.enter()
-    told = [event for event in read_ledger(tmp_path).events if isinstance(event, Restored)]
+    told = [event for event in read_event_log(tmp_path).events if isinstance(event, RestoreEvent)]
     assert [(event.mode, event.step) for event in told] == [("nothing", -1), ("live", 8), ("snapshot", 8)]
 
 
@@ -159,7 +159,7 @@ def test_what_survives_is_used_where_every_saved_step_is_lost(job):
 def test_what_survives_is_used_where_the_first_save_was_cut_short(job, monkeypatch):
     job.enter()
     with monkeypatch.context() as broken:
-        broken.setattr("tieredckpt.session.Session.seal", lambda *_args, **_named: 1 / 0)
+        broken.setattr("tieredckpt.session.session.Session.seal", lambda *_args, **_named: 1 / 0)
         job.train(1, save=False)
         job.ckpt.save(job.state, 0)
     job.leave()
@@ -210,7 +210,7 @@ def test_what_is_kept_is_kept_for_the_world_after_the_next(job, monkeypatch):
     job.train(9)
     job.leave()
     with monkeypatch.context() as broken:
-        broken.setattr("tieredckpt.live.giving._choice", lambda *_args: 1 / 0)
+        broken.setattr("tieredckpt.checkpointer.hydrate_from_survivors._choice", lambda *_args: 1 / 0)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 job.enter()
@@ -222,7 +222,7 @@ def test_it_is_not_tried_for_ever(job, monkeypatch):
     job.enter()
     job.train(9)
     job.leave()
-    monkeypatch.setattr("tieredckpt.live.giving._choice", lambda *_args: 1 / 0)
+    monkeypatch.setattr("tieredckpt.checkpointer.hydrate_from_survivors._choice", lambda *_args: 1 / 0)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             job.enter()

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from tieredckpt.checkpointer import hydrate_from_survivors
 from tieredckpt.errors import CheckpointDamagedError
-from tieredckpt.live import giving
 
 NAME = "stand/0"
 SAID = {"step": 7, "names": ["weight", "bias"] * 100}
@@ -18,11 +18,11 @@ PACKED = zlib.compress(msgspec.msgpack.encode(SAID))
 
 @pytest.fixture
 def meeting():
-    return giving._Meeting(dist.HashStore(), 0, 1)
+    return hydrate_from_survivors._StoreExchange(dist.HashStore(), 0, 1)
 
 
 def heard_of(meeting, packed: bytes):
-    meeting._store.set(f"{giving._PREFIX}/{NAME}", packed)
+    meeting._store.set(f"{hydrate_from_survivors._PREFIX}/{NAME}", packed)
     return meeting.hear(NAME, dict)
 
 
@@ -48,7 +48,7 @@ def test_a_damaged_message_is_refused(meeting, packed, why):
 
 
 def test_a_message_that_grows_too_large_is_refused_before_it_does(meeting, monkeypatch):
-    monkeypatch.setattr(giving, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(hydrate_from_survivors, "_MOST_BYTES", 1 << 20)
     bomb = zlib.compress(bytes(64 << 20))
     assert len(bomb) < 1 << 20
     with pytest.raises(CheckpointDamagedError, match="more than 1 MiB"):

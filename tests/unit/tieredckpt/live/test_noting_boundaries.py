@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tieredckpt.live.keeping import keeper, watching
-from tieredckpt.live.noting import Noter
-from tieredckpt.settings import load_settings, override
-from tieredckpt.state import as_plain, flatten
+from tieredckpt.live.boundary_recorder import BoundaryRecorder
+from tieredckpt.live.survivor_state import current_survivor_state, track_step_boundaries
+from tieredckpt.settings import load_settings, override_settings
+from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 
 
 class Numbers(torch.optim.Optimizer):
@@ -75,7 +75,7 @@ class Trained:
         self.rates = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.cursor = Cursor()
         self.state = {"model": self.model, "optim": self.optimizer, "rates": self.rates, "data": self.cursor, "n": 0}
-        self.noter = Noter(job, load_settings())
+        self.noter = BoundaryRecorder(job, load_settings())
 
     def forward(self):
         self.optimizer.zero_grad()
@@ -92,7 +92,7 @@ class Trained:
         self.noter.note(self.state, number)
 
     def now(self):
-        return copy.deepcopy(flatten(as_plain(self.state)))
+        return copy.deepcopy(flatten_state(resolve_stateful(self.state)))
 
 
 def assert_equal(found, expected):
@@ -104,7 +104,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_outside_of_the_optimizer_leaves_the_boundary(kind):
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained(kind)
         for number in range(3):
             trained.step(number)
@@ -121,7 +121,7 @@ def test_a_fault_outside_of_the_optimizer_leaves_the_boundary(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_after_an_optimizer_has_begun_leaves_nothing(kind):
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained(kind)
         trained.step(0)
         trained.forward()
@@ -142,7 +142,7 @@ def test_a_fault_after_an_optimizer_has_begun_leaves_nothing(kind):
     ids=["in place", "exchanged", "a moment"],
 )
 def test_other_changes_are_seen(change):
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
         trained.step(1)
@@ -152,7 +152,7 @@ def test_other_changes_are_seen(change):
 
 
 def test_without_an_optimizer_that_is_seen_nothing_is_believed():
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.noter.note(trained.state, 0)
         held.hold()
@@ -161,7 +161,7 @@ def test_without_an_optimizer_that_is_seen_nothing_is_believed():
 
 @pytest.mark.parametrize("what", ["a buffer", "a layer", "loaded", "a group", "a key"])
 def test_what_was_exchanged_between_two_boundaries_is_noticed(what):
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
         trained.step(1)
@@ -183,7 +183,7 @@ def test_what_was_exchanged_between_two_boundaries_is_noticed(what):
 
 
 def test_large_tensors_that_no_optimizer_has_are_not_copied():
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.state["table"] = table = torch.zeros(400_000)
         trained.step(0)
@@ -197,7 +197,7 @@ def test_large_tensors_that_no_optimizer_has_are_not_copied():
 
 
 def test_saying_a_step_twice_notes_it_once():
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
         noted = held.notes["job"]
@@ -206,7 +206,7 @@ def test_saying_a_step_twice_notes_it_once():
 
 
 def test_two_states_of_which_one_trains_on():
-    with watching() as held:
+    with track_step_boundaries() as held:
         one, other = Trained(job="one"), Trained(job="other")
         one.step(3)
         other.step(4)
@@ -222,7 +222,7 @@ def test_what_cannot_be_noted_is_said_once_and_no_error(caplog):
         def load_state_dict(self, state):
             pass
 
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.state["broken"] = Broken()
         trained.noter.note(trained.state, 0)
@@ -236,14 +236,14 @@ def test_what_cannot_be_noted_is_said_once_and_no_error(caplog):
 def test_where_nobody_could_be_given_anything_nothing_is_noted():
     trained = Trained()
     trained.step(0)
-    assert keeper() is None
-    with watching() as held:
-        Noter("job", override(load_settings(), memory={"live": False})).note(trained.state, 0)
+    assert current_survivor_state() is None
+    with track_step_boundaries() as held:
+        BoundaryRecorder("job", override_settings(load_settings(), memory={"live": False})).note(trained.state, 0)
         assert held.notes == {}
 
 
 def test_all_memory_is_given_back():
-    with watching() as held:
+    with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
         trained.forward()
@@ -275,13 +275,13 @@ def test_shards_of_fsdp(world_of_one, how):
     """Where foreach counts nothing on DTensors at all, and parameters are exchanged in every forward pass."""
     from torch.distributed.fsdp import fully_shard
 
-    with watching() as held:
+    with track_step_boundaries() as held:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
         fully_shard(model[0])
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), **how)
-        state, noter = {"model": model, "optim": optimizer}, Noter("job", load_settings())
+        state, noter = {"model": model, "optim": optimizer}, BoundaryRecorder("job", load_settings())
         for number in range(3):
             model(torch.randn(3, 4)).square().sum().backward()
             optimizer.step()
@@ -289,7 +289,7 @@ def test_shards_of_fsdp(world_of_one, how):
         structure = noter._structure
         expected = {
             name: value.to_local().clone() if hasattr(value, "to_local") else copy.deepcopy(value)
-            for name, value in flatten(as_plain(state)).items()
+            for name, value in flatten_state(resolve_stateful(state)).items()
         }
         loss = model(torch.randn(3, 4)).square().sum()  # in the middle of it
         noted = held.notes["job"]

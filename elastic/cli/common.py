@@ -1,0 +1,104 @@
+"""Exit codes, output and options that all ``elastic`` commands share."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+from rich.markup import escape
+
+from elastic import errors
+from peerstore.errors import PeerRefusedError, PeerStoreError, RequestError
+from tieredckpt.cli.command_output import CommandOutput
+
+
+class ElasticExit(enum.IntEnum):
+    """A job that stopped to be resumed and one that gave up are different answers."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNAVAILABLE = 5
+    REFUSED = 6
+    STOPPED = 7
+    GAVE_UP = 8
+    INTERRUPTED = 130
+
+
+ELASTIC_EXIT_HELP = """\b
+Exit codes:
+  0  done; `run`: all ranks have finished, or this node was given back
+  1  failed; the message says why
+  2  the command line or the policy is wrong
+  5  the coordinator could not be asked: how the job is, is unknown
+  6  the coordinator says no (another secret, the same node twice, too few nodes)
+  7  the job was stopped; started again, it resumes
+  8  the job gave up; the message says after what"""
+
+_ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
+    (errors.PolicyError, ElasticExit.USAGE),
+    (errors.ControlPlaneRefusedError, ElasticExit.REFUSED),
+    (PeerRefusedError, ElasticExit.REFUSED),
+    (RequestError, ElasticExit.USAGE),
+    (errors.ControlPlaneUnavailableError, ElasticExit.UNAVAILABLE),
+    (errors.JobFailedError, ElasticExit.GAVE_UP),
+    (PeerStoreError, ElasticExit.UNAVAILABLE),
+)
+
+_ADVICE = {
+    ElasticExit.UNAVAILABLE: "`elastic status` shows which jobs run here; the ranks of one go on without its "
+    "coordinator",
+}
+
+
+def elastic_exit_for(error: BaseException) -> ElasticExit:
+    """The code an error ends the command with."""
+    return next((code for kind, code in _ORDER if isinstance(error, kind)), ElasticExit.FAILED)
+
+
+def elastic_advice_for(error: BaseException) -> str:
+    """What to do next, where the message itself cannot know; "" otherwise."""
+    return _ADVICE.get(elastic_exit_for(error), "")
+
+
+class ElasticScreen(CommandOutput):
+    words: Sequence[str] = ()
+    """Of the command line."""
+
+    def ended_by(self, error: BaseException) -> ElasticExit:
+        """Report what ended the command; its exit code."""
+        code, advice = elastic_exit_for(error), elastic_advice_for(error)
+        if self.debug:
+            traceback.print_exception(error)
+        text = str(error) or type(error).__name__
+        self.err.print(f"[bold red]elastic:[/] {escape(text)}")
+        if advice:
+            self.err.print(f"         {escape(advice)}")
+        if self.as_json:
+            said = {"kind": type(error).__name__, "message": text, "advice": advice, "exit": int(code)}
+            sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
+        return code
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+pass_elastic_screen = click.make_pass_decorator(ElasticScreen)
+
+
+def job_options(command: F) -> F:
+    """Which job, when it is not one of this machine; ``--json`` and ``--debug``."""
+    from tieredckpt.cli.common_options import output_options
+
+    address = click.option(
+        "--coordinator", default="", metavar="HOST:PORT", help="The coordinator of a job elsewhere; needs --secret."
+    )
+    secret = click.option(
+        "--secret", default="", metavar="file:PATH", help="What the nodes of that job know. [$ELASTIC_SECRET]"
+    )
+    job = click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+    return job(address(secret(output_options(command))))

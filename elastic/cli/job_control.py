@@ -1,0 +1,183 @@
+"""``elastic status``, ``resize``, ``drain``, ``stop`` and ``inject``: one request to a running job's coordinator."""
+
+from __future__ import annotations
+
+import secrets
+
+import click
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from elastic import settings as names
+from elastic.cli.common import ElasticExit, ElasticScreen, job_options, pass_elastic_screen
+from elastic.control.control_messages import (
+    CoordinatorRequest,
+    DrainRequest,
+    ElasticJobStatus,
+    InjectRequest,
+    ResizeRequest,
+    StatusRequest,
+    StopJobRequest,
+)
+from elastic.control.coordinator_client import call_coordinator
+from elastic.control.run_directory import LocalRun, RunDirectory, list_runs, run_secret
+from elastic.errors import ControlPlaneUnavailableError, PolicyError
+from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, parse_injection
+from tieredckpt.cli.command_output import format_age, text_table
+
+
+def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
+    """The job somebody means who named ``job``, or none: then there must be exactly one on this machine."""
+    root = names.run_directory()
+    if job is not None:
+        place = RunDirectory(root, job)
+        return place, place.read()
+    found = list_runs(root)
+    if not found:
+        raise ControlPlaneUnavailableError(f"no job was started on this machine (looked in {root})")
+    if len(found) > 1:
+        raise PolicyError(f"several jobs run on this machine, name one: {', '.join(run.job for run in found)}")
+    return RunDirectory(root, found[0].job), found[0]
+
+
+def call_job(job: str | None, coordinator: str, secret: str, question: CoordinatorRequest) -> ElasticJobStatus:
+    if coordinator:
+        known = names.load_secret(secret)
+        if known is None or job is None:
+            raise PolicyError("a job elsewhere needs --job, --coordinator and --secret file:/path")
+        return call_coordinator(coordinator, question, job=RunDirectory(names.run_directory(), job).job, secret=known)
+    _, run = find_run(job)
+    return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run))
+
+
+@click.command("status")
+@job_options
+@pass_elastic_screen
+def job_status_command(screen: ElasticScreen, /, *, job: str | None, coordinator: str, secret: str) -> int:
+    """How a job is: its world, its nodes, how far they are."""
+    answer = call_job(job, coordinator, secret, StatusRequest())
+    screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
+    return ElasticExit.OK
+
+
+@click.command("resize")
+@click.option("--nodes", required=True, metavar="N|max", help="So many nodes at the most; max: as the policy allows.")
+@click.option("--reason", default="elastic resize", show_default=True, help="For people.")
+@job_options
+@pass_elastic_screen
+def resize_command(
+    screen: ElasticScreen, /, *, nodes: str, reason: str, job: str | None, coordinator: str, secret: str
+) -> int:
+    """Ask for another number of nodes. Returns when the job knows; `elastic status` shows how far it is.
+
+    All ranks stop after the same step, seal, and go on in the next world. Nodes that are not in it wait, warm.
+    """
+    if nodes != "max" and not (nodes.isascii() and nodes.isdigit() and int(nodes)):
+        raise PolicyError(f"--nodes {nodes!r}: write a number from 1 on, or max")
+    answer = call_job(job, coordinator, secret, ResizeRequest(None if nodes == "max" else int(nodes), reason))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
+    return ElasticExit.OK
+
+
+@click.command("leave")
+@click.argument("nodes", nargs=-1, required=True)
+@click.option("--within", "within_s", type=float, default=120.0, show_default=True, metavar="S", help="Their deadline.")
+@click.option("--reason", default="asked back", show_default=True, help="For people.")
+@job_options
+@pass_elastic_screen
+def drain_command(
+    screen: ElasticScreen,
+    /,
+    *,
+    nodes: tuple[str, ...],
+    within_s: float,
+    reason: str,
+    job: str | None,
+    coordinator: str,
+    secret: str,
+) -> int:
+    """Ask NODES back: the job goes on without them, and their supervisors end. Ranks that ignore it are ended."""
+    answer = call_job(job, coordinator, secret, DrainRequest(nodes, within_s, reason))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
+    return ElasticExit.OK
+
+
+@click.command("stop")
+@click.option("--within", "within_s", type=float, metavar="S", help="The deadline. [default: the policy's]")
+@click.option("--reason", default="elastic stop", show_default=True, help="For people.")
+@job_options
+@pass_elastic_screen
+def stop_command(
+    screen: ElasticScreen, /, *, within_s: float | None, reason: str, job: str | None, coordinator: str, secret: str
+) -> int:
+    """Stop a job: its ranks agree on a step, seal and end. Started again, it resumes."""
+    answer = call_job(job, coordinator, secret, StopJobRequest(reason, within_s))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
+    return ElasticExit.OK
+
+
+def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
+    ranks = len([node for node in answer.nodes if node.rank is not None]) * answer.nproc
+    said = f": {answer.reason}" if answer.reason else ""
+    out.print(f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(said)}")
+    if answer.pausing is not None:
+        out.print(f"stopping at a common step, {answer.pausing.within_s:.0f} s left: {escape(answer.pausing.reason)}")
+    if answer.wanted:
+        out.print(f"{answer.wanted} nodes more could be used")
+    rows = [
+        (
+            node.node,
+            "-" if node.rank is None else str(node.rank),
+            node.state,
+            str(node.seats),
+            str(node.spares),
+            "-" if node.step < 0 else str(node.step),
+            "-" if node.sealed < 0 else str(node.sealed),
+            format_age(node.heard_s),
+        )
+        for node in answer.nodes
+    ]
+    columns = ("node", "place", "state", "ranks", "spares", "step", "sealed", "heard")
+    out.print(text_table(columns, rows, right=("place", "ranks", "spares", "step", "sealed", "heard")))
+
+
+@click.command("inject")
+@click.argument("places", nargs=-1, metavar="[NAME=VALUE]...")
+@click.option(
+    "--at",
+    required=True,
+    metavar="NAME=VALUE...",
+    help=f"rank=, node=, local_rank=; step=, after_s=, phase= (one of "
+    f"{', '.join(phase.value for phase in InjectionPhase)}).",
+)
+@click.option(
+    "--kind", required=True, metavar="KIND", help=f"One of {', '.join(kind.value for kind in InjectionKind)}."
+)
+@job_options
+@pass_elastic_screen
+def inject_command(
+    screen: ElasticScreen,
+    /,
+    *,
+    places: tuple[str, ...],
+    at: str,
+    kind: str,
+    job: str | None,
+    coordinator: str,
+    secret: str,
+) -> int:
+    """Have a fault happen, once: `elastic inject --at step=30 rank=8 --kind sigkill`.
+
+    With no step, phase or time, sigkill, sigstop, node and partition happen at once, whatever the rank is doing; the
+    others at the next forward pass. How soon sigstop, gil and hang are noticed is up to the job's --hang-timeout.
+    """
+    one = parse_injection([*at.replace(",", " ").split(), *places], kind)
+    answer = call_job(job, coordinator, secret, InjectRequest(with_unique_name(one)))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
+    return ElasticExit.OK
+
+
+def with_unique_name(one: FaultInjection) -> FaultInjection:
+    """With a name that no other one has."""
+    return one if one.name else msgspec.structs.replace(one, name=f"cli-{secrets.token_hex(4)}")

@@ -1,0 +1,166 @@
+"""``elastic plan``: the batch plan of a job at every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from elastic.batch_scaling.batch_plan import BatchPlan, RankPlan
+from elastic.batch_scaling.scale_config import RecipeMismatch, read_scale_config
+from elastic.errors import PolicyError
+from tieredckpt.cli.command_output import CommandOutput, text_table
+
+_COLUMNS = ("WORLD", "PASSES", "MICROBATCH", "MICROBATCHES", "EMPTY", "BUSY", "RANKS x SAMPLES")
+
+
+def batch_plan_table(plans: Sequence[BatchPlan]) -> Table:
+    """One line for each plan."""
+    rows = [
+        (
+            str(plan.world_size),
+            str(plan.accumulation),
+            str(plan.microbatch_size),
+            str(plan.microbatch_count),
+            str(plan.empty),
+            f"{100 * plan.utilization:.1f} %",
+            format_quotas(plan),
+        )
+        for plan in plans
+    ]
+    return text_table(_COLUMNS, rows, right=_COLUMNS[:-1])
+
+
+def format_quotas(plan: BatchPlan) -> str:
+    """``8 x 6 + 16 x 5``."""
+    return " + ".join(f"{quota.ranks} x {quota.samples}" for quota in plan.quotas)
+
+
+def batch_plan_json(plan: BatchPlan) -> dict[str, Any]:
+    return {
+        "global_batch": plan.global_batch,
+        "world_size": plan.world_size,
+        "accumulation": plan.accumulation,
+        "microbatch_size": plan.microbatch_size,
+        "microbatch_count": plan.microbatch_count,
+        "world_independent": plan.world_independent,
+        "empty": plan.empty,
+        "utilization": plan.utilization,
+        "quotas": [quota._asdict() for quota in plan.quotas],
+    }
+
+
+def rank_plan_table(share: RankPlan) -> Table:
+    """A rank's passes."""
+    rows = [(str(m.id), str(m.first), str(m.samples)) for m in share.microbatches]
+    rows += [("-", "-", "0")] * share.empty
+    columns = ("MICROBATCH", "FIRST", "SAMPLES")
+    return text_table(columns, rows, right=columns)
+
+
+def rank_plan_json(share: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": share.rank,
+        "first": share.first,
+        "samples": share.samples,
+        "microbatches": [microbatch._asdict() for microbatch in share.microbatches],
+        "empty": share.empty,
+        "weight": share.weight,
+    }
+
+
+@click.command("plan", short_help="Who computes which samples, with any number of ranks.")
+@click.option("--global-batch", type=int, help="Samples in a step, of all ranks together.")
+@click.option("--world", "worlds", multiple=True, metavar="N[,N...]", help="Ranks that have samples of their own.")
+@click.option("--max-microbatch", type=int, help="The most samples that fit into a pass.")
+@click.option("--microbatch", type=int, help="Microbatches of this size, the same ones in every world.")
+@click.option("--allow-idle", is_flag=True, help="Ranks may be left with nothing to do.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Instead: every size of a HyperPod recipe.")
+@click.option("--nodes", multiple=True, metavar="N[,N...]", help="These numbers of nodes, not those of the recipe.")
+@click.option("--ranks-per-node", type=int, default=8, show_default=True, help="For a recipe.")
+@click.option(
+    "--model-parallel", type=int, default=1, show_default=True, help="Ranks that share samples, for a recipe."
+)
+@click.option("--rank", type=int, help="Every pass of this rank.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def batch_plan_command(*, rank: int | None, as_json: bool, recipe: Path | None, **asked: Any) -> int:
+    """Show how a global batch is shared out among ranks: samples, microbatches and passes of each.
+
+    What is wrong with a recipe's own numbers is said below its plans, and the exit code is then 1.
+    """
+    wrong: list[RecipeMismatch] = []
+    try:
+        if recipe is None:
+            plans = _plans(**asked)
+        else:
+            plans, wrong = _of_recipe(recipe, **asked)
+        value = {"plans": [_one(each, rank) for each in plans], "disagreements": [str(each) for each in wrong]}
+    except (PolicyError, OSError) as impossible:
+        raise click.UsageError(str(impossible)) from impossible
+    screen = CommandOutput()
+    screen.as_json = as_json
+    screen.result(value, lambda out: _show(out, plans, rank))
+    for each in wrong:
+        screen.note(str(each))
+    return 1 if wrong else 0
+
+
+def _plans(
+    *,
+    global_batch: int | None,
+    worlds: tuple[str, ...],
+    max_microbatch: int | None,
+    microbatch: int | None,
+    allow_idle: bool,
+    **_: Any,
+) -> list[BatchPlan]:
+    if global_batch is None or not worlds:
+        raise PolicyError("say --global-batch and --world, or --recipe")
+    return [
+        BatchPlan(global_batch, world, max_microbatch, microbatch=microbatch, allow_idle=allow_idle)
+        for world in _numbers(worlds)
+    ]
+
+
+def _of_recipe(
+    recipe: Path,
+    *,
+    nodes: tuple[str, ...],
+    max_microbatch: int | None,
+    ranks_per_node: int,
+    model_parallel: int,
+    **unused: Any,
+) -> tuple[list[BatchPlan], list[RecipeMismatch]]:
+    if any(unused.values()):
+        raise PolicyError("--recipe says itself what --global-batch, --world, --microbatch and --allow-idle would")
+    config = read_scale_config(recipe)
+    sizes = _numbers(nodes) or list(config.sizes)
+    plans = [
+        config.plan(size, ranks_per_node=ranks_per_node, model_parallel=model_parallel, max_microbatch=max_microbatch)
+        for size in sizes
+    ]
+    wrong = config.disagreements(ranks_per_node=ranks_per_node, model_parallel=model_parallel)
+    return plans, [each for each in wrong if each.nodes in sizes]
+
+
+def _numbers(texts: tuple[str, ...]) -> list[int]:
+    parts = [part for text in texts for part in text.split(",")]
+    if not all(part.strip().isdecimal() for part in parts):
+        raise PolicyError(f"{','.join(parts)} is no list of numbers: write for example 8,16,24")
+    return [int(part) for part in parts]
+
+
+def _one(each: BatchPlan, rank: int | None) -> dict[str, Any]:
+    return batch_plan_json(each) | ({} if rank is None else {"share": rank_plan_json(each.of(rank))})
+
+
+def _show(out: Console, plans: list[BatchPlan], rank: int | None) -> None:
+    out.print(batch_plan_table(plans))
+    if rank is not None:
+        for each in plans:
+            out.print(f"\nrank {rank} of {each.world_size}")
+            out.print(rank_plan_table(each.of(rank)))

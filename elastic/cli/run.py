@@ -1,0 +1,610 @@
+"""``elastic run``, ``elastic join`` and ``elastic coordinator``, and their scaling policy."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import yaml
+
+from elastic import settings as names
+from elastic.cli.common import ElasticExit, ElasticScreen, elastic_exit_for, pass_elastic_screen
+from elastic.control.control_messages import MAX_NODES, ExitReason
+from elastic.control.leader_election import is_leader_url, open_leader_record
+from elastic.control.node_address import gloo_interface, node_address, resolves_to_loopback, wait_for_name
+from elastic.control.run_directory import LocalRun, RunDirectory, run_secret
+from elastic.control.running_clock import since_boot
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, PolicyError
+from elastic.fault_injection.fault_actions import InjectionRecord
+from elastic.launcher import (
+    EXIT_STATUS,
+    CoordinatorSpec,
+    JobLauncher,
+    SupervisorSpec,
+    end_message,
+    run_coordinator,
+    supervisor_environ,
+)
+from elastic.rendezvous.store_servers import ROOTLESS
+from elastic.schedulers.allocation import NodeLaunch, RunOptions, node_range, resolve_launch
+from elastic.schedulers.shared_secret import shared_secret
+from elastic.schedulers.slurm import remaining_nodes, requeue_job
+from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
+from elastic.world import scaling_policy
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore.membership.topology import validate_node_id
+from peerstore.network_addresses import (
+    interface_with_address,
+    is_loopback_host,
+    is_wildcard_host,
+    join_address,
+    outbound_address,
+    split_address,
+)
+from tieredckpt.event_log import EVENT_LOG_ENV
+from tieredckpt.settings import load_yaml
+
+log = logging.getLogger(__name__)
+
+
+_FOREIGN = ("elasticPolicy", "restartPolicy")
+
+
+def load_scaling_policy(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
+    """What the file says, with what the command line says on top; ``None`` is not said."""
+    policy = _policy_from(nnodes, file, **options)
+    if policy.max_replicas > MAX_NODES:
+        raise PolicyError(f"{policy.max_replicas} nodes at the most: a job has {MAX_NODES} or fewer; write less")
+    return policy
+
+
+def _policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
+    least, most = node_range(nnodes)
+    said = {name: value for name, value in options.items() if value is not None}
+    tree = _read(file) if file is not None else {}
+    if not tree.keys().isdisjoint(_FOREIGN):
+        elastic, restart = _foreign(tree)
+        known = {(scaling_policy.ELASTIC_POLICY_KEYS | scaling_policy.RECIPE_POLICY_KEYS).get(name) for name in elastic}
+        if "replica_discrete_values" not in known:
+            ends = {"minReplicas": least, "maxReplicas": most}
+            elastic |= {
+                name: value for name, value in ends.items() if scaling_policy.ELASTIC_POLICY_KEYS[name] not in known
+            }
+        return ScalingPolicy.from_elastic_policy(elastic, restart, **said)
+    try:
+        return msgspec.convert({"min_replicas": least, "max_replicas": most} | tree | said, ScalingPolicy)
+    except msgspec.ValidationError as error:
+        raise PolicyError(f"{file or 'the policy'}: {error}") from error
+
+
+def _foreign(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two parts of a custom resource, and nothing beside them that would be read as nothing."""
+    wrong = [f"{name} stands beside {' and '.join(_FOREIGN)}, and would not be read" for name in tree.keys() - _FOREIGN]
+    parts = [tree.get(name) or {} for name in _FOREIGN]
+    wrong += [
+        f"{name} is {part!r}, must be names and values"
+        for name, part in zip(_FOREIGN, parts, strict=True)
+        if not isinstance(part, dict)
+    ]
+    if wrong:
+        raise PolicyError("; ".join(sorted(wrong)))
+    elastic, restart = parts
+    return dict(elastic), dict(restart)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = load_yaml(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise PolicyError(f"the policy cannot be read from {file}: {error}") from error
+    if not isinstance(tree, dict):
+        raise PolicyError(f"{file} is no policy: write names and values, as min_replicas: 2")
+    return tree
+
+
+_GRACE_S = 30.0
+_NAME_KNOWN_S = 120.0
+_LOCAL = "127.0.0.1:0"
+
+
+def _elasticity(command: Any) -> Any:
+    """How large a job may be, and how patient it is."""
+    for option in reversed(
+        (
+            click.option("--nnodes", metavar="MIN[:MAX]", help="Nodes of the job. [default: the scheduler's, or 1]"),
+            click.option(
+                "--nproc",
+                type=click.IntRange(1, 1024),
+                help="Ranks of every node. [default: the GPUs that the scheduler gave, or 1]",
+            ),
+            click.option(
+                "--policy",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="YAML: fields of elastic.ScalingPolicy, or HyperPod's elasticPolicy and restartPolicy.",
+            ),
+            click.option(
+                "--grow-after", type=float, metavar="S", help="Collect nodes that come so long before growing. [60]"
+            ),
+            click.option("--shrink-after", type=float, metavar="S", help="Wait so long for a replacement. [30]"),
+            click.option(
+                "--resize-grace", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"
+            ),
+            click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults."),
+            click.option(
+                "--hang-timeout",
+                default="auto",
+                envvar=names.HANG,
+                metavar="S|auto|off",
+                help="A fault when no rank gets on so long; auto: ten times the longest step, at least 600. "
+                "[$ELASTIC_HANG_TIMEOUT]",
+            ),
+            click.option(
+                "--first-step-timeout",
+                default="auto",
+                envvar=names.FIRST_STEP,
+                metavar="S|auto|off",
+                help="The same until a world's first step; auto: ten times the longest so far, 3600 at first. "
+                "[$ELASTIC_FIRST_STEP_TIMEOUT]",
+            ),
+            click.option(
+                "--store",
+                default="",
+                metavar="one|rootless|HOST:PORT",
+                help="Where ranks meet: a store on one node, one on every node, or one that is there. "
+                "[$ELASTIC_ROOTLESS=1: rootless; one]",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _policy(options: dict[str, Any]) -> Any:
+    return load_scaling_policy(
+        options["nnodes"] or "1",
+        options["policy"],
+        scaling_timeout_s=options["grow_after"],
+        faulty_scale_down_timeout_s=options["shrink_after"],
+        graceful_shutdown_timeout_s=options["resize_grace"],
+        job_max_retry_count=options["max_restarts"],
+    )
+
+
+@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_elasticity
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Warm processes of every node.")
+@click.option("--job", default="", metavar="NAME", help="The job's name. [default: the script's, and Slurm's number]")
+@click.option("--node", default="", metavar="NAME", help="This node's name. [default: Slurm's, or the host's]")
+@click.option(
+    "--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="So many nodes on this machine, n0, n1, ..."
+)
+@click.option(
+    "--coordinator",
+    default="",
+    metavar="HOST:PORT|URL",
+    help="Several machines: where the coordinator is, or where it is noted which of them leads: "
+    "kubernetes://NAMESPACE/LEASE, or file:///SHARED/FILE.",
+)
+@click.option("--listen", default="", metavar="HOST:PORT", help="With a URL: where others reach this machine.")
+@click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
+@click.option(
+    "--secret", default="", metavar="file:PATH", help="Several machines: what they all know. [$ELASTIC_SECRET]"
+)
+@click.option("--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds after SIGTERM or SIGINT.")
+@click.option(
+    "--requeue",
+    is_flag=True,
+    help="Under Slurm: the job goes back into the queue after SIGUSR1, or when its first node is lost.",
+)
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), help="What ranks print, a file each. [default: elastic-logs/JOB]"
+)
+@click.option("--agent/--no-agent", default=True, show_default=True, help="Start the node's memory tier beforehand.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@pass_elastic_screen
+def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options: Any) -> int:
+    """Run SCRIPT as the ranks of a job whose number of nodes may change.
+
+    On one machine nothing else is needed. SIGTERM and the first SIGINT: the ranks agree on a step, seal and end; the
+    second SIGINT ends them at once. SIGUSR1: as many nodes as the policy allows.
+
+    On several machines, run the same with --coordinator HOST:PORT and the same --secret on each, and with
+    --coordinator-here on one of them. On the others SIGTERM means that this machine is asked back: the job goes on.
+
+    With --coordinator URL on each, any of them leads, and another one takes over where its machine is lost. SIGTERM
+    means on all of them that this machine is asked back; `elastic stop` stops the job.
+
+    Under Slurm `srun --ntasks-per-node=1 elastic run SCRIPT` needs none of that; nor do pods with Kubeflow's PET_*, but
+    for the secret. What is given as an option wins. Slurm's signals mean the job: SIGUSR1 stops it, too.
+    """
+    if options["coordinator_here"] and is_leader_url(options["coordinator"]):
+        raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
+    if options["listen"] and not is_leader_url(options["coordinator"]):
+        raise PolicyError("--listen needs --coordinator URL: else nobody looks for a coordinator here")
+    if is_leader_url(options["coordinator"]):
+        _try(options["coordinator"])
+    options |= {"scheduled": (scheduled := _place(options))}
+    options |= {"nnodes": scheduled.nnodes, "nproc": scheduled.nproc, "node": scheduled.node}
+    options |= {"coordinator": scheduled.coordinator, "coordinator_here": scheduled.several and scheduled.leads}
+    leads = scheduled.leads
+    place = RunDirectory(
+        names.run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run)))
+    )
+    command = _command(script, args, options)
+    scheduled.refuse_more(_policy(options).min_replicas)
+    secret = names.load_secret(options["secret"])
+    if scheduled.several and secret is None and not scheduled.agreement:
+        raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
+    if scheduled.is_given_its_coordinator:
+        wait_for_name(scheduled.coordinator, _NAME_KNOWN_S)
+    first = _node_names(options)[0]
+    logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
+    with contextlib.ExitStack() as held:
+        held.enter_context(place.held("lock" if leads else f"{first}.lock"))
+        if scheduled.several and secret is None:
+            shared = names.shared_directory()
+            secret = held.enter_context(shared_secret(shared, scheduled.agreement, makes=leads))
+        record = LocalRun(
+            job=place.job,
+            coordinator=options["coordinator"],
+            secret_file=str(place.keep_secret(secret, "" if leads else first)),
+            nproc=options["nproc"],
+            spares=options["spares"],
+            command=command,
+            folder=str(Path.cwd()),
+            logs=str(logs),
+            grace_s=options["grace"],
+            ledger=str(names.event_log_directory(logs)),
+        )
+        place.address_file.unlink(missing_ok=True)
+        place.end_file.unlink(missing_ok=True)
+        if leads:
+            InjectionRecord(place.directory).forget()
+        leader = _coordinator_task(place, record, options) if leads else None
+        nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
+        again = scheduled.run if options["requeue"] else ""
+        return _launch(screen, place, record, nodes, leader, notices=scheduled.notices, requeue=again)
+
+
+def _place(options: dict[str, Any]) -> NodeLaunch:
+    """What this is in its job, by its options and by the scheduler that started it."""
+    wanted = RunOptions(
+        nnodes=options["nnodes"],
+        nproc=options["nproc"],
+        node=options["node"],
+        coordinator=options["coordinator"],
+        coordinator_here=options["coordinator_here"],
+        simulated=options["simulate_nodes"],
+    )
+    found = names.allocation()
+    if options["requeue"] and not (found is not None and found.notices):
+        raise PolicyError("--requeue: this is no step of a job of Slurm's, started with srun")
+    return resolve_launch(wanted, found, is_mine=lambda address: interface_with_address(address) is not None)
+
+
+@click.command("join")
+@click.argument("job", required=False)
+@click.option("--node", default="", metavar="NAME", help="The new node's name. [default: the next free n0, n1, ...]")
+@click.option("--agent/--no-agent", default=True, show_default=True, help="Start the node's memory tier beforehand.")
+@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@pass_elastic_screen
+def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -> int:
+    """One more node, on this machine, for a job that was started on it."""
+    from elastic.cli.job_control import find_run
+
+    place, record = find_run(job)
+    name = str(validate_node_id(node)) if node else _free_name(place)
+    os.chdir(record.folder)
+    with place.held(f"{name}.lock"):
+        task = _node_task(
+            place,
+            record,
+            name,
+            {**options, "node": "", "simulate_nodes": 2, "coordinator": "", "coordinator_here": False, "listen": ""},
+        )
+        return _launch(screen, place, record, [task], None)
+
+
+@click.command("coordinator")
+@_elasticity
+@click.option("--listen", required=True, metavar="HOST:PORT", help="Where nodes reach it; no host: on every address.")
+@click.option("--job", required=True, metavar="NAME", help="The job's name.")
+@click.option("--secret", default="", metavar="file:PATH", help="What all nodes know. [$ELASTIC_SECRET]")
+@click.option(
+    "--leadership",
+    default="",
+    metavar="URL",
+    help="Stand by, and lead where nobody else does: as `elastic run --coordinator URL` of the nodes.",
+)
+@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@pass_elastic_screen
+def coordinator_command(
+    screen: ElasticScreen, /, listen: str, job: str, secret: str, verbose: int, **options: Any
+) -> int:
+    """Only a coordinator, for nodes that are started with `elastic run --coordinator HOST:PORT`.
+
+    It keeps nothing but the newest world's number: started again, it learns the job from its nodes, which train on.
+    """
+    import logging
+
+    split_address(listen)
+    known = names.load_secret(secret)
+    if known is None:
+        raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
+    place = RunDirectory(names.run_directory(), job)
+    if options["leadership"]:
+        _try(options["leadership"])
+    task = CoordinatorSpec(
+        job=place.job,
+        secret_file="",
+        listen=listen,
+        policy=_policy(options),
+        nproc=options["nproc"] or 1,
+        fresh=False,
+        epoch_file="" if options["leadership"] else str(place.epoch_file),
+        store=_store(options["store"]),
+        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        leadership=options["leadership"],
+        stands_by=True,
+    )
+    over, reason = run_coordinator(task, known)
+    while over is ExitReason.DISMISSED:  # another one leads
+        log.warning("%s", end_message(reason))
+        over, reason = run_coordinator(task, known)
+    screen.note(end_message(f"{over.value}: {reason}"))
+    return EXIT_STATUS[over]
+
+
+def _launch(
+    screen: ElasticScreen,
+    place: RunDirectory,
+    record: LocalRun,
+    nodes: list[SupervisorSpec],
+    leader: CoordinatorSpec | None,
+    *,
+    notices: bool = False,
+    requeue: str = "",
+) -> int:
+    """``requeue``: the number of a job of Slurm's that may go back into the queue."""
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, format="elastic: %(message)s", stream=sys.stderr)
+
+    is_noted = is_leader_url(record.coordinator)
+
+    def known(address: str) -> None:
+        if leader is not None or is_noted:
+            place.write(msgspec.structs.replace(record, coordinator=address))
+        screen.note(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
+
+    began = since_boot(), time.time_ns()
+    launcher = JobLauncher(
+        nodes,
+        leader,
+        run_secret(record),
+        grace_s=record.grace_s,
+        notices=notices,
+        told_address=known,
+    )
+    words = ""
+    try:
+        status = launcher.run()
+    except Exception as error:
+        status, words = elastic_exit_for(error), str(error)
+        raise
+    finally:
+        words = (place.last_words() if leader is not None else "") or words
+        if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
+            steps = resumable_steps([supervisor_environ(task) for task in nodes if task.agent], began_ns(*began))
+            screen.note(_resuming(end_message(words, describe_resumable(steps)), screen.words))
+        if leader is not None or is_noted:
+            place.remove()
+        for task in nodes:
+            with contextlib.suppress(PermissionError):
+                (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
+            _tidy(Path(task.directory))
+    if leader is None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
+        screen.note(_resuming("", screen.words))
+    if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
+        screen.note(requeue_job(requeue))
+    return status
+
+
+def _is_to_requeue(job: str, mine: SupervisorSpec, status: int, *, noticed: bool) -> bool:
+    """A job that a notice has stopped, by who leads it; one whose leader Slurm has lost, by the first that is left."""
+    if status == ElasticExit.STOPPED:
+        return noticed and mine.beside
+    if status != ElasticExit.GAVE_UP or mine.beside or not mine.coordinator_node:
+        return False
+    left = remaining_nodes(job)
+    return mine.coordinator_node not in left and left[:1] == (mine.node,)
+
+
+def _resuming(words: str, command: Sequence[str]) -> str:
+    """The job's last words, which are one line."""
+    return f"{words}{'; ' if words else ''}the same command resumes it: {shlex.join(['elastic', *command])}"
+
+
+def _tidy(directory: Path) -> None:
+    """What a supervisor has in its directory is of no use any more; what an agent has there may be."""
+    with contextlib.suppress(PermissionError):
+        if not (directory / "agent").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _coordinator_task(place: RunDirectory, record: LocalRun, options: dict[str, Any]) -> CoordinatorSpec:
+    listen = _LOCAL
+    if options["coordinator"]:
+        host, port = split_address(options["coordinator"])
+        everywhere = (
+            is_wildcard_host(host)
+            or _scheduled(options).is_given_its_coordinator
+            or resolves_to_loopback(options["coordinator"])
+        )
+        listen = join_address("" if everywhere else host, port)
+    return CoordinatorSpec(
+        job=record.job,
+        secret_file=record.secret_file,
+        listen=listen,
+        policy=_policy(options),
+        nproc=record.nproc,
+        fresh=True,
+        store=_store(options["store"]),
+        address_file=str(place.address_file),
+        end_file=str(place.end_file),
+        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        ledger=record.ledger,
+        verbose=options["verbose"],
+    )
+
+
+def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[str, Any]) -> SupervisorSpec:
+    directory = place.node(name)
+    if is_leader_url(record.coordinator):
+        host = _listens(options["listen"])
+    else:
+        host = node_address(record.coordinator, _scheduled(options).others)
+    mine = {EVENT_LOG_ENV: record.ledger} if record.ledger else {}
+    if not is_loopback_host(host):
+        mine |= _peer_secret(record)
+    if (interface := gloo_interface(host)) is not None:
+        mine |= names.gloo_on(interface)
+    if options["node"] and not names.has_agent_name():
+        mine["TIEREDCKPT_AGENT_NODE"] = name
+    if memory := _memory_of(place, name, options):
+        mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(memory), "TIEREDCKPT_AGENT_NODE": memory.parent.name}
+    return SupervisorSpec(
+        job=record.job,
+        secret_file=record.secret_file,
+        node=name,
+        coordinator=record.coordinator,
+        command=record.command,
+        directory=str(directory),
+        logs=record.logs,
+        nproc=record.nproc,
+        spares=record.spares,
+        host=host,
+        lead=_lead(record, options, host) if is_leader_url(record.coordinator) and "nnodes" in options else None,
+        grace_s=record.grace_s,
+        agent=options["agent"],
+        environ=mine,
+        beside=options["coordinator_here"] or not options["coordinator"],
+        coordinator_node=_scheduled(options).other_leader,
+        scheduled_job=_scheduled(options).run,
+        verbose=options["verbose"],
+    )
+
+
+def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSpec:
+    """The coordinator that any node of the job may have to start."""
+    port = split_address(options["listen"])[1] if options["listen"] else 0
+    return CoordinatorSpec(
+        job=record.job,
+        secret_file=record.secret_file,
+        listen=join_address(host, port),
+        policy=_policy(options),
+        nproc=record.nproc,
+        fresh=False,
+        store=_store(options["store"]),
+        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        ledger=record.ledger,
+        leadership=record.coordinator,
+        verbose=options["verbose"],
+    )
+
+
+def _try(url: str) -> None:
+    """A place that can never be asked is refused before anything is started; one that is away may be back."""
+    with contextlib.closing(open_leader_record(url)) as leadership:
+        try:
+            leadership.read()
+        except ControlPlaneRefusedError:
+            raise
+        except ControlPlaneUnavailableError as error:
+            log.warning("%s", error)
+
+
+def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path | None:
+    """Where the node's agent is, if not where all jobs of this machine have it.
+
+    Of simulated nodes each has its own, so that the peer tier sees several. What they left when the job was stopped is
+    where it goes on from, also with one node.
+    """
+    own = place.node(name) / "agent"
+    if (options["simulate_nodes"] or 1) > 1 or own.exists():
+        return own
+    if options["coordinator"] or names.has_agent_directory():
+        return None
+    left = sorted(place.directory.glob("*/agent"), key=lambda one: (not (one / "agent.sock").exists(), one))
+    return left[0] if left else None
+
+
+def _peer_secret(record: LocalRun) -> dict[str, str]:
+    """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
+    if names.has_peer_secret():
+        return {}
+    return {"TIEREDCKPT_PEER_SECRET": f"file:{record.secret_file}"}
+
+
+def _store(said: str) -> str:
+    """What the coordinator is told: nothing for a store that some node is to keep."""
+    if not said:
+        return ROOTLESS if names.wants_rootless_store() else ""
+    if said in ("one", ROOTLESS):
+        return said if said == ROOTLESS else ""
+    split_address(said)
+    return said
+
+
+def _scheduled(options: dict[str, Any]) -> NodeLaunch:
+    return options.get("scheduled") or NodeLaunch("1", 1)
+
+
+def _listens(listen: str) -> str:
+    """Where other nodes reach this one, and the coordinator that it may have."""
+    host, _ = split_address(listen or ":0")
+    return outbound_address() if is_wildcard_host(host) else host
+
+
+def _node_names(options: dict[str, Any]) -> list[str]:
+    if options["simulate_nodes"]:
+        return [f"{options['node'] or 'n'}{number}" for number in range(options["simulate_nodes"])]
+    return [str(validate_node_id(options["node"] or socket.gethostname()))]
+
+
+def _free_name(place: RunDirectory) -> str:
+    number = 0
+    while (place.directory / f"n{number}").exists():
+        number += 1
+    return f"n{number}"
+
+
+def _job_of(script: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem)[:100] or "job"
+
+
+def _command(script: str, args: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
+    if options["no_python"]:
+        return (script, *args)
+    if options["module"]:
+        return (sys.executable, "-u", "-m", script, *args)
+    if not Path(script).is_file():
+        raise PolicyError(f"there is no file {script!r}: for a program write --no-python, for a module -m")
+    return (sys.executable, "-u", script, *args)

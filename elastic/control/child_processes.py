@@ -1,0 +1,139 @@
+"""Child processes that die with their parent: start, output, exit status in words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from elastic.control import parent_death
+
+_LINE_BYTES = 64 << 10
+_LAST_WORDS_S = 5.0
+_LEASH = Path(parent_death.__file__)
+_BY_HAND = (
+    "import sys; sys.path.remove(''); import runpy; del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+def python_module_command(name: str, *args: str) -> list[str]:
+    """``python -m NAME`` that imports nothing from the folder it is run in: others may write there."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", name, *args]
+    return [sys.executable, "-c", _BY_HAND, name, *args]
+
+
+def with_import_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """With these packages where this process found them. An empty entry would be the folder it is run in."""
+    root = str(Path(__file__).resolve().parents[2])
+    known = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**environ, "PYTHONPATH": os.pathsep.join([root, *known])}
+
+
+def die_with_parent(command: Sequence[str]) -> list[str]:
+    """``command``, ended by the kernel when this process (the thread that starts it) ends."""
+    return [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *command]
+
+
+class ChildProcess:
+    """A process in a session of its own. Made and kept by a thread that lasts: the process ends with it.
+
+    ``ended`` is called once, from another thread, when the process and all it has printed are through. Without a
+    ``sink`` it prints where this process does.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        sink: Callable[[bytes], None] | None,
+        ended: Callable[[int], None],
+        name: str = "rank",
+    ) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+            die_with_parent(command),
+            stdin=subprocess.DEVNULL,
+            stdout=None if sink is None else subprocess.PIPE,
+            stderr=None if sink is None else subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._ended = ended
+        self._reaping = threading.Lock()
+        self._pump = threading.Thread(target=self._read, args=(sink,), name=f"elastic-log-{name}", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, name=f"elastic-wait-{name}", daemon=True)
+        self._pump.start()
+        self._waiter.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._waiter.is_alive()
+
+    def signal(self, number: int) -> None:
+        """To the process and all that it has started."""
+        with self._reaping:
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, number)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        self._waiter.join(timeout_s)
+        return not self._waiter.is_alive()
+
+    def _wait(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # what it left behind in its session ends with it
+            status = self._process.wait()
+        self._pump.join(_LAST_WORDS_S)
+        self._ended(status)
+
+    def _read(self, sink: Callable[[bytes], None] | None) -> None:
+        stream = self._process.stdout
+        if stream is None or sink is None:
+            return
+        with stream:
+            while line := stream.readline(_LINE_BYTES):
+                sink(line)
+
+
+class ProcessLog:
+    """What a process prints: to a file of its own, and with a prefix to the terminal."""
+
+    def __init__(self, path: Path, prefix: str, terminal: IO[bytes] | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._prefix = prefix.encode()
+        self._terminal = terminal
+
+    def line(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk ends no training
+            self._file.write(line)
+        if self._terminal is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._terminal.write(self._prefix + line.rstrip(b"\n") + b"\n")
+                self._terminal.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def describe_exit(status: int) -> str:
+    """A process's end in words."""
+    if status >= 0:
+        return f"it ended with status {status}"
+    try:
+        return f"it was killed by signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"it was killed by signal {-status}"

@@ -1,0 +1,436 @@
+"""Messages between ranks, supervisors, coordinator and command line, and the delta encoding of node status.
+
+Everybody tells its whole state, each time something in it changes, and is told all that is wanted of it: a message that
+is lost with its connection is made up for by the next one, and who starts anew knows everything after one message of
+each. The exception are :class:`NodeCommand` and :class:`RankRequest`, which are to be done once: they are numbered.
+Between a supervisor and the coordinator only what has changed goes over a connection
+(:mod:`elastic.control.control_messages`).
+
+::
+
+    rank    <── RankDesired ──  supervisor  <── NodeDesired ──  coordinator   <── Answer ──  command line
+            ── RankStatus  ──>              ── NodeStatus  ──>                ── Question ──>
+
+Both sides speak of whole messages, :class:`NodeStatus` and :class:`NodeDesired`; what goes over the wire is what is new
+in them. The first report of a connection is whole, and what a node hears begins from :data:`INITIAL_DESIRED`. A world,
+which names all nodes, goes over a connection once in each direction at the most: a supervisor names one that it was
+told of
+on the same connection by the number of the message that brought it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
+from elastic.fault_injection.fault_spec import FaultInjection
+from elastic.world.world_state import WorldPhase
+from peerstore.errors import ProtocolError
+from peerstore.message_codec import decode_message
+from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
+
+RANK_PROTOCOL = 1
+MAX_RANK_MESSAGE_BYTES = 64 << 10
+MAX_NODES = 16_384
+"""Of a job. A message names each of them once at the most, with 128 bytes for a name."""
+MAX_NODE_MESSAGE_BYTES = 16 << 20
+MAX_TEXT = 2000
+
+
+class RankPhase(enum.Enum):
+    """Where a rank is."""
+
+    READY = "ready"
+    INSIDE = "inside"
+    FINISHED = "finished"
+
+
+class RankRequest(msgspec.Struct, frozen=True):
+    """A rank asks for a change."""
+
+    number: NonNegativeInt
+    want: NoticeKind
+    reason: str
+    deadline_s: float | None = None
+    nodes: int | None = None
+    cut_s: float | None = None
+    """Not that: an injected fault is to cut this node off for so long."""
+
+
+class RankHello(msgspec.Struct, frozen=True):
+    protocol: int
+    token: str
+    """What the supervisor gave to the process that it started, and to no other."""
+
+
+class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    number: NonNegativeInt
+    stand: RankPhase
+    epoch: NonNegativeIntOrMinusOne = -1
+    """The newest world this process has been in."""
+    paused: NonNegativeIntOrMinusOne | None = None
+    sealed: NonNegativeIntOrMinusOne | None = None
+    fault: str | None = None
+    final: bool = False
+    """The fault is one that another attempt does not mend."""
+    progress: RankProgress | None = None
+    requests: tuple[RankRequest, ...] = ()
+
+
+class ExitReason(enum.Enum):
+    """Why there is no further world for who is told so."""
+
+    DISMISSED = "dismissed"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    GAVE_UP = "gave up"
+    REFUSED = "refused"
+    """Somebody else is here under this name, or with this token."""
+
+
+class RankDesired(msgspec.Struct, frozen=True):
+    heard: NonNegativeInt = 0
+    """Number of the newest :class:`RankStatus` this takes into account."""
+    assignment: RankAssignment | None = None
+    notice: ControlNotice | None = None
+    target: NonNegativeIntOrMinusOne | None = None
+    over: ExitReason | None = None
+    reason: str = ""
+    cut_off: bool = False
+    """The coordinator does not answer: what it wants is unknown."""
+    injections: tuple[FaultInjection, ...] = ()
+    """Faults that somebody wants here; which of them have happened is seen elsewhere."""
+    cuts: NonNegativeInt = 0
+    """How often this node was cut off on purpose: its ranks lose their connections each time."""
+
+
+class RankFailure(msgspec.Struct, frozen=True):
+    """A rank whose process has ended and was not to, or that says that its world is broken."""
+
+    local_rank: NonNegativeInt
+    reason: str
+    final: bool = False
+    """Another attempt would end the same way."""
+    at: float | None = None
+    """When its process ended, by its node's clock on the wall."""
+
+
+class PauseOrder(msgspec.Struct, frozen=True):
+    """What :class:`~elastic.world.world_state.PauseWorld` says, on no particular clock."""
+
+    epoch: NonNegativeIntOrMinusOne
+    reason: str
+    within_s: float
+    stop: bool = False
+
+
+class SizeRequest(msgspec.Struct, frozen=True):
+    """What somebody asked for last; supervisors keep it for a coordinator that starts again."""
+
+    number: NonNegativeInt
+    reason: str
+    nodes: int | None = None
+
+
+class WorldSpec(msgspec.Struct, frozen=True):
+    """A world."""
+
+    epoch: NonNegativeIntOrMinusOne
+    places: tuple[str, ...]
+    restarts: NonNegativeInt
+    reason: str
+    store: str = ""
+    """"" while it is not known yet: the ranks have to wait for it."""
+    stores: tuple[str, ...] = ()
+    """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
+    hang_s: float | None = None
+    """The longest that no rank may get on, as far as that is known; ``None``: for ever."""
+
+
+class NodeStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
+    number: NonNegativeInt
+    node: str
+    life: NonNegativeInt
+    seats: NonNegativeInt
+    births: NonNegativeInt = 0
+    spares: NonNegativeInt = 0
+    formed: WorldSpec | None = None
+    """The newest world it was told of."""
+    broken: str | None = None
+    """Why that world is broken; ``None`` while it is not."""
+    pausing: PauseOrder | None = None
+    wish: SizeRequest | None = None
+    ready: bool = False
+    paused: NonNegativeIntOrMinusOne | None = None
+    """The greatest step its ranks said, once all have said one."""
+    sealed: NonNegativeIntOrMinusOne | None = None
+    finished: bool = False
+    behind: tuple[int, ...] = ()
+    """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""
+    lost: tuple[RankFailure, ...] = ()
+    faults: tuple[RankFailure, ...] = ()
+    """Of ranks that live."""
+    steps: tuple[RankProgress | None, ...] = ()
+    """Of every seat."""
+    quiet_s: tuple[float, ...] = ()
+    """The same: since when nothing was heard of its process."""
+    requests: tuple[RankRequest, ...] = ()
+    leaving_s: float | None = None
+    """It was asked back, and has so long."""
+    leaving: str = ""
+    goodbye: str = ""
+    """It goes now; why."""
+    coordinator: str = ""
+    done: NonNegativeInt = 0
+    """Number of the newest command of that coordinator that was carried out."""
+    store: str = ""
+    """Where a store that this node keeps is reached."""
+    term: NonNegativeInt = 0
+    """The latest term in which it has obeyed a coordinator; 0 where the coordinator is in one place for good."""
+    leader: str = ""
+    """Which coordinator that was."""
+
+
+class CommandKind(enum.Enum):
+    RESPAWN = "respawn"
+    PROMOTE = "promote"
+    STRAGGLERS = "stragglers"
+    INJECT = "inject"
+
+
+class NodeCommand(msgspec.Struct, frozen=True):
+    number: NonNegativeInt
+    do: CommandKind
+    local_ranks: tuple[int, ...] = ()
+    injection: FaultInjection | None = None
+
+
+class NodeDesired(msgspec.Struct, frozen=True):
+    coordinator: str
+    """Which start of the coordinator says this."""
+    life: NonNegativeInt
+    heard: NonNegativeInt = 0
+    formed: WorldSpec | None = None
+    """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
+    broken: str | None = None
+    broken_s: float | None = None
+    """Seconds its ranks have left to leave the broken world."""
+    pausing: PauseOrder | None = None
+    target: NonNegativeIntOrMinusOne | None = None
+    wish: SizeRequest | None = None
+    commands: tuple[NodeCommand, ...] = ()
+    keep_store: bool = False
+    release: str | None = None
+    """Its ranks are dismissed and its supervisor ends, for this reason."""
+    cut: bool = False
+    """They are ended without being asked."""
+    leave_s: float | None = None
+    """Somebody asked this node back: it has so long."""
+    life_over: bool = False
+    """It was given up for lost meanwhile: it is to begin a new life."""
+    above: NonNegativeInt = 0
+    """Later than this one, whatever the node's clock says: it may have gone back since."""
+    term: NonNegativeInt = 0
+    """In which the coordinator leads; 0 where it is in one place for good."""
+    over: ExitReason | None = None
+    reason: str = ""
+
+
+class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
+    """How is the job?"""
+
+
+class ResizeRequest(msgspec.Struct, frozen=True, tag="resize"):
+    """So many nodes at the most; ``None``: as many as the policy allows."""
+
+    nodes: int | None
+    reason: str
+
+
+class DrainRequest(msgspec.Struct, frozen=True, tag="leave"):
+    """These nodes are asked back."""
+
+    nodes: tuple[str, ...]
+    deadline_s: float
+    reason: str
+
+
+class StopJobRequest(msgspec.Struct, frozen=True, tag="stop"):
+    reason: str
+    deadline_s: float | None = None
+
+
+class SupervisorExited(msgspec.Struct, frozen=True, tag="gone"):
+    """This node's supervisor is no more: who started it saw it end. Its connection is not coming back."""
+
+    node: str
+
+
+class InjectRequest(msgspec.Struct, frozen=True, tag="inject"):
+    """Have a fault happen."""
+
+    injection: FaultInjection
+
+
+CoordinatorRequest: TypeAlias = (
+    StatusRequest | ResizeRequest | DrainRequest | StopJobRequest | SupervisorExited | InjectRequest
+)
+CoordinatorMessage: TypeAlias = (
+    NodeStatus | StatusRequest | ResizeRequest | DrainRequest | StopJobRequest | SupervisorExited | InjectRequest
+)
+
+
+class NodeSummary(msgspec.Struct, frozen=True):
+    node: str
+    rank: int | None
+    """Its place in the world."""
+    state: str
+    seats: NonNegativeInt
+    spares: NonNegativeInt
+    births: NonNegativeInt
+    step: int
+    """The least its ranks have completed, -1 for none."""
+    sealed: int
+    heard_s: float
+    """Since it was last heard of."""
+
+
+class ElasticJobStatus(msgspec.Struct, frozen=True):
+    """How the job is, after what was asked for was taken in."""
+
+    job: str
+    phase: WorldPhase
+    epoch: NonNegativeIntOrMinusOne
+    nodes: tuple[NodeSummary, ...]
+    nproc: int
+    goal: int
+    cap: int | None
+    restarts: NonNegativeInt
+    reason: str
+    step: int
+    sealed: int
+    store: str
+    wanted: int = 0
+    """So many nodes more could be used."""
+    pausing: PauseOrder | None = None
+    refused: str = ""
+    """Why what was asked for is not done."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+INITIAL_DESIRED = NodeDesired("", 0)
+
+
+class WorldSpecRef(msgspec.Struct, frozen=True, tag="told"):
+    """The world that the coordinator told in so many-th place on this connection, counted from 1."""
+
+    number: NonNegativeInt
+
+
+class _World(WorldSpec, frozen=True, tag="world"):
+    """A world that the coordinator did not tell on this connection."""
+
+
+def _partial(name: str, whole: type[msgspec.Struct], tag: str, **others: Any) -> type[msgspec.Struct]:
+    """``whole`` with every field left out where it has not changed."""
+    fields = [
+        (field.name, others.get(field.name, field.type) | msgspec.UnsetType, msgspec.UNSET)
+        for field in msgspec.structs.fields(whole)
+    ]
+    return msgspec.defstruct(name, fields, frozen=True, tag=tag, forbid_unknown_fields=True, kw_only=True)
+
+
+NodeStatusDelta = _partial("NodeStatusDelta", NodeStatus, "changed", formed=_World | WorldSpecRef | None)
+NodeDesiredDelta = _partial("NodeDesiredDelta", NodeDesired, "hears")
+
+
+class NodeCodec:
+    """A supervisor's end of one connection. One thread encodes and one decodes."""
+
+    def __init__(self) -> None:
+        self._said: NodeStatus | None = None
+        self._heard = INITIAL_DESIRED
+        self._told: tuple[int, WorldSpec | None] = (0, None)
+        """The world that the coordinator told last, and its number."""
+
+    def encode(self, says: NodeStatus) -> bytes:
+        before, self._said = self._said, says
+        if before is None:
+            return _encode(says)
+        changes = _changes(before, says)
+        formed = changes.get("formed")
+        if formed is not None:
+            number, told = self._told
+            changes["formed"] = WorldSpecRef(number) if formed is told else _World(*msgspec.structs.astuple(formed))
+        return _encode(NodeStatusDelta(**changes))
+
+    def decode(self, body: bytes) -> NodeDesired:
+        changes = decode_message(body, NodeDesiredDelta)
+        self._heard = _applied(self._heard, changes)
+        if isinstance(formed := changes.formed, WorldSpec):  # type: ignore[attr-defined]  # a field of NodeDesired
+            self._told = self._told[0] + 1, formed
+        return self._heard
+
+
+class CoordinatorCodec:
+    """The coordinator's end of it. ``packed`` encodes a world, ``shared`` gives the one of two equal worlds to keep:
+    the same world goes to, and comes from, all nodes.
+    """
+
+    def __init__(
+        self,
+        says: NodeStatus,
+        packed: Callable[[WorldSpec], msgspec.Raw] = lambda formed: msgspec.Raw(_encode(formed)),
+        shared: Callable[[WorldSpec], WorldSpec] = lambda formed: formed,
+    ) -> None:
+        self._packed, self._shared = packed, shared
+        self._told: dict[int, WorldSpec] = {}
+        """Worlds that the node may speak of by their number."""
+        self._number = 0
+        self._hears = INITIAL_DESIRED
+        self.said = says if says.formed is None else msgspec.structs.replace(says, formed=shared(says.formed))
+        """The node's newest report."""
+
+    def encode(self, hears: NodeDesired) -> bytes:
+        changes = _changes(self._hears, hears)
+        self._hears = hears
+        formed = changes.get("formed")
+        if formed is not None:
+            self._number += 1
+            self._told[self._number] = formed
+            changes["formed"] = self._packed(formed)
+        return _encode(NodeDesiredDelta(**changes))
+
+    def decode(self, body: bytes) -> NodeStatus:
+        changes = decode_message(body, NodeStatusDelta)
+        self.said = _applied(self.said, changes, formed=self._world(changes.formed))  # type: ignore[attr-defined]
+        return self.said
+
+    def _world(self, formed: Any) -> Any:
+        if isinstance(formed, _World):
+            return self._shared(WorldSpec(*msgspec.structs.astuple(formed)))
+        if not isinstance(formed, WorldSpecRef):
+            return formed
+        if formed.number not in self._told:
+            raise ProtocolError(f"it speaks of world number {formed.number}, which it was not told here")
+        self._told = {number: told for number, told in self._told.items() if number >= formed.number}
+        return self._told[formed.number]
+
+
+def _changes(before: msgspec.Struct, after: msgspec.Struct) -> dict[str, Any]:
+    changes = {}
+    for name in after.__struct_fields__:
+        old, new = getattr(before, name), getattr(after, name)
+        if new is not old and new != old:
+            changes[name] = new
+    return changes
+
+
+def _applied(before: Any, changes: msgspec.Struct, **others: Any) -> Any:
+    new = {name: value for name in changes.__struct_fields__ if (value := getattr(changes, name)) is not msgspec.UNSET}
+    new.update({name: value for name, value in others.items() if name in new})
+    return msgspec.structs.replace(before, **new)

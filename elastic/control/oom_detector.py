@@ -1,0 +1,59 @@
+"""Detects that the kernel killed a process for memory."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_CGROUP = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+_MACHINE = Path("/proc/vmstat")
+
+
+class OomDetector:
+    """Looked at when a process ends by SIGKILL, in the control group of who asks and those below it."""
+
+    def __init__(self, cgroup: Path | None = None, machine: Path = _MACHINE) -> None:
+        self._cgroup = _events_file() if cgroup is None else cgroup
+        self._machine = machine
+        self._seen = self._counts()
+
+    def since_asked(self) -> str:
+        """Whether there was one since this was asked last, in words; "" where there was none."""
+        before, self._seen = self._seen, self._counts()
+        if self._seen[0] > before[0]:
+            return "probably out of memory: the kernel says so of its control group"
+        if self._seen[1] > before[1]:
+            return "maybe out of memory: the kernel has ended something on this machine for lack of it"
+        return ""
+
+    def _counts(self) -> tuple[int, int]:
+        return _count(self._cgroup), _count(self._machine)
+
+
+def _events_file() -> Path:
+    """Of this process's control group, in either version of them."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = _CGROUP.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            for root in (_MOUNT / path.lstrip("/"), _MOUNT):  # a container may see only its own, as the root
+                if (root / "memory.events").exists():
+                    return root / "memory.events"
+        elif "memory" in controllers.split(","):
+            for root in (_MOUNT / "memory" / path.lstrip("/"), _MOUNT / "memory"):
+                if (root / "memory.oom_control").exists():
+                    return root / "memory.oom_control"
+    return _MOUNT / "memory.events"
+
+
+def _count(file: Path) -> int:
+    """The number on the line of kills; 0 where nobody counts."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0

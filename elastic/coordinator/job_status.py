@@ -1,0 +1,186 @@
+"""A job's status for people and programs, and its world events in the event log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary
+from elastic.control.control_plane import RankProgress
+from elastic.coordinator.desired_state import pause_order
+from elastic.coordinator.world_reconciler import NodeRecord, WorldReconciler
+from elastic.rendezvous.store_servers import ROOTLESS
+from elastic.world import world_state
+from elastic.world.world_state import WorldState
+from tieredckpt.event_log import EventLog
+from tieredckpt.event_log import event_types as ev
+
+
+def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
+    """All there is to say about the job."""
+    world = desk.world
+    places = {node: place for place, node in enumerate(world.places)} if world.phase.alive else {}
+    nodes = tuple(_node(desk, seen, places.get(node), now) for node, seen in sorted(desk.nodes.items()))
+    placed = [node for node in nodes if node.rank is not None]
+    return ElasticJobStatus(
+        job=desk.settings.job,
+        phase=world.phase,
+        epoch=world.epoch,
+        nodes=nodes,
+        nproc=world.nproc,
+        goal=world.goal,
+        cap=world.cap,
+        restarts=world.restarts,
+        reason=desk.reason or world.reason,
+        step=min((node.step for node in placed), default=-1),
+        sealed=min((node.sealed for node in placed), default=-1),
+        store=_store(desk),
+        wanted=desk.wanted,
+        pausing=pause_order(desk, now),
+        refused=refused,
+    )
+
+
+def _store(desk: WorldReconciler) -> str:
+    if desk.formed is None:
+        return ""
+    return f"{ROOTLESS}, on {len(desk.formed.stores)} nodes" if desk.formed.stores else desk.formed.store
+
+
+def _node(desk: WorldReconciler, seen: NodeRecord, place: int | None, now: float) -> NodeSummary:
+    says = seen.says
+    said = [progress if progress is not None else RankProgress(-1) for progress in says.steps]
+    return NodeSummary(
+        node=says.node,
+        rank=place,
+        state=_state(desk, seen, inside=place is not None),
+        seats=says.seats,
+        spares=says.spares,
+        births=says.births,
+        step=min((progress.step for progress in said), default=-1),
+        sealed=min((progress.sealed for progress in said), default=-1),
+        heard_s=max(0.0, now - seen.heard_at),
+    )
+
+
+def _state(desk: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
+    says = seen.says
+    if not seen.connected:
+        return "cut off"
+    if says.node not in desk.world.members:
+        return "leaving"
+    if says.finished:
+        return "finished"
+    if says.leaving_s is not None:
+        return "asked back"
+    if not inside:
+        return "waiting" if says.ready else "starting"
+    return "sealed" if says.sealed is not None else "pausing" if desk.pause is not None else "training"
+
+
+EVENT_LOG_NAME = "coordinator"
+_LATE = "it did not stop in time"
+
+
+class WorldEventRecorder:
+    """``saw`` is called with every decision; it decides nothing."""
+
+    def __init__(self, ledger: EventLog, job: str, *, again: bool, wall: Callable[[], float] = time.time) -> None:
+        self._ledger, self._job, self._wall = ledger, job, wall
+        self._seen: set[tuple[str, int, int, float | None]] = set()
+        ledger.write(ev.ProcessBegan(wall(), job, EVENT_LOG_NAME, again=again))
+
+    def saw(
+        self,
+        desk: WorldReconciler,
+        before: WorldState,
+        event: world_state.WorldEvent,
+        actions: Sequence[world_state.WorldAction],
+        now: float,
+    ) -> None:
+        at = self._wall()
+        breaking = next((action for action in actions if isinstance(action, world_state.BreakWorld)), None)
+        blamed = _to_blame([one for one in _single(event) if _matters(before, one, breaks=breaking is not None)])
+        for one in blamed:
+            self._fault(desk, before.epoch, one, at, now)
+        if breaking is not None and not blamed and desk.world.restarts > before.restarts:
+            self._ledger.write(ev.FaultEvent(at, before.epoch, reason=breaking.reason))
+        for action in actions:
+            if isinstance(action, world_state.FormWorld):
+                self._formed(action, at)
+            elif isinstance(action, world_state.PauseWorld):
+                want = "stop" if action.stop else "resize"
+                notice = ev.StopRequested(at, action.epoch, want, action.reason, _asker(event), action.deadline_s - now)
+                self._ledger.write(notice)
+
+    def ended(self, over: ExitReason, reason: str) -> None:
+        self._ledger.write(ev.ProcessEnded(self._wall(), self._job, EVENT_LOG_NAME, over.value, reason))
+        self._ledger.close()
+
+    def _formed(self, form: world_state.FormWorld, at: float) -> None:
+        self._ledger.write(
+            ev.WorldFormed(
+                at,
+                form.epoch,
+                len(form.nodes) * form.nproc,
+                nodes=form.nodes,
+                nproc=form.nproc,
+                how=form.how.value,
+                reason=form.reason,
+                restarts=form.restarts,
+            )
+        )
+
+    def _fault(self, desk: WorldReconciler, epoch: int, event: world_state.WorldEvent, at: float, now: float) -> None:
+        if isinstance(event, world_state.RankLost):
+            seen = desk.nodes.get(event.node)
+            said = () if seen is None else seen.says.lost
+            since = next((lost.at for lost in said if lost.local_rank == event.local_rank), None)
+            key = (event.node, event.life, event.local_rank, since)
+            if key not in self._seen:  # it is said again with everything else that happens there
+                self._seen.add(key)
+                kind = "late" if event.reason == _LATE else "process"
+                self._ledger.write(ev.FaultEvent(at, epoch, event.node, event.local_rank, kind, event.reason, since))
+        elif isinstance(event, world_state.NodeLost | world_state.NodeLeft):
+            seen = desk.nodes.get(event.node)
+            since = None if seen is None else at - max(0.0, now - seen.heard_at)
+            self._ledger.write(ev.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
+        elif isinstance(event, world_state.RankFault):
+            self._ledger.write(ev.FaultEvent(at, epoch, event.node, event.local_rank, "error", event.reason))
+        elif isinstance(event, world_state.HangDetected):
+            self._ledger.write(ev.FaultEvent(at, epoch, event.node, event.local_rank, "hang", event.reason))
+
+
+def _single(event: world_state.WorldEvent) -> Iterator[world_state.WorldEvent]:
+    if isinstance(event, world_state.EventBatch):
+        for one in event.events:
+            yield from _single(one)
+    else:
+        yield event
+
+
+def _to_blame(events: Sequence[world_state.WorldEvent]) -> Sequence[world_state.WorldEvent]:
+    """What ranks report beside a loss, and after the first of them, is what they see of it."""
+    lost = [one for one in events if not isinstance(one, world_state.RankFault | world_state.HangDetected)]
+    return lost or events[:1]
+
+
+def _matters(before: WorldState, event: world_state.WorldEvent, *, breaks: bool) -> bool:
+    """Whether this broke a world, or lost something that was on its way into one."""
+    if isinstance(event, world_state.RankFault | world_state.HangDetected):
+        return breaks and event.epoch == before.epoch
+    if breaks:
+        return isinstance(event, world_state.RankLost | world_state.NodeLost | world_state.NodeLeft)
+    if not isinstance(event, world_state.RankLost | world_state.NodeLost) or before.phase.over or before.phase.alive:
+        return False
+    member = before.members.get(event.node)
+    return member is not None and event.life == member.life and (member.placed or before.epoch < 0)
+
+
+def _asker(event: world_state.WorldEvent) -> str:
+    kinds = {type(one) for one in _single(event)}
+    if kinds & {world_state.NodesPreempted, world_state.CapacityOffered}:
+        return "cluster"
+    if kinds & {world_state.ResizeRequested, world_state.JobStopRequested}:
+        return "person"
+    return "policy"

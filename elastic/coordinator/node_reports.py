@@ -1,0 +1,168 @@
+"""Events derived from successive node reports, and a world's running totals (sealed step, pause step). Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from elastic.control.control_messages import NodeStatus, RankRequest, WorldSpec
+from elastic.control.control_plane import NoticeKind
+from elastic.world.world_state import (
+    JobStopRequested,
+    NodeFinished,
+    NodeJoined,
+    NodeLeft,
+    NodeReady,
+    NodeSealed,
+    NodesPreempted,
+    RankFault,
+    RankLost,
+    RejoinReport,
+    ResizeRequested,
+    WorldEvent,
+)
+
+
+def events_between(before: NodeStatus | None, says: NodeStatus, now: float) -> Iterator[WorldEvent]:
+    """In the order in which it can have happened. ``before`` is the report before, of the same life or none."""
+    node, life, epoch = says.node, says.life, _epoch(says.formed)
+    if before is None:
+        yield NodeJoined(node, life, says.seats, says.births, says.spares)
+    new = before is None or _epoch(before.formed) != epoch
+    if says.sealed is not None and (new or before is None or before.sealed != says.sealed):
+        yield NodeSealed(node, life, epoch, says.sealed)
+    if says.finished and (new or before is None or not before.finished):
+        yield NodeFinished(node, life, epoch)
+    if says.leaving_s is not None and (before is None or before.leaving_s is None):
+        yield NodesPreempted((node,), now + says.leaving_s, says.leaving)
+    if before is None or (before.births, before.lost) != (says.births, says.lost):
+        for lost in says.lost:
+            yield RankLost(node, life, says.births, lost.local_rank, lost.reason)
+    if new or before is None or before.faults != says.faults:
+        for fault in says.faults:
+            yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final)
+    if says.ready and (new or before is None or not before.ready or _stock(before) != _stock(says)):
+        yield NodeReady(node, life, says.births, epoch, says.spares)
+    if says.goodbye:
+        yield NodeLeft(node, life, says.goodbye)
+
+
+def requested_event(request: RankRequest, says: NodeStatus, now: float) -> WorldEvent:
+    """What a rank's request is to the world."""
+    if request.want is NoticeKind.STOP:
+        return JobStopRequested(request.reason, None if request.deadline_s is None else now + request.deadline_s)
+    if request.want is NoticeKind.RESTART:
+        return RankFault(says.node, says.life, _epoch(says.formed), 0, request.reason)
+    return ResizeRequested(request.nodes, request.reason)
+
+
+def rejoin_report(says: NodeStatus) -> RejoinReport:
+    """What a coordinator that starts again learns from a node, but for what it is to decide upon: that comes after."""
+    formed = says.formed
+    return RejoinReport(
+        node=says.node,
+        life=says.life,
+        seats=says.seats,
+        births=says.births,
+        spares=says.spares,
+        epoch=_epoch(formed),
+        places=() if formed is None else formed.places,
+        restarts=0 if formed is None else formed.restarts,
+    )
+
+
+def _epoch(formed: WorldSpec | None) -> int:
+    return -1 if formed is None else formed.epoch
+
+
+def _stock(says: NodeStatus) -> tuple[int, int]:
+    return says.births, says.spares
+
+
+class _Said(NamedTuple):
+    """What counts of one node's newest report."""
+
+    sealed: int | None
+    """The least of its ranks; ``None`` where it says nothing of any."""
+    paused: int | None
+    finished: bool
+
+
+class WorldProgress:
+    def __init__(self, formed: WorldSpec) -> None:
+        self.epoch = formed.epoch
+        self.places = {node: place for place, node in enumerate(formed.places)}
+        """Which place each of its nodes has."""
+        self._said: dict[str, _Said] = {}
+        """Of those that know of this world."""
+        self._sealed: Counter[int] = Counter()
+        self._least: int | None = None
+        self._undecided = 0
+        """Nodes that have not said where they stand, and have not finished."""
+        self._standing = 0
+        """Nodes that have said it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its nodes know of it."""
+        return len(self._said) == len(self.places)
+
+    @property
+    def sealed(self) -> int:
+        """The newest step that all ranks have sealed, -1 where there is none or not all are known."""
+        return -1 if not self.is_complete or self._least is None else self._least
+
+    @property
+    def target(self) -> int | None:
+        """The greatest step that any rank said, once all have said one that have not finished."""
+        if not self.is_complete or self._undecided or not self._standing:
+            return None
+        return max(one.paused for one in self._said.values() if one.paused is not None and not one.finished)
+
+    def said(self, says: NodeStatus) -> None:
+        """A node's newest report; one that does not know of this world counts for nothing here."""
+        if says.node not in self.places:
+            return
+        self.forget(says.node)
+        if says.formed is None or says.formed.epoch != self.epoch:
+            return
+        sealed = min((-1 if one is None else one.sealed for one in says.steps), default=None)
+        self._said[says.node] = said = _Said(sealed, says.paused, says.finished)
+        self._count(said, 1)
+        if sealed is not None:
+            self._sealed[sealed] += 1
+            self._least = sealed if self._least is None else min(sealed, self._least)
+
+    def forget(self, node: str) -> None:
+        said = self._said.pop(node, None)
+        if said is None:
+            return
+        self._count(said, -1)
+        if said.sealed is not None:
+            self._sealed[said.sealed] -= 1
+            if not self._sealed[said.sealed]:
+                del self._sealed[said.sealed]
+                if said.sealed == self._least:
+                    self._least = min(self._sealed, default=None)
+
+    def _count(self, said: _Said, by: int) -> None:
+        if not said.finished:
+            self._undecided += by * (said.paused is None)
+            self._standing += by * (said.paused is not None)
+
+
+class LastCommittedStep:
+    """The newest step that all ranks of some world had sealed."""
+
+    def __init__(self) -> None:
+        self.step = -1
+
+    def said(self, state: WorldProgress) -> None:
+        """What the nodes of a world have said by now."""
+        self.step = max(self.step, state.sealed)
+
+    def __str__(self) -> str:
+        if self.step < 0:
+            return "no step is known to have been sealed by all ranks since the coordinator began"
+        return f"the last whole step is {self.step}"

@@ -1,0 +1,397 @@
+"""ExactGradients: one step from microbatches to clipped gradients, with a norm independent of sharding.
+
+For the second, squares are added within rows and then over rows by halving, one element with one other: how many rows
+a rank has, threads and kernels change nothing. FSDP2 cuts no row; ranks exchange their sums, 8 bytes each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.errors import NonFiniteLossError, PolicyError
+from elastic.gradients.reduction import (
+    GradientReducer,
+    MicrobatchShare,
+    MicrobatchSlot,
+    ReplicatedReducer,
+    piece_bounds,
+    tree_sum,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTotal:
+    """What a step came to; the same on every rank."""
+
+    loss: float
+    """The sum of all microbatches' losses, divided by ``weight``."""
+    weight: float
+    """Samples or tokens of the whole step."""
+    norm: float | None
+    """Of the gradients before they were clipped; ``None`` where nobody asked for it."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
+
+
+class MicrobatchPass:
+    """One forward and backward of this rank."""
+
+    def __init__(
+        self,
+        slot: MicrobatchSlot,
+        place: int,
+        done: Callable[[MicrobatchSlot, torch.Tensor, torch.Tensor | float], None],
+    ) -> None:
+        self.id = slot.stand_in
+        """What to compute with."""
+        self.place = place
+        """Which of this rank's own microbatches that is, in the order in which it has them."""
+        self.empty = slot.id is None
+        """Whether it counts for nothing, and only keeps this rank in step with those that have more microbatches."""
+        self.finished = False
+        self._slot = slot
+        self._done = done
+
+    def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float) -> None:
+        """``loss`` is a sum, no mean, over ``weight`` samples or tokens."""
+        if self.finished:
+            raise PolicyError(f"backward was called twice for microbatch {self.id}")
+        torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.empty else None)
+        self._done(self._slot, loss.detach(), weight)
+        self.finished = True
+
+
+class ExactGradients:
+    """What ``loss.backward()`` and averaging over ranks leave to chance, for one model.
+
+    ::
+
+        sums = ExactGradients(model, tree=True)
+        for mb in sums.step(plan):
+            x, y = mine[mb.place]
+            mb.backward(loss_sum(model(x), y), weight=y.numel())
+        total = sums.finish(clip=1.0)           # p.grad is what one rank with all microbatches would have
+        optimizer.step()
+
+    ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``; after a change of the world it is wrapped
+    anew, and this is made anew. ``group`` has the ranks that share the step; by default DDP's group, or all ranks.
+
+    With ``tree`` every bit of loss and gradients is independent of how many ranks there are. ``dtype`` is what
+    gradients of less precision are summed in (``None``: their own); DDP and FSDP2 without the tree sum in the type
+    that they were told. Without the tree, FSDP2 reduces once per step and keeps whole gradients until then; with
+    ``each_turn`` after each microbatch, and keeps pieces.
+
+    ``on_nonfinite``: what becomes of a loss that is not finite, and of a norm where gradients are clipped here.
+    ``"fault"``: what :attr:`elastic.RecoveryPolicy.nonfinite` says, and in no world a
+    :class:`~elastic.errors.NonFiniteLossError`; a function is called with the :class:`StepTotal`, whose norm is asked
+    for then; ``None``: nothing. A loss that a ``GradScaler`` has scaled may have gradients that overflow: leave
+    ``clip`` to
+    it, and the scaler leaves the step out as it always does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tree: bool = False,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        each_turn: bool = False,
+        on_nonfinite: Callable[[StepTotal], object] | Literal["fault"] | None = "fault",
+    ) -> None:
+        if group is None and dist.is_initialized():
+            group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
+        self._group = group
+        self._tree = tree
+        self._on_nonfinite = on_nonfinite
+        self._parts = _parts(model, group, tree=tree, dtype=dtype, each_turn=each_turn)
+        self._model = model
+        self._share: MicrobatchShare | None = None
+
+    def step(self, share: MicrobatchShare | BatchPlan) -> Iterator[MicrobatchPass]:
+        """This rank's microbatches, one after the other; drops what gradients there are. A plan says all ranks' shares.
+
+        FSDP2's collectives need all ranks the same number of times: a rank with fewer microbatches gets empty ones
+        first, which compute with one of its own.
+        """
+        ranks = 1 if self._group is None else self._group.size()
+        if isinstance(share, BatchPlan):
+            share = MicrobatchShare.planned(share, 0 if self._group is None else self._group.rank())
+        if len(share.by_rank) != ranks:
+            raise PolicyError(f"the microbatches are shared by {len(share.by_rank)} ranks, the group has {ranks}")
+        if self._group is not None and share.rank != self._group.rank():
+            raise PolicyError(f"this is rank {self._group.rank()} of the group, not {share.rank}")
+        self._share = share
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        for part in self._parts:
+            part.begin(share)
+        for turn, slot in enumerate(share.slots(max(part.turns for part in self._parts))):
+            for part in self._parts:
+                part.before(slot, turn)
+            place = share.mine.index(slot.stand_in) if share.mine else 0
+            microbatch = MicrobatchPass(slot, place, self._done)
+            yield microbatch
+            if not microbatch.finished:
+                raise PolicyError(f"microbatch {microbatch.id} was left without a backward")
+
+    def finish(self, *, clip: float | None = None) -> StepTotal:
+        """Sum over all ranks, divide by the global count, clip; waits for the device.
+
+        Where loss or norm is not finite ``on_nonfinite`` is called, on every rank, before this returns; it may raise.
+        A step that all ranks leave out (``RecoveryPolicy(nonfinite="skip")``) has no gradients: no optimizer does
+        anything.
+        """
+        share = self._share
+        if share is None or len(self._seen) != len(share.mine):
+            raise PolicyError("finish() before all microbatches of step() had their backward")
+        self._share = None
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.require_backward_grad_sync = True
+        losses, weights, used = self._exchange(share)
+        weight = tree_sum(weights)
+        if weight == 0:
+            raise PolicyError(f"none of the {share.microbatches} microbatches of this step counts: all weights are 0")
+        begin = 0
+        for part in self._parts:
+            part.finish(weight, used[begin : begin + len(part.parameters)])
+            begin += len(part.parameters)
+        found = self._norm(clip)
+        total = StepTotal(tree_sum(losses) / weight, weight, found)
+        if self._on_nonfinite == "fault":
+            self._check(total, losses, share)
+        elif self._on_nonfinite is not None and not total.finite:
+            self._on_nonfinite(total)
+        return total
+
+    def _check(self, total: StepTotal, losses: Sequence[float], share: MicrobatchShare) -> None:
+        """All ranks have the same numbers, so they decide alike."""
+        value, what = total.loss, "the loss"
+        if not math.isfinite(value):
+            first = next((id_ for id_, loss in enumerate(losses) if not math.isfinite(loss)), 0)
+            rank = next((rank for rank, ids in enumerate(share.by_rank) if first in ids), 0)
+            what = f"the loss (of microbatch {first}, which rank {rank} computed)"
+        elif not total.finite and total.norm is not None:
+            value, what = total.norm, "the norm of the gradients"
+        loop = sys.modules.get("elastic.workers.train_loop")  # nobody can be in a world otherwise
+        world = None if loop is None else loop.current_world()
+        if world is None:
+            if not math.isfinite(value):
+                raise NonFiniteLossError(f"{what} is not finite ({value}); ExactGradients(on_nonfinite=None) goes on")
+        elif not world.check(value, what=what):
+            for part in self._parts:
+                for parameter in part.parameters:
+                    parameter.grad = None
+
+    def _done(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
+        if slot.id is not None:
+            self._seen[slot.id] = (loss, weight)
+        for part in self._parts:
+            part.after(slot)
+
+    def _exchange(self, share: MicrobatchShare) -> tuple[list[float], list[float], list[bool]]:
+        """Losses and weights by microbatch, and which parameters have a gradient: one small all-reduce.
+
+        Everything but one rank's value is a zero, so that its order does not matter.
+        """
+        many = share.microbatches
+        used = [flag for part in self._parts for flag in part.seen()]
+        device = next((loss.device for loss, _ in self._seen.values()), self._parts[0].parameters[0].device)
+        values = torch.zeros(3 * many + len(used), dtype=torch.float64, device=device)
+        for id_, (loss, weight) in self._seen.items():
+            values[id_], values[many + id_], values[2 * many + id_] = loss, weight, 1
+        values[3 * many :] = torch.tensor(used, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+        found: list[float] = values.tolist()
+        times = found[2 * many : 3 * many]
+        wrong = [id_ for id_, count in enumerate(times) if count != 1]
+        if wrong:
+            raise PolicyError(f"the ranks do not agree who computes what: microbatches {wrong[:5]} not exactly once")
+        return found[:many], found[many : 2 * many], [count > 0 for count in found[3 * many :]]
+
+    def _norm(self, clip: float | None) -> float | None:
+        if clip is None and not callable(self._on_nonfinite):
+            return None
+        parameters = [one for part in self._parts for one in part.parameters]
+        found = deterministic_gradient_norm(parameters) if self._tree else gradient_norm(parameters)
+        if clip is not None:
+            clip_gradients(parameters, found, clip)
+        return found
+
+
+def _parts(
+    model: nn.Module, group: dist.ProcessGroup | None, *, tree: bool, dtype: torch.dtype | None, each_turn: bool
+) -> list[GradientReducer]:
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if not parameters:
+        raise PolicyError("the model has no parameter that requires a gradient")
+    _refuse(model)
+    if isinstance(model, DistributedDataParallel):
+        if not tree:
+            from elastic.gradients.ddp_reducer import DDPReducer
+
+            return [DDPReducer(model, parameters)]
+
+        def alone() -> None:
+            model.require_backward_grad_sync = False  # as no_sync() does, over a loop's body
+
+        return [ReplicatedReducer(parameters, group, tree=True, dtype=dtype, prepare=alone, least_turns=1)]
+    spread = [one for one in parameters if isinstance(one.data, DTensor)]
+    plain = [one for one in parameters if not isinstance(one.data, DTensor)]
+    parts: list[GradientReducer] = []
+    if spread:
+        parts.append(_of_fsdp(model, spread, group, tree=tree, dtype=dtype, each_turn=each_turn))
+    if plain:
+        parts.append(ReplicatedReducer(plain, group, tree=tree, dtype=dtype))
+    return parts
+
+
+def _refuse(model: nn.Module) -> None:
+    """What averages or cuts gradients where this does not see it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have wrapped anything otherwise
+    for name, inside in model.named_modules():
+        if fsdp is not None and isinstance(inside, fsdp.FullyShardedDataParallel):
+            raise PolicyError(f"module {name!r} is wrapped by FSDP1: use fully_shard, or DDP")
+        if inside is not model and isinstance(inside, DistributedDataParallel):
+            raise PolicyError(f"only module {name!r} is wrapped by DDP: wrap the whole model, or nothing of it")
+
+
+def _of_fsdp(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    group: dist.ProcessGroup | None,
+    *,
+    tree: bool,
+    dtype: torch.dtype | None,
+    each_turn: bool,
+) -> GradientReducer:
+    from torch.distributed.fsdp import FSDPModule
+
+    from elastic.gradients.fsdp_reducer import FSDPReducer
+
+    modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    if group is None or not modules:
+        raise PolicyError("the model has DTensor parameters that no fully_shard manages: sum their gradients yourself")
+    if tree and group.size() == 1:  # FSDP2 reduces nothing on one rank: its gradients are those of one microbatch
+        return ReplicatedReducer(parameters, group, tree=True, dtype=dtype)
+    return FSDPReducer(modules, parameters, group, tree=tree, dtype=dtype, each_turn=each_turn)
+
+
+NORM_BLOCK_ELEMENTS = 1 << 19
+"""Squares at a time: they stay in a processor's cache. An accelerator takes more, or would wait for its next kernel."""
+ShardedDims = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and its dimensions over which a gradient is cut."""
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """By torch's own kernels, in the order in which they add."""
+    by_spread: dict[ShardedDims | None, list[torch.Tensor]] = {}
+    for gradient in _gradients(parameters):
+        by_spread.setdefault(_spread(gradient), []).append(_local(gradient))
+    total = 0.0
+    for spread, gradients in by_spread.items():
+        norms = torch._foreach_norm(gradients)
+        squares = torch.stack([norm.double() for norm in norms]).square_().sum()
+        if spread is not None:
+            mesh, dimensions = spread
+            for dimension in dimensions:
+                dist.all_reduce(squares, group=mesh.get_group(dimension))
+        total += squares.item()
+    return math.sqrt(total)
+
+
+def deterministic_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """In an order that depends on the parameters' shapes alone."""
+    gradients = _gradients(parameters)
+    if not gradients:
+        return 0.0
+    heights = [len(one) if one.ndim else 1 for one in gradients]
+    device = _local(gradients[0]).device
+    sums = torch.zeros(sum(heights), dtype=torch.float64, device=device)
+    groups: dict[ShardedDims, dist.ProcessGroup] = {}
+    cut: list[tuple[ShardedDims | None, torch.Tensor]] = []
+    for gradient, rows in zip(gradients, sums.split(heights), strict=True):
+        spread = _spread(gradient)
+        cut.append((spread, rows))
+        begin = 0
+        if spread is not None:
+            groups[spread] = _row_group(gradient, spread)
+            begin = piece_bounds(len(rows), groups[spread].size(), groups[spread].rank())[0]
+        own = _row_sums(_local(gradient))
+        rows[begin : begin + len(own)] = own
+    for spread, group in groups.items():
+        together = torch.cat([rows for one, rows in cut if one == spread])
+        dist.all_reduce(together, group=group)  # of zeros and one value each: exact in any order
+        mine = [rows for one, rows in cut if one == spread]
+        for rows, whole in zip(mine, together.split([len(rows) for rows in mine]), strict=True):
+            rows.copy_(whole)
+    found = iter([_halve(rows.view(1, -1))[0] for _, rows in cut])
+    nothing = sums.new_zeros(())
+    each = [nothing if one.grad is None else next(found) for one in parameters]
+    return math.sqrt(_halve(torch.stack(each).view(1, -1)).item())
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients so that their norm is ``limit``; as torch's ``clip_grad_norm_`` does, with its 1e-6."""
+    factor = limit / (norm + 1e-6)
+    if factor < 1 or math.isnan(factor):
+        for gradient in _gradients(parameters):
+            _local(gradient).mul_(factor)
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [one.grad for one in parameters if one.grad is not None]
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _spread(gradient: torch.Tensor) -> ShardedDims | None:
+    if not isinstance(gradient, DTensor):
+        return None
+    cut = tuple(dimension for dimension, one in enumerate(gradient.placements) if isinstance(one, Shard))
+    return (gradient.device_mesh, cut) if cut else None
+
+
+def _row_group(gradient: torch.Tensor, spread: ShardedDims) -> dist.ProcessGroup:
+    mesh, dimensions = spread
+    placements = gradient.placements if isinstance(gradient, DTensor) else ()
+    if [one.dim for one in placements if isinstance(one, Shard)] != [0]:
+        raise PolicyError(
+            f"a norm that is the same for any number of ranks needs gradients that are cut by rows, once; there is one "
+            f"with placements {placements}: clip without the fixed tree, or not at all"
+        )
+    return mesh.get_group(dimensions[0])
+
+
+def _row_sums(gradient: torch.Tensor) -> torch.Tensor:
+    """Of squares, one for each row; numbers are rows of their own, and so are elements of vectors."""
+    rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.view(-1, 1)
+    most = NORM_BLOCK_ELEMENTS if rows.is_cpu else NORM_BLOCK_ELEMENTS * 32
+    height = max(1, most // max(1, rows.shape[1]))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.cat([_halve(block.to(wide).square()) for block in rows.split(height)]).double()
+
+
+def _halve(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, by adding its second half to its first until one number is left. Changes ``rows``."""
+    while (width := rows.shape[1]) > 1:
+        kept = (width + 1) // 2
+        rows[:, : width - kept] += rows[:, kept:]
+        rows = rows[:, :kept]
+    return rows[:, 0] if rows.shape[1] else rows.new_zeros(len(rows))

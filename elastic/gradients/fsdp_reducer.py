@@ -1,0 +1,255 @@
+"""FSDP2 and HSDP with their own reduce-scatter, plain or in tree order.
+
+FSDP2 calls it once per group and backward. What it returns goes where FSDP2 puts gradients; until the last turn that is
+nothing, the sums are kept here, of this rank's piece alone::
+
+    turn 0   microbatches 0 4 8    all-to-all    each rank: its piece of 0, 4 and 8, added up as far as the tree allows
+    turn 1                1 5 9    ──────────>              its piece of 1, 5 and 9
+    ...                                                     the root, into FSDP2's gradient
+
+HSDP adds one exchange of what the replicas hold, before the last turn ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from elastic.errors import PolicyError
+from elastic.gradients.reduction import (
+    MicrobatchShare,
+    MicrobatchSlot,
+    PartialSums,
+    add_in_place,
+    complete_subtrees,
+    piece_bounds,
+    reduce_own_piece,
+    reduce_scatter_sum,
+)
+
+_NEEDED = ("set_custom_reduce_scatter", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
+
+
+@dataclasses.dataclass
+class PassState:
+    """Where the step is, seen by all groups."""
+
+    share: MicrobatchShare
+    slot: MicrobatchSlot
+    turns: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardTopology:
+    """Whom a group of parameters is spread over: ranks as the share counts them, by shard, one list per replica."""
+
+    replicas: tuple[tuple[int, ...], ...]
+    replica: int
+    across: dist.ProcessGroup | None
+    """The same shard in all replicas."""
+
+
+class FSDPReducer:
+    """All groups of a model that FSDP2 manages."""
+
+    def __init__(
+        self,
+        modules: Sequence[FSDPModule],
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        tree: bool,
+        dtype: torch.dtype | None,
+        each_turn: bool,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._modules = modules
+        self._tree = tree
+        self._each_turn = each_turn or tree
+        self._scatters: list[SumReduceScatter | TreeReduceScatter] = []
+        missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
+        if missing:
+            raise PolicyError(
+                f"this torch ({torch.__version__}) has no FSDPModule.{missing[0]}: use DDP, or a newer one"
+            )
+        for module in modules:
+            own = _own(module)
+            if not own:
+                continue
+            wide = own[0].dtype if dtype is None else torch.promote_types(own[0].dtype, dtype)
+            scatter = TreeReduceScatter(_groups(own[0], group), wide) if tree else SumReduceScatter()
+            self._scatters.append(scatter)
+            _install(module, scatter)
+
+    def begin(self, share: MicrobatchShare) -> None:
+        self.turns = share.most
+        self._share = share
+        self._drop()
+        for scatter in self._scatters:
+            scatter.begin(share)
+
+    def before(self, slot: MicrobatchSlot, turn: int) -> None:
+        now = PassState(self._share, slot, self.turns, turn)
+        for scatter in self._scatters:
+            scatter.turn = now
+        for module in self._modules:
+            module.set_requires_gradient_sync(self._each_turn or slot.last, recurse=False)
+            module.set_requires_all_reduce(slot.last, recurse=False)
+
+    def after(self, slot: MicrobatchSlot) -> None:
+        if self._tree and not slot.last:
+            self._drop()
+
+    def seen(self) -> list[bool]:
+        """FSDP2 reduces zeros for what no microbatch used, and does not say so."""
+        return [True] * len(self.parameters)
+
+    def finish(self, count: float, used: list[bool]) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_gradient(parameter.grad)
+            gradient.div_(torch.tensor(count, dtype=gradient.dtype, device=gradient.device))
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def local_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _own(module: FSDPModule) -> list[DTensor]:
+    """Parameters of this module's own group: those of no FSDP2 module inside."""
+    found: list[DTensor] = []
+    todo: list[nn.Module] = [module]  # type: ignore[list-item]  # FSDPModule is mixed into nn.Module
+    while todo:
+        one = todo.pop()
+        found += [own.data for own in one.parameters(recurse=False) if isinstance(own.data, DTensor)]
+        todo += [child for child in one.children() if not isinstance(child, FSDPModule)]
+    return found
+
+
+def _groups(parameter: DTensor, group: dist.ProcessGroup) -> ShardTopology:
+    """Of a parameter on a mesh of all ranks of ``group``: one dimension (FSDP), or two (HSDP: replicas, shards)."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shards = [isinstance(one, Shard) for one in placements]
+    plain = all(isinstance(one, (Shard, Replicate)) for one in placements) and len(placements) <= 2
+    if not plain or shards not in ([True], [False, True]) or mesh.size() != group.size():
+        raise PolicyError(
+            f"the fixed tree is for FSDP2 and HSDP over all {group.size()} ranks of the group, and nothing beside; "
+            f"there are placements {placements} on a mesh of {mesh.size()} ranks"
+        )
+    index = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+    grid = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    if len(grid) > 1 and len(grid[0]) == 1:
+        raise PolicyError(f"{len(grid)} replicas of one shard each: use DDP, or fully_shard over one dimension")
+    replicas = tuple(tuple(index[rank] for rank in row) for row in grid)
+    across = mesh.get_group(0) if len(grid) > 1 else None
+    return ShardTopology(replicas, mesh.get_coordinate()[0] if across else 0, across)  # type: ignore[index]
+
+
+def _install(module: FSDPModule, scatter: SumReduceScatter | TreeReduceScatter) -> None:
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    try:
+        module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # its base class is not public
+    except ValueError as error:
+        raise PolicyError(str(error)) from error
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+class SumReduceScatter:
+    """A reduce-scatter; what an empty turn computed is left out."""
+
+    turn: PassState
+
+    def begin(self, share: MicrobatchShare) -> None: ...
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
+    ) -> None:
+        if self.turn.slot.id is None:
+            input_tensor.zero_()
+        reduce_scatter_sum(output_tensor, input_tensor, group)
+
+
+class TreeReduceScatter(SumReduceScatter):
+    """The same sum in the order of the tree."""
+
+    def __init__(self, groups: ShardTopology, dtype: torch.dtype) -> None:
+        self._groups = groups
+        self._dtype = dtype
+
+    def begin(self, share: MicrobatchShare) -> None:
+        self._partials = PartialSums[torch.Tensor](share.microbatches, add_in_place)
+        self._done = -1  # turn
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
+    ) -> None:
+        turn = self.turn
+        if self._done == turn.number:
+            raise PolicyError(
+                "a module that fully_shard wraps was run twice in one forward: the fixed tree needs one reduction per "
+                "microbatch; wrap the module around both uses"
+            )
+        if input_tensor.dtype != self._dtype:
+            raise PolicyError(
+                f"FSDP2 reduces these gradients as {input_tensor.dtype}, the fixed tree sums {self._dtype}: give "
+                f"fully_shard a MixedPrecisionPolicy with reduce_dtype={self._dtype}"
+            )
+        self._done = turn.number
+        incoming = torch.empty_like(input_tensor)
+        dist.all_to_all_single(incoming, input_tensor, group=group)
+        self._keep(incoming.view(group.size(), -1))
+        output_tensor.zero_()
+        if turn.slot.last:
+            self._put_root(output_tensor)
+
+    def _keep(self, pieces: torch.Tensor) -> None:
+        turn = self.turn
+        for rank, piece in zip(self._groups.replicas[self._groups.replica], pieces, strict=True):
+            id_ = turn.share.id_in(rank, turn.number, turn.turns)
+            if id_ is not None:
+                self._partials.leaf(id_, piece.clone())
+
+    def _put_root(self, output: torch.Tensor) -> None:
+        """With replicas, each puts what it owns beside zeros: FSDP2's own all-reduce then adds nothing to anything."""
+        share, groups = self.turn.share, self._groups
+        if groups.across is None:
+            output.copy_(self._partials.root)
+        else:
+            nodes = [
+                complete_subtrees((id_ for rank in ranks for id_ in share.by_rank[rank]), share.microbatches)
+                for ranks in groups.replicas
+            ]
+            values = self._partials.values()
+            mine = torch.stack(values) if values else output.new_empty(0, len(output))
+            begin, end = piece_bounds(len(output), len(nodes), groups.replica)
+            output[begin:end] = reduce_own_piece(mine, nodes, share.microbatches, groups.across)
+        output.add_(0.0)  # -0 is what some ways of adding nothing leave of it
+        self._partials = PartialSums(share.microbatches, add_in_place)

@@ -1,0 +1,419 @@
+"""Gradient sums: the fixed tree, each rank's share of it, the exchange between ranks, the replicated case.
+
+::
+
+    level 3              (3,0)                     7 microbatches. A node without a right child is its left child.
+    level 2       (2,0)         (2,1)              Who has 2, 3, 4 holds (1,1) and (0,4): what is complete
+    level 1    (1,0) (1,1)   (1,2) (1,3)           is summed at once, the rest waits for its sibling.
+    level 0    0  1  2  3    4  5  6
+
+Every rank owns a piece of the elements and is sent all ranks' partial sums of it. It adds them as the tree says; nobody
+else does, so there is one result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.errors import PolicyError
+
+T = TypeVar("T")
+
+
+class TreeNode(NamedTuple):
+    """The sum over the microbatches from ``place << level`` up to the next node of that level."""
+
+    level: int
+    place: int
+
+
+class PartialSums(Generic[T]):
+    """Sums of complete subtrees; those of a run of n ids are never more than ``2 * log2(n) + 1``."""
+
+    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
+        self._leaves = leaves
+        self._depth = max(leaves - 1, 0).bit_length()
+        self._add = add
+        self._held: dict[TreeNode, T] = {}
+
+    def put(self, node: TreeNode, value: T) -> None:
+        """``value``, which may be changed from here on, is the sum of ``node``. Siblings that are there are added."""
+        level, place = node
+        while level < self._depth:
+            right_starts = (place | 1) << level
+            if right_starts < self._leaves:
+                sibling = self._held.pop(TreeNode(level, place ^ 1), None)
+                if sibling is None:
+                    break
+                value = self._add(sibling, value) if place & 1 else self._add(value, sibling)
+            level, place = level + 1, place >> 1
+        self._held[TreeNode(level, place)] = value
+
+    def leaf(self, id_: int, value: T) -> None:
+        self.put(TreeNode(0, id_), value)
+
+    @property
+    def nodes(self) -> tuple[TreeNode, ...]:
+        """In the order of the ids they are the sums of."""
+        return tuple(sorted(self._held, key=lambda node: node.place << node.level))
+
+    def values(self) -> list[T]:
+        return [self._held[node] for node in self.nodes]
+
+    @property
+    def root(self) -> T:
+        """The sum of everything. ``KeyError`` as long as leaves are missing."""
+        return self._held[TreeNode(self._depth, 0)]
+
+
+def complete_subtrees(ids: Iterable[int], leaves: int) -> tuple[TreeNode, ...]:
+    """What is left of these ids when all sums that can be made of them are made."""
+    partials = PartialSums[bool](leaves, lambda *_: True)
+    for id_ in ids:
+        partials.leaf(id_, True)
+    return partials.nodes
+
+
+def tree_sum(values: Sequence[float]) -> float:
+    """The sum of one number for each microbatch."""
+    partials = PartialSums[float](len(values), lambda left, right: left + right)
+    for id_, value in enumerate(values):
+        partials.leaf(id_, value)
+    return partials.root
+
+
+class MicrobatchSlot(NamedTuple):
+    """One forward and backward of a rank."""
+
+    id: int | None
+    """Of the microbatch; ``None``: this rank only takes part in what its peers do together."""
+    stand_in: int
+    """Id of the microbatch to compute with: the same, or any where there is none."""
+    last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchShare:
+    """The microbatches 0 … M-1 of a step, by the rank that computes them, in the order in which it does."""
+
+    by_rank: tuple[tuple[int, ...], ...]
+    rank: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.by_rank):
+            raise PolicyError(f"rank {self.rank} is not one of the {len(self.by_rank)} ranks that share the step")
+        if not self.microbatches or sorted(id_ for ids in self.by_rank for id_ in ids) != [*range(self.microbatches)]:
+            raise PolicyError(
+                f"the ranks' microbatches {self.by_rank} are not 0 to {self.microbatches - 1}, each of them once"
+            )
+
+    @classmethod
+    def contiguous(cls, quotas: Sequence[int], rank: int) -> MicrobatchShare:
+        """The first ``quotas[0]`` microbatches are rank 0's, the next ``quotas[1]`` rank 1's, and so on."""
+        by_rank, first = [], 0
+        for quota in quotas:
+            by_rank.append((*range(first, first + quota),))
+            first += quota
+        return cls((*by_rank,), rank)
+
+    @classmethod
+    def even(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:
+        """Runs whose lengths differ by one at most."""
+        least, more = divmod(microbatches, ranks)
+        return cls.contiguous([least + (one < more) for one in range(ranks)], rank)
+
+    @classmethod
+    def planned(cls, plan: BatchPlan, rank: int) -> MicrobatchShare:
+        """As :class:`~elastic.batch_scaling.batch_plan.BatchPlan` gives them to its ranks."""
+        return cls.even(plan.microbatch_count, plan.world_size, rank)
+
+    @classmethod
+    def dealt(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:
+        """One after the other, like cards: what FSDP2 holds for the fixed tree stays smallest so."""
+        return cls((*((*range(one, microbatches, ranks),) for one in range(ranks)),), rank)
+
+    @functools.cached_property
+    def microbatches(self) -> int:
+        return sum(map(len, self.by_rank))
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        return self.by_rank[self.rank]
+
+    @functools.cached_property
+    def most(self) -> int:
+        """Microbatches of the rank that has most."""
+        return max(map(len, self.by_rank))
+
+    def id_in(self, rank: int, turn: int, turns: int) -> int | None:
+        """What ``rank`` computes in one of ``turns``. Empty turns come first: what a rank ends with is its own."""
+        ids = self.by_rank[rank]
+        own = turn - (turns - len(ids))
+        return ids[own] if own >= 0 else None
+
+    def slots(self, turns: int) -> tuple[MicrobatchSlot, ...]:
+        """This rank's turns, at least one for each of its microbatches."""
+        turns = max(turns, len(self.mine))
+        ids = [self.id_in(self.rank, turn, turns) for turn in range(turns)]
+        instead = self.mine[0] if self.mine else 0
+        return tuple(
+            MicrobatchSlot(id_, instead if id_ is None else id_, turn == turns - 1) for turn, id_ in enumerate(ids)
+        )
+
+
+TreeNodesByRank = Sequence[Sequence[TreeNode]]
+
+
+def piece_bounds(count: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The elements that a rank owns. The last ranks may own fewer, or none."""
+    piece = -(-count // ranks)
+    return min(rank * piece, count), min((rank + 1) * piece, count)
+
+
+def add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right)
+
+
+def reduce_own_piece(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole sum of the elements that this rank owns.
+
+    ``mine`` has a row for each of this rank's nodes. What is sent is all of it but the own piece: where a rank holds
+    one node that is what a reduce-scatter sends, with two it is twice that.
+    """
+    ranks, rank = group.size(), group.rank()
+    count = mine.shape[1]
+    pieces = [piece_bounds(count, ranks, owner) for owner in range(ranks)]
+    outgoing = torch.cat([mine[:, begin:end].reshape(-1) for begin, end in pieces])
+    own = pieces[rank][1] - pieces[rank][0]
+    sizes = [len(held) * own for held in nodes]
+    incoming = mine.new_empty(sum(sizes))
+    dist.all_to_all_single(incoming, outgoing, sizes, [len(mine) * (end - begin) for begin, end in pieces], group=group)
+    del outgoing
+    partials = PartialSums[torch.Tensor](leaves, add_in_place)
+    for held, block in zip(nodes, incoming.split(sizes), strict=True):
+        for node, value in zip(held, block.view(len(held), own), strict=True):
+            partials.put(node, value)
+    return partials.root
+
+
+def tree_all_reduce(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same for all elements, on every rank."""
+    count = mine.shape[1]
+    piece = piece_bounds(count, group.size(), 0)[1]
+    own = reduce_own_piece(mine, nodes, leaves, group)
+    padded = mine.new_zeros(piece)
+    padded[: len(own)] = own
+    result = mine.new_empty(piece * group.size())
+    all_gather_tensor(result, padded, group)
+    return result[:count]
+
+
+def all_gather_tensor(into: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """By its new name where it has one; the old one warns there."""
+    gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(into, part, group=group)
+
+
+def reduce_scatter_sum(into: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The sum, in whatever order the backend likes."""
+    reduce: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(into, whole, op=dist.ReduceOp.SUM, group=group)
+
+
+class GradientReducer(Protocol):
+    """Parameters whose gradients are summed in one way.
+
+    Promises every part makes:
+
+    - ``before`` comes before the forward of a slot, ``after`` follows its backward; then autograd does as it likes.
+    - After ``finish`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``, once; what an
+      empty slot computed is in none of it.
+    - ``begin`` forgets everything, whatever became of the step before.
+    - Collectives are the same on all ranks, in the same order.
+    """
+
+    parameters: list[nn.Parameter]
+    turns: int
+    """Slots that every rank needs so that collectives fit together; 0 where they do not matter. Set by ``begin``."""
+
+    def begin(self, share: MicrobatchShare) -> None: ...
+
+    def before(self, slot: MicrobatchSlot, turn: int) -> None: ...
+
+    def after(self, slot: MicrobatchSlot) -> None: ...
+
+    def finish(self, count: float, used: list[bool]) -> None:
+        """``used`` says of each parameter whether any rank saw a gradient of it."""
+
+    def seen(self) -> list[bool]:
+        """Which parameters had a gradient on this rank."""
+
+
+GradientList = list[torch.Tensor]
+EXCHANGE_WINDOW_BYTES = 8 << 20
+"""Of each partial sum, what is under way at a time."""
+MIN_PIECE_BYTES = 64 << 10
+"""Of it, what one rank is sent; with very many ranks windows are larger."""
+
+
+class ReplicatedReducer:
+    """With the fixed tree, or without: then what autograd adds up is the rank's sum."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        tree: bool,
+        dtype: torch.dtype | None,
+        prepare: Callable[[], object] = lambda: None,
+        least_turns: int = 0,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.turns = least_turns
+        self._group = group
+        self._tree = tree
+        self._dtype = dtype
+        self._prepare = prepare
+
+    def begin(self, share: MicrobatchShare) -> None:
+        self._share = share
+        self._partials = PartialSums[GradientList](share.microbatches, _add)
+        self._wide: dict[int, torch.Tensor] = {}
+        self._seen = [isinstance(one.data, DTensor) for one in self.parameters]  # as FSDP2 has it on several ranks
+        _drop(self.parameters)
+
+    def before(self, slot: MicrobatchSlot, turn: int) -> None:
+        self._prepare()
+
+    def after(self, slot: MicrobatchSlot) -> None:
+        if slot.id is None:
+            _drop(self.parameters)
+            return
+        self._seen = [seen or one.grad is not None for seen, one in zip(self._seen, self.parameters, strict=True)]
+        if self._tree:
+            self._partials.leaf(slot.id, [self._take(one) for one in self.parameters])
+        else:
+            self._widen()
+
+    def seen(self) -> list[bool]:
+        return self._seen
+
+    def finish(self, count: float, used: list[bool]) -> None:
+        sums = self._all_ranks()
+        for parameter, gradient, there in zip(self.parameters, sums, used, strict=True):
+            if there:
+                early = isinstance(parameter.data, DTensor)  # FSDP2 rounds before anybody knows the count
+                total = gradient.to(parameter.dtype) if early else gradient
+                total.div_(torch.tensor(count, dtype=total.dtype, device=total.device))
+                parameter.grad = _like(parameter, total.to(parameter.dtype))
+        self._partials = PartialSums(self._share.microbatches, _add)
+        self._wide = {}
+
+    def _widen(self) -> None:
+        """Autograd adds up by itself, but in the gradient's own type."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.dtype != self._sum_dtype(parameter.grad.dtype):
+                found = self._take(parameter)
+                self._wide[index] = self._wide[index].add_(found) if index in self._wide else found
+
+    def _take(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The gradient of one microbatch. One that is missing is zeros: what is absent here may not be elsewhere."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return torch.zeros_like(_local(parameter.detach()), dtype=self._sum_dtype(parameter.dtype))
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        gradient = _local(gradient)
+        return gradient.to(self._sum_dtype(gradient.dtype)).contiguous()
+
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self._dtype is None else torch.promote_types(dtype, self._dtype)
+
+    def _plain_sum(self) -> GradientList:
+        return [self._wide[i] if i in self._wide else self._take(one) for i, one in enumerate(self.parameters)]
+
+    def _all_ranks(self) -> GradientList:
+        share = self._share
+        mine = self._partials.values() if self._tree else [self._plain_sum()]
+        into = mine[0] if mine else [self._take(one) for one in self.parameters]
+        if self._group is None or self._group.size() == 1:
+            return [one.add_(0.0) for one in into]
+        nodes = [complete_subtrees(ids, share.microbatches) for ids in share.by_rank] if self._tree else []
+        for same in _alike(into):
+            rows = [[one[index].view(-1) for index in same] for one in mine]
+            target = [into[index].view(-1) for index in same]
+            most = max(EXCHANGE_WINDOW_BYTES, MIN_PIECE_BYTES * self._group.size()) // target[0].element_size()
+            for window in _windows([len(one) for one in target], most):
+                size = sum(end - begin for _, begin, end in window)
+                flat = target[0].new_empty(len(rows), size)
+                for row, into_row in zip(rows, flat, strict=True):
+                    torch.cat([row[index][begin:end] for index, begin, end in window], out=into_row)
+                if self._tree:
+                    result = tree_all_reduce(flat, nodes, share.microbatches, self._group)
+                else:
+                    result = flat[0]
+                    dist.all_reduce(result, group=self._group)
+                for (index, begin, end), found in zip(
+                    window, result.split([end - begin for _, begin, end in window]), strict=True
+                ):
+                    target[index][begin:end] = found
+        return [one.add_(0.0) for one in into]  # -0 is what some ways of adding nothing leave of it
+
+
+def _add(left: GradientList, right: GradientList) -> GradientList:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _drop(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor on one rank, a DTensor again."""
+    data = parameter.data
+    if not isinstance(data, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+    )
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Indices of tensors that may be in one buffer."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, one in enumerate(tensors):
+        kinds.setdefault((one.dtype, one.device), []).append(index)
+    return list(kinds.values())
+
+
+def _windows(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """``sizes`` cut into buffers of at most ``most`` elements: which one, from where, to where."""
+    window: list[tuple[int, int, int]] = []
+    room = most
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            end = min(size, begin + room)
+            window.append((index, begin, end))
+            room, begin = room - (end - begin), end
+            if not room:
+                yield window
+                window, room = [], most
+    if window:
+        yield window

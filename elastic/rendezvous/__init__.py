@@ -1,0 +1,1 @@
+"""The torch.distributed stores at which ranks rendezvous."""

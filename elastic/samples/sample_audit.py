@@ -1,0 +1,198 @@
+"""Proof that each sample was used exactly once, by hash sums or by a full log.
+
+:class:`SampleAudit` keeps sums of hashes, which can be added up over ranks and kept for ever; it says whether something
+is wrong. :class:`SampleLog` keeps everything in a file, and says what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elastic.samples.sample_schedule import I64, SampleSchedule, mix64
+
+_CHUNK = 1 << 20
+_MASK = (1 << 64) - 1
+
+
+class SampleSum(NamedTuple):
+    """How many samples, and the sum of their hashes: the same for any order, another if one is missing or doubled."""
+
+    samples: int = 0
+    hashes: int = 0
+
+    def plus(self, other: SampleSum) -> SampleSum:
+        return SampleSum(self.samples + other.samples, (self.hashes + other.hashes) & _MASK)
+
+
+def sample_sum(indices: I64) -> SampleSum:
+    """Of different sets of samples, one in 2**64 has the same."""
+    return SampleSum(len(indices), int(mix64(indices.astype(np.uint64)).sum()))
+
+
+class SampleAudit:
+    """What one rank, or all of them together, used at each step."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[int, SampleSum]] = {}
+        self._folded: dict[int, SampleSum] = {}
+        self._folded_steps = 0
+
+    def record(self, step: int, epochs: I64, indices: I64) -> None:
+        """This rank's samples of a step; what was recorded of it before is replaced: it was undone."""
+        if step < self._folded_steps:
+            raise ValueError(f"step {step} is folded, and cannot be recorded again")
+        sums = {int(epoch): sample_sum(indices[epochs == epoch]) for epoch in np.unique(epochs)}
+        self._steps[step] = sums
+
+    def rewind(self, step: int) -> None:
+        """The job went back to where so many steps were committed: later ones did not happen."""
+        if step < self._folded_steps:
+            raise ValueError(f"steps before {self._folded_steps} are folded, and cannot be undone")
+        self._steps = {number: sums for number, sums in self._steps.items() if number < step}
+
+    def fold(self, step: int) -> None:
+        """Steps before this one are for good: keep their sum alone."""
+        for number in [number for number in self._steps if number < step]:
+            _add(self._folded, self._steps.pop(number))
+        self._folded_steps = max(self._folded_steps, step)
+
+    def merge(self, other: SampleAudit) -> None:
+        """Add what another rank had of the same steps."""
+        for number, sums in other._steps.items():
+            _add(self._steps.setdefault(number, {}), sums)
+        _add(self._folded, other._folded)
+        self._folded_steps = max(self._folded_steps, other._folded_steps)
+
+    def verify(self, course: SampleSchedule, cursor: int) -> list[str]:
+        """What is wrong with the samples of all ranks up to this cursor, by data epoch; nothing if each came once."""
+        found: dict[int, SampleSum] = dict(self._folded)
+        for sums in self._steps.values():
+            _add(found, sums)
+        wanted = {epoch: _expected(course, epoch, first, count) for epoch, first, count in course.taken(cursor)}
+        problems = []
+        for epoch in sorted(found.keys() | wanted.keys()):
+            had, due = found.get(epoch, SampleSum()), wanted.get(epoch, SampleSum())
+            if had != due:
+                which = (
+                    f"{had.samples} of {due.samples}"
+                    if had.samples != due.samples
+                    else f"{due.samples}, but not the right ones"
+                )
+                problems.append(f"epoch {epoch}: samples used are {which}")
+        return problems
+
+    def state(self) -> dict[str, Any]:
+        """To send to another rank, as JSON or with a checkpoint."""
+        return {
+            "steps": [[step, *_rows(sums)] for step, sums in self._steps.items()],
+            "folded": _rows(self._folded),
+            "folded_steps": self._folded_steps,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> SampleAudit:
+        made = cls()
+        made._steps = {step: _sums(rows) for step, *rows in state["steps"]}
+        made._folded = _sums(state["folded"])
+        made._folded_steps = state["folded_steps"]
+        return made
+
+
+def _add(into: dict[int, SampleSum], sums: Mapping[int, SampleSum]) -> None:
+    for epoch, one in sums.items():
+        into[epoch] = into.get(epoch, SampleSum()).plus(one)
+
+
+def _rows(sums: Mapping[int, SampleSum]) -> list[list[int]]:
+    return [[epoch, one.samples, one.hashes] for epoch, one in sums.items()]
+
+
+def _sums(rows: Iterable[Iterable[int]]) -> dict[int, SampleSum]:
+    return {epoch: SampleSum(samples, hashes) for epoch, samples, hashes in rows}
+
+
+def _expected(course: SampleSchedule, epoch: int, first: int, count: int) -> SampleSum:
+    """A whole epoch has every sample, whatever its order."""
+    samples, total = course.order.samples, SampleSum()
+    for start in range(first, first + count, _CHUNK):
+        size = min(_CHUNK, first + count - start)
+        whole = count == samples
+        indices = np.arange(start, start + size) if whole else course.order.indices(epoch * samples + start, size)
+        total = total.plus(sample_sum(indices))
+    return total
+
+
+class SampleLog:
+    """Every sample that a process used, in a file that outlives it. For tests and small jobs.
+
+    A step that was undone is recorded again by a later world; of a step, the records of its newest world count. So
+    record a step before the optimizer's: when it is committed, all ranks have recorded it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def record(self, world: int, step: int, epochs: I64, indices: I64) -> None:
+        """``world`` counts the job's worlds: architecture calls it the job's epoch."""
+        line = json.dumps({"world": world, "step": step, "epochs": epochs.tolist(), "indices": indices.tolist()})
+        os.write(self._file, line.encode() + b"\n")  # in one piece: the process may be killed at any time
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def verify_sample_logs(journals: Collection[Path], course: SampleSchedule, steps: int, cursor: int) -> list[str]:
+    """What is wrong with the first so many steps of a job, by the journals of all its processes.
+
+    ``cursor`` is where these steps end.
+    """
+    used: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for step, epochs, indices in _newest(journals, steps):
+        for sample in zip(epochs, indices, strict=True):
+            used[sample].append(step)
+    wanted: Counter[tuple[int, int]] = Counter()
+    samples = course.order.samples
+    for epoch, first, count in course.taken(cursor):
+        wanted.update((epoch, index) for index in course.order.indices(epoch * samples + first, count).tolist())
+    problems = [
+        f"sample {index} of epoch {epoch} was never used" for epoch, index in sorted(wanted.keys() - used.keys())
+    ]
+    for (epoch, index), at in sorted(used.items()):
+        if (epoch, index) not in wanted:
+            problems.append(f"sample {index} of epoch {epoch} was used at step {at[0]}, and is not due yet")
+        elif len(at) > 1:
+            problems.append(f"sample {index} of epoch {epoch} was used {len(at)} times, at steps {sorted(at)}")
+    return problems
+
+
+def _newest(journals: Collection[Path], steps: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    records = [json.loads(line) for path in journals for line in _lines(path)]
+    newest: dict[int, int] = {}
+    for record in records:
+        newest[record["step"]] = max(record["world"], newest.get(record["step"], record["world"]))
+    for record in records:
+        if record["step"] < steps and record["world"] == newest[record["step"]]:
+            yield record["step"], record["epochs"], record["indices"]
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Whole ones: a disk that was full may have left half of one."""
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

@@ -1,0 +1,437 @@
+"""From (seed, epoch, position) to sample indices, from a cursor to steps, from a step to a rank's slices. Pure.
+
+A number is written as ``left * columns + right`` on a grid that is hardly larger than the range. Each round moves one
+of the two by a keyed hash of the other, which can be undone, so that all rounds together are a bijection of the grid
+(a Feistel network). Where a number lands outside the range it goes round again until it is inside (cycle walking);
+with a grid this tight that is rare. Black and Rogaway, "Ciphers with arbitrary finite domains".
+
+The order behind every saved cursor hangs on each constant here; whoever changes one raises
+``elastic.samples.sample_schedule.CURSOR_VERSION``.
+
+Positions count over all epochs: position ``epoch * samples + k`` is the k-th sample of that epoch. Two bijections make
+an epoch's order::
+
+    position ──window shuffle──> place in the stream of blocks ──block order──> index
+
+``full`` is one window over everything, ``none`` neither. ``blocks:N*W`` reads blocks of N neighbouring samples in a
+random order and shuffles across W blocks at a time, for data that is cheap to read block by block.
+
+With 10 samples and global batches of 4, by what is done about the end of an epoch::
+
+    positions   0 1 2 3  4 5 6 7  8 9|0 1  2 3 4 5
+    wrap        step 0   step 1   step 2   step 3         the third batch is from two epochs; nothing is left out
+    drop        step 0   step 1   -  -|step 2             the last two of an epoch are left out
+    short       step 0   step 1   s. 2|step 3             the last batch of an epoch has two samples
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.errors import CursorError, PolicyError
+
+MAX_SAMPLES = 1 << 60
+"""Both sides of the grid have to fit 31 bits."""
+SMALL_PERMUTATION = 1 << 16
+
+U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
+_FIRST, _SECOND = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)  # murmur3's
+_HALF = np.uint64(32)
+
+
+def hash_key(*parts: object) -> int:
+    """64 bits that depend on every part; what a seed, an epoch or a step is turned into."""
+    text = ":".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def rounds_for(size: int) -> int:
+    """The smaller the grid, the more rounds until all permutations are equally likely: 4 samples need 6, 6 need 14."""
+    return 16 if size < SMALL_PERMUTATION else 8
+
+
+class Permutation:
+    """One of the permutations of ``range(size)``, chosen by ``key``."""
+
+    def __init__(self, size: int, key: int) -> None:
+        if not 0 < size <= MAX_SAMPLES:
+            raise PolicyError(f"cannot order {size} samples: there have to be 1 to {MAX_SAMPLES}")
+        self.size = size
+        rows = isqrt(size - 1) + 1
+        columns = -(-size // rows)
+        columns += columns % 2  # with both odd, half of all permutations could not come up
+        self._rows, self._columns = np.uint64(rows), np.uint64(columns)
+        self._keys = [np.uint64(hash_key("round", key, size, number)) for number in range(rounds_for(size))]
+
+    def __call__(self, positions: I64, tweak: U64 | None = None) -> I64:
+        """What is at these positions. Each ``tweak`` makes another permutation of the same size."""
+        return self._walk(positions, tweak, inverse=False)
+
+    def position_of(self, elements: I64, tweak: U64 | None = None) -> I64:
+        """Where these are."""
+        return self._walk(elements, tweak, inverse=True)
+
+    def _walk(self, numbers: I64, tweak: U64 | None, *, inverse: bool) -> I64:
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.size:
+            raise IndexError(f"{numbers.min()} to {numbers.max()} is not in range({self.size})")
+        salt = None if tweak is None else mix64(tweak)
+        found = self._rounds(numbers.astype(np.uint64), salt, inverse=inverse)
+        outside = np.flatnonzero(found >= self.size)
+        while outside.size:
+            part = None if salt is None else salt[outside]
+            found[outside] = self._rounds(found[outside], part, inverse=inverse)
+            outside = outside[found[outside] >= self.size]
+        return found.astype(np.int64)
+
+    def _rounds(self, numbers: U64, salt: U64 | None, *, inverse: bool) -> U64:
+        left = numbers // self._columns
+        right = numbers - left * self._columns
+        rounds = range(len(self._keys))
+        for number in reversed(rounds) if inverse else rounds:
+            moved, by, limit = (right, left, self._columns) if number % 2 else (left, right, self._rows)
+            step = _below(limit, by, self._keys[number], salt)
+            if inverse:
+                np.subtract(limit, step, out=step)
+            moved += step
+            np.subtract(moved, limit, out=moved, where=moved >= limit)
+        left *= self._columns
+        left += right
+        return left
+
+
+def _below(limit: np.uint64, numbers: U64, key: np.uint64, salt: U64 | None) -> U64:
+    """A hash of each number, evenly in ``range(limit)``."""
+    hashed = numbers + key
+    if salt is not None:
+        hashed ^= salt
+    hashed *= _FIRST
+    hashed ^= hashed >> _HALF
+    hashed *= _SECOND
+    hashed >>= _HALF
+    hashed *= limit
+    hashed >>= _HALF
+    return hashed
+
+
+def mix64(numbers: U64) -> U64:
+    """64 bits for each number, all of them depending on all of it (murmur3's last steps)."""
+    mixed = (numbers + np.uint64(0x9E3779B97F4A7C15)) * _FIRST
+    mixed ^= mixed >> np.uint64(33)
+    mixed *= _SECOND
+    mixed ^= mixed >> np.uint64(33)
+    return mixed
+
+
+_BLOCKS = re.compile(r"blocks:([0-9]+)(?:\*([0-9]+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order of so many samples in every epoch."""
+
+    samples: int
+    seed: int
+    shuffle: str = "full"
+    """``full``, ``none``, ``blocks:N`` or ``blocks:N*W``."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.samples <= MAX_SAMPLES:
+            raise PolicyError(
+                f"a dataset of {self.samples} samples cannot be ordered: it has to have 1 to {MAX_SAMPLES}"
+            )
+        self._sizes()
+
+    def indices(self, first: int, count: int) -> I64:
+        """Which samples are at these positions; the cost is in ``count`` alone."""
+        runs = [self._epoch(epoch, offset, size) for epoch, offset, size in self.runs(first, count)]
+        return runs[0] if len(runs) == 1 else np.concatenate(runs or [np.empty(0, np.int64)])
+
+    def epochs(self, first: int, count: int) -> I64:
+        """Which epoch each of these positions is in."""
+        runs = list(self.runs(first, count))
+        return np.repeat(np.array([run[0] for run in runs], np.int64), [run[2] for run in runs])
+
+    def runs(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """These positions, cut where epochs end: (epoch, first in it, how many)."""
+        end = first + count
+        while first < end:
+            epoch, offset = divmod(first, self.samples)
+            size = min(end - first, self.samples - offset)
+            yield epoch, offset, size
+            first += size
+
+    def _epoch(self, epoch: int, offset: int, count: int) -> I64:
+        positions = np.arange(offset, offset + count, dtype=np.int64)
+        if self.shuffle == "none":
+            return positions
+        return _shuffles(self, epoch).indices(positions)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Of a block, and of a window; 0 for one block of everything."""
+        if self.shuffle in ("full", "none"):
+            return 0, self.samples
+        match = _BLOCKS.fullmatch(self.shuffle)
+        if not match or int(match[1]) == 0 or match[2] == "0":
+            raise PolicyError(f"shuffle={self.shuffle!r}: known are full, none, blocks:N and blocks:N*W with N, W > 0")
+        block = int(match[1])
+        return block, min(block * int(match[2] or 1), self.samples)
+
+
+class _Shuffles:
+    """What one epoch needs of permutations; a few hundred bytes."""
+
+    def __init__(self, order: SampleOrder, epoch: int) -> None:
+        key = hash_key("order", order.seed, epoch)
+        self._block, self._window = order._sizes()
+        self._windows = Permutation(self._window, hash_key("window", key))
+        full, rest = divmod(order.samples, self._window)
+        self._full_end = full * self._window
+        self._last = Permutation(rest, hash_key("last", key)) if rest else None
+        if self._block:
+            self._short = order.samples % self._block
+            """The last block of the dataset has so many samples, if not all blocks are alike."""
+            blocks = -(-order.samples // self._block)
+            self._blocks = Permutation(blocks, hash_key("blocks", key))
+            last = np.array([blocks - 1], np.int64)
+            self._short_at = int(self._blocks.position_of(last)[0]) * self._block if self._short else order.samples
+
+    def indices(self, positions: I64) -> I64:
+        stream = self._within_windows(positions)
+        return self._in_blocks(stream) if self._block else stream
+
+    def _within_windows(self, positions: I64) -> I64:
+        inside = positions[: int(np.searchsorted(positions, self._full_end))]
+        windows = inside // self._window
+        starts = windows * self._window
+        shuffled = starts + self._windows(inside - starts, windows.astype(np.uint64))
+        if self._last is None or len(inside) == len(positions):
+            return shuffled
+        rest = self._full_end + self._last(positions[len(inside) :] - self._full_end)
+        return np.concatenate([shuffled, rest])
+
+    def _in_blocks(self, stream: I64) -> I64:
+        """The stream has the short block somewhere; what is behind it is as if it had been a whole one."""
+        behind = stream >= self._short_at + self._short
+        padded = stream + np.where(behind, self._block - self._short, 0) if self._short else stream
+        at = padded // self._block
+        return self._blocks(at) * self._block + (padded - at * self._block)
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffles(order: SampleOrder, epoch: int) -> _Shuffles:
+    return _Shuffles(order, epoch)
+
+
+CURSOR_VERSION = 1
+"""Of the order and of the state; a cursor of another version means other samples."""
+EPOCH_ENDS = ("wrap", "drop", "short")
+_ORDERING = ("samples", "seed", "shuffle")
+ALLOWED_CHANGES = (*_ORDERING, "tail")
+"""What a job may change on purpose between saving a cursor and using it."""
+
+
+class DataPosition(NamedTuple):
+    """Where in the data a job stands."""
+
+    step: int
+    """So many steps are committed."""
+    cursor: int
+    """So many positions are behind them, over all epochs."""
+
+
+START_POSITION = DataPosition(0, 0)
+
+
+class BatchRange(NamedTuple):
+    """The positions of one global batch."""
+
+    first: int
+    size: int
+    after: int
+    """The cursor when this batch is done."""
+
+
+@dataclass(frozen=True)
+class SampleSchedule:
+    """An order of samples, taken so many at a step."""
+
+    order: SampleOrder
+    global_batch: int
+    tail: str = "wrap"
+
+    def __post_init__(self) -> None:
+        if self.tail not in EPOCH_ENDS:
+            raise PolicyError(f"tail={self.tail!r}: known are {', '.join(EPOCH_ENDS)}")
+        if self.global_batch < 1:
+            raise PolicyError(f"global_batch={self.global_batch}: a step takes at least 1 sample")
+        if self.tail == "drop" and self.global_batch > self.order.samples:
+            raise PolicyError(
+                f"tail='drop' with {self.order.samples} samples and global batches of {self.global_batch} leaves every"
+                " sample out: use tail='wrap', or smaller batches"
+            )
+
+    def batch(self, cursor: int) -> BatchRange:
+        """What the step takes that begins here."""
+        first = self._settled(cursor)
+        size = self.global_batch
+        if self.tail == "short":
+            size = min(size, self.order.samples - first % self.order.samples)
+        return BatchRange(first, size, self._settled(first + size))
+
+    def epoch(self, cursor: int) -> int:
+        """Of the next sample."""
+        return self._settled(cursor) // self.order.samples
+
+    def at(self, step: int) -> DataPosition:
+        """Where a job stands that has had this course from its beginning."""
+        epochs, steps = divmod(step, self.steps_per_epoch) if self.tail != "wrap" else (0, step)
+        return DataPosition(step, self._settled(epochs * self.order.samples + steps * self.global_batch))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Beginning with the first sample of one."""
+        whole, rest = divmod(self.order.samples, self.global_batch)
+        return whole + (rest > 0 and self.tail != "drop")
+
+    def until(self, cursor: int, epoch: int) -> tuple[int, int]:
+        """What is left until this epoch, the next one, begins: steps of a whole batch, and samples of a short one."""
+        left = epoch * self.order.samples - self._settled(cursor)
+        if left <= 0:
+            return 0, 0
+        whole, rest = divmod(left, self.global_batch)
+        if self.tail == "wrap":
+            return whole + (rest > 0), 0
+        return whole, rest if self.tail == "short" else 0
+
+    def taken(self, cursor: int) -> Iterator[tuple[int, int, int]]:
+        """What a job has had that came this far on this course, by epoch: (epoch, first in it, how many)."""
+        samples = self.order.samples
+        used = samples - samples % self.global_batch if self.tail == "drop" else samples
+        for epoch, offset, count in self.order.runs(0, cursor):
+            yield epoch, offset, min(count, used)
+
+    def state(self, place: DataPosition) -> dict[str, Any]:
+        """What a checkpoint has to have of this."""
+        order = self.order
+        return {
+            "version": CURSOR_VERSION,
+            **place._asdict(),
+            "samples": order.samples,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "tail": self.tail,
+        }
+
+    def place(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> DataPosition:
+        """Where to go on, by what a checkpoint has.
+
+        After an allowed change of what the order is made of, a job goes on with the first whole epoch of the new order:
+        it does not repeat a sample within an epoch, and leaves out the rest of the one it was in.
+        """
+        _check_state(state)
+        mine = self.state(START_POSITION)
+        changed = [name for name in ALLOWED_CHANGES if state[name] != mine[name]]
+        if wrong := [name for name in changed if name not in allow]:
+            what = "; ".join(f"{name} was {state[name]!r} and is {mine[name]!r}" for name in wrong)
+            raise CursorError(
+                f"the cursor was saved for other samples: {what}. Use what it was saved with,"
+                f" or allow the change on purpose: allow={tuple(wrong)!r}"
+            )
+        cursor = state["cursor"]
+        if any(name in changed for name in _ORDERING):
+            cursor = -(-cursor // state["samples"]) * self.order.samples
+        return DataPosition(state["step"], self._settled(cursor))
+
+    def _settled(self, cursor: int) -> int:
+        """Past what is left out at an epoch's end."""
+        left = self.order.samples - cursor % self.order.samples
+        return cursor + left if self.tail == "drop" and left < self.global_batch else cursor
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    version = state.get("version")
+    if version != CURSOR_VERSION:
+        raise CursorError(
+            f"the cursor is of version {version!r}, this release has {CURSOR_VERSION}: use the release it is from"
+        )
+    for name in ("step", "cursor", "samples", "seed"):
+        value = state.get(name)
+        if type(value) is not int or (value < 0 and name != "seed"):
+            raise CursorError(f"not a saved cursor: {name} is {value!r}")
+    if state["samples"] == 0 or not all(isinstance(state.get(name), str) for name in ("shuffle", "tail")):
+        raise CursorError(f"not a saved cursor: {dict(state)!r}")
+
+
+class MicrobatchSlice(NamedTuple):
+    """One microbatch: a run of the global batch."""
+
+    first: int
+    """Place of its first sample in the global batch. Names the microbatch, whoever computes it."""
+    size: int
+
+
+class ShareSource(Protocol):
+    """One rank's share of every step.
+
+    Promises every plan makes: over all ranks of a world the slices cover the batch, each sample once; the slices of a
+    rank ascend. Where random numbers are to be independent of the world (:mod:`elastic.samples.rng`), the batch is
+    cut at the same places in every world.
+    """
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks together take at a step."""
+
+    def slices(self, samples: int) -> Sequence[tuple[int, int]]:
+        """This rank's microbatches of a batch of so many samples, each as (first, size); there may be none.
+
+        ``samples`` is the global batch, or less at the end of an epoch with ``tail="short"``.
+        """
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What a :class:`~elastic.batch_scaling.batch_plan.BatchPlan` gives to one rank."""
+
+    plan: BatchPlan
+    rank: int
+
+    def __post_init__(self) -> None:
+        self.plan.of(self.rank)  # so that a rank that is not in the plan says so here
+
+    @property
+    def global_batch(self) -> int:
+        return self.plan.global_batch
+
+    def slices(self, samples: int) -> list[MicrobatchSlice]:
+        # Of a batch that is cut short at an epoch's end there may be too little for all ranks, however it was planned.
+        plan = self.plan if samples == self.plan.global_batch else self._of(samples)
+        return [MicrobatchSlice(piece.first, piece.samples) for piece in plan.of(self.rank).microbatches]
+
+    def _of(self, samples: int) -> BatchPlan:
+        return replace(self.plan, global_batch=samples, allow_idle=True)
+
+
+def validated_slices(shares: ShareSource, samples: int) -> tuple[MicrobatchSlice, ...]:
+    """What a plan says this rank computes, if it can be."""
+    slices = tuple(MicrobatchSlice(first, size) for first, size in shares.slices(samples))
+    end = 0
+    for piece in slices:
+        if piece.first < end or piece.size < 1 or piece.first + piece.size > samples:
+            raise PolicyError(
+                f"{shares!r} has {list(slices)} of a batch of {samples} samples: slices have to ascend, not overlap,"
+                " have samples, and end with the batch"
+            )
+        end = piece.first + piece.size
+    return slices

@@ -1,0 +1,158 @@
+"""Environment variables of the package. No other module here reads them."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.control.hang_detector import HangTimeouts
+from elastic.errors import ControlPlaneUnavailableError, PolicyError
+from elastic.schedulers import slurm, torchelastic
+from elastic.schedulers.allocation import SchedulerAllocation, merge_allocations
+from peerstore.transport.authentication import read_secret
+from tieredckpt.event_log import EVENT_LOG_ENV
+from tieredckpt.settings import load_settings
+
+SOCKET_VARIABLE = "ELASTIC_SOCKET"
+TOKEN_VARIABLE = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
+RUN_DIRECTORY_VARIABLE = "ELASTIC_RUN_DIRECTORY"
+SHARED_DIRECTORY = "ELASTIC_SHARED_DIRECTORY"
+ROOTLESS_VARIABLE = "ELASTIC_ROOTLESS"
+SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
+HANG = "ELASTIC_HANG_TIMEOUT"
+FIRST_STEP = "ELASTIC_FIRST_STEP_TIMEOUT"
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class SupervisorEndpoint:
+    """Where a rank finds its supervisor, and what proves that it was started by it."""
+
+    socket: Path
+    token: str
+
+
+def supervisor_endpoint(environ: Mapping[str, str] = os.environ) -> SupervisorEndpoint:
+    """What the supervisor put there, or :class:`ControlPlaneUnavailableError` where none did."""
+    socket, token = environ.get(SOCKET_VARIABLE, ""), environ.get(TOKEN_VARIABLE, "")
+    if not socket or not token:
+        raise ControlPlaneUnavailableError(
+            f"${SOCKET_VARIABLE} and ${TOKEN_VARIABLE} are not set: start the script with `elastic run SCRIPT`"
+        )
+    return SupervisorEndpoint(Path(socket), token)
+
+
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    return SOCKET_VARIABLE in environ and TOKEN_VARIABLE in environ
+
+
+def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the run files of this user's jobs are: ``$ELASTIC_RUN_DIRECTORY``, or on the machine's shared memory."""
+    named = environ.get(RUN_DIRECTORY_VARIABLE)
+    return Path(named) if named else Path("/dev/shm") / f"elastic-{os.getuid()}"  # noqa: S108
+
+
+def shared_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a job's machines find what only this user may read: ``$ELASTIC_SHARED_DIRECTORY``, or below home."""
+    return Path(environ.get(SHARED_DIRECTORY) or "~/.elastic").expanduser().absolute()
+
+
+def allocation(environ: Mapping[str, str] = os.environ) -> SchedulerAllocation | None:
+    """What Slurm (``SLURM_*``) or Kubeflow (``PET_*``) says of the job this process is in."""
+    pet = torchelastic.torchelastic_allocation(
+        environ,
+        host=socket.gethostname(),
+        accelerators=len([*Path("/dev").glob("nvidia[0-9]*")]),
+        processors=len(os.sched_getaffinity(0)),
+    )
+    return merge_allocations(slurm.slurm_allocation(environ), pet)
+
+
+def event_log_directory(logs: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what happens to a job is written down: ``$TIEREDCKPT_LEDGER``, or beside what its ranks print."""
+    return Path(environ.get(EVENT_LOG_ENV, "") or logs / "ledger").absolute()
+
+
+def secret_variable(environ: Mapping[str, str] = os.environ) -> str:
+    """``$ELASTIC_SECRET``: the secret, or ``file:/path``; "" where it is not set."""
+    return environ.get(SECRET_VARIABLE, "")
+
+
+def load_secret(option: str, environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """What all nodes of a job know, as ``--secret`` or the environment says; ``None`` where neither does."""
+    if option and not option.startswith("file:"):
+        raise PolicyError(
+            "--secret: write file:/path. Everybody on the machine can read a command line, so a secret that was there "
+            "is none any more. Make a new one: (umask 077; python -c 'import secrets; "
+            "print(secrets.token_urlsafe(32))' > /path)"
+        )
+    given = option or secret_variable(environ)
+    return read_secret(given) if given else None
+
+
+def gloo_on(interface: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What keeps gloo on an interface: else it listens where the host's name leads, and asks nobody who connects."""
+    return {GLOO_INTERFACE_VARIABLE: environ.get(GLOO_INTERFACE_VARIABLE, interface)}
+
+
+def has_peer_secret(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether nodes' agents have a secret of their own."""
+    return bool(load_settings(environ).peer.secret)
+
+
+def has_agent_name(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this node's agent has a name of its own."""
+    return bool(load_settings(environ).agent.node)
+
+
+def has_agent_directory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody has said where this machine's agent is."""
+    return bool(load_settings(environ).agent.directory)
+
+
+def wants_rootless_store(environ: Mapping[str, str] = os.environ) -> bool:
+    """``$ELASTIC_ROOTLESS``: 1 for a store on every node; 0, or not set, for one in all."""
+    said = environ.get(ROOTLESS_VARIABLE, "")
+    if said not in ("", "0", "1"):
+        raise PolicyError(f"${ROOTLESS_VARIABLE}={said!r}: 0 or 1 was expected")
+    return said == "1"
+
+
+def hang_limits(
+    step: str, first: str, names: tuple[str, str] = ("--hang-timeout", "--first-step-timeout")
+) -> HangTimeouts:
+    """Seconds, ``auto`` or ``off``."""
+    return HangTimeouts(_limit(names[0], step), _limit(names[1], first))
+
+
+def hang_limits_in(environ: Mapping[str, str] = os.environ) -> HangTimeouts:
+    """The same, where there is no command line of ours: under ``torchrun`` and HyperPod's agent."""
+    step, first = environ.get(HANG, "") or "auto", environ.get(FIRST_STEP, "") or "auto"
+    return hang_limits(step, first, (f"${HANG}", f"${FIRST_STEP}"))
+
+
+def has_hang_limit(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody has said how long a step may take."""
+    return bool(environ.get(HANG))
+
+
+def _limit(option: str, text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        seconds = 0.0 if text == "off" else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and text != "off"):
+        raise PolicyError(f"{option} {text!r}: write a number of seconds above 0, auto or off")
+    return seconds
+
+
+def batch_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$ELASTIC_PREPARED_DIR``, or this user's own directory on the machine's shared memory."""
+    named = environ.get("ELASTIC_PREPARED_DIR")
+    return Path(named) if named else Path("/dev/shm") / f"elastic-prepared-{os.getuid()}"  # noqa: S108

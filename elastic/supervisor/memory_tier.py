@@ -1,0 +1,256 @@
+"""The memory tier's node agent under a supervisor, and the steps that agents still hold when a job ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from elastic.control.child_processes import with_import_path
+from elastic.control.running_clock import since_boot
+from peerstore.errors import PeerStoreError
+from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.settings import AgentPaths
+from peerstore.shard_records import JobStatus, VersionId
+from tieredckpt.agent.agent_api import IsolateRequest, StepInventory
+from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.resolve_step import Tier, resolve_step
+from tieredckpt.settings import Settings, load_settings, override_settings
+
+log = logging.getLogger(__name__)
+
+
+class MemoryTierProcess:
+    """An agent that answers already is used. One that was started here outlives the supervisor that is killed.
+
+    While this is open, a connection tells the agent that it is needed: a node that waits outside the world has nobody
+    else who does, and an agent that nobody needs leaves after a while. It is looked after here, and by no rank: this
+    begins before them, and they end with it.
+    """
+
+    def __init__(self, environ: Mapping[str, str], job: Path | None = None) -> None:
+        """An agent in ``job``, the job's own directory, is for nobody else: it ends with it, whoever started it."""
+        self._environ, self._job = environ, job
+        self._began_ns = time.time_ns()
+        self._mine: AgentPaths | None = None
+        self._place: AgentPaths | None = None
+        """Of the agent that is looked after."""
+
+    def start(self) -> None:
+        """Training goes on without: the first rank tries again, and says what is wrong."""
+        try:
+            settings = load_settings(self._environ)
+            if not (settings.enabled and settings.agent.embedded):
+                return
+            place = settings.agent_place
+            launch = partial(
+                connect_or_launch_agent, place, agent_command(settings), environ=with_import_path(self._environ)
+            )
+            try:
+                connect_to_agent(place.socket, named=place.named).close()
+            except PeerStoreError:
+                self._mine = place
+            if self._job is not None and self._job in place.directory.parents:
+                self._mine = place
+                self._began_ns = 0  # all it has is of this job, also what was sealed under an earlier supervisor
+            launch().close()
+            agent_watchdogs.begin(place, launch, partial(replace_hung_agent, place))
+            self._place = place
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.warning("the node agent was not started: %s", error)
+
+    def cut_off(self, seconds: float) -> None:
+        """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
+        place = self._place
+        if place is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
+            return
+        try:
+            with contextlib.closing(
+                Client(partial(connect_to_agent, place.socket, named=place.named), retry_s=0.0)
+            ) as client:
+                client.call("cut_off", IsolateRequest(seconds), type(None))
+        except PeerStoreError as error:
+            log.warning("the node agent was not cut off: %s", error)
+
+    def end(self) -> None:
+        """The job has succeeded: what the durable tier has of it need not be in memory, and nobody needs the agent."""
+        needed = self._place is not None and not self._released()
+        self.close()
+        if self._mine is not None and not needed:
+            signal_agent(self._mine, signal.SIGTERM)
+            self._mine = None
+
+    def _released(self) -> bool:
+        try:
+            return release_job_memory(self._environ, self._began_ns)
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.warning("what is in memory of this job stays there: %s", error)
+            return True
+
+    def close(self) -> None:
+        """Whoever else needs the agent says so."""
+        place, self._place = self._place, None
+        if place is not None:
+            agent_watchdogs.end(place)
+
+    @property
+    def stays(self) -> Path | None:
+        """Where an agent that was started here keeps what it has."""
+        return None if self._mine is None else self._mine.directory
+
+
+_UPLOADED_S = 60.0
+"""How long uploads are waited for."""
+_GOODBYE_S = 5.0
+"""By then the agent has noticed that this node's ranks have ended."""
+_LOOK_S = 0.1
+
+
+class JobMemory(NamedTuple):
+    """What one node has of a job."""
+
+    groups: Collection[VersionId]
+    pinned: Collection[VersionId]
+    used: bool
+    """A process takes part in the job again."""
+
+
+def reason_to_keep(held: JobMemory, survey: StepInventory) -> str:
+    """Why the job's memory on this node stays; "" where nothing of it is needed. Pure.
+
+    What other nodes have is not asked: this node's part of a step may go when that step, or a newer one, is durable.
+    """
+    if held.used:
+        return "it has been started again"
+    if held.pinned:
+        return f"step {max(group.version for group in held.pinned)} is pinned"
+    if survey.durable is None:
+        return "it has no durable tier"
+    if Tier.DURABLE in survey.unreachable:
+        return f"the durable tier could not be asked: {survey.unreachable[Tier.DURABLE]}"
+    durable = max((view.group.version for view in survey.views if view.durable and not view.quarantined), default=-1)
+    newest = max((group.version for group in held.groups), default=-1)
+    return f"step {newest} is not in the durable tier" if newest > durable else ""
+
+
+def release_job_memory(environ: Mapping[str, str], since_ns: int) -> bool:
+    """Of every job that has saved since then. Whether nobody needs the agent any more."""
+    agent = NodeAgentClient(override_settings(load_settings(environ), agent={"embedded": False}), "")
+    deadline = time.monotonic() + _UPLOADED_S
+    try:
+        jobs = [
+            one for one in agent.store.status().jobs if one.job != MEMORY_SERVICE_JOB and (one.versions or one.clients)
+        ]
+        return all(_release(agent, one.job, since_ns, deadline) for one in jobs)
+    finally:
+        agent.close()
+
+
+def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -> bool:
+    """Whether nobody takes part in it."""
+    facts = agent.store.inventory(job)
+    if any(fact.sealed_ns >= since_ns for fact in facts):
+        _wait_while(lambda: _is_used(agent, job), min(deadline, time.monotonic() + _GOODBYE_S))
+        _wait_while(lambda: _is_uploading(agent, job) and not _is_used(agent, job), deadline)
+        held = _held(agent, job)
+        if _is_uploading(agent, job):
+            why = "it is being uploaded still"
+        else:
+            why = reason_to_keep(held, agent.survey(job, fresh=True))
+        if not why:
+            # By name: what somebody saves from here on is not among them.
+            agent.store.forget(job, sorted(held.groups))
+        elif held.groups and not held.used:
+            log.warning("what is in memory of %s stays in %s: %s", job, agent.place.directory, why)
+    return not _is_used(agent, job)
+
+
+def _wait_while(holds: Callable[[], bool], deadline: float) -> None:
+    while holds() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def _is_uploading(agent: NodeAgentClient, job: str) -> bool:
+    return any(one.state in ("waiting", "running") for one in agent.drains(job))
+
+
+def _held(agent: NodeAgentClient, job: str) -> JobMemory:
+    groups = {fact.key.group for fact in agent.store.inventory(job)}
+    return JobMemory(groups, groups & agent.store.kept(job), _is_used(agent, job))
+
+
+def _is_used(agent: NodeAgentClient, job: str) -> bool:
+    return any(one.clients for one in _of(agent, job))
+
+
+def _of(agent: NodeAgentClient, job: str) -> list[JobStatus]:
+    return [one for one in agent.store.status().jobs if one.job == job]
+
+
+def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int) -> dict[str, int]:
+    """The newest whole step of every checkpointed job that has one, and was saved or loaded since then.
+
+    ``environs`` are what supervisors on this machine were started with. Agents that do not answer add nothing.
+    """
+    found: dict[str, int] = {}
+    for environ in environs:
+        try:
+            settings = load_settings(environ)
+            if settings.enabled:
+                for job, step in _on_node(settings, since_ns).items():
+                    found[job] = max(step, found.get(job, -1))
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.info("which step is there was not asked of every node: %s", error)
+    return found
+
+
+def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:
+    """When a job began that did at these times, as clocks say that may have gone back meanwhile."""
+    return min(wall_ns, wall() - int((since_boot() - boot_s) * 1e9))
+
+
+def describe_resumable(steps: Mapping[str, int]) -> str:
+    """Empty where nobody knows of any."""
+    if len(steps) == 1:
+        return f"the last whole step is {next(iter(steps.values()))}"
+    return ", ".join(f"the last whole step of {job} is {step}" for job, step in sorted(steps.items()))
+
+
+def _on_node(settings: Settings, since_ns: int) -> dict[str, int]:
+    agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
+    try:
+        jobs = [
+            one.job
+            for one in agent.store.status().jobs
+            if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
+        ]
+        surveys = {job: agent.survey(job, fresh=True) for job in jobs}
+    finally:
+        agent.close()
+    return {
+        job: step
+        for job, survey in surveys.items()
+        if any(view.candidate.saved_ns >= since_ns for view in survey.views)
+        and (step := newest_restorable_step(survey)) >= 0
+    }
+
+
+def newest_restorable_step(survey: StepInventory) -> int:
+    """The step that a load which names none would choose; -1 for none."""
+    chosen = resolve_step(
+        [view.candidate for view in survey.views],
+        quarantined={view.group for view in survey.views if view.quarantined},
+        unreachable=survey.unreachable,
+        once_whole=survey.once_whole,
+        torn=survey.torn,
+        forgotten=survey.forgotten,
+    ).chosen
+    return -1 if chosen is None else chosen.group.version

@@ -1,0 +1,115 @@
+"""``elastic_event_detected``: one question per step, for loops that are not written for ``elastic.run``.
+
+The same call, and the same meaning, as HyperPod's function of that name: "save now and exit with status 0, the world is
+to change". Different is what it costs and when it is wrong: no collective per step, and all ranks get their True at the
+same step even where one had its signal much earlier than another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import threading
+from contextlib import ExitStack
+
+from elastic.control.control_plane import ControlPlane, NoticeKind, RankProgress
+from elastic.errors import ElasticError
+from elastic.settings import has_hang_limit
+from elastic.workers.step_barrier import (
+    BoundaryDecision,
+    NoticeWatcher,
+    SignalRequest,
+    StepBarrier,
+    default_signal_requests,
+    forward_signals,
+)
+from elastic.workers.train_loop import current_world
+from elastic.workers.world_handle import newest_step_sealed_here
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 25.0
+
+
+class EventDetector:
+    """This process's answer, step by step, in a world that ends with the process."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._calls = 0
+        self._detected = False
+        self._is_late_told = has_hang_limit()
+        self._undo = ExitStack()
+        self._signals: set[int] = set()
+        self._undo.callback(plane.close)
+        place = plane.ready()
+        self._gate = StepBarrier(plane, place.epoch)
+        self._undo.callback(self._gate.close)
+        self._watch = NoticeWatcher(plane, lambda _notice: None)
+        self._undo.callback(self._watch.close)
+        self._watch.follow(self._gate)
+        self.listen(signal.SIGTERM)
+
+    def listen(self, number: int) -> None:
+        """Have this signal, at any rank, mean the event at all of them."""
+        if number not in self._signals and threading.current_thread() is threading.main_thread():
+            self._signals.add(number)
+            wish = default_signal_requests(_GRACE_S).get(number, SignalRequest(NoticeKind.RESIZE, f"signal {number}"))
+            self._undo.enter_context(forward_signals(self._watch, {number: wish}))
+
+    def ask(self) -> bool:
+        """Having come to the next step: whether it is not to be begun."""
+        if self._detected:
+            return True
+        # It cannot say that it evaluates: how long a step may take is asked of it only where somebody has said so.
+        self._plane.progress(RankProgress(self._calls or -1, newest_step_sealed_here(), free=not self._is_late_told))
+        way = self._gate.enter(self._calls)
+        if way is BoundaryDecision.ON:
+            self._calls += 1
+            return False
+        if way is BoundaryDecision.LEAVE:  # no common step any more: what the others get is their own matter
+            log.warning("the world is broken: %s", self._gate.why_broken)
+            self._plane.progress(
+                RankProgress(self._calls or -1, newest_step_sealed_here(), free=True)
+            )  # out of it, and may save
+        self._detected = True
+        return True
+
+    def close(self) -> None:
+        if self._detected:
+            try:
+                self._plane.sealed(self._calls)
+            except ElasticError as error:
+                log.debug("nobody heard that this rank has stopped: %s", error)
+        self._undo.close()
+
+
+_detectors: list[EventDetector] = []
+_lock = threading.Lock()
+
+
+def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
+    """Called by all ranks once a step, at its beginning: whether the world is to change, so save and exit.
+
+    The first call of a process waits for that of all others, and begins to listen for ``sig`` and SIGTERM (what
+    handled them before is called as well). Inside :func:`elastic.run` it answers for the world that is trained in.
+    """
+    world = current_world()
+    if world is not None:
+        return world.event_detected()
+    with _lock:
+        if not _detectors:
+            from elastic.workers.launch_environment import detect_control_plane
+
+            _detectors.append(EventDetector(detect_control_plane()))
+            atexit.register(close_detectors)
+    _detectors[0].listen(sig)
+    return _detectors[0].ask()
+
+
+def close_detectors() -> None:
+    """Give signals back and let go of whoever runs the job; the next call begins anew."""
+    with _lock:
+        while _detectors:
+            _detectors.pop().close()

@@ -1,0 +1,107 @@
+"""Installs a fault injector in this rank on request; imports and hooks nothing before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from elastic import settings as names
+from elastic.control.control_plane import ControlPlane
+from elastic.control.run_directory import RunDirectory
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.errors import PolicyError
+from elastic.fault_injection.fault_spec import INJECT_VARIABLE, FaultInjection, parse_injections
+
+if TYPE_CHECKING:
+    from elastic.fault_injection.injector import FaultInjector, InjectionWorld
+
+log = logging.getLogger(__name__)
+
+_NAME_S = 5.0
+
+
+class RankFaults:
+    """What is to be injected into this process, from its environment and, later, from its supervisor."""
+
+    def __init__(self, plane: ControlPlane, environ: Mapping[str, str] = os.environ) -> None:
+        self._plane = plane
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._injector: FaultInjector | None = None
+        self._world: InjectionWorld | None = None
+        self._hooks = ExitStack()
+        self._given: tuple[FaultInjection, ...] = ()
+        if environ.get(INJECT_VARIABLE):
+            if not isinstance(plane, SupervisorClient):
+                raise PolicyError(
+                    f"${INJECT_VARIABLE} is for ranks of `elastic run`, which keeps what has happened already"
+                )
+            self._given = parse_injections(environ[INJECT_VARIABLE])
+            self._arm()
+        if isinstance(plane, SupervisorClient):
+            plane.on_injections(self._more, self._cut)
+
+    def enter(self, world: InjectionWorld) -> None:
+        """Before the ranks of a world meet."""
+        self._world = world
+        with self._lock:
+            if self._given:
+                self._arm()
+        if self._injector is not None:
+            self._injector.enter(world)
+
+    def leave(self) -> None:
+        self._world = None
+        if self._injector is not None:
+            self._injector.leave()
+
+    def close(self) -> None:
+        self._hooks.close()
+
+    def _more(self, given: tuple[FaultInjection, ...]) -> None:
+        """In a thread of the plane; a rank that has not begun hooks nothing yet, but hears of it when it does."""
+        with self._lock:
+            self._given = (*self._given, *given)
+            world = self._world
+            if world is not None:
+                self._arm()
+                if self._injector is not None:
+                    self._injector.resume(world)
+
+    def _cut(self) -> None:
+        """The node is cut off: this rank's connections to other ranks and to their store end."""
+        from elastic.rendezvous.rootless_tcpstore import resolve_store
+        from elastic.workers.process_groups import close_gloo_connections, close_store_connections
+
+        found = close_gloo_connections()
+        if "MASTER_PORT" in os.environ:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            found += close_store_connections(resolve_store(host, port, within_s=_NAME_S))
+        log.warning("this node is cut off on purpose: %d connections ended", found)
+
+    def _arm(self) -> None:
+        from elastic.fault_injection.fault_actions import InjectionRecord, log_injection
+        from elastic.fault_injection.injector import FaultInjector, fault_hooks
+
+        if self._injector is None:
+            plane = self._plane
+            assert isinstance(plane, SupervisorClient)  # noqa: S101 - only such a one is given anything
+            run = RunDirectory(names.run_directory(self._environ), self._environ["ELASTIC_JOB"])
+            record, node = InjectionRecord(run.directory), self._environ["ELASTIC_NODE"]
+            self._injector = FaultInjector((), record, node, cut=plane.cut_off, tell=log_injection)
+            self._hooks.enter_context(fault_hooks(self._injector))
+        self._injector.add(self._given)
+
+
+@contextmanager
+def rank_faults(plane: ControlPlane) -> Iterator[RankFaults]:
+    """What a rank's loop tells of the worlds that it enters."""
+    arming = RankFaults(plane)
+    try:
+        yield arming
+    finally:
+        arming.close()

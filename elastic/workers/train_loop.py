@@ -1,0 +1,407 @@
+"""``elastic.run`` and ``recoverable``: enter a world, train, leave, enter the next, in the same process."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from elastic.control.control_plane import ControlNotice, ControlPlane, Dismissed, NoticeKind, RankAssignment
+from elastic.errors import ElasticError, JobFailedError, NonFiniteLossError, UnhealthyProcessError, WorldChanged
+from elastic.workers.in_process_restart import (
+    DeviceHealthCheck,
+    ProcessHealthCheck,
+    SurvivorRecovery,
+    drop_traceback_frames,
+    freeze_startup_objects,
+    reset_process_state,
+)
+from elastic.workers.injected_faults import RankFaults, rank_faults
+from elastic.workers.leave_deadline import LeaveDeadline
+from elastic.workers.process_groups import ProcessGroups, UserProcessGroups, parse_store_address, process_groups_for
+from elastic.workers.rank_timeline import RankTimeline, open_rank_timeline
+from elastic.workers.step_barrier import NoticeWatcher, StepBarrier, default_signal_requests, forward_signals
+from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World
+from elastic.world.peer_loss import blames_another_rank
+from tieredckpt.checkpointer.preemption import sigterm_handled_elsewhere
+from tieredckpt.errors import TieredCheckpointError, UsageError
+from tieredckpt.live.abort_fence import AbortFence, use_fence
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TrainFunction = Callable[[World], T]
+WarmupFunction = Callable[[], Any]
+
+
+class RunOutcome(enum.Enum):
+    """How a rank's part in a job ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """The job stopped at a sealed step, to be resumed another time."""
+    DISMISSED = "dismissed"
+    """The job goes on without this process."""
+
+
+@dataclass(frozen=True)
+class RunResult(Generic[T]):
+    """What became of this rank. A process that gets one of these ends with status 0."""
+
+    how: RunOutcome
+    value: T | None = None
+    """What the train function returned, when it finished."""
+    steps: int = 0
+    """Steps completed."""
+    worlds: int = 0
+    """In how many worlds this process was."""
+
+    def __str__(self) -> str:
+        if self.how is RunOutcome.STOPPED:
+            return f"stopped after step {self.steps - 1}; start it again to go on with step {self.steps}"
+        return f"{self.how.value} after {self.worlds} world{'s' if self.worlds != 1 else ''}"
+
+
+@dataclass(frozen=True)
+class RecoveryPolicy:
+    """How a rank takes part."""
+
+    backend: str | None = None
+    """Of the default process group; ``None``: NCCL for CUDA tensors where there is a GPU, gloo for the others;
+    ``"none"``: the train function makes its groups, and leaves none behind."""
+    timeout: timedelta | None = None
+    """Of its collectives; ``None``: longer than it takes who runs the job to find a hang, and torch's own at least."""
+    on_error: Literal["again", "raise"] = "again"
+    """After an exception of the train function: take part in the next world (who runs the job counts, and gives up in
+    the end), or report it and end."""
+    settle_s: float = 10.0
+    """How long an error that could come of the loss of another rank waits for word of one."""
+    grace_s: float = 25.0
+    """What SIGTERM leaves."""
+    nonfinite: NonFiniteMode = "fault"
+    """What becomes of a loss that ``world.check`` finds not to be finite. ``"fault"``: all ranks try the step again,
+    and the job gives up after so many attempts; ``"skip"``: it is left out by all of them then; ``"ignore"``: nothing.
+    """
+    nonfinite_tries: int = 2
+    """Attempts at one step."""
+    nonfinite_skips: int = 10
+    """Steps that may be left out; with one more the job gives up."""
+    health: ProcessHealthCheck = field(default_factory=DeviceHealthCheck)
+    """Called between two worlds; where it raises, this process ends and another one takes its seat."""
+    abort: tuple[Literal["groups", "connections"] | Callable[[], Any], ...] = ("groups", "connections")
+    """What is done, in this order and from a thread of its own, when a world breaks while this rank may hang in it.
+    A function closes or wakes what the script itself waits for, before, between or after the two."""
+
+
+@overload
+def recoverable(train: TrainFunction[T]) -> Callable[[], RunResult[T]]: ...
+@overload
+def recoverable(
+    *, plane: ControlPlane | None = None, policy: RecoveryPolicy | None = None, warm: WarmupFunction | None = None
+) -> Callable[[TrainFunction[T]], Callable[[], RunResult[T]]]: ...
+
+
+def recoverable(
+    train: TrainFunction[T] | None = None,
+    *,
+    plane: ControlPlane | None = None,
+    policy: RecoveryPolicy | None = None,
+    warm: WarmupFunction | None = None,
+) -> Any:
+    """The decorated function runs as :func:`run` runs it: called without arguments, it is entered with every world."""
+
+    def decorate(inner: TrainFunction[T]) -> Callable[[], RunResult[T]]:
+        @functools.wraps(inner)
+        def call() -> RunResult[T]:
+            return run(inner, plane=plane, policy=policy, warm=warm)
+
+        return call
+
+    return decorate if train is None else decorate(train)
+
+
+def run(
+    train: TrainFunction[T],
+    *,
+    plane: ControlPlane | None = None,
+    policy: RecoveryPolicy | None = None,
+    warm: WarmupFunction | None = None,
+) -> RunResult[T]:
+    """Call ``train`` with every world this process has a place in, until it returns.
+
+    ``plane`` is who runs the job; by default the one that started this process: ``elastic run``, a platform that
+    brings its own, ``torchrun``, or nobody. Faults of other ranks, resizes and (``policy.on_error``) its own exceptions
+    end one call of ``train`` and begin the next; what the process has imported, compiled and cached stays. Raises
+    :class:`~elastic.errors.JobFailedError` when there is no further world, from the last exception of ``train``.
+
+    ``warm`` is called once, before this process asks for a place, in no process group: what it imports, compiles or
+    maps is there when a spare takes the place of a rank that was lost.
+    """
+    if plane is None:
+        from elastic.workers.launch_environment import detect_control_plane
+
+        plane = detect_control_plane()
+    try:
+        policy = policy or RecoveryPolicy()
+        with sigterm_handled_elsewhere(), open_rank_timeline() as record, rank_faults(plane) as faults:
+            if warm is not None:
+                warm()
+            hydrating = SurvivorRecovery(plane, own_groups=policy.backend == "none", settle_s=policy.settle_s)
+            with freeze_startup_objects(), hydrating:
+                ended = _Rank(train, plane, policy, record=record, hydrating=hydrating, faults=faults).run()
+            record.ended(ended.how.value)
+            return ended
+    finally:
+        plane.close()
+
+
+class _Rank(Generic[T]):
+    """One process's way through the worlds."""
+
+    def __init__(
+        self,
+        train: TrainFunction[T],
+        plane: ControlPlane,
+        policy: RecoveryPolicy,
+        *,
+        record: RankTimeline,
+        hydrating: SurvivorRecovery,
+        faults: RankFaults,
+    ) -> None:
+        self._train = train
+        self._record = record
+        self._hydrating = hydrating
+        self._faults = faults
+        self._plane = plane
+        self._policy = policy
+        self._deadline = LeaveDeadline(plane)  # before any watch, whose abort may hang
+        self._groups: ProcessGroups | UserProcessGroups | None = None
+        self._fence: AbortFence | None = None
+        """Of the world whose groups these are."""
+        self._worlds = 0
+        self._steps = 0
+        self._last_error: BaseException | None = None
+        self._losses = NonFiniteGuard(policy.nonfinite, policy.nonfinite_tries, policy.nonfinite_skips)
+        self._finished: list[T] = []
+        """What the train function returned, once it has and that was heard."""
+
+    def run(self) -> RunResult[T]:
+        watch = NoticeWatcher(self._plane, self._abort, self._cut_again)
+        try:
+            with forward_signals(watch, default_signal_requests(self._policy.grace_s)):
+                while True:
+                    self._record.waits()
+                    self._deadline.left()
+                    try:
+                        place = self._plane.ready()
+                    except Dismissed:
+                        return self._ended(RunOutcome.DISMISSED)
+                    except JobFailedError as error:
+                        raise error from self._last_error
+                    self._record.placed(place)
+                    world = self._one_world(watch, place)
+                    if self._finished:
+                        return self._ended(RunOutcome.FINISHED)
+                    if world.ended is not None and world.ended.want is NoticeKind.STOP and world.is_sealed:
+                        return self._ended(RunOutcome.STOPPED)
+                    self._examine()
+        finally:
+            self._deadline.left()
+            watch.close()
+
+    def _ended(self, how: RunOutcome) -> RunResult[T]:
+        return RunResult(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
+
+    def _abort(self, notice: ControlNotice) -> None:
+        self._record.knows()
+        groups = self._groups
+        if groups is not None:
+            if self._fence is not None:
+                self._fence.close()  # what completes from here on may be garbage
+            log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
+            ours = {"groups": groups.abort_groups, "connections": groups.cut_connections}
+            for step in self._policy.abort:
+                try:
+                    (ours[step] if isinstance(step, str) else step)()
+                except Exception as error:  # what comes after it is done all the same
+                    log.error("%s failed when the world was aborted", step, exc_info=error)
+
+    def _cut_again(self, epoch: int) -> None:
+        groups = self._groups
+        if groups is not None and groups.epoch == epoch and "connections" in self._policy.abort:
+            groups.cut_connections()
+
+    def _examine(self) -> None:
+        """A process that is not fit for another world ends: it is better to start a new one than to find out later."""
+        self._deadline.at("the health check")
+        try:
+            self._policy.health()
+        except UnhealthyProcessError:
+            raise
+        except Exception as error:
+            raise UnhealthyProcessError(f"this process is not fit for another world: {error}") from error
+
+    def _one_world(self, watch: NoticeWatcher, place: RankAssignment) -> World:
+        self._deadline.enter(place.epoch)
+        gate = StepBarrier(self._plane, place.epoch)
+        world = World(place, self._plane, gate, record=self._record, losses=self._losses)
+        self._fence = fence = AbortFence(world.refuse_broken)
+        self._groups = groups = process_groups_for(place, self._policy.backend, self._policy.timeout)
+        well = False
+        watch.follow(gate)
+        try:
+            with _environment(place), _current(world), use_fence(fence):
+                self._faults.enter(world)
+                groups.enter()
+                self._record.grouped()
+                self._losses.meet(place.restarts)
+                self._worlds += 1
+                self._hydrating.enter(world, silent=groups.is_silent)
+                self._record.given(world.hydration is not None)
+                self._deadline.at("the train function")
+                value = self._train(world)
+            well = True
+            self._returned(world, value)
+        except WorldChanged as change:
+            well = world.ended is not None
+            if not well:
+                self._record.knows()
+            log.info("epoch %d has ended: %s", place.epoch, change)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
+            well = self._failed(world, gate, error)
+            drop_traceback_frames(error)  # else what they hold, a model say, stays beside the next one
+        finally:
+            self._faults.leave()
+            self._steps = max(self._steps, world.completed)
+            at = self._deadline.at
+            at("setting the survivor's state aside")
+            with use_fence(fence):
+                self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
+            at("the callbacks of world.on_leave")
+            world.left()
+            watch.follow(None)
+            at("closing the gate")
+            gate.close()
+            at("destroying the process groups")
+            groups.leave(broken=not well)
+            at("freeing the memory of the world")
+            reset_process_state()
+        return world
+
+    def _returned(self, world: World, value: T) -> None:
+        """The train function came back by itself: it has finished, or it saw that the world is to end."""
+        if world.ended is not None:
+            world.say_sealed()
+            return
+        try:
+            self._plane.finished()
+        except ElasticError as error:  # another rank was lost on its last steps: they are done again
+            log.warning("it was not heard that this rank has finished: %s", error)
+            return
+        self._finished.append(value)
+
+    def _failed(self, world: World, gate: StepBarrier, error: BaseException) -> bool:
+        """Whether the world ended well all the same."""
+        if world.ended is not None:
+            log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
+            return True
+        self._record.knows()
+        patience_s = self._policy.settle_s if may_follow_from_lost_rank(error) else 0.0
+        if gate.wait_broken(patience_s):
+            log.info("epoch %d is broken (%s): %s", world.epoch, gate.why_broken, error)
+            return False
+        self._last_error = error
+        log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
+        try:
+            final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
+            self._plane.fault(f"{type(error).__name__}: {error}", final=final)
+        except ElasticError as unheard:
+            log.warning("the fault was not heard: %s", unheard)
+        if self._policy.on_error == "raise":
+            raise error
+        return False
+
+
+@contextmanager
+def _environment(place: RankAssignment) -> Iterator[None]:
+    """What every launcher tells its processes; as long as this world lasts."""
+    host, port = parse_store_address(place.store)
+    values = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "GROUP_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": place.node_count,
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": place.world_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": place.restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_worlds: list[World] = []
+
+
+@contextmanager
+def _current(world: World) -> Iterator[None]:
+    _worlds.append(world)
+    try:
+        yield
+    finally:
+        _worlds.remove(world)
+
+
+def current_world() -> World | None:
+    """The world that this process trains in now."""
+    return _worlds[-1] if _worlds else None
+
+
+_KINDS = (dist.DistError, ConnectionError, TieredCheckpointError)
+_DEEP = 20
+
+
+def may_follow_from_lost_rank(error: BaseException) -> bool:
+    """Whether this could come of the loss of another rank. Then it is worth a moment to hear whether one was lost."""
+    return any(_looks_so(one) for one in error_chain(error))
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it came of."""
+    waiting, seen = [error], set[int]()
+    while waiting and len(seen) < _DEEP:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, CheckpointException):
+            waiting += [failure for failure, _ in one.failures.values()]
+        waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
+def _looks_so(error: BaseException) -> bool:
+    if isinstance(error, _KINDS):
+        return True
+    return isinstance(error, RuntimeError) and blames_another_rank(str(error))

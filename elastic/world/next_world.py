@@ -1,0 +1,623 @@
+"""``next_world``: the state and actions that follow from one event, and a world rebuilt from reports. Pure.
+
+On a loss, in this order: a spare takes the place (a warm process of the node, a node that stands by), a process is
+started anew where it was, a replacement is waited for, the world becomes smaller, the job stops. A change that was
+wanted (more nodes, nodes asked back) first lets all ranks come to one step and seal.
+
+The job's memory is found through the nodes that were in a world before. So one of them at least is in the next, and
+is waited for while its ranks are started anew, also where others are ready; unless all of them are to be avoided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from elastic.world import world_transition
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
+    CapacityOffered,
+    EventBatch,
+    FinishJob,
+    HangDetected,
+    JobStopRequested,
+    NodeFinished,
+    NodeFlagged,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeMember,
+    NodeReady,
+    NodeSealed,
+    NodesPreempted,
+    PauseWorld,
+    RankFault,
+    RankLost,
+    RejoinReport,
+    ReleaseNode,
+    RequestNodes,
+    ResizeRequested,
+    RespawnStragglers,
+    Tick,
+    WorldAction,
+    WorldEvent,
+    WorldPhase,
+    WorldState,
+)
+from elastic.world.world_transition import WorldTransition, replace
+
+__all__ = ["initial_world", "next_world", "rebuild_world"]
+
+
+def initial_world(policy: ScalingPolicy, *, nproc: int, now_s: float) -> WorldState:
+    """A job nobody has joined yet."""
+    return WorldState(nproc=nproc, began_s=now_s, goal=policy.wanted)
+
+
+def next_world(
+    world: WorldState, event: WorldEvent, policy: ScalingPolicy, now_s: float
+) -> tuple[WorldState, tuple[WorldAction, ...]]:
+    """What follows from ``event``, and from time having passed since the last one.
+
+    ``now_s`` is any clock that does not go back; all times in events, actions and the world are on it. The world that
+    was given is as good as before.
+    """
+    turn = WorldTransition(world, policy, now_s)
+    apply_event(turn, event)
+    if not world.phase.over:
+        reconcile_world(turn)
+    return turn.world, tuple(turn.actions)
+
+
+_TRIES_OF_A_STANDBY = 3
+"""A node outside the world whose processes end so often before they are ready is sent away."""
+
+
+def apply_event(turn: WorldTransition, event: WorldEvent) -> None:
+    if not turn.world.phase.over:
+        _HANDLERS[type(event)](turn, event)
+
+
+def _several(turn: WorldTransition, event: EventBatch) -> None:
+    for one in event.events:
+        apply_event(turn, one)
+
+
+def _joined(turn: WorldTransition, event: NodeJoined) -> None:
+    world = turn.world
+    if event.life <= world.gone.get(event.node, -1):
+        return
+    before = world.members.get(event.node)
+    if before is not None:
+        if event.life <= before.life:
+            return
+        turn.lose(before, "its supervisor began again")
+        if turn.world.phase.over:
+            return
+    if event.seats != world.nproc:
+        turn.world.gone[event.node] = event.life
+        reason = f"it runs {event.seats} ranks, all others run {world.nproc}"
+        turn.do(ReleaseNode(event.node, event.life, reason, cut=True))
+        return
+    turn.put(
+        NodeMember(
+            node=event.node,
+            life=event.life,
+            joined=world.joins,
+            joined_s=turn.now_s,
+            births=max(event.births, world.nproc),
+            spares=event.spares,
+            due_s=turn.now_s + turn.policy.restart_timeout_s,
+        )
+    )
+    turn.set(joins=world.joins + 1, asked=max(0, world.asked - 1))
+
+
+def _ready(turn: WorldTransition, event: NodeReady) -> None:
+    member = turn.known(event.node, event.life)
+    if member is None or event.births < member.births + len(member.owed):
+        return
+    if event.epoch < member.epoch:
+        if member.placed and event.births > member.births:
+            turn.fault(f"processes of {member.node} were replaced, and nobody was told", member.node)
+        return
+    if member.placed and turn.world.phase is WorldPhase.RUNNING:
+        turn.fault(f"the ranks of {member.node} have left the world without being asked", member.node)
+        if turn.world.phase.over:
+            return
+        member = turn.world.members[member.node]
+        if event.births < member.births + len(member.owed):
+            return
+    turn.put(member, ready=True, births=event.births, owed=(), spares=event.spares, due_s=None, prodded=False)
+
+
+def _sealed(turn: WorldTransition, event: NodeSealed) -> None:
+    member = turn.known(event.node, event.life)
+    if member is None or not member.placed or event.epoch != turn.world.epoch:
+        return
+    if turn.world.phase is WorldPhase.CHANGING:
+        turn.put(member, sealed=True)
+    elif turn.world.phase is WorldPhase.RUNNING:
+        # It goes no further, and who has asked it to stop is no more: what was wanted is to be asked for again.
+        turn.fault(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
+
+
+def _finished(turn: WorldTransition, event: NodeFinished) -> None:
+    member = turn.known(event.node, event.life)
+    if member is not None and member.placed and event.epoch == turn.world.epoch and turn.world.phase.alive:
+        turn.set(done=turn.world.done | {event.node})
+
+
+def _lost(turn: WorldTransition, event: NodeLost | NodeLeft) -> None:
+    member = turn.world.members.get(event.node)
+    if member is None or event.life < member.life:
+        turn.world.gone[event.node] = max(event.life, turn.world.gone.get(event.node, -1))
+        if member is None:
+            return
+        return
+    turn.lose(member, event.reason, blame=isinstance(event, NodeLost), life=event.life)
+
+
+def _rank_lost(turn: WorldTransition, event: RankLost) -> None:
+    member = turn.known(event.node, event.life)
+    if member is None or event.births < member.births or _is_replaced(member, event.local_rank, event.births):
+        return
+    world, what = turn.world, f"rank {event.local_rank} of {event.node} was lost: {event.reason}"
+    if world.phase.alive and member.placed:
+        if member.node in world.done or (member.sealed and (world.stopping or member.leaving)):
+            return  # it had nothing left to do here
+        turn.fault(what, member.node, event.births)
+    else:
+        _lost_again(turn, member, event, what)
+    _replace(turn, event.node, event.local_rank, event.births)
+
+
+def _is_replaced(member: NodeMember, local_rank: int, births: int) -> bool:
+    """Whether the process that was lost when there had been so many is one that is known to be."""
+    return any(owed.local_rank == local_rank and owed.births >= births for owed in member.owed)
+
+
+def _lost_again(turn: WorldTransition, member: NodeMember, event: RankLost, what: str) -> None:
+    """A process ended before its node was ready: nothing was broken by that, but it may go on for ever."""
+    tries = 1 + sum(owed.local_rank == event.local_rank and not owed.whole for owed in member.owed)
+    if not turn.world.phase.alive and (member.placed or turn.world.epoch < 0):
+        if tries > turn.world.tries:
+            turn.set(tries=tries)
+            turn.count(what, member.node, event.births)
+    elif tries >= _TRIES_OF_A_STANDBY:
+        turn.release(member, f"{what}, {tries} times before it was ready", cut=True)
+
+
+def _replace(turn: WorldTransition, node: str, local_rank: int, births: int) -> None:
+    """Unless it has been decided by now to replace it, or not to go on."""
+    member = turn.world.members.get(node)
+    if member is not None and not turn.world.phase.over and not _is_replaced(member, local_rank, births):
+        turn.replace_ranks(member, (local_rank,), births)
+
+
+def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
+    member = turn.known(event.node, event.life)
+    if member is None or not member.placed or event.epoch != turn.world.epoch:
+        return
+    if member.sealed and (turn.world.stopping or member.leaving):
+        return
+    what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
+    turn.fault(what, "" if event.final else event.node)
+    if event.final and not turn.world.phase.over:
+        turn.give_up(f"gave up, as another attempt would end the same way: {what}")
+
+
+def _hang(turn: WorldTransition, event: HangDetected) -> None:
+    if event.epoch != turn.world.epoch or not turn.world.phase.alive:
+        return
+    member = turn.world.members.get(event.node)
+    known = member is not None and member.placed
+    who = f"rank {event.local_rank} of {event.node}" if known else "the job"
+    leave_s = turn.policy.leave_hang_s
+    turn.fault(f"{who} hangs: {event.reason}", event.node if known else "", leave_s=leave_s)
+    if member is not None and known and 0 <= event.local_rank < turn.world.nproc:
+        _replace(turn, event.node, event.local_rank, member.births)
+
+
+def _offender(turn: WorldTransition, event: NodeFlagged) -> None:
+    turn.set(marked=turn.world.marked | {event.node})
+
+
+def _offered(turn: WorldTransition, event: CapacityOffered) -> None:
+    taken = min(event.nodes, turn.limit - len(world_transition.available_members(turn.world)))
+    if taken > 0:
+        turn.do(RequestNodes(taken, "offered"))
+        turn.set(asked=max(turn.world.asked, taken))
+
+
+def _asked_back(turn: WorldTransition, event: NodesPreempted) -> None:
+    for node in event.nodes:
+        member = turn.world.members.get(node)
+        if member is None or event.deadline_s < member.joined_s:
+            continue  # it is not here, or it is again and this is old
+        if member.placed and not member.leaving:
+            turn.set(goal=turn.world.goal - 1)
+        leave_by_s = event.deadline_s if member.leave_by_s is None else min(event.deadline_s, member.leave_by_s)
+        turn.put(member, leave_by_s=leave_by_s)
+
+
+def _resize_asked(turn: WorldTransition, event: ResizeRequested) -> None:
+    if event.nodes is None or turn.policy.at_most(event.nodes):
+        # Who asks takes the nodes that are ready now: further ones are not waited for.
+        turn.set(cap=event.nodes, more_since_s=turn.now_s - turn.policy.scaling_timeout_s)
+
+
+def _stop_asked(turn: WorldTransition, event: JobStopRequested) -> None:
+    known_s = turn.world.pause_until_s
+    until_s = known_s if event.deadline_s is None else max(event.deadline_s, turn.now_s)
+    if until_s is not None and known_s is not None:
+        until_s = min(until_s, known_s)
+    if turn.world.stopping and until_s == known_s:
+        return
+    turn.set(stopping=True, reason=event.reason, pause_until_s=until_s)
+    if turn.world.phase is WorldPhase.CHANGING and until_s is not None:
+        turn.do(PauseWorld(turn.world.epoch, event.reason, until_s, stop=True))
+
+
+def _tick(turn: WorldTransition, event: Tick) -> None:
+    pass
+
+
+_HANDLERS: dict[type, Callable[[WorldTransition, Any], None]] = {
+    NodeJoined: _joined,
+    NodeReady: _ready,
+    NodeSealed: _sealed,
+    NodeFinished: _finished,
+    NodeLost: _lost,
+    NodeLeft: _lost,
+    RankLost: _rank_lost,
+    RankFault: _rank_fault,
+    HangDetected: _hang,
+    NodeFlagged: _offender,
+    CapacityOffered: _offered,
+    NodesPreempted: _asked_back,
+    ResizeRequested: _resize_asked,
+    JobStopRequested: _stop_asked,
+    Tick: _tick,
+    EventBatch: _several,
+}
+
+
+def reconcile_world(turn: WorldTransition) -> None:
+    _expire(turn)
+    before = None
+    while before is not turn.world.phase and not turn.world.phase.over:
+        before = turn.world.phase
+        _STEPS[before](turn)
+    turn.set(tick_s=None if turn.world.phase.over else min(_timers(turn), default=None))
+
+
+# -- time is up -------------------------------------------------------------------------------------------------------
+
+
+def _expire(turn: WorldTransition) -> None:
+    for node in list(turn.world.members):
+        member = turn.world.members.get(node)
+        if member is None or turn.world.phase.over:
+            continue
+        if member.leaving and not member.placed:
+            turn.release(member, "asked back")
+        elif turn.world.phase is not WorldPhase.CHANGING and _is_past(member.leave_by_s, turn):
+            turn.lose(member, "asked back, and its time is up", cut=True)
+        elif _is_past(member.due_s, turn):
+            if member.prodded:
+                limit_s = turn.policy.restart_timeout_s
+                turn.lose(member, f"its ranks did not come, nor others in their place within {limit_s:g} s", cut=True)
+            else:
+                _prod(turn, member)
+
+
+def _is_past(time_s: float | None, turn: WorldTransition) -> bool:
+    return time_s is not None and time_s <= turn.now_s
+
+
+def _prod(turn: WorldTransition, member: NodeMember) -> None:
+    turn.do(RespawnStragglers(member.node, member.life))
+    turn.put(member, prodded=True, due_s=turn.now_s + turn.policy.restart_timeout_s)
+    turn.set(respawned=True)
+
+
+def _finish(turn: WorldTransition) -> bool:
+    """Whether all ranks have finished. Also while they are to stop for another world: there is nothing left for it."""
+    if not turn.world.done.issuperset(turn.world.places):
+        return False
+    turn.set(phase=WorldPhase.FINISHED, reason="finished", more_since_s=None, pause_until_s=None)
+    turn.do(FinishJob())
+    return True
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def _run(turn: WorldTransition) -> None:
+    if _finish(turn):
+        return
+    world = turn.world
+    if world.stopping:
+        _pause(turn, world.reason, stop=True)
+        return
+    ready = [member for member in world_transition.available_members(turn.world) if member.placed or member.ready]
+    leaving = sorted((member for member in turn.placed if member.leaving), key=lambda member: member.joined)
+    possible = _possible(turn, ready)
+    if leaving:
+        _give_back(turn, leaving, possible)
+    elif len(turn.placed) > turn.limit:
+        _pause(turn, f"at most {turn.limit} nodes are wanted")
+    elif possible > world.size or _could_be_better(turn, ready):
+        turn.set(more_since_s=turn.now_s if world.more_since_s is None else world.more_since_s)
+        if turn.may_grow_s <= turn.now_s:
+            _pause(turn, f"{possible} nodes can be had" if possible > world.size else "an offender is replaced")
+    else:
+        turn.set(more_since_s=None)
+
+
+def _possible(turn: WorldTransition, ready: list[NodeMember]) -> int:
+    """The size that those who are ready allow. Offenders are of use only to keep the size it has."""
+    avoid = turn.avoided()
+    good = [member for member in ready if member.node not in avoid]
+    kept = min(turn.world.size, turn.limit, len(ready))
+    return max(turn.policy.at_most(min(turn.limit, len(good))), turn.policy.at_most(kept))
+
+
+def _could_be_better(turn: WorldTransition, ready: list[NodeMember]) -> bool:
+    avoid = turn.avoided()
+    bad = any(member.placed and member.node in avoid for member in ready)
+    return bad and any(not member.placed and member.node not in avoid for member in ready)
+
+
+def _give_back(turn: WorldTransition, leaving: list[NodeMember], possible: int) -> None:
+    first_s = min(member.leave_by_s for member in leaving if member.leave_by_s is not None)
+    names = ", ".join(member.node for member in leaving)
+    if possible:
+        _pause(turn, f"{names} asked back")
+        return
+    least = turn.policy.least
+    _ask(turn, least, f"{names} asked back, too few are left")
+    if first_s - turn.policy.graceful_shutdown_timeout_s <= turn.now_s:
+        rest = len(turn.placed) - len(leaving)
+        turn.set(stopping=True)
+        _pause(turn, f"{names} asked back: {rest} nodes are left, at least {least} are needed", stop=True)
+
+
+def _ask(turn: WorldTransition, size: int, reason: str) -> None:
+    short = size - len(world_transition.available_members(turn.world))
+    if short > turn.world.asked:
+        turn.do(RequestNodes(short - turn.world.asked, reason))
+        turn.set(asked=short)
+
+
+# -- changing ---------------------------------------------------------------------------------------------------------
+
+
+def _pause(turn: WorldTransition, reason: str, *, stop: bool = False) -> None:
+    """Ranks are to agree on a step; where no time is given for that, the world just ends."""
+    grace_s = turn.policy.graceful_shutdown_timeout_s
+    turn.set(reason=reason)
+    if grace_s <= 0:
+        turn.fault(reason, counted=False)
+        return
+    until_s = min(turn.now_s + grace_s, turn.world.pause_until_s or math.inf, _first_to_leave_s(turn))
+    turn.set(phase=WorldPhase.CHANGING, pause_until_s=until_s)
+    turn.do(PauseWorld(turn.world.epoch, reason, until_s, stop))
+
+
+def _first_to_leave_s(turn: WorldTransition) -> float:
+    return min((member.leave_by_s for member in turn.placed if member.leave_by_s is not None), default=math.inf)
+
+
+def _change(turn: WorldTransition) -> None:
+    if _finish(turn):
+        return
+    for member in turn.placed:
+        if member.leaving and member.is_in:
+            turn.release(member, "asked back")
+    world = turn.world
+    if world.stopping:
+        late = [member for member in turn.placed if not member.is_in and member.node not in world.done]
+    else:
+        late = [member for member in turn.placed if not member.ready]
+    until_s = math.inf if world.pause_until_s is None else world.pause_until_s
+    sooner_s = min(until_s, _first_to_leave_s(turn))
+    if not late:
+        _paused(turn)
+    elif sooner_s <= turn.now_s:
+        _too_late(turn, late)
+    elif sooner_s < until_s:
+        turn.set(pause_until_s=sooner_s)
+        turn.do(PauseWorld(world.epoch, world.reason, sooner_s, world.stopping))
+
+
+def _paused(turn: WorldTransition) -> None:
+    if turn.world.stopping:
+        turn.stop(turn.world.reason)
+        return
+    turn.set(phase=WorldPhase.FORMING, pause_until_s=None, done=frozenset(), failed=0)
+    turn.set(wait_until_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
+
+
+def _too_late(turn: WorldTransition, late: list[NodeMember]) -> None:
+    turn.set(failed=turn.world.failed + 1)
+    slow = {member.node for member in late}
+    names = ", ".join(sorted(slow))
+    for member in late:
+        if member.leaving:
+            turn.release(member, "asked back, and its time is up", cut=True)
+    alone = late[0].node if len(late) == 1 and not late[0].leaving else ""
+    turn.fault(f"{turn.world.reason}, and the ranks of {names} did not stop in time", alone)
+    for member in turn.placed:
+        if member.node in slow and not member.ready and not member.owed and not turn.world.phase.over:
+            _prod(turn, member)
+
+
+# -- forming ----------------------------------------------------------------------------------------------------------
+
+
+def _gather(turn: WorldTransition) -> None:
+    world = turn.world
+    here = world_transition.available_members(world)
+    ready = [member for member in here if member.ready]
+    missed = [member for member in here if member.placed and not member.ready]
+    if world.epoch >= 0 and not world.stopping:
+        _ask(turn, _goal(turn), world.reason)
+    if world.stopping:
+        turn.stop(world.reason)
+    elif any(not member.mending for member in missed):
+        turn.set(phase=WorldPhase.FORMING)  # they are on their way
+    elif not _form(turn, ready, at_least=_goal(turn)):
+        if world.epoch < 0:
+            _begin(turn, ready)
+        else:
+            _wait(turn, ready, missed)
+
+
+def _goal(turn: WorldTransition) -> int:
+    """What is worth waiting for."""
+    return turn.policy.at_most(min(turn.limit, turn.world.goal)) or turn.policy.least
+
+
+def _ceiling(turn: WorldTransition) -> int:
+    """Whatever ends a world is no occasion to grow, before it is time to."""
+    grows = turn.world.epoch < 0 or turn.may_grow_s <= turn.now_s
+    return turn.limit if grows else min(turn.limit, max(turn.world.size, _goal(turn)))
+
+
+def _form(turn: WorldTransition, ready: list[NodeMember], *, at_least: int) -> bool:
+    """A world of those who are ready, as large as it may be; without offenders where that makes the goal."""
+    avoid, goal = turn.avoided(), _goal(turn)
+    good = [member for member in ready if member.node not in avoid]
+    size = turn.policy.at_most(min(_ceiling(turn), len(good)))
+    if size < goal:
+        size = turn.policy.at_most(min(goal, len(ready)))
+    if size == 0 or size < at_least:
+        return False
+    chosen = world_transition.members_by_preference(ready, turn.world, avoid)[:size]
+    witnesses = [member for member in world_transition.state_holders(turn.world) if member.node not in avoid]
+    if not any(member in chosen for member in witnesses):
+        if any(member.placed and not member.ready for member in witnesses):
+            return False  # its ranks are started anew; it is lost when they do not come
+        chosen[-1:] = [member for member in witnesses if member in ready][:1] or chosen[-1:]
+    turn.form(chosen)
+    return True
+
+
+def _begin(turn: WorldTransition, ready: list[NodeMember]) -> None:
+    policy, world = turn.policy, turn.world
+    if not policy.at_most(min(turn.limit, len(ready))):
+        turn.set(phase=WorldPhase.FORMING, wait_until_s=None)
+        if policy.startup_timeout_s is not None and world.began_s + policy.startup_timeout_s <= turn.now_s:
+            came = f"{len(ready)} of the {policy.least} nodes needed were ready"
+            turn.give_up(f"gave up before the first world: within {policy.startup_timeout_s:g} s, {came}")
+        return
+    if world.wait_until_s is None:
+        turn.set(wait_until_s=turn.now_s + policy.scaling_timeout_s)
+    if _is_past(turn.world.wait_until_s, turn):
+        _form(turn, ready, at_least=1)
+
+
+def _wait(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
+    """For new processes, then for new nodes, and in the end for anybody who makes the least size."""
+    policy, here = turn.policy, world_transition.available_members(turn.world)
+    have = policy.at_most(min(_ceiling(turn), len(ready)))
+    if policy.at_most(min(_ceiling(turn), len(ready) + len(missed))) > have:
+        turn.set(phase=WorldPhase.FORMING)
+    elif not _is_past(turn.world.wait_until_s, turn):
+        turn.set(phase=WorldPhase.WAITING)
+    elif not _form(turn, ready, at_least=1):
+        least = policy.least
+        if len(here) >= least:
+            turn.set(phase=WorldPhase.WAITING)
+        else:
+            turn.stop(f"{turn.world.reason}; {len(here)} nodes are left, at least {least} are needed")
+
+
+_STEPS = {
+    WorldPhase.FORMING: _gather,
+    WorldPhase.WAITING: _gather,
+    WorldPhase.RUNNING: _run,
+    WorldPhase.CHANGING: _change,
+}
+
+
+# -- the next tick ----------------------------------------------------------------------------------------------------
+
+
+def _timers(turn: WorldTransition) -> list[float]:
+    """All times ahead at which something follows from nothing having happened."""
+    world, policy = turn.world, turn.policy
+    times_s = [world.wait_until_s, world.pause_until_s]
+    times_s += [time_s for member in world.members.values() for time_s in (member.leave_by_s, member.due_s)]
+    if world.phase is WorldPhase.RUNNING:
+        times_s += [offence.at_s + policy.eval_period_s for offence in world.offences if world.standby]
+        times_s += [turn.may_grow_s, _first_to_leave_s(turn) - policy.graceful_shutdown_timeout_s]
+    if world.epoch < 0 and policy.startup_timeout_s is not None:
+        times_s.append(world.began_s + policy.startup_timeout_s)
+    return [time_s for time_s in times_s if time_s is not None and turn.now_s < time_s < math.inf]
+
+
+def rebuild_world(
+    reports: Iterable[RejoinReport], policy: ScalingPolicy, *, nproc: int, now_s: float
+) -> tuple[WorldState, tuple[WorldAction, ...]]:
+    """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
+
+    A world that all its nodes report to be in goes on as if nothing had happened. An epoch that nobody who lives has
+    heard of is given again: nobody is in it. Offences and the limits of restarts within a period begin anew.
+    """
+    latest: dict[str, RejoinReport] = {}
+    for report in sorted(reports, key=lambda report: (report.life, report.epoch, report.births)):
+        latest[report.node] = report
+    known = sorted((report for report in latest.values() if report.seats == nproc), key=lambda report: report.node)
+    turn = WorldTransition(_as_reported(known, nproc, now_s, policy), policy, now_s)
+    missing = sorted(set(turn.world.places) - {member.node for member in turn.placed})
+    if missing:
+        turn.fault(f"the new coordinator found nobody of {', '.join(missing)} in the world")
+    for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, turn.world.epoch}):
+        turn.do(BreakWorld(epoch, "it was left behind", policy.leave_s))
+    for report in known:
+        for local_rank in report.lost:
+            apply_event(turn, RankLost(report.node, report.life, report.births, local_rank, "reported to be lost"))
+        if report.finished:
+            apply_event(turn, NodeFinished(report.node, report.life, report.epoch))
+        if report.ready:
+            apply_event(turn, NodeReady(report.node, report.life, report.births, report.epoch, report.spares))
+    if not turn.world.phase.over:
+        reconcile_world(turn)
+    return turn.world, tuple(turn.actions)
+
+
+def _as_reported(known: list[RejoinReport], nproc: int, now_s: float, policy: ScalingPolicy) -> WorldState:
+    """The newest world any of them was told of, as if it was running."""
+    newest = max((report.epoch for report in known), default=-1)
+    places = next((report.places for report in known if report.epoch == newest >= 0 and report.places), ())
+    inside = frozenset(places)
+    members = {
+        report.node: NodeMember(
+            node=report.node,
+            life=report.life,
+            joined=number,
+            joined_s=now_s,
+            epoch=report.epoch,
+            placed=report.epoch == newest and report.node in inside,
+            births=max(report.births, nproc),
+            spares=report.spares,
+        )
+        for number, report in enumerate(known)
+    }
+    due_s = now_s + policy.restart_timeout_s
+    return WorldState(
+        nproc=nproc,
+        began_s=now_s,
+        phase=WorldPhase.RUNNING if places else WorldPhase.FORMING,
+        epoch=newest,
+        places=places,
+        members={name: member if member.placed else replace(member, due_s=due_s) for name, member in members.items()},
+        joins=len(known),
+        goal=len(places) or policy.wanted,
+        restarts=max((report.restarts for report in known), default=0),
+    )

@@ -1,0 +1,286 @@
+"""ScalingPolicy: sizes, timeouts and restart budgets, their validation, and HyperPod's spellings of them.
+
+Sizes count nodes: a replica is a node's worth of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elastic.errors import PolicyError
+
+_LEAVE_HANG_S = 4.0
+
+
+class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What :func:`elastic.world.next_world.next_world` keeps to. Impossible ones cannot be made."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    replica_increment_step: int | None = None
+    """Sizes are ``min_replicas + k * step``; one node at a time where neither this nor discrete values are given."""
+    replica_discrete_values: tuple[int, ...] = ()
+    """Or exactly these."""
+    replicas: int | None = None
+    """So many are waited for at the start; ``max_replicas`` where it is not given."""
+
+    scaling_timeout_s: float = 60.0
+    """How long nodes are collected before the world grows, or is begun with fewer than are wanted."""
+    graceful_shutdown_timeout_s: float = 600.0
+    """How long ranks may take to reach a common step and to seal; then they are ended."""
+    faulty_scale_down_timeout_s: float = 30.0
+    """How long a replacement is waited for after a fault, before the world becomes smaller."""
+    scale_up_snooze_s: float = 0.0
+    """How long a world that a fault has made smaller does not grow."""
+    restart_timeout_s: float = 300.0
+    """How long the ranks of a node may take to be ready; then they are started anew, and the next time given up."""
+    leave_timeout_s: float = 10.0
+    """Seconds that a live process may take to leave a broken world.
+
+    Then another process replaces it. After a hang the limit is 4 s at most. No longer than ``restart_timeout_s``, the
+    limit of the new process.
+    """
+    startup_timeout_s: float | None = None
+    """How long the first world may take to begin."""
+
+    eval_period_s: float = 3600.0
+    """The time within which restarts and offences are counted."""
+    num_restart_before_full_job_restart: int | None = 10
+    """So many restarts in the period keep the healthy processes; with the next one all are started anew."""
+    max_full_job_restarts: int | None = 3
+    """So many times all processes are started anew in the period; then the job gives up."""
+    job_max_retry_count: int | None = None
+    """So many restarts in the whole life of the job."""
+    max_num_repeat_offenders_to_avoid: int = 1
+    """So many nodes at the most that were to blame for several faults have no rank while others can be had."""
+    repeat_offender_faults: int = 2
+    """So many faults in the period make a repeated offender."""
+
+    def __post_init__(self) -> None:
+        raise_policy_error(policy_problems(msgspec.structs.asdict(self)))
+
+    @property
+    def wanted(self) -> int:
+        """The size to begin with."""
+        return self.replicas or self.max_replicas
+
+    @property
+    def leave_s(self) -> float:
+        return min(self.leave_timeout_s, self.restart_timeout_s)
+
+    @property
+    def leave_hang_s(self) -> float:
+        """The same after a hang: every other rank has waited for so long that the abort wakes it at once."""
+        return min(self.leave_s, _LEAVE_HANG_S)
+
+    def allows(self, size: int) -> bool:
+        return self.at_most(size) == size
+
+    def at_most(self, nodes: int) -> int:
+        """The greatest size that so many nodes allow; 0 when there is none."""
+        nodes = min(nodes, self.max_replicas)
+        if self.replica_discrete_values:
+            return max((size for size in self.replica_discrete_values if size <= nodes), default=0)
+        if nodes < self.min_replicas:
+            return 0
+        return nodes - (nodes - self.min_replicas) % (self.replica_increment_step or 1)
+
+    @property
+    def least(self) -> int:
+        """The smallest size there is."""
+        return min(self.replica_discrete_values, default=self.min_replicas)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in range(self.min_replicas, self.max_replicas + 1) if self.allows(size))
+
+    @classmethod
+    def from_elastic_policy(
+        cls, elastic: Mapping[str, Any], restart: Mapping[str, Any] | None = None, **others: Any
+    ) -> ScalingPolicy:
+        """From a job's ``elasticPolicy`` and ``runPolicy.restartPolicy``, or a recipe's ``elastic_policy``.
+
+        ``others`` are fields of this class that neither of the two has; a recipe's ``scale_config`` is a list of sizes:
+        ``replica_discrete_values=tuple(scale_config)``. Whether the job is elastic at all (``is_elastic``) is up to who
+        asks for a policy.
+        """
+        fields, called, unread = read_policy_fields(elastic, restart or {})
+        unknown = tuple(f"{name} is unknown" for name in others if name not in cls.__struct_fields__)
+        fields |= others
+        all_fields = msgspec.structs.asdict(cls()) | fields
+        raise_policy_error(unread + unknown + policy_problems(all_fields, called))
+        return cls(**fields)
+
+
+class FieldBound(NamedTuple):
+    """What one field may be."""
+
+    whole: bool
+    lowest: int
+    optional: bool = False
+
+    @property
+    def words(self) -> str:
+        kind = "a whole number" if self.whole else "a number of seconds"
+        return f"{kind}, {self.lowest} or more" + (", or nothing" if self.optional else "")
+
+    def admits(self, value: object) -> bool:
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        return math.isfinite(value) and value >= self.lowest
+
+
+_SECONDS = FieldBound(whole=False, lowest=0)
+
+FIELD_BOUNDS: Mapping[str, FieldBound] = {
+    "min_replicas": FieldBound(whole=True, lowest=1),
+    "max_replicas": FieldBound(whole=True, lowest=1),
+    "replica_increment_step": FieldBound(whole=True, lowest=1, optional=True),
+    "replicas": FieldBound(whole=True, lowest=1, optional=True),
+    "scaling_timeout_s": _SECONDS,
+    "graceful_shutdown_timeout_s": _SECONDS,
+    "faulty_scale_down_timeout_s": _SECONDS,
+    "scale_up_snooze_s": _SECONDS,
+    "restart_timeout_s": FieldBound(whole=False, lowest=1),
+    "leave_timeout_s": FieldBound(whole=False, lowest=1),
+    "startup_timeout_s": FieldBound(whole=False, lowest=0, optional=True),
+    "eval_period_s": FieldBound(whole=False, lowest=1),
+    "num_restart_before_full_job_restart": FieldBound(whole=True, lowest=0, optional=True),
+    "max_full_job_restarts": FieldBound(whole=True, lowest=0, optional=True),
+    "job_max_retry_count": FieldBound(whole=True, lowest=0, optional=True),
+    "max_num_repeat_offenders_to_avoid": FieldBound(whole=True, lowest=0),
+    "repeat_offender_faults": FieldBound(whole=True, lowest=1),
+}
+"""All fields but the list of sizes."""
+
+_SIZES = "replica_discrete_values"
+_EACH_SIZE = FieldBound(whole=True, lowest=1)
+
+
+def policy_problems(fields: Mapping[str, Any], called: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Why there can be no policy with these fields; ``called`` says what whoever wrote them calls them."""
+    names = {name: (called or {}).get(name, name) for name in (*FIELD_BOUNDS, _SIZES)}
+    wrong = {
+        name: f"{names[name]} is {fields[name]!r}, must be {bound.words}"
+        for name, bound in FIELD_BOUNDS.items()
+        if not bound.admits(fields[name])
+    }
+    sizes = fields[_SIZES]
+    if not isinstance(sizes, (tuple, list)) or not all(_EACH_SIZE.admits(size) for size in sizes):
+        wrong[_SIZES] = f"{names[_SIZES]} is {sizes!r}, must be a list of whole numbers, 1 or more each"
+    if not wrong.keys().isdisjoint((_SIZES, "min_replicas", "max_replicas", "replica_increment_step", "replicas")):
+        return tuple(wrong.values())
+    return (*wrong.values(), *_contradictions(fields, names))
+
+
+def raise_policy_error(problems: tuple[str, ...]) -> None:
+    if problems:
+        raise PolicyError("impossible scaling policy: " + "; ".join(problems))
+
+
+def _contradictions(fields: Mapping[str, Any], names: Mapping[str, str]) -> Iterable[str]:
+    least, most, step = (fields[name] for name in ("min_replicas", "max_replicas", "replica_increment_step"))
+    sizes = fields[_SIZES]
+    if most < least:
+        yield f"{names['max_replicas']} is {most}, less than {names['min_replicas']} ({least})"
+    for size in sizes:
+        if not least <= size <= most:
+            between = f"between {names['min_replicas']} ({least}) and {names['max_replicas']} ({most})"
+            yield f"{names[_SIZES]} has {size}, which is not {between}"
+        elif step is not None and (size - least) % step:
+            yield (
+                f"{names[_SIZES]} has {size}, which {names['replica_increment_step']} ({step}) does "
+                f"not reach from {names['min_replicas']} ({least}): give one of the two"
+            )
+    if len(set(sizes)) < len(sizes):
+        yield f"{names[_SIZES]} is {list(sizes)}, and names a size twice"
+    begin = fields["replicas"]
+    if begin is None or most < least:
+        return
+    allowed = begin in sizes if sizes else (begin - least) % (step or 1) == 0
+    if not least <= begin <= most or not allowed:
+        yield f"{names['replicas']} is {begin}, which is none of the sizes allowed"
+
+
+ELASTIC_POLICY_KEYS = {
+    "minReplicas": "min_replicas",
+    "maxReplicas": "max_replicas",
+    "replicaIncrementStep": "replica_increment_step",
+    "replicaDiscreteValues": "replica_discrete_values",
+    "scalingTimeoutInSeconds": "scaling_timeout_s",
+    "gracefulShutdownTimeoutInSeconds": "graceful_shutdown_timeout_s",
+    "faultyScaleDownTimeoutInSeconds": "faulty_scale_down_timeout_s",
+}
+"""``spec.elasticPolicy``."""
+
+RECIPE_POLICY_KEYS = {
+    "min_nodes": "min_replicas",
+    "max_nodes": "max_replicas",
+    "replica_increment_step": "replica_increment_step",
+    "scaling_timeout": "scaling_timeout_s",
+    "graceful_shutdown_timeout": "graceful_shutdown_timeout_s",
+    "faulty_timeout": "faulty_scale_down_timeout_s",
+}
+"""``elastic_policy`` of a recipe."""
+
+RESTART_POLICY_KEYS = {
+    "evalPeriodSeconds": "eval_period_s",
+    "maxFullJobRestarts": "max_full_job_restarts",
+    "numRestartBeforeFullJobRestart": "num_restart_before_full_job_restart",
+    "maxNumRepeatOffendersToAvoid": "max_num_repeat_offenders_to_avoid",
+    "scaleUpSnoozeTimeInSeconds": "scale_up_snooze_s",
+}
+"""``spec.runPolicy.restartPolicy``."""
+
+_SWITCHES = ("is_elastic", "use_graceful_shutdown")
+
+
+class PolicyFields(NamedTuple):
+    fields: dict[str, Any]
+    called: dict[str, str]
+    """What each field was called."""
+    problems: tuple[str, ...]
+    """What could not be read."""
+
+
+def read_policy_fields(elastic: Mapping[str, Any], restart: Mapping[str, Any]) -> PolicyFields:
+    """What both say; a key that says nothing (null, an empty list) is as good as absent."""
+    fields: dict[str, Any] = {}
+    called: dict[str, str] = {}
+    wrong: list[str] = []
+    for given, known in ((elastic, ELASTIC_POLICY_KEYS | RECIPE_POLICY_KEYS), (restart, RESTART_POLICY_KEYS)):
+        for key, value in given.items():
+            if key in _SWITCHES and given is elastic:
+                if not isinstance(value, bool):
+                    wrong.append(f"{key} is {value!r}, must be true or false")
+                continue
+            if key not in known:
+                wrong.append(f"{key} is unknown; known are {', '.join(sorted(known))}")
+                continue
+            if value is None or value == []:
+                continue
+            name = known[key]
+            if name in fields:
+                wrong.append(f"{key} and {called[name]} say the same thing: give one of the two")
+            fields[name] = tuple(value) if isinstance(value, list) else value
+            called[name] = key
+    if restart and "evalPeriodSeconds" not in restart:
+        wrong.append("evalPeriodSeconds is missing, a restart policy needs it")
+    if elastic.get("use_graceful_shutdown") is False:
+        fields["graceful_shutdown_timeout_s"] = 0.0
+    return PolicyFields(fields | _ends(fields), called, tuple(wrong))
+
+
+def _ends(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The least and the greatest size, where only the list of sizes says them."""
+    sizes = fields.get("replica_discrete_values", ())
+    if not isinstance(sizes, tuple) or not sizes or not all(isinstance(size, int) for size in sizes):
+        return {}
+    ends = {"min_replicas": min(sizes), "max_replicas": max(sizes)}
+    return {name: value for name, value in ends.items() if name not in fields}

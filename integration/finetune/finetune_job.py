@@ -1,0 +1,271 @@
+"""A fine-tuning job: its options for every rank, learning-rate schedule, step log. No torch.
+
+::
+
+    elastic.PolicyError
+    ├── DataError       lines that cannot be learned from: the message names the file and the line
+    └── ModelError      a model, a tokenizer or a length that does not fit
+
+After a fault steps come again, with the same numbers; the last line of a step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from elastic.batch_scaling.batch_plan import BatchPlan, common_microbatch
+from elastic.batch_scaling.lr_rules import ConstantLRRule, LinearLRRule, LRRule, SqrtLRRule
+from elastic.errors import PolicyError
+from integration.hyperpod.recipes import Recipe, read_recipe, recipe_plan
+
+
+class DataError(PolicyError):
+    """Lines that cannot be learned from."""
+
+
+class ModelError(PolicyError):
+    """A model, a tokenizer or a length that does not fit."""
+
+
+ScheduleShape = Literal["cosine", "linear", "constant"]
+LRScalingRule = Literal["constant", "linear", "sqrt"]
+
+
+class FinetuneJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One fine-tuning; written down as JSON for its ranks."""
+
+    name: str
+    data: tuple[str, ...]
+    output: str
+    model: str = ""
+    """A folder that ``save_pretrained`` wrote, or a name on the hub."""
+    config: str = ""
+    """Or a configuration, to begin with random weights."""
+    tokenizer: str = ""
+    """Where that is not the model's."""
+
+    steps: int | None = None
+    epochs: int = 1
+    """Of the data; without ``steps``."""
+    batch: int | None = None
+    """Samples of a step; without, the recipe's at each size."""
+    microbatch: int = 1
+    length: int | None = None
+    """Tokens of a sample at the most; without, what the model can, up to 4096."""
+    too_long: Literal["cut", "error"] = "cut"
+    exact: bool = True
+    """Every bit of what is learned is the same in any world."""
+
+    lr: float | None = None
+    """Without, the recipe's at each size."""
+    schedule: ScheduleShape = "cosine"
+    warmup: int = 0
+    min_lr: float = 0.0
+    rule: LRScalingRule = "constant"
+    """How the learning rate follows the batch, where that is not the same at all sizes."""
+    rewarm: int = 0
+    """Steps to a new learning rate after a resize."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip: float = 1.0
+    seed: int = 0
+
+    lora: int = 0
+    """Rank of adapters; 0: all weights are trained."""
+    lora_alpha: float = 32.0
+    """Over the rank: how much adapters count."""
+    parallel: Literal["fsdp", "ddp"] = "fsdp"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward and backward passes; weights and moments are float32. ``auto``: bfloat16 on a GPU."""
+    recompute: bool = False
+    """Activations are computed again in the backward pass."""
+    workers: int = 0
+    """Processes of each rank that tokenise."""
+    cache: str = "4GiB"
+    """Memory of the node for what is tokenised."""
+
+    every: int = 1
+    durable: str = ""
+    durable_every: int = 100
+    keep_last: int = 0
+    export: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights written in the end; ``auto``: the one the model came in."""
+    recipe: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output)
+
+    @property
+    def progress_file(self) -> Path:
+        return self.folder / "progress.jsonl"
+
+    @property
+    def model_folder(self) -> Path:
+        """What ``from_pretrained`` reads in the end."""
+        return self.folder / "model"
+
+
+class SizedJob(msgspec.Struct, frozen=True):
+    """What holds in one world."""
+
+    plan: BatchPlan
+    lr: float
+    """The schedule is drawn for this one."""
+    rule: LRRule
+
+
+def size_job(job: FinetuneJob, *, nodes: int, world_size: int) -> SizedJob:
+    """Batch and learning rate in a world, by the job's own words or else by its recipe's."""
+    recipe = read_recipe(job.recipe, devices=max(1, world_size // nodes)) if job.recipe else None
+    batch = job.batch or (recipe.scale.size_for(nodes).global_batch if recipe is not None else None)
+    if batch is None:
+        raise PolicyError("say --batch, or --recipe that says it")
+    if job.exact:
+        shared = BatchPlan(batch, world_size, microbatch=min(job.microbatch, batch))
+    else:
+        shared = BatchPlan(batch, world_size, job.microbatch)
+    table = None if recipe is None or job.lr is not None else recipe_plan.learning_rate_table(recipe)
+    if table is not None:
+        return SizedJob(shared, table.base, table)
+    if job.lr is None:
+        raise PolicyError("say --lr, or --recipe that says it")
+    return SizedJob(shared, job.lr, _rule(job, recipe, batch))
+
+
+def largest_microbatch(recipe: Recipe, batch: int | None, sizes: tuple[int, ...], nproc: int) -> int:
+    """The largest that cuts the batch of all these sizes in the same places, idles no rank, and is known to fit."""
+    most = recipe.scale.max_microbatch or 1
+    worlds: dict[int, list[int]] = {}
+    for nodes in sizes:
+        worlds.setdefault(batch or recipe.scale.size_for(nodes).global_batch, []).append(nodes * nproc)
+    return min(common_microbatch(one, sizes_of, most) for one, sizes_of in worlds.items())
+
+
+def total_steps(job: FinetuneJob, *, samples: int, done: int, step: int, batch: int) -> int:
+    """How many steps there are in all, of which ``step`` are done and took ``done`` samples."""
+    if job.steps is not None:
+        return job.steps
+    left = max(0, job.epochs * samples - done)
+    return step + -(-left // batch)
+
+
+def _rule(job: FinetuneJob, recipe: Recipe | None, batch: int) -> LRRule:
+    """Beside the job's own learning rate, which is for the recipe's smallest size where there is a recipe."""
+    base = job.batch or (batch if recipe is None else recipe.scale.size_for(recipe.policy.least).global_batch)
+    if job.rule == "constant":
+        return ConstantLRRule()
+    return LinearLRRule(base) if job.rule == "linear" else SqrtLRRule(base)
+
+
+def learning_rate_at(
+    step: int, total: int, *, peak: float, shape: ScheduleShape, warmup: int = 0, least: float = 0.0
+) -> float:
+    """Up to ``peak`` in ``warmup`` steps, then down to ``least``, which the step after the last would have."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if shape == "constant":
+        return peak
+    length = max(1, total - warmup)
+    part = min(1.0, (step - warmup) / length)
+    if shape == "linear":
+        return least + (peak - least) * (1 - part)
+    return least + (peak - least) * (1 + math.cos(math.pi * part)) / 2
+
+
+_POLL_S = 0.2
+
+
+class StepLogWriter:
+    """One rank's end. Ranks but the first write nothing.
+
+    The line of the newest step is part of the checkpoint. A fault may interrupt the first rank before it has written
+    that line, and the next world does not repeat a completed step.
+    """
+
+    def __init__(self, path: Path, *, rank: int) -> None:
+        self._path = path if rank == 0 else None
+        self._newest: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"newest": dict(self._newest)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._newest = dict(state["newest"])
+
+    def recover(self) -> None:
+        """Write the line of the restored step if the file has none."""
+        if self._path is not None and self._newest:
+            steps = {line.get("step") for line in read_step_log(self._path)[0]}
+            if self._newest["step"] not in steps:
+                self.write(**self._newest)
+
+    def write_step(self, **values: Any) -> None:
+        """Write the line of a completed step."""
+        self._newest = values
+        self.write(**values)
+
+    def write(self, **values: Any) -> None:
+        """One line, all of it or, on a machine that goes down, none."""
+        if self._path is None:
+            return
+        line = (json.dumps(values) + "\n").encode()
+        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, line)
+        finally:
+            os.close(handle)
+
+
+def read_step_log(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Complete lines from a place in the file on, and the place after them. No file yet: none yet."""
+    try:
+        with path.open("rb") as opened:
+            opened.seek(start)
+            text = opened.read()
+    except FileNotFoundError:
+        return [], start
+    end = text.rfind(b"\n") + 1
+    return [json.loads(line) for line in text[:end].splitlines()], start + end
+
+
+class StepLogFollower:
+    """Calls ``heard`` with every new line, from a thread of its own, until the block is left; then with the rest."""
+
+    def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
+        self._path = path
+        self._heard = heard
+        self._at = path.stat().st_size if path.exists() else 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="finetune-progress", daemon=True)
+
+    def __enter__(self) -> StepLogFollower:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_POLL_S):
+            self._look()
+
+    def _look(self) -> None:
+        found, self._at = read_step_log(self._path, self._at)
+        for one in found:
+            self._heard(one)

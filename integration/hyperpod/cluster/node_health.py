@@ -1,0 +1,227 @@
+"""Node health: machine faults in an event log (pure), and the health labels in Kubernetes.
+
+HyperPod reboots and replaces nodes by the label; nobody puts a pod on a node that has one of the last three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tieredckpt.cli.exit_codes import CommandError, ExitCode
+from tieredckpt.event_log.event_types import FaultEvent, LogEvent, ProcessEnded
+
+NODE_HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
+
+
+class NodeHealth(enum.Enum):
+    """The label's values, from well to worst."""
+
+    SCHEDULABLE = "Schedulable"
+    UNSCHEDULABLE = "Unschedulable"
+    PENDING_REBOOT = "UnschedulablePendingReboot"
+    PENDING_REPLACEMENT = "UnschedulablePendingReplacement"
+
+    @property
+    def gravity(self) -> int:
+        return list(NodeHealth).index(self)
+
+
+class DeviceFaultKind(enum.Enum):
+    LOST = "lost"
+    """The driver does not find the device any more."""
+    MEMORY = "memory"
+    """Its memory has errors that cannot be corrected."""
+    STUCK = "stuck"
+    """It does not do what it is given."""
+    LINK = "link"
+    """Devices, or machines, do not reach each other by the fast way."""
+
+
+_SIGNS = (
+    (DeviceFaultKind.LOST, r"fallen off the bus|GPU is lost|no CUDA-capable device|\bXid\b.{0,80}?\b79\b"),
+    (DeviceFaultKind.MEMORY, r"uncorrectable ECC|row[- ]remap|\bXid\b.{0,80}?\b(48|63|64|94|95)\b"),
+    (DeviceFaultKind.LINK, r"NVLink.{0,40}(error|fail)|\bXid\b.{0,80}?\b74\b|NET/OFI.{0,80}(error|fail)"),
+    (DeviceFaultKind.STUCK, r"the device (has not answered|is broken)|launch timed out|\bXid\b.{0,80}?\b(119|120)\b"),
+)
+"""Words of CUDA, of NVIDIA's driver and NCCL, and of this project's own health check, the most telling first. What a
+program does wrong itself (an illegal access, an assertion, no memory left) is no fault of its machine."""
+
+_DEDUPLICATION_S = 120.0
+
+
+@dataclass(frozen=True)
+class DeviceFault:
+    at: float
+    """Seconds since 1970."""
+    node: str
+    kind: DeviceFaultKind
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class NodeHealthRule:
+    """So many faults of a kind within the window, and a node is to be started again, or replaced."""
+
+    window_s: float = 86400.0
+    reboot: Mapping[DeviceFaultKind, int] = field(
+        default_factory=lambda: {
+            DeviceFaultKind.LOST: 1,
+            DeviceFaultKind.MEMORY: 1,
+            DeviceFaultKind.STUCK: 2,
+            DeviceFaultKind.LINK: 2,
+        }
+    )
+    replace: Mapping[DeviceFaultKind, int] = field(
+        default_factory=lambda: {
+            DeviceFaultKind.LOST: 2,
+            DeviceFaultKind.MEMORY: 2,
+            DeviceFaultKind.STUCK: 4,
+            DeviceFaultKind.LINK: 4,
+        }
+    )
+
+
+def classify_device_fault(words: str) -> DeviceFaultKind | None:
+    """What a fault's words say of the machine; None: nothing."""
+    return next((kind for kind, signs in _SIGNS if re.search(signs, words, re.IGNORECASE | re.DOTALL)), None)
+
+
+def device_faults(events: Iterable[LogEvent]) -> list[DeviceFault]:
+    """Of a job's ledger, by time. Several ranks tell of one fault of their machine, and one that is not mended is met
+    again by the next process: what comes within two minutes of the last one that counts is the same.
+    """
+    found: list[DeviceFault] = []
+    counted: dict[tuple[str, DeviceFaultKind], float] = {}
+    for event in sorted(filter(None, map(_fault_in, events)), key=lambda fault: fault.at):
+        if event.at - counted.get((event.node, event.kind), -math.inf) > _DEDUPLICATION_S:
+            counted[event.node, event.kind] = event.at
+            found.append(event)
+    return found
+
+
+def _fault_in(event: LogEvent) -> DeviceFault | None:
+    """What the coordinator was told, and a rank's own last words: it says more of itself than its supervisor knows."""
+    if isinstance(event, FaultEvent):
+        words = event.reason
+    elif isinstance(event, ProcessEnded) and event.who == "rank":
+        words = event.words
+    else:
+        return None
+    kind = classify_device_fault(words)
+    return DeviceFault(event.at, event.node, kind, words) if kind is not None and event.node else None
+
+
+def health_after_faults(faults: Iterable[DeviceFault], now: float, rule: NodeHealthRule | None = None) -> NodeHealth:
+    """What the faults of one node ask for."""
+    rule = rule or NodeHealthRule()
+    counted = Counter(fault.kind for fault in faults if now - rule.window_s <= fault.at <= now)
+    for limits, health in ((rule.replace, NodeHealth.PENDING_REPLACEMENT), (rule.reboot, NodeHealth.PENDING_REBOOT)):
+        if any(number >= limits[kind] for kind, number in counted.items() if kind in limits):
+            return health
+    return NodeHealth.SCHEDULABLE
+
+
+def is_worse_health(known: str | None, wanted: NodeHealth) -> bool:
+    """Whether the label is to be set: only ever to what is worse. Words nobody knows are somebody else's, and stay."""
+    if known is None:
+        return wanted is not NodeHealth.SCHEDULABLE
+    try:
+        return wanted.gravity > NodeHealth(known).gravity
+    except ValueError:
+        return False
+
+
+_MAX_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class NodeHealthLabels:
+    """Needs ``get`` and ``patch`` of ``nodes``."""
+
+    api: Any
+    """Kubernetes' ``CoreV1Api``."""
+
+    def health(self, node: str) -> str | None:
+        """The label, whatever it says; None: there is none."""
+        with _translated_errors(node):
+            return _label(self.api.read_node(node))
+
+    def change(self, node: str, value: NodeHealth, *, when: Callable[[str | None], bool]) -> str | None:
+        """Set it if ``when`` says so of what it is; what it was. What changes in between is looked at again."""
+        with _translated_errors(node):
+            for _ in range(_MAX_ATTEMPTS):
+                found = self.api.read_node(node)
+                was = _label(found)
+                if not when(was):
+                    return was
+                if self._patched(node, value, found.metadata.resource_version):
+                    return was
+        raise CommandError(f"node {node} is changed by somebody else all the time", code=ExitCode.UNAVAILABLE)
+
+    def _patched(self, node: str, value: NodeHealth, version: str) -> bool:
+        from kubernetes.client.exceptions import ApiException
+
+        body = {"metadata": {"labels": {NODE_HEALTH_LABEL: value.value}, "resourceVersion": version}}
+        try:
+            self.api.patch_node(node, body)
+        except ApiException as error:
+            if error.status == 409:
+                return False
+            raise
+        return True
+
+
+def connect_node_labels(context: str | None = None, kubeconfig: str | None = None) -> NodeHealthLabels:
+    """With a pod's own account, or what ``kubectl`` would use."""
+    try:
+        from kubernetes import client, config
+    except ModuleNotFoundError as error:
+        advice = "pip install 'tieredckpt[kubernetes]'"
+        raise CommandError("there is no Kubernetes client", code=ExitCode.USAGE, advice=advice) from error
+    try:
+        if context is None and kubeconfig is None:
+            with contextlib.suppress(config.ConfigException):
+                mine = client.Configuration()
+                config.load_incluster_config(client_configuration=mine)
+                return NodeHealthLabels(client.CoreV1Api(client.ApiClient(mine)))
+        return NodeHealthLabels(client.CoreV1Api(config.new_client_from_config(kubeconfig, context=context)))
+    except (config.ConfigException, OSError) as error:
+        advice = "run it in a pod with an account, or give --kubeconfig and --context as to kubectl"
+        raise CommandError(
+            f"no way to Kubernetes is configured: {error}", code=ExitCode.USAGE, advice=advice
+        ) from error
+
+
+def _label(node: Any) -> str | None:
+    found: str | None = (node.metadata.labels or {}).get(NODE_HEALTH_LABEL)
+    return found
+
+
+@contextlib.contextmanager
+def _translated_errors(node: str) -> Iterator[None]:
+    """What refusals mean."""
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        if error.status == 404:
+            raise CommandError(
+                f"there is no node {node}", code=ExitCode.NOT_FOUND, advice="`kubectl get nodes`"
+            ) from error
+        if error.status in (401, 403):
+            advice = "it needs get and patch of nodes: kubectl apply -k integration/hyperpod/manifests/node-health"
+            text = f"node {node}: Kubernetes refuses ({error.reason})"
+            raise CommandError(text, code=ExitCode.REFUSED, advice=advice) from error
+        code = ExitCode.UNAVAILABLE if error.status is None or error.status >= 429 else ExitCode.FAILED
+        raise CommandError(f"node {node}: {error.status} {error.reason}", code=code) from error
+    except HTTPError as error:
+        raise CommandError(f"Kubernetes cannot be reached: {error}", code=ExitCode.UNAVAILABLE) from error

@@ -1,0 +1,96 @@
+"""The installed ``hyperpodrun`` with any torch version, also outside of pods.
+
+Newer versions of torch have an option ``--shutdown-timeout`` of their own, and the agent's parser refuses to be made a
+second time with it; here the agent's option is the one that counts. More options are for machines that are no pods:
+``--loopback`` keeps the agent's server, which believes whoever reaches it, to this machine, and
+``--resource-config-dir`` says where it writes ``pod_resourceconfig.json``. Where several agents share a machine,
+``--local-port`` and ``--local-dir`` keep them apart, whatever the job's own command says. All else is as
+``hyperpodrun --help`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_SHUTDOWN_TIMEOUT_S = 15
+"""The agent's own default."""
+_LOOPBACK = "127.0.0.1"
+_DIRECTORY = "resource_config_dir"
+_AGENT = "hyperpod_elastic_agent"
+_NEEDS = 'fastapi==0.131.0 "uvicorn[standard]" psutil'
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run an agent until its operator shuts it down."""
+    try:
+        agent: Any = importlib.import_module(f"{_AGENT}.run")
+    except ModuleNotFoundError as missing:
+        raise SystemExit(f"{missing}: {_advice(missing.name or '')}") from None
+    with _patched_agent(agent):
+        agent.main(list(sys.argv[1:] if args is None else args))
+
+
+def _advice(missing: str) -> str:
+    """The agent is installed without what it needs, as that would bring another torch."""
+    if missing.partition(".")[0] == _AGENT:
+        return f"the agent is not there; pip install --no-deps {_AGENT.replace('_', '-')}"
+    return f"the agent is there, and what it needs is not; pip install {_NEEDS}"
+
+
+@contextlib.contextmanager
+def _patched_agent(agent: Any) -> Iterator[None]:
+    """The agent's module as it is meant to be, for as long as one agent runs."""
+    make, run = agent.get_args_parser, agent.run
+    agent.get_args_parser = lambda: _parser(make)
+    agent.run = lambda args: run(resolved_arguments(args))
+    try:
+        yield
+    finally:
+        agent.get_args_parser, agent.run = make, run
+
+
+def _parser(make: Callable[[], argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    parser = make()
+    parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
+    parser.set_defaults(shutdown_timeout=_SHUTDOWN_TIMEOUT_S)  # torchrun's option of that name has none
+    ours = parser.add_argument_group("this machine")
+    ours.add_argument("--loopback", action="store_true", help=f"Serve on {_LOOPBACK} and nowhere else.")
+    ours.add_argument(
+        "--resource-config-dir", metavar="DIR", help="Where pod_resourceconfig.json is written. [/opt/ml/input/config]"
+    )
+    ours.add_argument("--local-port", type=int, metavar="PORT", help="Serve there; counts more than --server-port.")
+    ours.add_argument(
+        "--local-dir", metavar="DIR", help="What ranks print, and pod_resourceconfig.json, in files there."
+    )
+    return parser
+
+
+def resolved_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """What our options mean in the agent's own words, and what it needs in its environment."""
+    if args.loopback:
+        args.server_host = _LOOPBACK
+    if args.local_port is not None:
+        args.server_port = args.local_port
+    if args.local_dir:
+        args.resource_config_dir = args.resource_config_dir or str(Path(args.local_dir) / "config")
+        args.log_dir = str(Path(args.local_dir) / "logs")
+        if args.redirects == args.tee == "0":
+            args.redirects = "3"  # rules for logs read files
+    if args.resource_config_dir:
+        if "," in args.resource_config_dir or "=" in args.resource_config_dir:
+            raise SystemExit(f"--resource-config-dir {args.resource_config_dir}: neither comma nor equals sign, please")
+        others = [args.rdzv_conf] if args.rdzv_conf else []
+        args.rdzv_conf = ",".join([*others, f"{_DIRECTORY}={args.resource_config_dir}"])
+    os.environ.setdefault("NNODES", str(args.nnodes).rpartition(":")[2])
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""A HyperPodPyTorchJob built from settings and a scaling policy, including the pod's memory. Pure.
+
+Where the checkpoints' memory is, is said by :class:`MemoryLocation`; everything about sizes, patience and restarts by
+:class:`~elastic.world.scaling_policy.ScalingPolicy`, whose words are the resource's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from elastic.errors import PolicyError
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore.sizes_and_durations import parse_size
+from tieredckpt.settings import CLUSTER_CONFIG_ENV, AgentSettings, Settings
+
+API_VERSION, JOB_KIND = "sagemaker.amazonaws.com/v1", "HyperPodPyTorchJob"
+TRAINER_CONTAINER = "trainer"
+MEMORY_LABEL = "tieredckpt-memory"
+"""On every pod of a job, for network policies; its value is that of :class:`Memory`."""
+AGENT_PORT = 8080
+"""Of HyperPod's elastic agent, which the operator speaks to."""
+_CONFIG = "/opt/ml/input/config"
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_PROCESSES = ("auto", "cpu", "gpu")
+_RULE_KEYS: Mapping[str, type] = {
+    "name": str,
+    "logPattern": str,
+    "expectedRecurringFrequencyInSeconds": int,
+    "expectedStartCutOffInSeconds": int,
+    "metricEvaluationDataPoints": int,
+    "metricThreshold": int,
+    "operator": str,
+    "stopPattern": str,
+}
+_OPERATORS = ("gt", "lt", "eq", "gteq", "lteq")
+
+
+class JobManifestError(PolicyError):
+    """A job is described that HyperPod would not take; says everything that is wrong with it."""
+
+
+class MemoryLocation(enum.Enum):
+    NODE = "node"
+    """The node agent's, a DaemonSet: outlives the pods."""
+    SIDECAR = "sidecar"
+    """An agent in each pod, in a container of its own: outlives the trainers, not the pod. Needs no host path."""
+    EMBEDDED = "embedded"
+    """An agent that the first trainer of each pod starts: nothing else is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """What a resource is made of. Impossible ones cannot be made."""
+
+    name: str
+    image: str
+    command: Sequence[str]
+    """What each node runs: ``hyperpodrun ... train.py``."""
+    policy: ScalingPolicy = field(default_factory=ScalingPolicy)
+    settings: Settings = field(default_factory=Settings)
+    """Where they differ from what is the default anyway, they become environment variables."""
+    memory: MemoryLocation = MemoryLocation.NODE
+    memory_size: str = ""
+    """Of each pod's own volume ("64GiB"), where :attr:`memory` is in the pods."""
+    nproc: str = "auto"
+    namespace: str = "default"
+    spares: int = 0
+    resources: Mapping[str, int | str] = field(default_factory=dict)
+    """Of each node: ``{"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secret: str = ""
+    """A Kubernetes Secret whose ``secret`` is what the job's nodes prove to each other. Not given: they make one."""
+    cluster_config: str = ""
+    """A ConfigMap with the cluster's ``TieredStorageConfig``."""
+    queue: str = ""
+    priority: str = ""
+    topology: str = ""
+    """A node label, ``topology.k8s.aws/network-node-layer-3``: nodes are preferred that share it."""
+    instance_type: str = ""
+    user: int | None = 10001
+    """Who the trainers are; the node agent's user. ``None``: the image's, which must be root."""
+    log_rules: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        problems = [*_problems(self), *_rule_problems(self.log_rules)]
+        if problems:
+            raise JobManifestError(f"job {self.name}: {'; '.join(problems)}")
+
+
+def job_manifest(job: TrainingJob) -> dict[str, Any]:
+    """The ``HyperPodPyTorchJob``."""
+    labels = {"kueue.x-k8s.io/queue-name": job.queue, "kueue.x-k8s.io/priority-class": job.priority}
+    policy = job.policy
+    replicas: dict[str, Any] = {"name": "nodes", "replicas": policy.replicas or policy.least}
+    if is_elastic(policy):
+        replicas["maxReplicas"] = policy.max_replicas
+    if job.spares:
+        replicas["spares"] = job.spares
+    spec = {
+        "nprocPerNode": job.nproc,
+        "replicaSpecs": [{**replicas, "template": _template(job)}],
+        "runPolicy": _run_policy(policy, job.log_rules),
+        **({"elasticPolicy": elastic_policy(policy)} if is_elastic(policy) else {}),
+    }
+    metadata: dict[str, Any] = {"name": job.name, "namespace": job.namespace}
+    if any(labels.values()):
+        metadata["labels"] = {name: value for name, value in labels.items() if value}
+    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": metadata, "spec": spec}
+
+
+def manifest_yaml(document: Mapping[str, Any]) -> str:
+    """For ``kubectl apply``; what stands there twice is written twice."""
+    return yaml.dump(document, Dumper=_Plain, sort_keys=False, width=120)
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def is_elastic(policy: ScalingPolicy) -> bool:
+    return len(policy.sizes) > 1
+
+
+def elastic_policy(policy: ScalingPolicy) -> dict[str, Any]:
+    """``elasticPolicy``; :meth:`ScalingPolicy.from_elastic_policy` reads it back. Parts of a second are a whole one."""
+    if policy.replica_discrete_values:
+        sizes: dict[str, Any] = {"replicaDiscreteValues": list(policy.sizes)}
+    else:
+        sizes = {"replicaIncrementStep": policy.replica_increment_step or 1}
+    return {
+        "minReplicas": policy.least,
+        "maxReplicas": policy.max_replicas,
+        **sizes,
+        "scalingTimeoutInSeconds": math.ceil(policy.scaling_timeout_s),
+        "gracefulShutdownTimeoutInSeconds": math.ceil(policy.graceful_shutdown_timeout_s),
+        "faultyScaleDownTimeoutInSeconds": math.ceil(policy.faulty_scale_down_timeout_s),
+    }
+
+
+def _run_policy(policy: ScalingPolicy, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    restart = {
+        "evalPeriodSeconds": math.ceil(policy.eval_period_s),
+        "numRestartBeforeFullJobRestart": policy.num_restart_before_full_job_restart,
+        "maxFullJobRestarts": policy.max_full_job_restarts,
+        "maxNumRepeatOffendersToAvoid": policy.max_num_repeat_offenders_to_avoid,
+        "scaleUpSnoozeTimeInSeconds": math.ceil(policy.scale_up_snooze_s),
+    }
+    startup_s = policy.startup_timeout_s
+    return {
+        "cleanPodPolicy": "None",
+        "restartPolicy": {key: value for key, value in restart.items() if value is not None},
+        **({} if policy.job_max_retry_count is None else {"jobMaxRetryCount": policy.job_max_retry_count}),
+        **({} if startup_s is None else {"startupDeadlineSeconds": math.ceil(startup_s)}),
+        **({"logMonitoringConfiguration": [dict(rule) for rule in rules]} if rules else {}),
+    }
+
+
+def _template(job: TrainingJob) -> dict[str, Any]:
+    kept = pod_memory_spec(job.memory, job.memory_size, image=job.image, user=job.user)
+    volumes: list[Mapping[str, Any]] = [*kept.volumes, {"name": "hyperpod-config", "emptyDir": {"sizeLimit": "16Mi"}}]
+    mounts: list[Mapping[str, Any]] = [*kept.mounts, {"name": "hyperpod-config", "mountPath": _CONFIG}]
+    variables = {**settings_environ(job.settings, job.memory, job.memory_size), **job.environment}
+    if job.cluster_config:
+        volumes.append({"name": "cluster-config", "configMap": {"name": job.cluster_config}})
+        mounts.append({"name": "cluster-config", "mountPath": CLUSTER_MOUNT, "readOnly": True})
+        variables[CLUSTER_CONFIG_ENV] = f"hyperpod:{CLUSTER_MOUNT}"
+    env: list[Mapping[str, Any]] = [*kept.env, *({"name": key, "value": text} for key, text in variables.items())]
+    if job.secret:
+        env.append(_secret(job.secret))
+    container: dict[str, Any] = {
+        "name": TRAINER_CONTAINER,
+        "image": job.image,
+        "command": list(job.command),
+        "env": env,
+        "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *kept.ports],
+        "volumeMounts": mounts,
+        **security_context(job.user, read_only=False),
+    }
+    if job.resources:
+        amounts = {name: str(amount) for name, amount in job.resources.items()}
+        if (
+            "memory" in amounts and job.memory is MemoryLocation.EMBEDDED
+        ):  # what is in the volume counts as the container's
+            amounts["memory"] = kubernetes_quantity(parse_size(amounts["memory"]) + parse_size(job.memory_size))
+        container["resources"] = {"requests": amounts, "limits": amounts}
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+        **({"initContainers": list(kept.sidecars)} if kept.sidecars else {}),
+        **({"nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type}} if job.instance_type else {}),
+    }
+    about: dict[str, Any] = {"labels": {MEMORY_LABEL: job.memory.value}}
+    if job.topology:
+        about["annotations"] = {"kueue.x-k8s.io/podset-preferred-topology": job.topology}
+    return {"metadata": about, "spec": spec}
+
+
+def _secret(name: str) -> dict[str, Any]:
+    """A variable, not a file: the file would be root's alone, and AWS's models know no ``fsGroup`` for a pod."""
+    return {"name": "TIEREDCKPT_PEER_SECRET", "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}}
+
+
+def _problems(job: TrainingJob) -> list[str]:
+    names = (("name", job.name), ("namespace", job.namespace), ("secret", job.secret), ("queue", job.queue))
+    wrong = [f"{what} {name!r} is no DNS label" for what, name in names if name and not _NAME.fullmatch(name)]
+    wrong += [f"{what} is empty" for what in ("name", "namespace", "image", "command") if not getattr(job, what)]
+    if job.nproc not in _PROCESSES and not (job.nproc.isascii() and job.nproc.isdigit() and int(job.nproc)):
+        wrong.append(f"nproc {job.nproc!r} is neither a number nor one of {', '.join(_PROCESSES)}")
+    if job.spares < 0:
+        wrong.append(f"spares is {job.spares}, must be 0 or more")
+    in_pods = job.memory is not MemoryLocation.NODE
+    if in_pods != bool(job.memory_size):
+        where = "in the pods needs memory_size, the size of each" if in_pods else "of the node agent has its own size"
+        wrong.append(f"memory {where}")
+    sizes = (("memory_size", job.memory_size), ("resources: memory", str(job.resources.get("memory", ""))))
+    wrong += [problem for what, size in sizes if size and (problem := size_error(what, size))]
+    if job.settings.agent != AgentSettings() and job.memory is not MemoryLocation.EMBEDDED:
+        wrong.append("settings.agent has no effect: the agent is started by its own manifest, not by the trainers")
+    if any("," in f"{key}{value}" or "=" in key for key, value in job.settings.durable.options.items()):
+        wrong.append("settings.durable.options with commas do not go into a variable: put them into a file")
+    if job.settings.peer.secret:
+        wrong.append("settings.peer.secret would be readable in the resource: name a Kubernetes Secret (secret=)")
+    ours = {CLUSTER_CONFIG_ENV, "TIEREDCKPT_PEER_SECRET", POD_IP_ENV, *settings_environ(job.settings, job.memory)}
+    clash = sorted(ours & job.environment.keys())
+    if clash:
+        wrong.append(f"{', '.join(clash)} is made of the settings, and cannot be given beside them")
+    return wrong
+
+
+def _rule_problems(rules: Sequence[Mapping[str, Any]]) -> list[str]:
+    wrong: list[str] = []
+    for rule in rules:
+        called = rule.get("name", "without a name")
+        for key, value in rule.items():
+            kind = _RULE_KEYS.get(key)
+            if kind is None:
+                wrong.append(f"log rule {called}: {key} is not known to AWS's resource")
+            elif not isinstance(value, kind) or isinstance(value, bool):
+                wrong.append(f"log rule {called}: {key} is {value!r}, must be {kind.__name__}")
+        wrong += [f"log rule {called}: {key} is missing" for key in ("name", "logPattern") if not rule.get(key)]
+        if rule.get("operator", "gt") not in _OPERATORS:
+            wrong.append(f"log rule {called}: operator is none of {', '.join(_OPERATORS)}")
+    return wrong
+
+
+SHM_PATH = "/dev/shm"  # noqa: S108 - of a container, or of the node as the node agent's volume
+ARENA_DIRECTORY = f"{SHM_PATH}/tieredckpt"
+"""The same on the node, in the node agent's container and in the trainers'."""
+CLUSTER_MOUNT = "/etc/tieredckpt/cluster"
+PEERS_PORT, HTTP_PORT = 7070, 9464
+POD_IP_ENV = "POD_IP"
+AGENT_OVERHEAD = "512Mi"
+"""What an agent needs beside its arena."""
+
+
+@dataclass(frozen=True)
+class PodMemorySpec:
+    """What a pod needs for it."""
+
+    volumes: tuple[Mapping[str, Any], ...]
+    mounts: tuple[Mapping[str, Any], ...]
+    env: tuple[Mapping[str, Any], ...]
+    """That other variables and arguments may refer to, so they come first."""
+    ports: tuple[Mapping[str, Any], ...] = ()
+    sidecars: tuple[Mapping[str, Any], ...] = ()
+
+
+def pod_memory_spec(kind: MemoryLocation, size: str, *, image: str, user: int | None) -> PodMemorySpec:
+    mount = {"name": "checkpoints", "mountPath": ARENA_DIRECTORY}
+    env = ({"name": POD_IP_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},)
+    if kind is MemoryLocation.NODE:
+        volume = {"name": "checkpoints", "hostPath": {"path": ARENA_DIRECTORY, "type": "Directory"}}
+        shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+        return PodMemorySpec((shm, volume), ({"name": "shm", "mountPath": SHM_PATH}, mount), env)
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes_quantity(_arena_and_more(size))}}
+    mounts = ({"name": "shm", "mountPath": SHM_PATH},)
+    ports = ({"name": "peers", "containerPort": PEERS_PORT},)
+    if kind is MemoryLocation.EMBEDDED:
+        return PodMemorySpec((shm,), mounts, env, ports)
+    return PodMemorySpec((shm,), mounts, env, (), (_sidecar(size, image, user, env),))
+
+
+def _arena_and_more(size: str) -> int:
+    """The trainers' libraries use shared memory too, which they share with the arena."""
+    return parse_size(size) + parse_size("8Gi")
+
+
+def _sidecar(size: str, image: str, user: int | None, env: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
+    """An init container that goes on beside the others: it is ready before the first trainer starts."""
+    memory = kubernetes_quantity(parse_size(size) + parse_size(AGENT_OVERHEAD))
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    return {
+        "name": "agent",
+        "image": image,
+        "restartPolicy": "Always",
+        "command": ["tieredckpt", "agent"],
+        "args": agent_arguments(f"--budget={parse_size(size)}"),
+        "env": list(env),
+        "ports": [{"name": "peers", "containerPort": PEERS_PORT}, {"name": "http", "containerPort": HTTP_PORT}],
+        "startupProbe": {**health, "periodSeconds": 2, "failureThreshold": 60},
+        "livenessProbe": {**health, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
+        "resources": {"requests": {"cpu": "1", "memory": memory}, "limits": {"memory": memory}},
+        "volumeMounts": [{"name": "shm", "mountPath": SHM_PATH}],
+        **security_context(user, read_only=True),
+    }
+
+
+def agent_arguments(*others: str) -> list[str]:
+    """Of an agent in a container, where its pod's address is ``$POD_IP``."""
+    return [
+        f"--dir={ARENA_DIRECTORY}",
+        f"--http=$({POD_IP_ENV}):{HTTP_PORT}",
+        f"--peers=$({POD_IP_ENV}):{PEERS_PORT}",
+        *others,
+    ]
+
+
+def security_context(user: int | None, *, read_only: bool) -> dict[str, Any]:
+    """As little as works. Trainers write where their images have their caches; the agent writes to its volume alone."""
+    if user is None:
+        return {"securityContext": {"allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"}}}
+    context = {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    return {"securityContext": {**context, **({"readOnlyRootFilesystem": True} if read_only else {})}}
+
+
+def settings_environ(settings: Settings, memory: MemoryLocation, size: str = "") -> dict[str, str]:
+    """The environment that makes a trainer's settings what ``settings`` are, its agent being where ``memory`` says."""
+    variables = {} if settings.enabled else {"TIEREDCKPT_ENABLED": "0"}
+    for section in dataclasses.fields(settings):
+        ours, usual = getattr(settings, section.name), getattr(Settings(), section.name)
+        for key in dataclasses.fields(ours) if dataclasses.is_dataclass(ours) else ():
+            value = getattr(ours, key.name)
+            if value != getattr(usual, key.name):
+                variables[f"TIEREDCKPT_{section.name}_{key.name}".upper()] = _text(value)
+    variables["TIEREDCKPT_AGENT_DIRECTORY"] = ARENA_DIRECTORY
+    if memory is MemoryLocation.EMBEDDED:
+        variables["TIEREDCKPT_AGENT_BUDGET"] = size
+        variables["TIEREDCKPT_AGENT_PEERS"] = f"$({POD_IP_ENV}):{PEERS_PORT}"
+    else:
+        variables["TIEREDCKPT_AGENT_EMBEDDED"] = "0"
+    return variables
+
+
+def _text(value: Any) -> str:
+    """``$(`` would begin a variable of Kubernetes."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{key}={text}" for key, text in value.items())
+    return (str(int(value)) if isinstance(value, bool) else str(value)).replace("$(", "$$(")
+
+
+def size_error(what: str, text: str) -> str:
+    """What is wrong with a size; "" where nothing is. Kubernetes' ``64Gi`` is one, and so is ``64GiB``."""
+    try:
+        return "" if parse_size(text) else f"{what} is 0"
+    except ValueError as error:
+        return f"{what} {error}"
+
+
+def kubernetes_quantity(size_bytes: int) -> str:
+    """As Kubernetes has it, in the largest unit that needs no fraction."""
+    for unit in ("", "Ki", "Mi"):
+        if size_bytes % 1024:
+            return f"{size_bytes}{unit}"
+        size_bytes //= 1024
+    return f"{size_bytes}Gi"

@@ -1,0 +1,268 @@
+"""``hyperpod-operator-sim``: run, status, scale, fault."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from elastic.errors import ControlPlaneUnavailableError, ElasticError, PolicyError
+from integration.hyperpod.operator.decision import OperatorEvent
+from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
+from integration.hyperpod.operator.job_spec import JobSpec, parse_job_resource
+from integration.hyperpod.operator.job_state import JobPhase, resource_status
+from integration.hyperpod.operator.sim_loop import (
+    SIM_DIRECTORY_ENV,
+    SimDirectory,
+    SimulatedOperator,
+    StoredSimulation,
+    find_sim_directory,
+)
+from integration.hyperpod.operator.sim_pods import ExternalAgents, LocalPods, PodProvider
+from peerstore.daemon_process import handle_signals
+from peerstore.errors import PeerStoreError
+from tieredckpt.cli.command_output import CommandOutput, text_table
+from tieredckpt.cli.common_options import output_options
+from tieredckpt.settings import load_yaml
+
+__all__ = ["SIM_DIRECTORY_ENV", "main"]
+
+_MARKS = {"Running": "green", "Succeeded": "green", "Failed": "red", "Stopping": "yellow"}
+
+
+def print_job(out: Console, kept: StoredSimulation) -> None:
+    state, policy = kept.state, kept.spec.policy
+    colour = _MARKS.get(state.phase.value, "cyan")
+    sizes = f"{policy.least} to {policy.max_replicas}" if kept.spec.elastic else str(policy.max_replicas)
+    out.print(f"[bold]{escape(kept.spec.name)}[/]  [{colour}]{state.phase.value}[/]", end="")
+    out.print(f"  {len(state.members)} of {sizes} replicas, {state.restarts} restarts")
+    rows = []
+    for pod in kept.seen.pods:
+        answer = pod.answer
+        rank = state.members.index(pod.name) if pod.name in state.members else None
+        place = "spare" if pod.name in state.spares else "-" if rank is None else str(rank)
+        said = "[dim]silent[/]" if answer is None else answer.state.value
+        steps = "" if answer is None else ", ".join(str(one.progress_count) for one in answer.progress.values())
+        note = pod.node_fault or ("leaving" if pod.leaving else "") or (answer.reason if answer is not None else "")
+        rows.append([escape(pod.name), escape(pod.node), place, said, steps or "-", escape(note)])
+    if rows:
+        out.print(text_table(["pod", "node", "rank", "agent", "step", ""], rows, right=["rank", "step"]))
+    for one in state.conditions:
+        mark = "[green]yes[/]" if one.status else "[dim]no[/] "
+        out.print(f"{mark} {one.type:<12} {escape(one.message or one.reason)}")
+
+
+_PROGRAM = "hyperpod-operator-sim"
+_PORTS = range(15_000, 28_000)
+"""Where worlds of one machine meet: below what the kernel gives out by itself."""
+_INTERRUPTED = 130
+_EXITS = """\b
+Exit codes:
+  0  done; `run`: the job completed
+  1  failed; `run`: the job failed, the message says why
+  2  the command line or the job is wrong
+  5  no such job is operated here, or what is kept of it cannot be read
+  130  interrupted; agents of --agents run on, those of --spawn are ended"""
+
+pass_sim_output = click.make_pass_decorator(CommandOutput)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=_EXITS)
+def operator_sim_cli() -> None:
+    """Operates a HyperPodPyTorchJob: drives real HyperPod agents over HTTP, as the operator of a cluster does.
+
+    `sim_run_command` starts and keeps it; `sim_status_command`, `sim_scale_command` and `sim_fault_command` are about a
+    job that runs. Node faults and the number of admitted replicas, which a cluster would know, are said by hand.
+    """
+
+
+@operator_sim_cli.command("run")
+@click.argument("job", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="JOB.yaml")
+@click.option("--agents", default="", metavar="HOST:PORT,...", help="Agents that run already; a node each.")
+@click.option(
+    "--spawn", type=click.IntRange(1, 64), metavar="N", help="Start agents here, on up to N nodes n0, n1, ..."
+)
+@click.option("--every", type=click.FloatRange(0.05), default=0.5, show_default=True, help="Seconds between looks.")
+@click.option("--timeout", type=click.FloatRange(0.1), default=5.0, show_default=True, help="Seconds for one call.")
+@click.option(
+    "--lost-after",
+    type=click.FloatRange(0.1),
+    default=30.0,
+    show_default=True,
+    help="Seconds of silence: a lost agent.",
+)
+@output_options
+@pass_sim_output
+def sim_run_command(
+    screen: CommandOutput, /, *, job: Path, agents: str, spawn: int | None, every: float, **limits: float
+) -> int:
+    """Operate the job of JOB.yaml until it has ended.
+
+    With --spawn the first container's command of every replica spec is run here, with `hyperpodrun` on loopback; what
+    agents and ranks print is in the job's folder. Started again, it goes on with whatever runs already.
+    """
+    if bool(agents) is bool(spawn):
+        raise PolicyError("either --agents HOST:PORT,... or --spawn N")
+    spec = _read(job, silent_s=limits["lost_after"], master_port=random.choice(_PORTS))
+    place = SimDirectory(spec.name)
+    with place.held(), ElasticAgentClient(limits["timeout"]) as client, _interrupted() as stop:
+        pods: PodProvider = (
+            LocalPods(spec, spawn, place.folder)
+            if spawn
+            else ExternalAgents([one.strip() for one in agents.split(",") if one.strip()], spec.groups[0].name)
+        )
+        screen.note(f"job {spec.name}: what is kept of it is in {place.folder}")
+        try:
+            operating = SimulatedOperator(spec, pods, place, client, told=_event_printer(screen), every_s=every)
+            ended = operating.run(stop)
+        finally:
+            pods.close()
+        state = operating.state
+        kept = place.kept()
+        if kept is not None:
+            value = {"job": spec.name, "phase": state.phase.value, "status": resource_status(spec, state, kept.seen)}
+            screen.result(value, lambda out: print_job(out, kept))
+        if ended or spawn:
+            place.forget()
+    if not ended:
+        return _INTERRUPTED
+    return 0 if state.phase is JobPhase.SUCCEEDED else 1
+
+
+@operator_sim_cli.command("status")
+@click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+@output_options
+@pass_sim_output
+def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
+    """How a job is: its phase, its agents, its conditions."""
+    place = find_sim_directory(job)
+    kept = place.kept()
+    if kept is None:
+        raise ControlPlaneUnavailableError(f"no job {place.job} is operated on this machine (looked in {place.root})")
+    value = {
+        "job": place.job,
+        "phase": kept.state.phase.value,
+        "age_s": round(time.time() - kept.at_s, 3),
+        "members": list(kept.state.members),
+        "spares": list(kept.state.spares),
+        "pods": [msgspec.to_builtins(pod) for pod in kept.seen.pods],
+        "capacity": kept.seen.capacity,
+        "status": resource_status(kept.spec, kept.state, kept.seen),
+    }
+    screen.result(value, lambda out: print_job(out, kept))
+    return 0
+
+
+@operator_sim_cli.command("scale")
+@click.argument("replicas", metavar="N|max")
+@click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+@output_options
+@pass_sim_output
+def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | None) -> int:
+    """Let N replicas be admitted; max: as many as the job allows.
+
+    What a queue does on a cluster. The job changes its size gracefully, to the greatest one its elasticPolicy has.
+    """
+    if replicas != "max" and not (replicas.isascii() and replicas.isdigit()):
+        raise PolicyError(f"{replicas!r}: write a number, or max")
+    place = find_sim_directory(job)
+    wishes = msgspec.structs.replace(place.wishes(), capacity=None if replicas == "max" else int(replicas))
+    place.wish(wishes)
+    screen.result({"job": place.job, "capacity": wishes.capacity}, lambda out: out.print(f"{replicas} are admitted"))
+    return 0
+
+
+@operator_sim_cli.command("fault")
+@click.argument("node")
+@click.option(
+    "--word", default="UnschedulablePendingReplacement", show_default=True, help="What the health label says."
+)
+@click.option("--healed", is_flag=True, help="The node is schedulable again.")
+@click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+@output_options
+@pass_sim_output
+def sim_fault_command(screen: CommandOutput, /, *, node: str, word: str, healed: bool, job: str | None) -> int:
+    """Say that NODE is bad, as the health label of a cluster's node does."""
+    place = find_sim_directory(job)
+    wishes = place.wishes()
+    bad = {name: said for name, said in wishes.bad_nodes.items() if name != node}
+    if not healed:
+        bad[node] = word
+    place.wish(msgspec.structs.replace(wishes, bad_nodes=bad))
+    said = "schedulable" if healed else word
+    screen.result({"job": place.job, "bad_nodes": bad}, lambda out: out.print(f"{escape(node)} is {escape(said)}"))
+    return 0
+
+
+def _read(path: Path, **ours: Any) -> JobSpec:
+    import yaml
+
+    try:
+        resource = load_yaml(path.read_text())
+    except yaml.YAMLError as wrong:
+        raise PolicyError(f"{path} is no YAML: {wrong}") from None
+    if not isinstance(resource, dict):
+        raise PolicyError(f"{path} has no resource")
+    return parse_job_resource(resource, **ours)
+
+
+def _event_printer(screen: CommandOutput) -> Callable[[float, OperatorEvent], None]:
+    """A line for each event, on standard error."""
+
+    def told(at_s: float, event: OperatorEvent) -> None:
+        moment = datetime.fromtimestamp(at_s).astimezone().strftime("%H:%M:%S")
+        style = "bold red" if event.warning else "bold green"
+        screen.err.print(f"[dim]{moment}[/] [{style}]{escape(event.reason)}[/] {escape(event.message)}")
+
+    return told
+
+
+@contextlib.contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """Set by SIGINT and SIGTERM."""
+    stop = threading.Event()
+    undo = handle_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
+    try:
+        yield stop
+    finally:
+        undo()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
+    screen = CommandOutput(_PROGRAM)
+    words = None if argv is None else list(argv)
+    try:
+        result = operator_sim_cli.main(args=words, prog_name=_PROGRAM, standalone_mode=False, obj=screen)
+        sys.stdout.flush()
+        return int(result or 0)
+    except click.exceptions.Exit as done:
+        return int(done.exit_code)
+    except click.ClickException as wrong:
+        wrong.show()
+        return int(wrong.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        screen.err.print("interrupted")
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ElasticError, PeerStoreError, OSError) as error:
+        if screen.debug:
+            raise
+        screen.err.print(f"[bold red]{_PROGRAM}:[/] {escape(str(error) or type(error).__name__)}")
+        wrong_words = isinstance(error, PolicyError)
+        return 2 if wrong_words else 5 if isinstance(error, ControlPlaneUnavailableError) else 1

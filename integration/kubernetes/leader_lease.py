@@ -1,0 +1,133 @@
+"""The leader record in a ``coordination.k8s.io`` Lease: ``kubernetes://[NAMESPACE]/NAME``.
+
+Its spec is what ``kubectl get lease`` shows of any leader. What a job needs beside it is in annotations.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult
+
+import msgspec
+
+from elastic.control.leader_election import LeaderRecord
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, PolicyError
+from integration.kubernetes.api_client import ApiServerClient, connect_api_server
+from integration.kubernetes.errors import ApiServerError, ResourceConflictError, ResourceNotFoundError
+from integration.kubernetes.errors import ApiServerRefusedError as NotAllowedError
+
+LEASE_ANNOTATION_PREFIX = "elastic.tieredckpt/"
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_CALLS = 5
+"""So many calls fit into the time that a holder leads without renewing."""
+
+
+class LeaderLease:
+    """The server lets only who has read a Lease as it is change it: by its ``resourceVersion``, which no other has."""
+
+    def __init__(self, cluster: ApiServerClient, namespace: str, name: str, duration_s: float) -> None:
+        self._cluster, self.duration_s = cluster, duration_s
+        self._namespace, self._name = namespace, name
+        self._all = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+
+    def read(self) -> LeaderRecord | None:
+        try:
+            return _record(self._cluster.ask("GET", f"{self._all}/{self._name}"))
+        except ResourceNotFoundError:
+            return None
+        except ApiServerError as error:
+            raise self._meaning(error) from error
+
+    def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
+        lease = self._lease(record, over)
+        try:
+            if over is None:
+                return _record(self._cluster.ask("POST", self._all, lease))
+            return _record(self._cluster.ask("PATCH", f"{self._all}/{self._name}", lease))
+        except (ResourceConflictError, ResourceNotFoundError):
+            return None
+        except ApiServerError as error:
+            raise self._meaning(error) from error
+
+    def close(self) -> None:
+        """Connections are the client's."""
+
+    def _lease(self, record: LeaderRecord, over: LeaderRecord | None) -> dict[str, Any]:
+        moment = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        kept = {name: getattr(record, name) for name in ("term", "address", "epoch", "duration_s", "over", "reason")}
+        spec: dict[str, Any] = {
+            "holderIdentity": record.holder,
+            "leaseDurationSeconds": max(1, round(record.duration_s)),
+            "renewTime": moment,  # for people: no clock of one machine is compared with another one's
+        }
+        if over is None or (over.holder, over.term) != (record.holder, record.term):
+            spec["acquireTime"] = moment
+        meta: dict[str, Any] = {
+            "name": self._name,
+            "namespace": self._namespace,
+            "annotations": {
+                LEASE_ANNOTATION_PREFIX + name.replace("_", "-"): str(value) for name, value in kept.items()
+            },
+        }
+        if over is not None:
+            meta["resourceVersion"] = over.version
+        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": meta, "spec": spec}
+
+    def _meaning(self, error: ApiServerError) -> ControlPlaneUnavailableError:
+        if isinstance(error, NotAllowedError):
+            return ControlPlaneRefusedError(
+                f"Lease {self._namespace}/{self._name}: {error}. The service account needs get, create and patch on "
+                "leases: integration/kubernetes/manifests/training/leadership.yaml"
+            )
+        return ControlPlaneUnavailableError(f"Lease {self._namespace}/{self._name}: {error}")
+
+
+def open_leader_lease(url: SplitResult, duration_s: float) -> LeaderLease:
+    """``kubernetes://NAMESPACE/NAME``, or ``kubernetes:///NAME`` in the namespace of this pod."""
+    name = url.path.removeprefix("/")
+    namespace = url.netloc or _own_namespace(url)
+    for part in (namespace, name):
+        if not _NAME.fullmatch(part):
+            raise PolicyError(f"{url.geturl()}: write kubernetes://NAMESPACE/NAME, or kubernetes:///NAME in a pod")
+    try:
+        cluster = connect_api_server(max(0.5, duration_s / _CALLS))
+    except ImportError as error:
+        raise PolicyError(f"{url.geturl()}: pip install 'tieredckpt[kubernetes]' ({error})") from error
+    except Exception as error:
+        if type(error).__name__ != "ConfigException":
+            raise
+        raise PolicyError(f"{url.geturl()}: this is no pod, and there is no kubeconfig: {error}") from error
+    return LeaderLease(cluster, namespace, name, duration_s)
+
+
+def _own_namespace(url: SplitResult) -> str:
+    try:
+        return _NAMESPACE.read_text().strip()
+    except FileNotFoundError:
+        raise PolicyError(f"{url.geturl()}: this is no pod: write kubernetes://NAMESPACE/NAME") from None
+    except OSError as error:
+        raise PolicyError(f"{url.geturl()}: cannot read this pod's namespace from {_NAMESPACE}: {error}") from error
+
+
+def _record(lease: dict[str, Any]) -> LeaderRecord:
+    """A Lease that somebody else has made says nothing but who holds it, and for how long."""
+    meta, spec = lease["metadata"], lease.get("spec") or {}
+    said = {
+        name.removeprefix(LEASE_ANNOTATION_PREFIX).replace("-", "_"): value
+        for name, value in (meta.get("annotations") or {}).items()
+        if name.startswith(LEASE_ANNOTATION_PREFIX)
+    }
+    fields: dict[str, Any] = {
+        "duration_s": spec.get("leaseDurationSeconds") or 1,
+        **said,
+        "holder": spec.get("holderIdentity") or "",
+        "version": meta["resourceVersion"],
+    }
+    try:
+        return msgspec.convert(fields, LeaderRecord, strict=False)
+    except msgspec.ValidationError as error:
+        raise ControlPlaneUnavailableError(f"Lease {meta.get('name')} does not say who leads: {error}") from error

@@ -1,0 +1,456 @@
+"""Locations of AWS's checkpoints: S3, the memory service, and the search for the newest complete one."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import xxhash
+from typing_extensions import Buffer
+
+from integration.sagemaker.aws_format import MAX_METADATA_BYTES, CheckpointContents, parse_metadata
+from integration.sagemaker.checkpoint_config import METADATA_FILE, SHARD_FILE, DefaultS3PathStrategy, RayS3PathStrategy
+from peerstore.shard_records import validate_job_name
+from tieredckpt.durable.object_store import ObjectInfo, ObjectNotFoundError, ObjectStore
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError, UsageError
+from tieredckpt.settings import DurableSettings
+
+log = logging.getLogger(__name__)
+
+
+class RankBlob(Protocol):
+    """What one rank wrote in one step."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[Buffer]:
+        """Bytes ``[start, stop)`` of each extent, in order. Exactly those, or an error."""
+
+    def close(self) -> None: ...
+
+
+class CheckpointStore(Protocol):
+    """Where one namespace's checkpoints are.
+
+    Promises every place makes (``tests/contract/test_written_places.py`` holds it to them):
+
+    - ``CheckpointNotFoundError`` means absent, ``TierUnavailableError`` unknown, ``CheckpointDamagedError`` that the
+      bytes are not what was written. An empty answer is an answer.
+    - ``steps`` has every step of which there is anything, whole or not.
+    """
+
+    @property
+    def name(self) -> str: ...
+    def steps(self) -> Sequence[int]:
+        """Newest first."""
+
+    def written(self, step: int) -> CheckpointContents: ...
+    def size(self, step: int, rank: int) -> int:
+        """How long the rank's blob is."""
+
+    def blob(self, step: int, rank: int) -> RankBlob: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class StoredCheckpoint:
+    """A whole step: everything it needs is there, and as long as it should be."""
+
+    place: CheckpointStore
+    step: int
+    written: CheckpointContents
+    passed_over: tuple[str, ...] = ()
+    """Newer steps that are not whole, and why."""
+    _blobs: dict[int, RankBlob] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.place.name} step {self.step}"
+
+    @property
+    def world(self) -> int:
+        """How many ranks wrote it, as far as what they wrote says."""
+        return 1 + max(self.written.sizes, default=0)
+
+    def blob(self, rank: int) -> RankBlob:
+        if rank not in self._blobs:
+            blob = self.place.blob(self.step, rank)
+            if blob.size_bytes != self.written.sizes[rank]:  # it was whole a moment ago
+                blob.close()
+                raise CheckpointDamagedError(_length_mismatch(rank, blob.size_bytes, self.written.sizes[rank]))
+            self._blobs[rank] = blob
+        return self._blobs[rank]
+
+    def let_go(self) -> None:
+        """Of the blobs that were read so far."""
+        for blob in self._blobs.values():
+            blob.close()
+        self._blobs.clear()
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.let_go()
+
+
+def complete_checkpoints(
+    places: Sequence[CheckpointStore], step: int | None = None
+) -> Generator[StoredCheckpoint, None, None]:
+    """The whole steps, newest first; where several places have one, the first of them first.
+
+    Ends with an error that says why there is none (more): a place that could not be asked may have a newer one, so what
+    comes after it is only given when the others have something.
+    """
+    found: list[tuple[int, CheckpointStore]] = []
+    unknown: list[str] = []
+    for place in places:
+        try:
+            found += [(one, place) for one in place.steps() if step in (None, one)]
+        except TierUnavailableError as error:
+            log.warning("%s could not be asked: %s", place.name, error)
+            unknown.append(f"{place.name}: {error}")
+        except CheckpointNotFoundError:
+            continue
+    found.sort(key=lambda one: -one[0])
+    passed: list[str] = []
+    for number, place in found:
+        try:
+            written = place.written(number)
+            _check_complete(place, number, written)
+        except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+            passed.append(f"step {number} in {place.name}: {error}")
+            continue
+        except TierUnavailableError as error:
+            unknown.append(f"step {number} in {place.name}: {error}")
+            continue
+        yield StoredCheckpoint(place, number, written, tuple(passed))
+    where = " and ".join(place.name for place in places)
+    if unknown:
+        raise TierUnavailableError(f"no (other) whole step is known, but not everything could be asked: {unknown}")
+    if passed:
+        raise CheckpointDamagedError(f"{where}: no (other) whole step: {'; '.join(passed[:5])}")
+    wanted = "" if step is None else f" {step}"
+    raise CheckpointNotFoundError(f"{where}: no (other) step{wanted} that AWS's library wrote")
+
+
+def newest_checkpoint(places: Sequence[CheckpointStore], step: int | None = None) -> StoredCheckpoint:
+    """The newest whole step, or the one asked for."""
+    with contextlib.closing(complete_checkpoints(places, step)) as found:
+        chosen = next(found)
+    for reason in chosen.passed_over:
+        log.warning("passed over: %s", reason)
+    return chosen
+
+
+def _check_complete(place: CheckpointStore, step: int, written: CheckpointContents) -> None:
+    """Everything a step needs is there; nothing of it is read for that."""
+    for rank, size in sorted(written.sizes.items()):
+        try:
+            found = place.size(step, rank)
+        except CheckpointNotFoundError as error:
+            raise CheckpointDamagedError(f"what rank {rank} wrote is gone") from error
+        if found != size:
+            raise CheckpointDamagedError(_length_mismatch(rank, found, size))
+
+
+def _length_mismatch(rank: int, found: int, expected: int) -> str:
+    return f"what rank {rank} wrote has {found} bytes and should have {expected}"
+
+
+class _Step(NamedTuple):
+    shards: dict[int, ObjectInfo]
+    metadata: list[ObjectInfo]
+
+
+class S3CheckpointStore:
+    """What one namespace has in an object store. Listed once, when first asked."""
+
+    def __init__(self, store: ObjectStore, namespace: str) -> None:
+        self.name = f"{store.url}/{namespace}"
+        self._store = store
+        self._below = f"{validate_job_name(namespace)}/"
+        self._steps: dict[int, list[_Step]] | None = None
+        """By step: one for each layout that has anything of it."""
+        self._chosen: dict[int, tuple[_Step, CheckpointContents]] = {}
+
+    @classmethod
+    def open(cls, base_path: str, namespace: str, settings: DurableSettings) -> S3CheckpointStore:
+        return cls(open_store(base_path.rstrip("/"), settings), namespace)
+
+    def steps(self) -> Sequence[int]:
+        return sorted(self._listed(), reverse=True)
+
+    def written(self, step: int) -> CheckpointContents:
+        """Of the layout that has metadata; of the newest metadata, wherever a coordinator has put it."""
+        if step not in self._chosen:
+            found = [(info, one) for one in self._listed().get(step, []) for info in one.metadata]
+            if not found:
+                raise CheckpointNotFoundError("its metadata was never written")
+            info, one = max(found, key=lambda each: each[0].modified_s)
+            if info.size_bytes > MAX_METADATA_BYTES:
+                raise CheckpointDamagedError(f"{info.name} has {info.size_bytes} bytes, which no metadata has")
+            self._chosen[step] = one, parse_metadata(self._store.get(info.name), f"{self._store.url}/{info.name}")
+        return self._chosen[step][1]
+
+    def size(self, step: int, rank: int) -> int:
+        return self._shard(step, rank).size_bytes
+
+    def blob(self, step: int, rank: int) -> S3RankBlob:
+        return S3RankBlob(self._store, self._shard(step, rank))
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _shard(self, step: int, rank: int) -> ObjectInfo:
+        self.written(step)
+        info = self._chosen[step][0].shards.get(rank)
+        if info is None:
+            raise CheckpointNotFoundError(f"{self.name} has nothing of rank {rank} in step {step}")
+        return info
+
+    def _listed(self) -> dict[int, list[_Step]]:
+        if self._steps is None:
+            self._steps = {}
+            infos = list(self._store.list(self._below))
+            for layout in (DefaultS3PathStrategy(""), RayS3PathStrategy("")):
+                found: dict[int, _Step] = {}
+                for info in infos:
+                    named = layout.parse(info.name.removeprefix(self._below))
+                    if named is None:
+                        continue
+                    step = found.setdefault(named.step, _Step({}, []))
+                    if named.file == SHARD_FILE:
+                        step.shards[named.rank] = info
+                    elif named.file == METADATA_FILE:
+                        step.metadata.append(info)
+                for number, step in found.items():
+                    self._steps.setdefault(number, []).append(step)
+        return self._steps
+
+
+class S3RankBlob:
+    """An object, of which only what is asked for is fetched."""
+
+    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
+        self.size_bytes = info.size_bytes
+        self._store = store
+        self._name = info.name
+
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[Buffer]:
+        try:
+            return self._store.get_ranges(self._name, extents)
+        except ObjectNotFoundError as error:
+            raise CheckpointDamagedError(f"{self._store.url}/{self._name} is gone") from error
+
+    def close(self) -> None:
+        pass
+
+
+DEFAULT_URL = "http://ai-toolkit-gossip-headless.aws-hyperpod.svc.cluster.local:9200"
+_MOST_STEPS = 1000
+_MOST_JSON_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+_PICKLE, _ARCHIVE = b"\x80", b"PK"
+
+
+class MemoryServiceStore:
+    """What one namespace has in the memory service at ``url``.
+
+    Metadata is kept as if it were one more rank's, the one after the last. Which that is depends on the number of ranks
+    that saved; ``world_size`` is only the first guess, then comes what the namespace says, then looking.
+    """
+
+    def __init__(
+        self, url: str, namespace: str, *, world_size: int | None = None, token: str = "", timeout_s: float = 60.0
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"{url!r} is not where a memory service is: write http://HOST:PORT")
+        where = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        self.name = f"{where}/v1/cp/checkpoints/{namespace}"
+        self._parts = parts
+        self._namespace = validate_job_name(namespace)
+        self._guess = world_size
+        token = token or parts.password or ""
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        self._written: dict[int, CheckpointContents] = {}
+
+    def steps(self) -> Sequence[int]:
+        found = self._json(f"/v1/cp/checkpoints/{self._namespace}/latest?limit={_MOST_STEPS}")
+        if not isinstance(found, list) or not all(type(step) is int and 0 <= step < 1 << 62 for step in found):
+            raise CheckpointDamagedError(f"{self.name}/latest is no list of steps")
+        return sorted(set(found), reverse=True)
+
+    def written(self, step: int) -> CheckpointContents:
+        if step not in self._written:
+            problem: CheckpointDamagedError | None = None
+            for rank in self._metadata_ranks(step):
+                try:
+                    data = self._checked(step, rank, MAX_METADATA_BYTES)
+                    with data:
+                        self._written[step] = parse_metadata(data.read(), f"{self.name}/{rank}/{step}")
+                    break
+                except CheckpointNotFoundError:
+                    continue
+                except CheckpointDamagedError as error:
+                    problem = problem or error
+            else:
+                raise problem or CheckpointNotFoundError("its metadata was never written, or is not kept any more")
+        return self._written[step]
+
+    def size(self, step: int, rank: int) -> int:
+        with self._get(self._path(step, rank)) as response:
+            return _content_length(response, self.name)
+
+    def blob(self, step: int, rank: int) -> MemoryRankBlob:
+        return MemoryRankBlob(self._checked(step, rank, self.size(step, rank)))
+
+    def close(self) -> None:
+        pass
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _path(self, step: int, rank: int) -> str:
+        return f"/v1/cp/checkpoints/{self._namespace}/{rank}/{step}"
+
+    def _metadata_ranks(self, step: int) -> Iterator[int]:
+        """Where metadata may be, the likeliest first; looking costs the first bytes of what every rank wrote."""
+        tried = []
+        config = self._json(f"/v1/cp/namespaces/{self._namespace}")
+        ranks = config.get("num_ranks") if isinstance(config, dict) else None
+        for guess in (self._guess, ranks - 1 if type(ranks) is int else None):
+            if guess is not None and guess not in tried and self._begins(step, guess) == _PICKLE:
+                tried.append(guess)
+                yield guess
+        rank, gaps = 0, 0
+        found = []
+        while gaps < 2:  # one shard may be lost
+            begins = self._begins(step, rank)
+            gaps = gaps + 1 if begins is None else 0
+            if begins == _PICKLE and rank not in tried:
+                found.append(rank)
+            rank += 1
+        yield from reversed(found)
+
+    def _begins(self, step: int, rank: int) -> bytes | None:
+        """What kind of bytes a rank wrote; ``None``: nothing."""
+        try:
+            with self._get(self._path(step, rank)) as response:
+                begin: bytes = response.read(2)
+        except CheckpointNotFoundError:
+            return None
+        return _ARCHIVE if begin == _ARCHIVE else begin[:1]
+
+    def _checked(self, step: int, rank: int, most_bytes: int) -> IO[bytes]:
+        """What a rank wrote, on disk and compared with its checksum."""
+        path = self._path(step, rank)
+        with self._get(path) as response, contextlib.ExitStack() as cleanup:
+            length = _content_length(response, path)
+            if length > most_bytes:
+                raise CheckpointDamagedError(f"{path} has {length} bytes, {most_bytes} are the most")
+            expected = _checksum(response.headers.get("Shard-Meta"), path)
+            file = cleanup.enter_context(tempfile.TemporaryFile(prefix="sagemaker-"))
+            digest, left = xxhash.xxh3_128(), length
+            while left:
+                piece = response.read(min(left, _PIECE_BYTES))
+                if not piece:
+                    raise CheckpointDamagedError(f"{path} ends {left} bytes early")
+                digest.update(piece)
+                file.write(piece)
+                left -= len(piece)
+            if digest.digest() != expected:
+                raise CheckpointDamagedError(f"{path} is not what was written: its checksum differs")
+            file.seek(0)
+            cleanup.pop_all()
+            return file
+
+    def _json(self, path: str) -> Any:
+        with self._get(path) as response:
+            data = response.read(_MOST_JSON_BYTES)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointDamagedError(f"{path} is no JSON") from error
+
+    @contextmanager
+    def _get(self, path: str) -> Iterator[http.client.HTTPResponse]:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname is not None  # noqa: S101 - the constructor looked
+        connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        try:
+            connection.request("GET", self._parts.path.rstrip("/") + path, headers=self._headers)
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.NOT_FOUND:
+                raise CheckpointNotFoundError(f"there is no {path}")
+            if response.status != http.HTTPStatus.OK:
+                raise TierUnavailableError(f"{path} answers {response.status} {response.reason}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            said = str(error) or type(error).__name__
+            raise TierUnavailableError(
+                f"the memory service at {self._parts.hostname} cannot be asked: {said}"
+            ) from error
+        finally:
+            connection.close()
+
+
+class MemoryRankBlob:
+    """What a rank wrote: fetched as a whole, because only the whole has a checksum."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size_bytes = os.fstat(file.fileno()).st_size
+        # Where another rank fails, DCP tells this one's reader nothing.
+        self._close = weakref.finalize(self, file.close)
+
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[Buffer]:
+        found: list[Buffer] = []
+        for start, stop in extents:
+            data = memoryview(bytearray(stop - start))
+            at = 0
+            while at < len(data):  # one call gives 2 GiB at most
+                size = os.preadv(self._file.fileno(), [data[at:]], start + at)
+                if not size:
+                    raise CheckpointDamagedError(f"bytes {start} to {stop} are not all there")
+                at += size
+            found.append(data)
+        return found
+
+    def close(self) -> None:
+        self._close()
+
+
+def _content_length(response: http.client.HTTPResponse, path: str) -> int:
+    text = response.headers.get("Content-Length", "")
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise CheckpointDamagedError(f"{path} does not say how long it is")
+    return int(text)
+
+
+def _checksum(text: str | None, path: str) -> bytes:
+    """The digest that ``Shard-Meta`` states."""
+    try:
+        meta = json.loads(text or "")
+        if meta["algorithm"] == "xxh3_128":
+            return base64.b64decode(meta["checksum"], validate=True)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} comes without a checksum") from error
+    raise CheckpointDamagedError(f"{path} has a checksum of a kind that is not known")

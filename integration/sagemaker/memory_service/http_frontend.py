@@ -1,0 +1,467 @@
+"""The memory service's HTTP server: requests, token, TLS, metrics, and its start by the agent."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from integration.sagemaker.memory_service.memory_service import MemoryService
+from integration.sagemaker.memory_service.shard_io import BodyPiece
+from integration.sagemaker.memory_service.shard_requests import (
+    ChunkedBody,
+    CreateNamespace,
+    DeleteNamespace,
+    Get,
+    HealthCheck,
+    Latest,
+    Put,
+    Remove,
+    RequestRefusedError,
+    Reset,
+    ShardRequest,
+    ShowNamespace,
+    SizedBody,
+    parse_range,
+    parse_request,
+    request_body,
+)
+from peerstore.errors import PeerStoreError, RequestError
+from peerstore.membership.topology import validate_node_id
+from peerstore.server.job_peers import JobPeers
+from peerstore.server.node_peers import NodePeers
+from peerstore.settings import JobPeersConfig, ReplicationSettings
+from peerstore.store.arena import FileMapping
+from peerstore.store.node_store import NodeStore
+from peerstore.transport.authentication import check_private_key, read_secret
+from tieredckpt.agent.agent_http import HTTP_REQUEST_TIMEOUT_S, HttpHandler, HttpServer, browser_refusal
+from tieredckpt.errors import TieredCheckpointError, UsageError
+from tieredckpt.memory_service_options import (
+    MEMORY_SERVICE_JOB,
+    MEMORY_SERVICE_TOKEN_FILE,
+    AuthMode,
+    MemoryServiceOptions,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 75.0
+"""How long a connection may be silent: between two requests, and in the middle of a body."""
+_SHAKE_S = 10.0
+_MOST_HEADER_BYTES = 16 << 10
+_SMALL_BYTES = 16 << 10
+"""A body that nobody wants, and that is not worth a new connection."""
+_DISCARDED_S = 10.0
+
+
+@contextlib.contextmanager
+def serve_shards(
+    service: MemoryService,
+    host: str,
+    port: int,
+    access: TokenCheck,
+    tls: ssl.SSLContext | None,
+    *,
+    within_s: float = HTTP_REQUEST_TIMEOUT_S,
+) -> Iterator[str]:
+    """Serve while the block runs; yields ``host:port``. Who shows no token within ``within_s`` is hung up on."""
+
+    class Handler(_Handler):
+        pass
+
+    Handler.service, Handler.access = service, access
+    try:
+        server = HttpServer("the memory service", (host, port), Handler, tls=tls, within_s=within_s)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UsageError(f"agent.memory_service: {host}:{port} cannot be served: {error}") from error
+    with server.running() as bound:
+        yield bound
+
+
+class _Handler(HttpHandler, BaseHTTPRequestHandler):
+    service: MemoryService
+    access: TokenCheck
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_S
+    connection: socket.socket
+    server: HttpServer
+    _body: SizedBody | ChunkedBody | None = None
+    _begun = False
+
+    def setup(self) -> None:
+        if hasattr(self.request, "do_handshake"):
+            self.request.settimeout(_SHAKE_S)
+            self.request.do_handshake()
+        self._leftover = bytearray(_SMALL_BYTES)
+        super().setup()
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def do_DELETE(self) -> None:
+        self._serve()
+
+    def do_PUT(self) -> None:
+        self._serve()
+
+    def do_PATCH(self) -> None:
+        self._serve()
+
+    def do_HEAD(self) -> None:
+        self._serve()
+
+    def do_OPTIONS(self) -> None:
+        self._serve()
+
+    def handle_expect_100(self) -> bool:
+        """Not before it is known that the body is wanted."""
+        return True
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        self._body, self._begun = None, False
+        try:
+            self._body = request_body(self.headers, self.rfile)  # type: ignore[arg-type]
+            self._answer()
+        except RequestRefusedError as error:
+            self._refuse(error)
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        except (PeerStoreError, TieredCheckpointError, OSError) as error:
+            log.warning("memory service: %s %s failed: %s", self.command, self.path[:200], error)
+            self._refuse(RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)))
+        except Exception as error:
+            log.exception("memory service: %s %s failed", self.command, self.path[:200])
+            text = f"internal error: {type(error).__name__}: {error}"
+            self._refuse(RequestRefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, text))
+
+    def _answer(self) -> None:
+        problem = None if self.access.asks else browser_refusal(self.headers)
+        if problem is not None:
+            raise RequestRefusedError(*problem)
+        if self.path.partition("?")[0] != "/health":
+            self.access.check(self.headers.get("Authorization"))
+            self.server.proven(self.request)
+        want = parse_request(self.command, self.path)
+        self.service.counted[type(want).__name__] += 1
+        if isinstance(want, Put):
+            self._put(want)
+        elif isinstance(want, Get):
+            self._get(want)
+        else:
+            self._tell(HTTPStatus.OK, self._done(want))
+
+    def _done(self, want: ShardRequest) -> Any:
+        service = self.service
+        match want:
+            case ShowNamespace(name):
+                found = service.namespace(name)
+                return {"num_ranks": found.num_ranks, "steps_to_retain_per_rank": found.steps_retained}
+            case CreateNamespace(name, num_ranks, steps_retained):
+                service.create(name, num_ranks=num_ranks, steps_retained=steps_retained)
+                return {"status": "created"}
+            case DeleteNamespace(name):
+                service.delete(name)
+                return {"status": "deleted"}
+            case Latest(name, limit):
+                return service.latest(name, limit)
+            case Remove(name, rank, step):
+                service.remove(name, rank, step)
+                return {"status": "deleted"}
+            case Reset():
+                service.reset()
+                return {"status": "reset"}
+            case HealthCheck():
+                return {"status": "healthy"}
+        raise AssertionError(want)
+
+    def _put(self, want: Put) -> None:
+        header = self._shard_meta()
+        self.service.namespace(want.name)
+        if self._body is not None and self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(HTTPStatus.CONTINUE)
+            self.end_headers()
+        if self._body is not None:
+            self.service.put(want.name, want.rank, want.step, header, self._body)
+        self._tell(HTTPStatus.OK, {"status": "ok"})
+
+    def _shard_meta(self) -> bytes | None:
+        value = self.headers.get("Shard-Meta")
+        if value is None:
+            return None
+        raw = value.encode("latin-1", "replace")
+        if len(raw) > _MOST_HEADER_BYTES or any(byte < 0x20 and byte != 0x09 for byte in raw):
+            raise RequestRefusedError(
+                HTTPStatus.BAD_REQUEST, "Shard-Meta is too long, or has characters that no header has"
+            )
+        return raw
+
+    def _get(self, want: Get) -> None:
+        found = self.service.find(want.name, want.rank, want.step)
+        part = parse_range(self.headers.get("Range"), found.size_bytes)
+        start, stop = part or (0, found.size_bytes)
+        with self.service.reading(found, start, stop) as pieces:
+            self._begun = True
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK)
+            self.send_header("Content-Length", str(stop - start))
+            if found.header:
+                self.send_header("Shard-Meta", found.header.decode("latin-1"))
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Accept-Ranges", "bytes")
+            if part:
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{found.size_bytes}")
+            self.end_headers()
+            for piece in pieces:
+                self._send(piece)
+
+    def _send(self, piece: BodyPiece) -> None:
+        if isinstance(piece, memoryview):
+            self.connection.sendall(piece)
+        elif not hasattr(self.connection, "do_handshake"):
+            with open(piece.fd, "rb", closefd=False) as file:
+                self.connection.sendfile(file, piece.start, piece.stop - piece.start)
+        else:
+            with FileMapping(piece.fd, piece.stop) as mapping, mapping.view as view, view[piece.start :] as part:
+                self.connection.sendall(part)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, status: HTTPStatus, said: Any, headers: dict[str, str] | None = None) -> None:
+        body = msgspec.json.encode(said)
+        over = not self._at_end()
+        self.close_connection = self.close_connection or over
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        if over:
+            self._discard()
+
+    def _at_end(self) -> bool:
+        """Whether the next thing on the connection is the next request."""
+        body = self._body
+        if isinstance(body, SizedBody) and not body.problem and (body.size_bytes or 0) <= len(self._leftover):
+            body.fill(memoryview(self._leftover))
+        return body is not None and body.at_end and not body.problem
+
+    def _refuse(self, error: RequestRefusedError) -> None:
+        self.service.counted["refused"] += 1
+        if self._begun:  # of an answer that has begun nothing can be taken back: it ends too early, which is noticed
+            log.warning("memory service: an answer to %s was cut off: %s", self.path[:200], error.detail)
+            self.close_connection = True
+            return
+        headers = {"WWW-Authenticate": 'Bearer, Basic realm="memory service"'} if error.status == 401 else {}
+        if error.status in (HTTPStatus.INSUFFICIENT_STORAGE, HTTPStatus.SERVICE_UNAVAILABLE):
+            headers["Retry-After"] = "1"
+        with contextlib.suppress(OSError):
+            self._tell(error.status, {"detail": error.detail}, headers)
+
+    def _discard(self) -> None:
+        """Closed with bytes unread, the kernel would throw the answer away: let the client send some of the rest."""
+        with contextlib.suppress(OSError):
+            self.connection.settimeout(_DISCARDED_S)
+            socket.socket.shutdown(self.connection, socket.SHUT_WR)
+            until, buffer = time.monotonic() + _DISCARDED_S, bytearray(1 << 16)
+            while time.monotonic() < until and self.connection.recv_into(buffer):
+                pass
+
+
+class TokenCheck:
+    """Asks for a token, or (``token`` is empty) for nothing.
+
+    The token comes as ``Authorization: Bearer TOKEN``, or as the password of ``Authorization: Basic``: that is what a
+    client sends that knows nothing of tokens and was given ``http://any:TOKEN@host:port`` as its address.
+    """
+
+    def __init__(self, token: bytes = b"") -> None:
+        self._token = token
+
+    @property
+    def asks(self) -> bool:
+        return bool(self._token)
+
+    def check(self, authorization: str | None) -> None:
+        if self._token and not hmac.compare_digest(_shown(authorization or ""), self._token):
+            raise RequestRefusedError(
+                HTTPStatus.UNAUTHORIZED,
+                "The memory service asks for its token: send 'Authorization: Bearer TOKEN', or use "
+                "http://any:TOKEN@host:port as its address",
+            )
+
+
+def _shown(authorization: str) -> bytes:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("latin-1", "replace")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(binascii.Error, ValueError):
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    return b""
+
+
+def token_check(auth: AuthMode, token: str, directory: Path) -> TokenCheck:
+    """Who may come, by the settings. Where a token is asked for and none was given, one is made and kept here."""
+    return TokenCheck(_token(token, directory)) if auth == "token" else TokenCheck()
+
+
+def _token(given: str, directory: Path) -> bytes:
+    if given:
+        try:
+            return read_secret(given)
+        except RequestError as error:
+            raise UsageError(f"agent.memory_service_token: {error}") from error
+    path = directory / MEMORY_SERVICE_TOKEN_FILE
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:  # of an agent before this one: its clients know it
+        try:
+            return read_secret(path)
+        except RequestError as error:
+            raise UsageError(f"the memory service's token: {error}; remove {path} to have a new one made") from error
+    with os.fdopen(fd, "wb") as file:
+        token = secrets.token_urlsafe(32).encode()
+        file.write(token)
+    return token
+
+
+_REQUESTS = ("ShowNamespace", "CreateNamespace", "DeleteNamespace", "Put", "Get", "Remove", "Latest", "Reset")
+
+
+class MemoryServiceMetrics:
+    """What is told of one node's memory service."""
+
+    def __init__(self, service: MemoryService, address: str) -> None:
+        self._service = service
+        self._address = address
+
+    def status(self) -> dict[str, Any]:
+        look = self._service.holdings.look()
+        return {
+            "address": self._address,
+            "namespaces": {
+                name: {
+                    "num_ranks": one.num_ranks,
+                    "steps_retained": one.steps_retained,
+                    "whole_steps": look.whole(name, one),
+                    "steps": sorted(look.view.of(name), reverse=True),
+                    "size_bytes": sum(s.size_bytes for of in look.view.of(name).values() for s in of.values()),
+                }
+                for name, one in sorted(look.registry.all_living.items())
+            },
+            "not_asked": dict(look.silent),
+            "counted": dict(self._service.counted),
+            "given_up": self._service.holdings.given_up,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """What this node itself knows: a scrape asks no other node."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        counted, holdings = self._service.counted, self._service.holdings
+        here = holdings.here()
+        registry = holdings.spreading.known()
+        for name, text, value in (
+            ("namespaces", "Namespaces of the memory service.", len(registry.all_living)),
+            ("shards", "Shards of the memory service on this node, copies included.", len(here)),
+            ("shard_bytes", "Their bytes.", sum(fact.size_bytes for fact in here)),
+        ):
+            yield GaugeMetricFamily(f"tieredckpt_memory_service_{name}", text, value=value)
+        requests = CounterMetricFamily("tieredckpt_memory_service_requests", "Requests by kind.", labels=["kind"])
+        for kind in _REQUESTS:
+            requests.add_metric([kind], counted[kind])
+        yield requests
+        for name, text, value in (
+            ("refused", "Requests that were not done.", counted["refused"]),
+            ("put_bytes", "Bytes taken in from clients.", counted["put_bytes"]),
+            ("get_bytes", "Bytes handed to clients.", counted["get_bytes"]),
+            ("gets_elsewhere", "Shards that came from another node.", counted["get_elsewhere"]),
+            ("given_up", "Shards that were not kept any more.", holdings.given_up),
+        ):
+            yield CounterMetricFamily(f"tieredckpt_memory_service_{name}", text, value=value)
+
+
+@contextlib.contextmanager
+def serve_memory_service(
+    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: NodePeers | None
+) -> Iterator[MemoryServiceMetrics]:
+    """Serve the memory service while the block runs."""
+    problems = [f"agent.{name}: {text}" for name, text in options.problems()]
+    if problems:
+        raise UsageError("; ".join(problems))
+    host, port = options.place
+    access = token_check(options.auth, options.token, directory)
+    tls = _tls(options.tls)
+    plan = _plan(options)
+    with contextlib.ExitStack() as cleanup:
+        service = MemoryService(store, validate_node_id(node))
+        cleanup.callback(service.close)
+        service.start(_join(plan, neighbourhood))
+        address = cleanup.enter_context(serve_shards(service, host, port, access, tls))
+        asks = "for a token" if access.asks else "nobody who they are"
+        log.info("memory service on %s, over %s, asks %s", address, "TLS" if tls is not None else "plain HTTP", asks)
+        (directory / MEMORY_SERVICE_JOB).write_text(address)
+        yield MemoryServiceMetrics(service, address)
+
+
+def _join(plan: JobPeersConfig | None, neighbourhood: NodePeers | None) -> JobPeers | None:
+    if plan is None:
+        if neighbourhood is not None:
+            neighbourhood.leave(MEMORY_SERVICE_JOB)
+        return None
+    if neighbourhood is None:
+        raise UsageError("agent.memory_service_nodes: other nodes cannot reach this one while agent.peers is off")
+    return neighbourhood.join(MEMORY_SERVICE_JOB, plan)
+
+
+def _plan(options: MemoryServiceOptions) -> JobPeersConfig | None:
+    if not options.nodes:
+        return None
+    try:
+        settings = ReplicationSettings(copies=options.copies, settles=False)
+        return JobPeersConfig(read_secret(options.secret), settings, discovery=options.nodes)
+    except RequestError as error:
+        raise UsageError(f"agent.memory_service_secret: {error}") from error
+
+
+def _tls(directory: str) -> ssl.SSLContext | None:
+    if not directory:
+        return None
+    folder = Path(directory)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        check_private_key(folder / "tls.key")
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        if (folder / "ca.crt").exists():
+            context.load_verify_locations(folder / "ca.crt")
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError, RequestError) as error:
+        raise UsageError(f"agent.memory_service_tls: what is in {folder} cannot be used: {error}") from error
+    return context

@@ -1,0 +1,217 @@
+"""MemoryService: create, put, find, read, remove, latest."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from integration.sagemaker.memory_service.namespace_inventory import NamespaceInventory, NamespaceSnapshot
+from integration.sagemaker.memory_service.namespaces import (
+    Namespace,
+    NamespaceShard,
+    Registry,
+    RemovedShard,
+    ShardNote,
+    decode_note,
+    encode_note,
+    namespace_shard_key,
+    with_deleted_namespaces,
+    with_namespace,
+    with_removed_shard,
+)
+from integration.sagemaker.memory_service.shard_io import (
+    BodyPiece,
+    IncomingBody,
+    ShardReceiver,
+    ShardSender,
+    seal_shard,
+)
+from integration.sagemaker.memory_service.shard_requests import RequestRefusedError, no_namespace_error, not_found_error
+from peerstore.errors import PeerStoreError, ShardNotFoundError
+from peerstore.server.job_peers import JobPeers
+from peerstore.store.node_store import NodeStore
+from tieredckpt import memory_service_options
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundShard:
+    """A shard that was asked for."""
+
+    shard: NamespaceShard
+    size_bytes: int
+    header: bytes | None
+
+
+class MemoryService:
+    """Namespaces of whole shards in the memory of all nodes, as one of them serves them. Any thread may call.
+
+    - What was answered with 200 is sealed on this node; copies are made behind that, as for every other shard.
+    - A step is listed when nothing is missing of it, on whatever nodes it is (:func:`~.views.is_whole`).
+    - Absent is 404. What is there and cannot be reached, or kept, is 5xx and a reason: never an empty answer.
+    """
+
+    def __init__(self, store: NodeStore, me: str, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._store = store
+        self._clock_ns = clock_ns
+        store.manage(
+            memory_service_options.MEMORY_SERVICE_JOB,
+            memory_service_options.MEMORY_SERVICE_EPOCH,
+            memory_service_options.MEMORY_SERVICE_INCARNATION,
+        )
+        self.holdings = NamespaceInventory(store, me, clock_ns=clock_ns)
+        self._receiving = ShardReceiver(store, self.holdings.tidy)
+        self._lending = ShardSender(store, me)
+        self._stamping = threading.Lock()
+        self._stamp = 0
+        self.counted: Counter[str] = Counter()
+
+    def start(self, team: JobPeers | None) -> None:
+        """Go on with what is here; from now on with other nodes, too, where there are any."""
+        self._lending.team = team
+        self.holdings.start(team)
+
+    def close(self) -> None:
+        self.holdings.close()
+
+    # -- namespaces ---------------------------------------------------------------------------------------------------
+
+    def namespace(self, name: str) -> Namespace:
+        found = self.holdings.spreading.known().living(name)
+        if found is None:
+            raise no_namespace_error(name)
+        return found
+
+    def create(self, name: str, *, num_ranks: int, steps_retained: int) -> None:
+        def create(registry: Registry) -> Registry:
+            if registry.living(name) is not None:
+                raise RequestRefusedError(HTTPStatus.CONFLICT, f"Namespace '{name}' already exists")
+            now_ns = self._clock_ns()
+            return with_namespace(registry, name, num_ranks=num_ranks, steps_retained=steps_retained, now_ns=now_ns)
+
+        self.holdings.spreading.change(create)
+        log.info("memory service: namespace %s of %d ranks, %d steps kept", name, num_ranks, steps_retained)
+
+    def delete(self, name: str) -> None:
+        def delete(registry: Registry) -> Registry:
+            if registry.living(name) is None:
+                raise no_namespace_error(name)
+            return with_deleted_namespaces(registry, name, now_ns=self._clock_ns())
+
+        self.holdings.spreading.change(delete)
+        self.holdings.put()
+        log.info("memory service: namespace %s is deleted", name)
+
+    def reset(self) -> None:
+        """Delete every namespace."""
+        self.holdings.spreading.change(
+            lambda known: with_deleted_namespaces(known, *known.all_living, now_ns=self._clock_ns())
+        )
+        self.holdings.put()
+        log.warning("memory service: every namespace is deleted")
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, rank: int, step: int, header: bytes | None, body: IncomingBody) -> None:
+        """Keep a rank's bytes of a step; what was put for it before goes."""
+        namespace = self.namespace(name)
+        key = namespace_shard_key(rank, step, self._next_stamp())
+        with self._receiving.slot(key, body) as (lease, size, is_plan):
+            note = ShardNote(name, namespace.generation, header, is_plan)
+            if self.namespace(name).generation != namespace.generation:
+                raise no_namespace_error(name)
+            seal_shard(self._store, lease, size, encode_note(note))
+        self.counted["put_bytes"] += size
+        self._give_up_before(name, rank, step, key.attempt)
+        self.holdings.put()
+
+    def _give_up_before(self, name: str, rank: int, step: int, stamp: int) -> None:
+        """What this node itself had for the same rank and step goes at once."""
+        older = [
+            fact.key.group
+            for fact in self.holdings.here()
+            if (fact.key.part, fact.key.version) == (rank, step) and fact.key.attempt < stamp
+            if _namespace_of(fact.meta) == name
+        ]
+        if older:
+            self._store.forget(memory_service_options.MEMORY_SERVICE_JOB, older)
+
+    def _next_stamp(self) -> int:
+        with self._stamping:
+            self._stamp = max(self._stamp + 1, self._clock_ns())
+            return self._stamp
+
+    def find(self, name: str, rank: int, step: int) -> FoundShard:
+        """The shard that was put last, wherever it is."""
+        if self.holdings.spreading.known().living(name) is None:
+            raise not_found_error()
+        shard = self._find(name, rank, step)
+        return FoundShard(shard, shard.size_bytes, shard.note.header)
+
+    def _find(self, name: str, rank: int, step: int) -> NamespaceShard:
+        near = self.holdings.nearest(name, rank, step)
+        if near is not None and self.holdings.team is None:
+            return near
+        look = self.holdings.look()
+        shard = look.view.of(name).get(step, {}).get(rank)
+        if shard is not None:
+            return shard
+        self._check_heard(look, f"Shard {rank} of step {step}")
+        raise not_found_error()
+
+    @contextlib.contextmanager
+    def reading(self, found: FoundShard, start: int, stop: int) -> Iterator[Iterator[BodyPiece]]:
+        """Bytes ``start`` to ``stop``, piece by piece. Whether the first is to be had is known before the block."""
+        with contextlib.closing(self._lending.pieces(found.shard, start, stop)) as pieces:
+            try:
+                first = next(pieces, None)
+            except ShardNotFoundError as error:
+                raise not_found_error() from error
+            except (PeerStoreError, OSError) as error:
+                text = f"The shard is not to be had right now: {error}"
+                raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, text) from error
+            self.counted["get_bytes"] += stop - start
+            self.counted["get_elsewhere"] += isinstance(first, memoryview)
+            yield itertools.chain([] if first is None else [first], pieces)
+
+    def remove(self, name: str, rank: int, step: int) -> None:
+        found = self.find(name, rank, step)
+        note, until = found.shard.note, found.shard.key.attempt
+        gone = RemovedShard(name, note.generation, rank, step, until)
+        self.holdings.spreading.change(lambda known: with_removed_shard(known, gone, now_ns=self._clock_ns()))
+        self._store.forget(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.group])
+        self.holdings.put()
+
+    def latest(self, name: str, limit: int) -> list[int]:
+        """The newest steps of which nothing is missing."""
+        namespace = self.holdings.spreading.known().living(name)
+        if namespace is None:
+            raise not_found_error()
+        look = self.holdings.look()
+        if look.silent:
+            log.warning("memory service: steps of %s are listed without having asked %s", name, _named(look))
+        return look.whole(name, namespace)[:limit]
+
+    def _check_heard(self, look: NamespaceSnapshot, what: str) -> None:
+        """That something is absent can only be said when everybody was asked."""
+        if look.silent:
+            raise RequestRefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"{what} may be on a node that does not answer: {_named(look)}"
+            )
+
+
+def _namespace_of(meta: bytes) -> str:
+    note = decode_note(meta)
+    return note.namespace if note is not None else ""
+
+
+def _named(look: NamespaceSnapshot) -> str:
+    return "; ".join(f"{node}: {why}" if node else why for node, why in sorted(look.silent.items()))

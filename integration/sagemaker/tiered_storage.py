@@ -1,0 +1,332 @@
+"""SageMakerTieredStorageWriter and -Reader: AWS's names and arguments over this project's store."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
+
+from integration.sagemaker.checkpoint_config import (
+    SageMakerCheckpointConfig,
+    settings_for_config,
+    step_from_path,
+    validated_config,
+)
+from integration.sagemaker.checkpoint_stores import CheckpointStore, MemoryServiceStore, S3CheckpointStore
+from integration.sagemaker.errors import (
+    S3TierUnreachableError,
+    SageMakerTieredStorageConfigError,
+    SageMakerTieredStorageError,
+    sagemaker_errors,
+    to_sagemaker_error,
+)
+from integration.sagemaker.format_reader import SageMakerFormatReader
+from peerstore.errors import PeerStoreError
+from tieredckpt.dcp.tiered_reader import RestoreReport, TieredReader
+from tieredckpt.dcp.tiered_writer import TieredWriter
+from tieredckpt.errors import CheckpointNotFoundError, TieredCheckpointError, TierUnavailableError
+from tieredckpt.location import check_step
+from tieredckpt.session.session import Session
+from tieredckpt.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class SageMakerTieredStorageWriter(TieredWriter):
+    """Saves with ``dcp.save`` and ``dcp.async_save``; one for each save, as AWS's is used, or one for many.
+
+    A save returns when this rank's shard is sealed in memory. With ``save_to_s3`` the node agent takes the step to S3
+    behind its back: :attr:`s3_success` says whether it got there, and :meth:`wait_for_s3` waits for it.
+    """
+
+    def __init__(
+        self,
+        checkpoint_config: SageMakerCheckpointConfig,
+        path: str | os.PathLike[str] = "",
+        step: int = -1,
+        *args: Any,
+        settings: Settings | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.checkpoint_config = validated_config(checkpoint_config)
+        self.step = step_from_path(step, path)
+        with sagemaker_errors():
+            super().__init__(
+                checkpoint_config.namespace, self.step, settings=settings_for_config(checkpoint_config, settings)
+            )
+        self.in_memory_success = True
+        self.is_coordinator = False
+        self._to_s3 = False
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def s3_checkpoint_dir(self) -> str | None:
+        """Where the step is in the durable tier; ``elastic reshard`` takes it as it is. Known before the save."""
+        base = self.checkpoint_config.s3_base_path
+        return f"{base}/{self.checkpoint_config.namespace}/step-{self.step}" if base else None
+
+    @property
+    def s3_success(self) -> bool:
+        """Whether the step is in the durable tier by now."""
+        if not self._to_s3 or self.record is None:
+            return False
+        view = self.session.node.wait_durable(self._location.job, self.record.key.group, 0.0)
+        return view is not None and view.state == "done"
+
+    def wait_for_s3(self, timeout_s: float = 600.0) -> None:
+        """Until the step is in the durable tier; an error when it is not within ``timeout_s``, or never will be."""
+        if not self._to_s3 or self.record is None:
+            raise SageMakerTieredStorageConfigError(f"step {self.step} was not saved with save_to_s3")
+        with sagemaker_errors():
+            view = self.session.node.wait_durable(self._location.job, self.record.key.group, timeout_s)
+        if view is None or view.state != "done":
+            said = "nobody knows of it" if view is None else view.error or view.state
+            raise S3TierUnreachableError(f"step {self.step} is not durable: {said}")
+
+    # -- StorageWriter ----------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Step and namespace were given when this was made; ``checkpoint_id`` may be anything."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
+        return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.is_coordinator = is_coordinator
+        self.in_memory_success = True
+        validated_config(self.checkpoint_config)
+        with sagemaker_errors():
+            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def stage(self, state_dict: Any) -> Any:
+        with sagemaker_errors():
+            return super().stage(state_dict)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with self._noted():
+            return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with self._noted():
+            return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self._noted():
+            written = super().write_data(plan, planner)
+        if self.error is not None:
+            self.error, self.in_memory_success = to_sagemaker_error(self.error), False
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._noted():
+            super().finish(metadata, results)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _becomes_durable(self, session: Session) -> bool:
+        self._to_s3 = self.checkpoint_config.saves_durably
+        return self._to_s3
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A failure inside the block is noted, and raised by AWS's name for it."""
+        try:
+            with sagemaker_errors():
+                yield
+        except BaseException:
+            self.in_memory_success = False
+            raise
+
+
+class _TieredReader(TieredReader):
+    """What this project saved."""
+
+    @property
+    def planned_step(self) -> int:
+        """What :meth:`read_metadata` described."""
+        return self._plain[0] if self._plain is not None else self._order[0].group.version
+
+
+class SageMakerTieredStorageReader(StorageReader):
+    """Loads with ``dcp.load``: the newest whole step (or the one named), whichever library wrote it.
+
+    Steps that AWS's library left below the same S3 base path, and in the memory service at ``memory_url``, are found
+    beside this project's own; of one step in both, its own is taken. After a load :attr:`step` says what was loaded.
+    """
+
+    def __init__(
+        self,
+        checkpoint_config: SageMakerCheckpointConfig,
+        step: int | None = None,
+        *,
+        settings: Settings | None = None,
+        on_dtype_mismatch: Literal["error", "cast"] = "cast",
+        trust_objects: bool = False,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_config = validated_config(checkpoint_config)
+        self.step = step
+        self._asked = step
+        self._cast: Literal["error", "cast"] = on_dtype_mismatch
+        self._trust = trust_objects
+        with sagemaker_errors():
+            if step is not None:
+                check_step(step)
+            self._settings = settings_for_config(checkpoint_config, settings)
+        self._own = self._own_reader()
+        self._places: list[CheckpointStore] = []
+        self._written: SageMakerFormatReader | None = None
+        """While what AWS's library wrote is being loaded."""
+        self.error: SageMakerTieredStorageError | None = None
+        """Why the last load failed on this rank."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._own.checkpoint_id
+
+    @property
+    def report(self) -> RestoreReport | None:
+        """What the last load read, and from which tiers, where this project had saved it."""
+        return self._own.report if self._written is None else None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Step and namespace were given when this was made; ``checkpoint_id`` may be anything."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As for :meth:`tieredckpt.TieredReader.read_metadata`, the second question gets an empty answer."""
+        if "rank" in kwargs and self.error is not None:
+            return Metadata({})
+        self.error = None
+        self._close()
+        try:
+            with sagemaker_errors():
+                return self._choose()
+        except SageMakerTieredStorageError as error:
+            self.error = error
+            self._close()
+            raise
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        with self._noting():
+            self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        with self._noting():
+            return self._chosen.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Ranks that see different things are not to load different things."""
+        with self._noting():
+            mine = type(plans[0].storage_data)
+            if any(type(plan.storage_data) is not mine for plan in plans):
+                raise TierUnavailableError(
+                    "some ranks found what AWS's library wrote, and others what this one did: not all tiers are seen "
+                    "by all of them"
+                )
+            return self._chosen.prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with self._noting():
+            done = self._chosen.read_data(plan, planner)
+            self.step = self._own.restored_step if self._written is None else self._written.restored_step
+        self._close_places()
+        return done
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def _chosen(self) -> StorageReader:
+        return self._own if self._written is None else self._written
+
+    def _own_reader(self) -> _TieredReader:
+        return _TieredReader(
+            self.checkpoint_config.namespace, self._asked, settings=self._settings, on_dtype_mismatch=self._cast
+        )
+
+    def _choose(self) -> Metadata:
+        """This project's newest step, or what AWS's library wrote where that is newer or all there is."""
+        own: Metadata | None = None
+        absent: CheckpointNotFoundError | None = None
+        try:
+            own = self._own.read_metadata()
+        except CheckpointNotFoundError as error:
+            absent = error
+        if own is not None and self._asked is not None:
+            return own
+        try:
+            written = self._find_written()
+        except CheckpointNotFoundError as error:
+            if own is None:
+                raise absent or error from error
+            return own
+        except (TieredCheckpointError, PeerStoreError) as error:
+            if own is None:
+                raise
+            log.warning("what AWS's library may have written could not be looked at: %s", error)
+            return own
+        if own is not None and self._own.planned_step >= written.planned_step:
+            return own
+        self._written = written
+        log.info("%s: step %d, which AWS's library wrote", self.checkpoint_config.namespace, written.planned_step)
+        return written.read_metadata()
+
+    def _find_written(self) -> SageMakerFormatReader:
+        self._places = checkpoint_stores_for(self.checkpoint_config, self._settings)
+        if not self._places:
+            raise CheckpointNotFoundError("no place is named where AWS's library could have written")
+        reader = SageMakerFormatReader(
+            self._places, self._asked, trust_objects=self._trust, on_dtype_mismatch=self._cast
+        )
+        reader.choose()
+        return reader
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Errors inside the block come out under AWS's names, and are kept."""
+        try:
+            with sagemaker_errors():
+                yield
+        except SageMakerTieredStorageError as error:
+            self.error = error
+            self._close_places()
+            raise
+
+    def _close(self) -> None:
+        self._written = None
+        self._close_places()
+
+    def _close_places(self) -> None:
+        for place in self._places:
+            place.close()
+        self._places = []
+
+
+def checkpoint_stores_for(config: SageMakerCheckpointConfig, settings: Settings) -> list[CheckpointStore]:
+    """Where AWS's library would have written with this configuration; memory before S3."""
+    found: list[CheckpointStore] = []
+    if config.memory_url:
+        found.append(
+            MemoryServiceStore(
+                config.memory_url, config.namespace, world_size=config.world_size, token=config.memory_token
+            )
+        )
+    if config.s3_base_path:
+        found.append(S3CheckpointStore.open(config.s3_base_path, config.namespace, settings.durable))
+    return found

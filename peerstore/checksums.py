@@ -1,0 +1,118 @@
+"""Chunk checksums (xxh3-64) of memory and of open files."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import xxhash
+
+from peerstore.shard_records import CHUNK_BYTES
+
+_RUN_BYTES = 32 << 20  # work handed to one thread at a time
+
+
+class TruncatedFileError(OSError):
+    """A file has fewer bytes than were written to it: what is behind its end is lost, whoever asks."""
+
+
+def chunk_count(size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    return -(-size_bytes // chunk_bytes)
+
+
+def chunk_checksum(data: bytes | bytearray | memoryview) -> int:
+    """The checksum of one run of bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def chunk_checksums(data: memoryview, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor | None = None) -> bytes:
+    """Every chunk's checksum, in order."""
+    starts = range(0, len(data), chunk_bytes)
+    if pool is None or len(data) <= _RUN_BYTES:
+        return _hash_run(data, starts, chunk_bytes)
+    step = max(1, _RUN_BYTES // chunk_bytes)
+    runs = [starts[i : i + step] for i in range(0, len(starts), step)]
+    return b"".join(pool.map(lambda run: _hash_run(data, run, chunk_bytes), runs))
+
+
+def mismatched_chunks(
+    data: memoryview,
+    expected: bytes,
+    *,
+    chunks: range | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    pool: Executor | None = None,
+) -> tuple[int, ...]:
+    """Numbers of the chunks whose bytes are not what ``expected`` says, out of ``chunks`` (all by default)."""
+    count = chunk_count(len(data), chunk_bytes)
+    if len(expected) != 8 * count:
+        return tuple(range(count)) if chunks is None else tuple(chunks)
+    chunks = range(count) if chunks is None else chunks
+    step = max(1, _RUN_BYTES // chunk_bytes)
+    runs = [chunks[i : i + step] for i in range(0, len(chunks), step)]
+
+    def bad(run: range) -> list[int]:
+        got = _hash_run(data, range(run.start * chunk_bytes, run.stop * chunk_bytes, chunk_bytes), chunk_bytes)
+        want = expected[8 * run.start : 8 * run.stop]
+        if got == want:
+            return []
+        return [c for i, c in enumerate(run) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8]]
+
+    results = map(bad, runs) if pool is None or len(runs) < 2 else pool.map(bad, runs)
+    return tuple(c for found in results for c in found)
+
+
+def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor) -> bytes:
+    """Every chunk's checksum of an open file. :class:`TruncatedFileError` when it has fewer bytes; any other
+    ``OSError`` says nothing about them.
+
+    The bytes are read, not mapped: a file that lost its tail, or that has no memory behind a hole, is an error here
+    and would be SIGBUS there.
+    """
+    return b"".join(_hash_file(fd, range(chunk_count(size_bytes, chunk_bytes)), size_bytes, chunk_bytes, pool))
+
+
+def file_mismatched_chunks(
+    fd: int, size_bytes: int, expected: bytes, *, chunks: range, chunk_bytes: int = CHUNK_BYTES, pool: Executor
+) -> tuple[int, ...]:
+    """Numbers of the ``chunks`` of an open file whose bytes are not what ``expected`` says, or are not there.
+
+    ``OSError`` when they cannot be read: nothing is known of any of them then.
+    """
+    try:
+        got = b"".join(_hash_file(fd, chunks, size_bytes, chunk_bytes, pool))
+    except TruncatedFileError:
+        have = os.fstat(fd).st_size
+        there = range(chunks.start, max(chunks.start, min(chunks.stop, have // chunk_bytes)))
+        cut = tuple(range(there.stop, chunks.stop))
+        return file_mismatched_chunks(fd, size_bytes, expected, chunks=there, chunk_bytes=chunk_bytes, pool=pool) + cut
+    want = expected[8 * chunks.start : 8 * chunks.stop]
+    return tuple(c for i, c in enumerate(chunks) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8])
+
+
+def _hash_file(fd: int, chunks: range, size_bytes: int, chunk_bytes: int, pool: Executor) -> Iterator[bytes]:
+    def one(run: range) -> bytes:
+        buffer = memoryview(bytearray(min(chunk_bytes, size_bytes)))
+        return b"".join(
+            _hash_chunk(fd, buffer, c * chunk_bytes, min(chunk_bytes, size_bytes - c * chunk_bytes)) for c in run
+        )
+
+    step = max(1, _RUN_BYTES // chunk_bytes)
+    runs = [chunks[i : i + step] for i in range(0, len(chunks), step)]
+    return map(one, runs) if len(runs) < 2 else pool.map(one, runs)
+
+
+def _hash_chunk(fd: int, buffer: memoryview, start: int, size: int) -> bytes:
+    got = 0
+    while got < size:
+        count = os.preadv(fd, [buffer[got:size]], start + got)
+        if not count:
+            raise TruncatedFileError(f"the file ends at byte {start + got}, {start + size} were expected")
+        got += count
+    return xxhash.xxh3_64_intdigest(buffer[:size]).to_bytes(8, "little")
+
+
+def _hash_run(data: memoryview, starts: range, chunk_bytes: int) -> bytes:
+    return struct.pack(f"<{len(starts)}Q", *(xxhash.xxh3_64_intdigest(data[s : s + chunk_bytes]) for s in starts))

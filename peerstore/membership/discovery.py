@@ -1,0 +1,249 @@
+"""Sources of a job's member list: static, a file, headless DNS, HyperPod's file.
+
+``tests/contract/test_discovery.py`` holds every source to what the seam promises.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from peerstore.errors import RequestError, UnavailableError
+from peerstore.membership.topology import (
+    DEFAULT_PEER_PORT,
+    MemberList,
+    PeerNode,
+    member_list,
+    node_from_ip,
+    parse_labels,
+    validate_address,
+    validate_node_id,
+)
+from peerstore.message_codec import from_json
+
+_NEXT_LABEL = re.compile(r"/(?=[^/=]+=)")
+
+
+class Discovery(Protocol):
+    """Who belongs to a job.
+
+    - ``roster`` asks anew each time and returns all nodes of the job, never some of them and never none.
+    - :class:`~peerstore.errors.UnavailableError`: not known right now (not there, half-written, no answer). Ask again,
+      and keep to the last roster until then.
+    - :class:`~peerstore.errors.RequestError`: what it says cannot be right, and will not be until somebody corrects it.
+    - The version rises when the nodes change. Two nodes that were told the same have the same roster.
+    """
+
+    def roster(self) -> MemberList: ...
+
+
+class StaticMembers:
+    """``n1=10.0.0.1:7070/rack=r1/zone=a, n2=10.0.0.2:7070``: a list that stays as it is."""
+
+    def __init__(self, text: str) -> None:
+        entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+        if not entries:
+            raise RequestError(
+                f"a list of nodes without a node: {text!r}; write for example n1=10.0.0.1:{DEFAULT_PEER_PORT}"
+            )
+        self._roster = member_list(1, map(_static_member, entries))
+
+    def roster(self) -> MemberList:
+        return self._roster
+
+
+def _static_member(entry: str) -> PeerNode:
+    name, equals, rest = entry.partition("=")
+    address, *labels = _NEXT_LABEL.split(rest)
+    try:
+        if not equals:
+            raise RequestError("write name=host:port, and /level=name for each failure domain")
+        return PeerNode(validate_node_id(name.strip()), validate_address(address), parse_labels(",".join(labels)))
+    except RequestError as error:
+        raise RequestError(f"node {entry!r} in the list: {error}") from error
+
+
+HostResolver = Callable[[str, int], Iterable[str]]
+
+
+def resolve_with_system(name: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return [str(address[0]).partition("%")[0] for *_, address in found]
+
+
+class HeadlessServiceDns:
+    """The addresses behind a headless Kubernetes service: a node is called what its address is.
+
+    Where pods have addresses of both families, the IPv4 ones count.
+
+    Such a service should have ``publishNotReadyAddresses: true``: otherwise who is not ready is not in the roster, and
+    the quorum is one of those who are.
+
+    DNS knows no versions. The first answer has version 1; a change has the time at which it was seen, in milliseconds,
+    so that of two nodes' rosters the one that saw something change last is the newer one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        port: int = DEFAULT_PEER_PORT,
+        *,
+        resolve: HostResolver = resolve_with_system,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._name, self._port = name, port
+        self._resolve, self._clock = resolve, clock
+        self._lock = threading.Lock()
+        self._last: MemberList | None = None
+
+    def roster(self) -> MemberList:
+        try:
+            addresses = set(self._resolve(self._name, self._port))
+        except (OSError, UnicodeError) as error:
+            raise UnavailableError(f"{self._name} could not be resolved: {error}") from error
+        if not addresses:
+            raise UnavailableError(f"{self._name} has no addresses right now")
+        old_style = {address for address in addresses if ":" not in address}
+        now = member_list(1, (node_from_ip(address, self._port) for address in old_style or addresses))
+        with self._lock:
+            if self._last is None:
+                self._last = now
+            elif self._last.nodes != now.nodes:
+                self._last = MemberList(max(self._last.version + 1, int(self._clock() * 1000)), now.nodes)
+            return self._last
+
+
+def parse_discovery(text: str) -> Discovery:
+    """A source from one line of configuration.
+
+    ``static:n1=10.0.0.1:7070/rack=r1,n2=10.0.0.2:7070``, ``file:/path.json``, ``hyperpod`` or ``hyperpod:/path``,
+    ``dns:name:port``. The job's ``torch.distributed`` store is handed over by code.
+    """
+    kind, colon, rest = text.partition(":")
+    if kind == "static":
+        return StaticMembers(rest)
+    if kind == "file" and rest:
+        return MembersFile(rest)
+    if kind == "hyperpod" and (rest or not colon):
+        return PodResourceConfig(rest or HYPERPOD_FILE)
+    if kind == "dns" and rest:
+        name, _, port = validate_address(rest if ":" in rest else f"{rest}:{DEFAULT_PEER_PORT}").rpartition(":")
+        return HeadlessServiceDns(name, int(port))
+    raise RequestError(
+        f"discovery {text!r} is not known: write static:name=host:port,..., file:/path.json, hyperpod[:/path] "
+        "or dns:name:port"
+    )
+
+
+HYPERPOD_FILE = "/opt/ml/input/config/pod_resourceconfig.json"
+
+_MOST_BYTES = 64 << 20
+_MOST_RANKS = 100_001
+"""HyperPod's agent knows no rank beyond 100,000."""
+_MOST_DIGITS = 20
+_FINER = re.compile(r"(\.[0-9]{6})[0-9]+")
+"""What Go writes of a second, and Python does not read."""
+
+T = TypeVar("T")
+
+
+class _FileNode(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    address: str
+    labels: dict[str, str] = {}
+    memory_bytes: int = 0
+
+
+class _MembersFileContent(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    nodes: list[_FileNode]
+
+
+class MembersFile:
+    """A JSON file ``{"version": 3, "nodes": [{"id", "address", "labels": {}, "memory_bytes"}]}``, read each time.
+
+    Whoever changes it raises the version. Replace it by a rename, so that nobody reads half of it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    def roster(self) -> MemberList:
+        told = _read_json(self._path, _MembersFileContent)
+        try:
+            return member_list(told.version, map(_from_file, told.nodes))
+        except RequestError as error:
+            raise RequestError(f"{self._path}: {error}") from error
+
+
+def _from_file(told: _FileNode) -> PeerNode:
+    labels = parse_labels(",".join(f"{level}={name}" for level, name in told.labels.items()))
+    return PeerNode(validate_node_id(told.id), validate_address(told.address), labels, told.memory_bytes)
+
+
+class _PodResources(msgspec.Struct):
+    ips: list[str | None]
+    ips_timestamp: str | int
+
+
+class PodResourceConfig:
+    """The file in which HyperPod's agent writes the address of every pod of the job, by rank; read each time.
+
+    It has no names and no labels, so a node is called what its address is. Pods of one node are one node. While the
+    operator has not told the address of every rank yet, the roster is not known.
+    """
+
+    def __init__(self, path: str | Path = HYPERPOD_FILE, *, port: int = DEFAULT_PEER_PORT) -> None:
+        self._path = Path(path)
+        self._port = port
+
+    def roster(self) -> MemberList:
+        told = _read_json(self._path, _PodResources)
+        if len(told.ips) > _MOST_RANKS:
+            raise RequestError(f"{self._path} has {len(told.ips)} ranks, more than any job of HyperPod's")
+        unknown = [str(rank) for rank, address in enumerate(told.ips) if not address]
+        if unknown or not told.ips:
+            which = f"of rank {', '.join(unknown[:8])}" if unknown else "of any rank"
+            raise UnavailableError(f"{self._path} does not have the address {which} yet ({len(told.ips)} ranks)")
+        try:
+            nodes = {node.id: node for node in (node_from_ip(address, self._port) for address in told.ips if address)}
+            return member_list(_version_of(told.ips_timestamp), nodes.values())
+        except RequestError as error:
+            raise RequestError(f"{self._path}: {error}") from error
+
+
+def _version_of(stamp: str | int) -> int:
+    """A count as it is, a time in milliseconds."""
+    if isinstance(stamp, int) or (stamp.isascii() and stamp.isdigit() and len(stamp) < _MOST_DIGITS):
+        return int(stamp)
+    try:
+        moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", _FINER.sub(r"\1", stamp)))
+    except ValueError:
+        raise RequestError(
+            f"ips_timestamp {stamp[:80]!r} is neither a number nor a time like 2026-01-31T12:00:00Z"
+        ) from None
+    since = (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)) - datetime(
+        1970, 1, 1, tzinfo=timezone.utc
+    )
+    return since // timedelta(milliseconds=1)
+
+
+def _read_json(path: Path, kind: type[T]) -> T:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise RequestError(f"{path} is longer than {_MOST_BYTES >> 20} MiB, so it is no list of nodes")
+        return from_json(text, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{path} is not a list of nodes: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{path} could not be read: {error}") from error

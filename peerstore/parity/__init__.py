@@ -1,0 +1,1 @@
+"""XOR parity across groups of nodes, an alternative to full replicas."""

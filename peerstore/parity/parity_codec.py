@@ -1,0 +1,476 @@
+"""Parity arithmetic: stripes and segments, encoding parities from shards, decoding a lost shard.
+
+A group has g + 1 nodes. Each cuts its shard into g segments, one for each of the others, and keeps the XOR of the
+segments it is sent: 1/g of a shard more memory, where a mirror takes a whole one. With g = 3::
+
+               n0        n1        n2        n3
+    shard    a0 a1 a2  b0 b1 b2  c0 c1 c2  d0 d1 d2
+    parity   b2^c1^d0  a0^c2^d1  a1^b0^d2  a2^b1^c0
+
+No segment of a lost shard is mixed with another one of the same shard, nor kept on the node that was lost with it: each
+is its parity XOR what the survivors have of that parity. With g = 1 a parity is a copy of the other's shard.
+
+Segments are whole chunks and start at the beginning of their parity; a shorter one counts as followed by zeros. Where
+a shard's segments go follows from its own size and the members alone, so that a node can send them before it knows what
+the others saved. Nothing about segments is written down or sent: it is worked out from the records, and cannot
+contradict them.
+
+Whoever calls brings the readers: ``read(start, stop)`` returns those bytes of a shard or of a parity, from wherever
+they are, or raises. Memory is bounded by one chunk per member of the group, whatever the shards' sizes. No byte is
+handed out that was not compared with a checksum taken when the shard was sealed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fractions import Fraction
+from math import comb
+from types import ModuleType
+from typing import NamedTuple
+
+import msgspec
+
+from peerstore import message_codec
+from peerstore.checksums import chunk_checksum, chunk_count
+from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError
+from peerstore.membership.topology import NodeId, validate_node_id
+from peerstore.shard_records import CHUNK_BYTES, ShardRecord
+from peerstore.store.crash_recovery import validate_stored_record
+
+MAX_PARITY_MEMBERS = 64
+"""A rebuild reads all survivors of a group, so that large groups are slow to rebuild and likely to lose two."""
+
+
+class ParitySegment(NamedTuple):
+    """One run of whole chunks of a member's shard, mixed into one parity."""
+
+    member: NodeId
+    keeper: NodeId
+    """Whose parity it is mixed into."""
+    chunks: range
+    """Which of the shard's chunks; the first is mixed into the parity's first."""
+    start: int
+    stop: int
+    """Which of the shard's bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class ParityLayout(NamedTuple):
+    """What one node keeps for the others of its group."""
+
+    keeper: NodeId
+    segments: tuple[ParitySegment, ...]
+    """The ones that are not empty, by member."""
+    size_bytes: int
+    """As much as the longest segment."""
+
+
+class Stripe(msgspec.Struct, frozen=True):
+    """One shard of each member of a group, protected together. What is not a stripe cannot be made or decoded."""
+
+    number: int
+    """Counts the stripes of one version in one group."""
+    members: tuple[NodeId, ...]
+    """All nodes of the group, sorted."""
+    shards: tuple[ShardRecord | None, ...]
+    """By member; ``None`` for one that has fewer shards than others, or whose record is not needed."""
+
+    def __post_init__(self) -> None:
+        _check_stripe(self)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return next(shard.chunk_bytes for shard in self.shards if shard is not None)
+
+    def shard(self, member: NodeId) -> ShardRecord | None:
+        return self.shards[self.place(member)]
+
+    def place(self, member: NodeId) -> int:
+        if member not in self.members:
+            raise RequestError(f"node {member} is not in the parity group {', '.join(self.members)}")
+        return self.members.index(member)
+
+    def segments(self, member: NodeId) -> tuple[ParitySegment, ...]:
+        """Where a member's shard is protected, in the order of its bytes; empty ones included."""
+        shard = self.shard(member)
+        return split_segments(member, self.members, shard.size_bytes if shard else 0, chunk_bytes=self.chunk_bytes)
+
+    def parity(self, keeper: NodeId) -> ParityLayout:
+        """What ``keeper`` keeps. Its own shard has no part in it."""
+        place = self.place(keeper)
+        sent = [
+            self.segments(member)[(place - other - 1) % len(self.members)]
+            for other, member in enumerate(self.members)
+            if other != place
+        ]
+        return ParityLayout(keeper, tuple(s for s in sent if s.size_bytes), max(s.size_bytes for s in sent))
+
+
+class ParityRecord(msgspec.Struct, frozen=True):
+    """A parity that is kept: what it was made of, and what it must hash to.
+
+    It has the records of all shards in it, so that any survivor knows what a lost node had, and what the rebuilt bytes
+    must hash to.
+    """
+
+    stripe: Stripe
+    keeper: NodeId
+    checksums: bytes
+    """One little-endian xxh3-64 per chunk of the parity, in order."""
+
+    def __post_init__(self) -> None:
+        count = chunk_count(self.size_bytes, self.stripe.chunk_bytes)
+        if len(self.checksums) != 8 * count:
+            raise RequestError(
+                f"{self}: {len(self.checksums)} bytes of checksums, {8 * count} belong to {self.size_bytes} bytes"
+            )
+
+    def __str__(self) -> str:
+        key = next(shard.key for shard in self.stripe.shards if shard is not None)
+        return f"parity {self.stripe.number} of {key.job}/{key.version} on {self.keeper}"
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stripe.parity(self.keeper).size_bytes
+
+
+class Rebuild(NamedTuple):
+    """A lost shard that the survivors can rebuild."""
+
+    stripe: Stripe
+    member: NodeId
+    """Whose shard it is."""
+    shards: tuple[NodeId, ...]
+    """Whose own shards are read for it."""
+    parities: tuple[NodeId, ...]
+    """Whose parities are read for it. One that is asked for the record only, where the shard has no bytes."""
+
+
+class Recovery(NamedTuple):
+    rebuilds: tuple[Rebuild, ...]
+    gone: tuple[tuple[Stripe, NodeId], ...]
+    """Lost shards that parity does not bring back."""
+
+
+class Redundancy(NamedTuple):
+    """A group of nodes that shares its fate with no other: a parity group, a mirror pair, a ring of three."""
+
+    nodes: int
+    tolerates: int
+    """How many of them may be lost, whichever they are: 1 with parity, all but one with mirrors of every shard."""
+
+
+def split_segments(
+    member: NodeId, members: tuple[NodeId, ...], size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[ParitySegment, ...]:
+    """A shard of ``size_bytes`` as segments, one for each of the other ``members``, beginning with the next one."""
+    place, others = members.index(member), len(members) - 1
+    count = chunk_count(size_bytes, chunk_bytes)
+    cuts = [count * number // others for number in range(others + 1)]
+    return tuple(
+        ParitySegment(
+            member,
+            members[(place + 1 + number) % len(members)],
+            range(first, end),
+            min(first * chunk_bytes, size_bytes),
+            min(end * chunk_bytes, size_bytes),
+        )
+        for number, (first, end) in enumerate(itertools.pairwise(cuts))
+    )
+
+
+def stripes(shards: Mapping[NodeId, Iterable[ShardRecord]]) -> tuple[Stripe, ...]:
+    """One version's shards in one group, member by member: everybody's first part together, everybody's second, ..."""
+    members = tuple(sorted(shards))
+    ordered = [sorted(shards[member], key=lambda shard: shard.key) for member in members]
+    return tuple(
+        Stripe(number, members, tuple(own[number] if number < len(own) else None for own in ordered))
+        for number in range(max(map(len, ordered), default=0))
+    )
+
+
+def decode_parity(data: bytes | bytearray) -> ParityRecord:
+    """A record that came from somewhere else, or a :class:`RequestError` that says what is wrong with it."""
+    if len(data) > message_codec.MAX_FRAME_BYTES:
+        raise RequestError(
+            f"a parity's record of {len(data)} bytes is above the limit of {message_codec.MAX_FRAME_BYTES}"
+        )
+    return message_codec.decode_message(data, ParityRecord)
+
+
+def recoverable(lost: Collection[NodeId], stripes: Iterable[Stripe]) -> Recovery:
+    """What becomes of the shards of the ``lost`` nodes.
+
+    No order of rebuilding saves more: where two lost segments meet in one parity, each needs the other.
+    """
+    rebuilds, gone = [], []
+    for stripe in stripes:
+        for member, shard in zip(stripe.members, stripe.shards, strict=True):
+            if member in lost and shard is not None:
+                rebuild = _rebuild(stripe, member, lost)
+                if rebuild is None:
+                    gone.append((stripe, member))
+                else:
+                    rebuilds.append(rebuild)
+    return Recovery(tuple(rebuilds), tuple(gone))
+
+
+def memory_overhead(stripes: Iterable[Stripe]) -> float:
+    """Bytes of parity per byte of shard: 1/g for equal shards that are large against a chunk, more for unequal ones."""
+    kept = own = 0
+    for stripe in stripes:
+        kept += sum(stripe.parity(member).size_bytes for member in stripe.members)
+        own += sum(shard.size_bytes for shard in stripe.shards if shard is not None)
+    return kept / own if own else 0.0
+
+
+def loss_probability(groups: Iterable[Redundancy], lost: int) -> Fraction:
+    """How likely ``lost`` nodes, any as likely as any other, cost some group more of its nodes than it tolerates.
+
+    Exact. For m parity groups of n nodes it is 1 - C(m, k) n^k / C(mn, k).
+    """
+    total, harmless = 0, [1] + [0] * lost  # harmless[k]: ways to lose k of the nodes so far and no bytes
+    for group in groups:
+        total += group.nodes
+        ways = [comb(group.nodes, count) for count in range(min(group.tolerates, lost) + 1)]
+        harmless = [sum(ways[i] * harmless[k - i] for i in range(min(k, len(ways) - 1) + 1)) for k in range(lost + 1)]
+    if not 0 <= lost <= total:
+        raise RequestError(f"{lost} of {total} nodes cannot be lost")
+    return 1 - Fraction(harmless[lost], comb(total, lost))
+
+
+def _rebuild(stripe: Stripe, member: NodeId, lost: Collection[NodeId]) -> Rebuild | None:
+    keepers = {segment.keeper for segment in stripe.segments(member) if segment.size_bytes}
+    sources = {segment.member for keeper in keepers for segment in stripe.parity(keeper).segments} - {member}
+    alive = [other for other in stripe.members if other not in lost]
+    if not alive or not (keepers | sources).isdisjoint(lost):
+        return None
+    return Rebuild(stripe, member, tuple(sorted(sources)), tuple(sorted(keepers)) or (alive[0],))
+
+
+def _check_stripe(stripe: Stripe) -> None:
+    if not 2 <= len(stripe.members) <= MAX_PARITY_MEMBERS or len(stripe.shards) != len(stripe.members):
+        raise RequestError(
+            f"a parity group has 2 to {MAX_PARITY_MEMBERS} nodes and a place for a shard of each; "
+            f"this one has {len(stripe.members)} nodes and {len(stripe.shards)} places"
+        )
+    members = [validate_node_id(member) for member in stripe.members]
+    if members != sorted(set(members)):
+        raise RequestError(f"the nodes of a parity group are sorted and named once, not {', '.join(members)}")
+    shards = [shard for shard in stripe.shards if shard is not None]
+    if not shards or stripe.number < 0:
+        raise RequestError(f"stripe {stripe.number} of {', '.join(members)} holds {len(shards)} shards")
+    for shard in shards:
+        validate_stored_record(shard)
+        if shard.chunk_bytes > CHUNK_BYTES:
+            raise RequestError(f"{shard.key}: chunks of {shard.chunk_bytes} bytes, parities take up to {CHUNK_BYTES}")
+    if len({(shard.key.job, shard.key.group, shard.parts, shard.chunk_bytes) for shard in shards}) > 1:
+        raise RequestError(f"not of one version, or not in chunks of one size: {_named(shards)}")
+    if len({shard.key.part for shard in shards}) < len(shards):
+        raise RequestError(f"one shard on two nodes: {_named(shards)}. Copies are no parts of a stripe")
+
+
+def _named(shards: list[ShardRecord]) -> str:
+    return ", ".join(str(shard.key) for shard in shards)
+
+
+BytesLike = bytes | bytearray | memoryview
+ReadBytes = Callable[[int, int], BytesLike]
+
+_XOR_STEP_BYTES = 16 << 10  # integers of this size are XORed fastest
+
+
+def xor_into(target: bytearray | memoryview, source: BytesLike) -> None:
+    """``target ^= source``, for the length of ``source``."""
+    if len(source) > len(target):
+        raise RequestError(f"{len(source)} bytes do not fit {len(target)}")
+    numpy = _numpy()
+    if numpy is None:
+        _xor_integers(target, source)
+    elif source:
+        view = numpy.frombuffer(target, numpy.uint8, len(source))
+        numpy.bitwise_xor(view, numpy.frombuffer(source, numpy.uint8), out=view)
+
+
+def encode_parity(
+    stripe: Stripe, keeper: NodeId, shards: Mapping[NodeId, ReadBytes]
+) -> Iterator[tuple[int, bytearray]]:
+    """The chunks of ``keeper``'s parity, in order, from the other members' ``shards``.
+
+    Each contribution is compared with its shard's checksums first: a parity of damaged bytes would be of no use on the
+    day it is needed.
+    """
+    parity = stripe.parity(keeper)
+    sources = _sources(stripe, parity.segments, shards)
+    return (
+        (inside, _mixed([source for source in sources if inside < len(source.chunks)], inside))
+        for inside in range(chunk_count(parity.size_bytes, stripe.chunk_bytes))
+    )
+
+
+def rebuild_parity(record: ParityRecord, shards: Mapping[NodeId, ReadBytes]) -> Iterator[tuple[int, bytearray]]:
+    """The chunks of a parity that was lost, in order, bit for bit as it was."""
+    return (
+        (inside, _expected(record, inside, whole))
+        for inside, whole in encode_parity(record.stripe, record.keeper, shards)
+    )
+
+
+def decode_shard(
+    member: NodeId,
+    parities: Iterable[ParityRecord],
+    shards: Mapping[NodeId, ReadBytes],
+    kept: Mapping[NodeId, ReadBytes],
+    *,
+    chunks: range | None = None,
+) -> Iterator[tuple[int, bytearray]]:
+    """The chunks of a lost member's shard, in order, bit for bit as it was; all, or those in ``chunks``.
+
+    ``shards`` reads the survivors' own shards, ``kept`` their parities, which ``parities`` describe. What is missing is
+    told before anything is read.
+    """
+    records, lost = _agreed(member, parities)
+    count = chunk_count(lost.size_bytes, lost.chunk_bytes)
+    wanted = range(count) if chunks is None else chunks
+    if wanted.step != 1 or not 0 <= wanted.start <= max(wanted.start, wanted.stop) <= count:
+        raise RequestError(f"{lost.key} has {count} chunks, not {wanted}")
+    plan = []
+    for segment in next(iter(records.values())).stripe.segments(member):
+        part = range(max(segment.chunks.start, wanted.start), min(segment.chunks.stop, wanted.stop))
+        if part:
+            plan.append((part, segment.chunks.start, _mixed_with(segment, records, shards, kept)))
+    return ((index, _rebuilt(lost, index, index - first, sources)) for part, first, sources in plan for index in part)
+
+
+class _Source(NamedTuple):
+    """A shard or a parity that something is made from."""
+
+    name: str
+    read: ReadBytes
+    chunks: range
+    """Which of its chunks; the first meets the first of a parity."""
+    size_bytes: int
+    chunk_bytes: int
+    checksums: bytes
+
+    def fetch(self, inside: int) -> BytesLike:
+        start = self.chunks[inside] * self.chunk_bytes
+        stop = min(start + self.chunk_bytes, self.size_bytes)
+        data = self.read(start, stop)
+        if len(data) != stop - start:
+            raise ShardDamagedError(f"{self.name}: bytes {start} to {stop} were asked for, {len(data)} bytes came")
+        return data
+
+    def matches(self, inside: int, data: BytesLike) -> bool:
+        return chunk_checksum(data) == _checksum(self.checksums, self.chunks[inside])
+
+    def chunk(self, inside: int) -> str:
+        return f"chunk {self.chunks[inside]} of {self.name}"
+
+
+def _sources(stripe: Stripe, segments: Iterable[ParitySegment], shards: Mapping[NodeId, ReadBytes]) -> list[_Source]:
+    found = []
+    for segment in segments:
+        shard = stripe.shard(segment.member)
+        if shard is None or segment.member not in shards:
+            raise ShardNotFoundError(f"the shard of node {segment.member} is needed too, and cannot be read")
+        name = f"{shard.key} on {segment.member}"
+        read = shards[segment.member]
+        found.append(_Source(name, read, segment.chunks, shard.size_bytes, shard.chunk_bytes, shard.checksums))
+    return found
+
+
+def _mixed_with(
+    segment: ParitySegment,
+    records: Mapping[NodeId, ParityRecord],
+    shards: Mapping[NodeId, ReadBytes],
+    kept: Mapping[NodeId, ReadBytes],
+) -> list[_Source]:
+    """What a lost segment is made from: its parity first, then what else is in it."""
+    record, read = records.get(segment.keeper), kept.get(segment.keeper)
+    if record is None or read is None:
+        raise ShardNotFoundError(f"the parity on node {segment.keeper} is needed, and is not there with its record")
+    size, chunk_bytes = record.size_bytes, record.stripe.chunk_bytes
+    whole = range(chunk_count(size, chunk_bytes))
+    others = (other for other in record.stripe.parity(record.keeper).segments if other.member != segment.member)
+    return [
+        _Source(str(record), read, whole, size, chunk_bytes, record.checksums),
+        *_sources(record.stripe, others, shards),
+    ]
+
+
+def _mixed(sources: list[_Source], inside: int) -> bytearray:
+    whole = bytearray()
+    for source in sources:
+        data = source.fetch(inside)
+        if not source.matches(inside, data):
+            raise ShardDamagedError(f"{source.chunk(inside)} is not what was sealed; no parity was made of it")
+        xor_into(whole, memoryview(data)[: len(whole)])
+        whole += memoryview(data)[len(whole) :]
+    return whole
+
+
+def _expected(record: ParityRecord, inside: int, whole: bytearray) -> bytearray:
+    if chunk_checksum(whole) != _checksum(record.checksums, inside):
+        raise ShardDamagedError(f"{record}: chunk {inside} is not what the shards in it give, though each is intact")
+    return whole
+
+
+def _rebuilt(lost: ShardRecord, index: int, inside: int, sources: list[_Source]) -> bytearray:
+    inputs = [(source, source.fetch(inside)) for source in sources if inside < len(source.chunks)]
+    size = min(lost.chunk_bytes, lost.size_bytes - index * lost.chunk_bytes)
+    whole = bytearray(memoryview(inputs[0][1])[:size])
+    for _, data in inputs[1:]:
+        xor_into(whole, memoryview(data)[:size])
+    if chunk_checksum(whole) == _checksum(lost.checksums, index):
+        return whole
+    bad = [source.chunk(inside) for source, data in inputs if not source.matches(inside, data)]
+    raise ShardDamagedError(
+        f"chunk {index} of {lost.key} cannot be rebuilt from "
+        f"{', '.join(source.chunk(inside) for source, _ in inputs)}: "
+        + (f"damaged is {', '.join(bad)}" if bad else "each is what its record says, but they do not belong together")
+    )
+
+
+def _agreed(member: NodeId, parities: Iterable[ParityRecord]) -> tuple[dict[NodeId, ParityRecord], ShardRecord]:
+    """The records by keeper that know ``member``'s shard, and that shard's, on which all of them must agree."""
+    told = [(record, record.stripe.shard(member)) for record in parities]
+    records = {record.keeper: record for record, shard in told if shard is not None}
+    found = {shard for _, shard in told if shard is not None}
+    if not found:
+        raise ShardNotFoundError(f"no parity that is left knows of a shard of node {member}")
+    lost = found.pop()
+    if found or len({(record.stripe.number, record.stripe.members) for record in records.values()}) > 1:
+        raise RequestError(
+            f"the parities on {', '.join(sorted(records))} tell different things about {lost.key} of node {member}: "
+            "take those of one stripe of one version"
+        )
+    return records, lost
+
+
+def _checksum(checksums: bytes, index: int) -> int:
+    return int.from_bytes(checksums[8 * index : 8 * index + 8], "little")
+
+
+@functools.cache
+def _numpy() -> ModuleType | None:
+    """Tens of times faster, but not required by torch, and nothing an agent without parities should load."""
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np
+
+
+def _xor_integers(target: bytearray | memoryview, source: BytesLike) -> None:
+    with memoryview(target) as into, memoryview(source) as other:
+        for start in range(0, len(other), _XOR_STEP_BYTES):
+            piece = other[start : start + _XOR_STEP_BYTES]
+            stop = start + len(piece)
+            mixed = int.from_bytes(into[start:stop], "little") ^ int.from_bytes(piece, "little")
+            into[start:stop] = mixed.to_bytes(len(piece), "little")

@@ -1,0 +1,424 @@
+"""The parities that this node stores for its group, and the recovery of lost shards from them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from peerstore.errors import (
+    ArenaBusyError,
+    ArenaFullError,
+    PeerStoreError,
+    PeerUnreachableError,
+    RequestError,
+    ShardNotFoundError,
+    ShardPendingError,
+)
+from peerstore.membership.topology import NodeId
+from peerstore.parity.parity_codec import MAX_PARITY_MEMBERS, ParityRecord, Stripe
+from peerstore.parity.stripes import (
+    ShardSources,
+    StoredParity,
+    parities_to_make,
+    parity_sets_for,
+    parse_stored_parity,
+    superseded_parities,
+    write_parity,
+    write_rebuilt_shard,
+)
+from peerstore.peers.heartbeat_loop import HeartbeatLoop
+from peerstore.peers.peer_inventory import JobInventory
+from peerstore.peers.peer_messages import GetParities, GetShardRecords, ParityStatus, StripeReport
+from peerstore.peers.range_reader import RangeReader
+from peerstore.rate_limiter import RateLimiter
+from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
+from peerstore.store.leases import MAX_PARTS_PER_VERSION
+from peerstore.store.node_store import NodeStore
+
+log = logging.getLogger(__name__)
+
+PARITY_RETRY_S = 1.0
+_NO_ROOM_S = 20.0
+_BUSY_S = 3.0
+_MOST_VERSIONS = 64
+
+
+@dataclass
+class _Told:
+    """What one member said of its shards of one version."""
+
+    members: tuple[str, ...]
+    parts: dict[int, int]
+    life: int
+    """What it said in an earlier life does not count: it may have lost what it had."""
+
+
+@dataclass(frozen=True)
+class ParityTask:
+    """A parity that is to be made."""
+
+    group: VersionId
+    number: int
+    members: tuple[str, ...]
+    parts: dict[str, int]
+    """By member."""
+
+
+class ParityStore:
+    """One job's parities on this node. Any thread may call; one makes them."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: HeartbeatLoop,
+        *,
+        pace: RateLimiter,
+        streams: int,
+        blobs_of: Callable[[ShardInfo], tuple[str, ...]],
+        fetch_blob: Callable[[str, tuple[str, ...]], bytes],
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self._pace = pace
+        self._puller = RangeReader(tending.peer, streams=streams)
+        self._blobs_of = blobs_of
+        self._fetch_blob = fetch_blob
+        self._patience_s = patience_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told: dict[str, dict[VersionId, _Told]] = defaultdict(dict)
+        self._lives: dict[str, tuple[int, float]] = {}
+        """The members' lives as they were seen last, and until when what was said in the one before still counts."""
+        self._news_at: dict[VersionId, float] = {}
+        self._later: dict[tuple[VersionId, int], tuple[float, str]] = {}
+        self._full: set[tuple[VersionId, int]] = set()
+        self._busy: dict[tuple[VersionId, int], float] = {}
+        """For which there was no room for the moment, and since when."""
+        self._read: dict[ShardKey, StoredParity] = {}
+        """Records of parities that were decoded already."""
+
+    # -- what the members say -----------------------------------------------------------------------------------------
+
+    def told(self, sender: str, note: StripeReport) -> bool:
+        """A member says what it has; whether that is news."""
+        if (
+            len(note.members) > MAX_PARITY_MEMBERS
+            or len(note.parts) > MAX_PARTS_PER_VERSION
+            or min(note.parts, default=0) < 0
+        ):
+            raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
+        if sender not in note.members:
+            raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
+        told = _Told(note.members, dict(note.parts), note.life or self._tending.life(sender))
+        with self._lock:
+            versions = self._told[sender]
+            before = versions.get(note.group)
+            if before is not None and (before == told or before.life > told.life):
+                return False
+            versions[note.group] = told
+            for group in sorted(versions)[:-_MOST_VERSIONS]:
+                del versions[group]
+            self._news_at[note.group] = self._clock()
+            return True
+
+    def stake(self, sender: str, group: VersionId, members: tuple[str, ...]) -> ParityStatus:
+        """What a member may count on here."""
+        kept = [one for one in self.kept() if one.fact.group == group and one.members == members]
+        kept = self._useful(kept)
+        with self._lock:
+            said = {member: versions[group] for member, versions in self._current().items() if group in versions}
+            mine = dict(said[sender].parts) if sender in said and said[sender].members == members else {}
+            full = {number: self._later[group, number][1] for at, number in self._full if at == group}
+        # A part that another member has too is safe with either of them.
+        there = {
+            part
+            for one in kept
+            for member, part in one.fact.parts.items()
+            if member == sender or (member in said and part in said[member].parts.values())
+        }
+        refused = tuple(part for number, part in mine.items() if number in full and part not in there)
+        why = next((full[number] for number in mine if number in full), "")
+        return ParityStatus(group, members, tuple(part for part in mine.values() if part in there), refused, why)
+
+    def _useful(self, kept: Iterable[StoredParity]) -> list[StoredParity]:
+        """Those all of whose shards are where they were. Who lost one may have its part back on another member: two
+        shards in one parity that are on one node are lost with it both.
+        """
+        with self._lock:
+            current = self._current()
+            found = []
+            for one in kept:
+                group = one.fact.group
+                at = {
+                    member: versions[group].parts.values() for member, versions in current.items() if group in versions
+                }
+                told = {member for member, versions in self._told.items() if group in versions}
+                elsewhere = {part for parts in at.values() for part in parts}
+                if all(
+                    part in at[member] if member in at else member not in told and part not in elsewhere
+                    for member, part in one.fact.parts.items()
+                ):
+                    found.append(one)
+        return found
+
+    def _current(self) -> dict[str, dict[VersionId, _Told]]:
+        """What members said since they started last. The caller has the lock.
+
+        For a moment also what they said before: who only refuted a rumour has a higher number too, and tells all anew.
+        """
+        now, found = self._clock(), dict[str, dict[VersionId, _Told]]()
+        for member, versions in self._told.items():
+            life = self._tending.life(member)
+            known, until = self._lives.get(member, (life, now))
+            if known != life:
+                until = now + self._patience_s
+            self._lives[member] = life, until
+            found[member] = {group: told for group, told in versions.items() if told.life >= life or now < until}
+        return found
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+
+    def kept(self) -> list[StoredParity]:
+        """The sealed parities of this node."""
+        found = {}
+        for record in self._store.copies.parities(self._job):
+            known = self._read.get(record.key)
+            try:
+                found[record.key] = known if known is not None else parse_stored_parity(record)
+            except RequestError as error:
+                self._store.report(record.key, str(error))
+        self._read = found
+        return list(found.values())
+
+    def tidy(self, kept: Sequence[StoredParity]) -> None:
+        """Let go of what is of no more use, and of what was told of versions nobody needs."""
+        for key in superseded_parities(kept, self._useful(kept)):
+            self._store.copies.drop_parity(key)
+        with self._lock:
+            old = {group for told in self._told.values() for group in told}
+            old = {group for group in old if not self._store.copies.wanted(self._job, group)}
+            for told in self._told.values():
+                for group in old & told.keys():
+                    del told[group]
+            self._news_at = {group: at for group, at in self._news_at.items() if group not in old}
+            self._later = {which: later for which, later in self._later.items() if which[0] not in old}
+            self._full &= self._later.keys()
+            self._busy = {which: since for which, since in self._busy.items() if which[0] not in old}
+
+    # -- making -------------------------------------------------------------------------------------------------------
+
+    def due(self, members: tuple[str, ...], kept: Iterable[StoredParity]) -> tuple[list[ParityTask], float]:
+        """What is to be made now, the oldest version first; and after how many seconds to look again."""
+        now, useful = self._clock(), self._useful(kept)
+        mine: dict[VersionId, set[int]] = defaultdict(set)
+        parts_of: dict[VersionId, int] = {}
+        for fact in self._store.copies.facts(self._job):
+            mine[fact.key.group].add(fact.key.part)
+            parts_of[fact.key.group] = fact.parts
+        with self._lock:
+            told = {member: versions for member, versions in self._current().items() if member in members}
+            news_at = dict(self._news_at)
+            later = {which: until for which, (until, _) in self._later.items() if until > now}
+            ends = [until for _, until in self._lives.values() if until > now]
+        found, again = [], min((until - now for until in (*later.values(), *ends)), default=float("inf"))
+        for group in sorted({group for versions in told.values() for group in versions}):
+            if not self._store.copies.wanted(self._job, group):
+                continue
+            numbers = {
+                member: versions[group].parts
+                for member, versions in told.items()
+                if group in versions and versions[group].members == members
+            }
+            heard = mine[group] | {part for parts in numbers.values() for part in parts.values()}
+            left_s = news_at.get(group, now) + self._patience_s - now
+            complete = left_s <= 0 or len(heard) >= parts_of.get(group, 1 << 62)
+            there = [one.fact.parts for one in useful if one.fact.group == group and one.members == members]
+            me = self._tending.me.id
+            for number, parts in parities_to_make(me, members, numbers, there, complete=complete).items():
+                if (group, number) not in later:
+                    found.append(ParityTask(group, number, members, parts))
+            if not complete:
+                again = min(again, left_s)
+        return found, again
+
+    def make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
+        """Make one parity and tell the members; the answer is how many bytes were read for it."""
+        size = 0
+        which = (due.group, due.number)
+        try:
+            size = self._make(due, stopped)
+        except (PeerStoreError, OSError) as error:
+            log.warning("job %s: no parity %d of version %d: %s", self._job, due.number, due.group.version, error)
+            now = self._clock()
+            full = isinstance(error, ArenaFullError)
+            with self._lock:
+                if isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError):
+                    # What is kept here may go only once a newer version is settled, and that must not wait for it.
+                    full = now - self._busy.setdefault(which, now) >= _BUSY_S
+                self._later[which] = (now + (_NO_ROOM_S if full else PARITY_RETRY_S), f"{self._me}: {error}")
+                (self._full.add if full else self._full.discard)(which)
+            if not full:
+                raise
+        else:
+            with self._lock:
+                self._later.pop(which, None)
+                self._busy.pop(which, None)
+                self._full.discard(which)
+        for member in due.parts:
+            note = self.stake(member, due.group, due.members)
+            try:
+                self._tending.peer(member).call("stake", note, type(None), timeout_s=5.0)
+            except (PeerStoreError, OSError) as error:  # it asks again by itself
+                log.debug("job %s: %s was not told of its parity: %s", self._job, member, error)
+        return size
+
+    @property
+    def _me(self) -> NodeId:
+        return self._tending.me.id
+
+    def _make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
+        records = {NodeId(member): self._record(member, due.group, part) for member, part in due.parts.items()}
+        for member, record in records.items():
+            self._take_blobs(member, record)
+        members = tuple(NodeId(member) for member in due.members)
+        stripe = Stripe(due.number, members, tuple(records.get(member) for member in members))
+        with ShardSources(self._store, self._puller, self._pace, me=self._me, sources=len(records)) as ranges:
+            reads = {
+                segment.member: ranges.reader(records[segment.member], [segment.member], stop=segment.stop)
+                for segment in stripe.parity(self._me).segments
+            }
+            whole = self._store.copies.vouched(self._job, due.group)
+            write_parity(self._store, stripe, self._me, reads, whole=whole, stopped=stopped)
+            return ranges.bytes_read
+
+    def _record(self, member: str, group: VersionId, part: int) -> ShardRecord:
+        found: list[ShardRecord] = self._tending.peer(member).call("records", GetShardRecords(group), list[ShardRecord])
+        for record in found:
+            if record.key.job == self._job and record.key.group == group and record.key.part == part:
+                return record
+        raise ShardNotFoundError(f"{member} told of part {part} of version {group.version}, and has it no more")
+
+    def _take_blobs(self, member: str, record: ShardRecord) -> None:
+        """What one needs beside the shard to make sense of it must not be lost with its node."""
+        fact = ShardInfo(record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, False)
+        here = set(self._store.blobs(self._job))
+        for name in self._blobs_of(fact):
+            if name not in here:
+                self._fetch_blob(name, (member,))
+
+
+class ShardRebuilder:
+    """Rebuilds shards of one job onto this node."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: HeartbeatLoop,
+        *,
+        pace: RateLimiter,
+        streams: int,
+        sight: Callable[[], JobInventory],
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self._pace = pace
+        self._puller = RangeReader(tending.peer, streams=streams)
+        self._sight = sight
+
+    def rebuild(
+        self, shard: ShardRecord, nodes: Collection[str], *, holders: tuple[str, ...], stopped: Callable[[], bool]
+    ) -> bool:
+        """Have ``shard`` here again, out of parities on ``nodes``; False when it is here already."""
+        began = time.monotonic()
+        parities, silent = self._parities(shard.key.group, nodes)
+        sources = self._sight().sources
+        rows = parity_sets_for(shard.key, [kept for kept, _ in parities.values()], held=sources.__contains__)
+        if not rows and silent:
+            raise PeerUnreachableError(
+                f"{shard.key} is not rebuilt while {', '.join(silent)} cannot be asked for parities"
+            )
+        if not rows:
+            raise ShardNotFoundError(f"the parities on {', '.join(sorted(nodes))} do not give {shard.key} back")
+        problem: PeerStoreError | None = None
+        for member, row in rows:
+            try:
+                made = self._rebuild(shard, member, row, parities, sources=sources, holders=holders, stopped=stopped)
+            except (ShardNotFoundError, RequestError) as error:
+                problem = error
+                continue
+            seconds = time.monotonic() - began
+            members = ", ".join(row[0].stripe.members)
+            log.info("job %s: %s was rebuilt from the group %s in %.2f s", self._job, shard.key, members, seconds)
+            return made
+        raise problem or ShardNotFoundError(f"{shard.key} cannot be rebuilt")
+
+    def _parities(
+        self, group: VersionId, nodes: Collection[str]
+    ) -> tuple[dict[ShardKey, tuple[ParityRecord, ShardRecord]], list[str]]:
+        """The parities of a version, and the nodes that could not be asked for theirs."""
+        found, silent = {}, []
+        for node in sorted(nodes):
+            try:
+                records = self._records(node, group)
+            except (PeerStoreError, OSError) as error:
+                log.warning("job %s: %s did not tell of its parities: %s", self._job, node, error)
+                silent.append(node)
+                continue
+            for record in records:
+                try:
+                    parity = parse_stored_parity(record).parity
+                except RequestError as error:
+                    log.error("job %s: %s has a parity that is none: %s", self._job, node, error)
+                    continue
+                if parity.keeper == node and record.key.job == self._job and record.key.group == group:
+                    found[record.key] = (parity, record)
+        return found, silent
+
+    def _records(self, node: str, group: VersionId) -> list[ShardRecord]:
+        if node == self._tending.me.id:
+            return [record for record in self._store.copies.parities(self._job) if record.key.group == group]
+        found: list[ShardRecord] = self._tending.peer(node).call("parities", GetParities(group), list[ShardRecord])
+        return found
+
+    def _rebuild(
+        self,
+        shard: ShardRecord,
+        member: NodeId,
+        row: tuple[ParityRecord, ...],
+        parities: Mapping[ShardKey, tuple[ParityRecord, ShardRecord]],
+        *,
+        sources: Mapping[ShardKey, tuple[str, ...]],
+        holders: tuple[str, ...],
+        stopped: Callable[[], bool],
+    ) -> bool:
+        beside = {
+            other: there
+            for parity in row
+            for other, there in zip(parity.stripe.members, parity.stripe.shards, strict=True)
+            if there is not None and other != member
+        }
+        wanted = next(parity.stripe.shard(member) for parity in row)
+        if wanted is None or wanted.checksums != shard.checksums:
+            raise RequestError(f"{shard.key} is another shard in the parities of {', '.join(row[0].stripe.members)}")
+        kept = {parity.keeper: record for parity, record in parities.values() if parity in row}
+        many = len(beside) + len(kept)
+        with ShardSources(self._store, self._puller, self._pace, me=self._tending.me.id, sources=many) as ranges:
+            shards = {
+                other: ranges.reader(record, sources[record.key])
+                for other, record in beside.items()
+                if record.key in sources
+            }
+            parts = {keeper: ranges.reader(record, [keeper]) for keeper, record in kept.items()}
+            return write_rebuilt_shard(
+                self._store, wanted, member, row, shards=shards, kept=parts, holders=holders, stopped=stopped
+            )

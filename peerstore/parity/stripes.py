@@ -1,0 +1,484 @@
+"""Which parities a node computes and which lost shards it rebuilds, with read-ahead of their sources.
+
+Every member numbers its own shards of a version in the order in which they were sealed; the first of everybody are one
+stripe, the second another. A node can tell its number before it knows what the others have, and those who keep the
+parities need nothing else to agree.
+
+Two windows of each source are in memory at a time: the one that is used, and the next one on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from peerstore import checksums, message_codec
+from peerstore.checksums import chunk_checksum
+from peerstore.errors import PeerStoreError, PeerUnreachableError, RequestError, ShardDamagedError
+from peerstore.membership.topology import NodeId
+from peerstore.parity.parity_codec import ParityRecord, ReadBytes, Stripe, decode_shard, encode_parity
+from peerstore.peers.peer_messages import NodeInventory, ParityInfo
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
+from peerstore.rate_limiter import RateLimiter
+from peerstore.shard_records import Lease, ShardInfo, ShardKey, ShardRecord, VersionId
+from peerstore.store.arena import FileMapping, closing_fd, prefault_file
+from peerstore.store.node_store import NodeStore
+from peerstore.store.received_replicas import MAX_REPLICA_META_BYTES
+
+StripeParts = Mapping[int, int]
+"""Number of a stripe -> part of the version that a member has in it."""
+
+
+class ParityContents(msgspec.Struct, frozen=True):
+    """What a parity is made of, kept as the meta of its own record."""
+
+    stripe: Stripe
+    keeper: NodeId
+
+
+@dataclass(frozen=True)
+class StoredParity:
+    """A sealed parity on this node."""
+
+    key: ShardKey
+    parity: ParityRecord
+
+    @property
+    def members(self) -> tuple[NodeId, ...]:
+        return self.parity.stripe.members
+
+    @property
+    def shards(self) -> dict[NodeId, ShardRecord]:
+        """What is in it, by member; the keeper's own shard never is."""
+        stripe = self.parity.stripe
+        return {
+            member: shard
+            for member, shard in zip(stripe.members, stripe.shards, strict=True)
+            if shard is not None and member != self.parity.keeper
+        }
+
+    @property
+    def fact(self) -> ParityInfo:
+        parts = {str(member): shard.key.part for member, shard in self.shards.items()}
+        return ParityInfo(self.key.group, self.parity.stripe.number, self.members, self.parity.keeper, parts)
+
+
+# -- a parity as it is kept -------------------------------------------------------------------------------------------
+
+
+def parity_key(stripe: Stripe, keeper: NodeId) -> ShardKey:
+    """Where a parity is kept: the same contents have the same key, so that it is made once."""
+    first = next(shard for shard in stripe.shards if shard is not None)
+    made_of = [(shard.key.part, chunk_checksum(shard.checksums)) if shard else None for shard in stripe.shards]
+    name = hashlib.blake2b(msgspec.msgpack.encode((keeper, stripe.members, made_of)), digest_size=8).hexdigest()
+    return msgspec.structs.replace(first.key, part=stripe.number, kind=f"parity.{name}")
+
+
+def parity_shard_record(stripe: Stripe, keeper: NodeId, checksums: bytes, sealed_ns: int) -> ShardRecord:
+    """The record a parity is kept under."""
+    parity = ParityRecord(stripe, keeper, checksums)
+    parts = next(shard.parts for shard in stripe.shards if shard is not None)
+    meta = message_codec.encode_raw_message(ParityContents(stripe, keeper))
+    key = parity_key(stripe, keeper)
+    return ShardRecord(key, parts, parity.size_bytes, stripe.chunk_bytes, checksums, bytes(meta), sealed_ns)
+
+
+def parse_stored_parity(record: ShardRecord) -> StoredParity:
+    """A parity's record, read; or a :class:`RequestError` that says what is wrong with it."""
+    contents = message_codec.decode_message(record.meta, ParityContents)
+    parity = ParityRecord(contents.stripe, contents.keeper, record.checksums)
+    if parity_key(contents.stripe, contents.keeper) != record.key or parity.size_bytes != record.size_bytes:
+        raise RequestError(f"{record.key} is not the parity that it says it is")
+    return StoredParity(record.key, parity)
+
+
+# -- making them ------------------------------------------------------------------------------------------------------
+
+
+def assign_stripe_numbers(facts: Iterable[ShardInfo], known: Mapping[ShardKey, int]) -> dict[ShardKey, int]:
+    """A number for every shard, the one it is ``known`` by or the next free one of its version."""
+    found = {}
+    taken: dict[VersionId, set[int]] = defaultdict(set)
+    for key, number in known.items():
+        taken[key.group].add(number)
+    for fact in sorted(facts, key=lambda fact: (fact.sealed_ns, fact.key)):
+        used = taken[fact.key.group]
+        number = known.get(fact.key, -1)
+        if number < 0:
+            number = next(free for free in range(len(used) + 1) if free not in used)
+            used.add(number)
+        found[fact.key] = number
+    return found
+
+
+def parities_to_make(
+    me: str,
+    members: Sequence[str],
+    told: Mapping[str, StripeParts],
+    kept: Iterable[Mapping[str, int]],
+    *,
+    complete: bool,
+) -> dict[int, dict[str, int]]:
+    """The parities of one version that this node is to make now: number -> member -> part.
+
+    ``told`` is what the members said they have, ``kept`` what is in the parities that are sealed here, by member. A
+    stripe waits for all members, unless ``complete`` says that nobody is going to tell more.
+    """
+    others = [member for member in members if member != me]
+    done = list(kept)
+    found = {}
+    for number in sorted({number for member in others for number in told.get(member, {})}):
+        chosen = parts_of_stripe(others, told, number)
+        waits = not complete and any(number not in told.get(member, {}) for member in others)
+        if chosen and not waits and not any(chosen.items() <= there.items() for there in done):
+            found[number] = chosen
+    return found
+
+
+def parts_of_stripe(others: Sequence[str], told: Mapping[str, StripeParts], number: int) -> dict[str, int]:
+    """One part per member; where two have the same one (a copy), the first of them: the other one keeps it safe."""
+    chosen: dict[str, int] = {}
+    for member in others:
+        part = told.get(member, {}).get(number)
+        if part is not None and part not in chosen.values():
+            chosen[member] = part
+    return chosen
+
+
+def superseded_parities(kept: Collection[StoredParity], useful: Collection[StoredParity]) -> list[ShardKey]:
+    """Parities all of whose shards are in a useful one of the same stripe: somebody was late."""
+    found = []
+    for one in kept:
+        for other in useful:
+            same = one.fact.row == other.fact.row and one.key != other.key
+            if same and one.fact.parts.items() < other.fact.parts.items():
+                found.append(one.key)
+                break
+    return found
+
+
+# -- what was lost ----------------------------------------------------------------------------------------------------
+
+
+class LostShard(NamedTuple):
+    """A shard in a parity of this node that nobody is known to hold."""
+
+    shard: ShardRecord
+    member: NodeId
+    """Whose it was when the parity was made."""
+    heirs: tuple[NodeId, ...]
+    """Who could make it again, in the order in which they look for it: the others of that group that live."""
+
+
+def lost_shards(
+    kept: Iterable[StoredParity], *, living: Collection[str], held: Callable[[ShardKey], bool]
+) -> list[LostShard]:
+    """What is in these parities and was lost, or may have been: its holder is gone, or has started again since."""
+    found: dict[ShardKey, LostShard] = {}
+    for one in kept:
+        for member, shard in one.shards.items():
+            if shard.key not in found and not held(shard.key):
+                heirs = tuple(other for other in one.members if other in living and other != member)
+                found[shard.key] = LostShard(shard, member, heirs)
+    return [found[key] for key in sorted(found, key=lambda key: (key.group, key.part))]
+
+
+def is_first_rebuilder(lost: LostShard, me: str, nodes: Mapping[str, NodeInventory]) -> bool:
+    """Whether this node is the first that has a parity with the shard in it, by what all said they hold."""
+    key = lost.shard.key
+    keepers = [
+        node
+        for node in lost.heirs
+        if node == me
+        or any(fact.group == key.group and key.part in fact.parts.values() for fact in _parities(nodes.get(node)))
+    ]
+    return keepers[:1] == [me]
+
+
+def _parities(looked: NodeInventory | None) -> tuple[ParityInfo, ...]:
+    return looked.parities if looked is not None else ()
+
+
+def parity_sets_for(
+    key: ShardKey, parities: Iterable[ParityRecord], *, held: Callable[[ShardKey], bool]
+) -> list[tuple[NodeId, tuple[ParityRecord, ...]]]:
+    """The parities that give a shard back, in sets of one stripe each, and whose shard it is there. Whole sets only.
+
+    Of two that one node keeps, the one is taken that needs no other shard which nobody has (``held``), and then the one
+    with more in it: that was made later.
+    """
+
+    def rank(parity: ParityRecord) -> tuple[bool, int]:
+        others = [shard.key for shard in parity.stripe.shards if shard is not None and shard.key != key]
+        return all(map(held, others)), len(others)
+
+    rows: dict[tuple[NodeId, int, tuple[NodeId, ...]], dict[NodeId, ParityRecord]] = defaultdict(dict)
+    for parity in parities:
+        stripe = parity.stripe
+        for member, shard in zip(stripe.members, stripe.shards, strict=True):
+            if shard is not None and shard.key == key and member != parity.keeper:
+                before = rows[member, stripe.number, stripe.members].get(parity.keeper)
+                if before is None or rank(before) < rank(parity):
+                    rows[member, stripe.number, stripe.members][parity.keeper] = parity
+    found = []
+    for (member, _, _), by_keeper in sorted(rows.items()):
+        one = next(iter(by_keeper.values()))
+        needed = {segment.keeper for segment in one.stripe.segments(member) if segment.size_bytes}
+        if needed <= by_keeper.keys():
+            found.append((member, tuple(by_keeper[keeper] for keeper in sorted(by_keeper))))
+    return found
+
+
+def versions_being_rebuilt(
+    parts: Mapping[VersionId, Collection[int]], in_all: Mapping[VersionId, int], facts: Iterable[ParityInfo]
+) -> dict[VersionId, set[int]]:
+    """Versions newer than the newest whole one that a rebuild is going to complete, and the parts it makes."""
+    coming = rebuildable_parts(facts, parts)
+    found = {}
+    for group in sorted(parts, reverse=True):
+        missing = set(range(in_all[group])) - set(parts[group])
+        if not missing:
+            break
+        if missing <= coming.get(group, set()):
+            found[group] = missing
+    return found
+
+
+def rebuildable_parts(
+    facts: Iterable[ParityInfo], parts: Mapping[VersionId, Collection[int]]
+) -> dict[VersionId, set[int]]:
+    """Parts that nobody has and that the parities which are there give back, by version.
+
+    ``parts`` are the ones that somebody has: a parity is worth something only together with all else in it.
+    """
+    keepers: dict[tuple[VersionId, int, tuple[str, ...], str, int], set[str]] = defaultdict(set)
+    for fact in facts:
+        there = set(parts.get(fact.group, ()))
+        for member, part in fact.parts.items():
+            others = {part for other, part in fact.parts.items() if other != member}
+            if part not in there and others <= there:
+                row = (*fact.row, member, part)
+                keepers[row].add(fact.keeper)
+    found: dict[VersionId, set[int]] = defaultdict(set)
+    for (group, _, members, member, part), names in keepers.items():
+        if set(members) - {member} <= names:
+            found[group].add(part)
+    return dict(found)
+
+
+def pending_recovery(nodes: Mapping[str, NodeInventory], silent: Collection[str], living: Collection[str]) -> str:
+    """What may still make a newer version whole, in words; nothing when nothing will."""
+    parts: dict[VersionId, set[int]] = defaultdict(set)
+    in_all: dict[VersionId, int] = {}
+    for looked in nodes.values():
+        for fact in looked.facts:
+            parts[fact.key.group].add(fact.key.part)
+            in_all[fact.key.group] = fact.parts
+    newest = max(parts, default=None)
+    if newest is not None and len(parts[newest]) >= in_all[newest]:
+        return ""
+    unheard = [node for node in silent if node in living]
+    if unheard:
+        return f"nothing was heard of {', '.join(sorted(unheard))}"
+    pending = versions_being_rebuilt(parts, in_all, [fact for looked in nodes.values() for fact in looked.parities])
+    if not pending:
+        return ""
+    newest = max(pending)
+    return f"parts {sorted(pending[newest])} of version {newest.version}, lost with their node, are being rebuilt"
+
+
+FetchBytes: TypeAlias = Callable[[int, int], memoryview]
+READ_AHEAD_BYTES = 2 << 20
+
+
+class ReadAhead:
+    """Reads what comes next before it is asked for. Used by one thread."""
+
+    def __init__(self, fetch: FetchBytes, size_bytes: int, window_bytes: int, pool: ThreadPoolExecutor) -> None:
+        self._fetch = fetch
+        self._size = size_bytes
+        self._window = window_bytes
+        self._pool = pool
+        self._base = 0
+        self._data = memoryview(b"")
+        self._next: tuple[int, Future[memoryview]] | None = None
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``[start, stop)``, no more than a window, beginning where a chunk begins."""
+        if not (self._base <= start and stop <= self._base + len(self._data)):
+            self._move(start)
+        return self._data[start - self._base : stop - self._base]
+
+    def _move(self, start: int) -> None:
+        coming, self._next = self._next, None
+        if coming is not None and coming[0] == start:
+            self._data = coming[1].result()
+        else:
+            self._data = self._fetch(start, min(start + self._window, self._size))
+        self._base = start
+        after = start + len(self._data)
+        if after < self._size:
+            future = self._pool.submit(self._fetch, after, min(after + self._window, self._size))
+            self._next = after, future
+
+
+class ShardSources:
+    """Readers for one piece of work; close them when it is done."""
+
+    def __init__(self, store: NodeStore, puller: RangeReader, pace: RateLimiter, *, me: str, sources: int) -> None:
+        self._store = store
+        self._puller = puller
+        self._pace = pace
+        self._me = me
+        self._pool = ThreadPoolExecutor(max(1, sources), thread_name_prefix="peerstore-ahead")
+        self._exit = contextlib.ExitStack()
+        self.bytes_read = 0
+
+    def reader(self, record: ShardRecord, nodes: Sequence[str], *, stop: int | None = None) -> FetchBytes:
+        """Reads ``record`` up to ``stop``, here if it is here, else from ``nodes``; what comes was compared with it."""
+        fetch = self._here(record) if self._me in nodes else self._there(record, nodes)
+        window = max(1, READ_AHEAD_BYTES // record.chunk_bytes) * record.chunk_bytes
+        return ReadAhead(fetch, record.size_bytes if stop is None else stop, window, self._pool).read
+
+    def _here(self, record: ShardRecord) -> FetchBytes:
+        fd = self._exit.enter_context(_pinned(self._store, record))
+
+        def fetch(start: int, stop: int) -> memoryview:
+            data = memoryview(bytearray(stop - start))
+            got = 0
+            while got < len(data):
+                count = os.preadv(fd, [data[got:]], start + got)
+                if not count:
+                    raise ShardDamagedError(f"{record.key} ends at byte {start + got} of {record.size_bytes}")
+                got += count
+            return data
+
+        return fetch
+
+    def _there(self, record: ShardRecord, nodes: Sequence[str]) -> FetchBytes:
+        if not nodes:
+            raise PeerUnreachableError(f"no node that is reached holds {record.key}")
+
+        def fetch(start: int, stop: int) -> memoryview:
+            data = memoryview(bytearray(stop - start))
+            self._pace.take(len(data))
+            pulled = self._puller.pull([ReadRequest(record, [ReadTarget(start, stop, data)], list(nodes))])
+            if record.key in pulled.failed:
+                raise pulled.failed[record.key]
+            self.bytes_read += len(data)
+            return data
+
+        return fetch
+
+    def __enter__(self) -> ShardSources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)  # first: what it reads from is closed next
+        self._exit.close()
+
+
+@contextlib.contextmanager
+def _pinned(store: NodeStore, record: ShardRecord) -> Iterator[int]:
+    pin = store.pin(record.key)
+    try:
+        yield pin.fd
+    finally:
+        pin.close()
+        store.unpin(pin.id)
+
+
+StopCheck = Callable[[], bool]
+
+
+def write_parity(
+    store: NodeStore,
+    stripe: Stripe,
+    keeper: NodeId,
+    reads: Mapping[NodeId, ReadBytes],
+    *,
+    whole: bool,
+    stopped: StopCheck,
+) -> ShardRecord | None:
+    """``keeper``'s parity of ``stripe``, sealed on this node; ``None`` when it was here already.
+
+    Every contribution has been compared with its shard's checksums, and the parity's own are of what came of them.
+    """
+    size = stripe.parity(keeper).size_bytes
+    parts = next(shard.parts for shard in stripe.shards if shard is not None)
+    lease = store.begin_parity(parity_key(stripe, keeper), size, parts, whole=whole)
+    if lease is None:
+        return None
+    try:
+        sums = _written(store, lease, size, stripe.chunk_bytes, encode_parity(stripe, keeper, reads), stopped=stopped)
+        record = parity_shard_record(stripe, keeper, sums, time.time_ns())
+        if len(record.meta) > MAX_REPLICA_META_BYTES:
+            raise RequestError(f"{record.key}: what it is made of takes {len(record.meta)} bytes to tell")
+        store.seal_parity(lease.id, record)
+    except BaseException:
+        store.abandon(lease.id)
+        raise
+    return record
+
+
+def write_rebuilt_shard(
+    store: NodeStore,
+    shard: ShardRecord,
+    member: NodeId,
+    parities: Iterable[ParityRecord],
+    *,
+    shards: Mapping[NodeId, ReadBytes],
+    kept: Mapping[NodeId, ReadBytes],
+    holders: tuple[str, ...],
+    stopped: StopCheck,
+) -> bool:
+    """A lost shard, here again bit for bit, as a copy that ``holders`` have; False when it was here already."""
+    lease = store.begin_copy(shard, whole=True)
+    if lease is None:
+        return False
+    try:
+        chunks = decode_shard(member, parities, shards, kept)
+        sums = _written(store, lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped=stopped)
+        if sums != shard.checksums:
+            raise ShardDamagedError(f"{shard.key} was rebuilt, but is not what was sealed")
+        store.seal_copy(lease.id, shard, holders)
+    except BaseException:
+        store.abandon(lease.id)
+        raise
+    return True
+
+
+def _written(
+    store: NodeStore,
+    lease: Lease,
+    size_bytes: int,
+    chunk_bytes: int,
+    chunks: Iterator[tuple[int, bytearray]],
+    *,
+    stopped: StopCheck,
+) -> bytes:
+    """Write ``chunks`` into the slot; the checksums of what is there then."""
+    sums = bytearray()
+    with closing_fd(store.open_slot(lease.slot)) as fd:
+        prefault_file(fd, size_bytes, stopped, start=lease.warm_bytes)
+        mapped = FileMapping(fd, size_bytes, writable=True)
+    with mapped as mapping, mapping.view as view:
+        for number, data in chunks:
+            if stopped():
+                raise PeerStoreError("this agent is stopping")
+            start = number * chunk_bytes
+            view[start : start + len(data)] = data
+            expected = checksums.chunk_checksum(data)
+            if checksums.chunk_checksum(view[start : start + len(data)]) != expected:
+                raise ShardDamagedError(f"chunk {number} of {lease.key} changed on its way into memory")
+            sums += expected.to_bytes(8, "little")
+    return bytes(sums)

@@ -1,0 +1,216 @@
+"""Client of one other node's agent: credentials, pooled connections, calls with a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from peerstore import deadlines, message_codec
+from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, error_from_wire
+from peerstore.membership.topology import NodeId
+from peerstore.peers.peer_messages import PeerRequest, PeerResponse
+from peerstore.transport.authentication import HANDSHAKE_TIMEOUT_S, authenticate_to_server
+from peerstore.transport.base import MessageChannel, Payload, ProgressCallback, Transport
+
+_CONNECT_S = 5.0
+_ANSWER_S = 60.0
+T = TypeVar("T")
+
+
+class PeerCredentials:
+    """What lets this process talk to the agents of a job: whose name it uses, and the job's secret."""
+
+    def __init__(self, job: str, me: NodeId, secret: bytes) -> None:
+        self.job = job
+        self.me = me
+        self.secret = secret
+
+    def __repr__(self) -> str:
+        return f"Pass(job={self.job!r}, me={self.me!r})"  # the secret is nobody's business
+
+
+class PeerConnection:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, channel: MessageChannel) -> None:
+        self._channel = channel
+
+    def tell(self, op: str, body: object, payload: Payload = ()) -> None:
+        """A message that is not answered."""
+        self._channel.send(_encode(op, body), payload)
+
+    def ask(
+        self,
+        op: str,
+        body: object,
+        result: type[T] | Any,
+        *,
+        payload: Payload = (),
+        into: Sequence[memoryview] = (),
+        timeout_s: float = _ANSWER_S,
+        until: float | None = None,
+    ) -> Any:
+        """The answer as a ``result``; the bytes that come with it go ``into`` the views, which they must fill.
+
+        ``until`` is when even an answer that has begun is not waited for any longer.
+        """
+        self.tell(op, body, payload)
+        return self.answer(op, result, into=into, timeout_s=timeout_s, until=until)
+
+    def answer(
+        self,
+        op: str,
+        result: type[T] | Any,
+        *,
+        into: Sequence[memoryview] = (),
+        watch: Callable[[Any], ProgressCallback] | None = None,
+        timeout_s: float = _ANSWER_S,
+        until: float | None = None,
+    ) -> Any:
+        """What is said to the first question that has had no answer yet: they come in the order of the questions.
+
+        ``watch`` is given the answer, and what it makes of it sees the bytes arrive.
+        """
+        incoming = self._channel.receive(idle_s=timeout_s, within_s=_left(until))
+        if incoming is None:
+            raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")
+        answer = message_codec.decode_message(incoming.header, PeerResponse)
+        if answer.error:
+            self._channel.discard()
+            raise error_from_wire(answer.error, message_codec.decode_message(answer.body, str))
+        decoded = message_codec.decode_message(answer.body, result)
+        if incoming.payload_bytes != sum(map(len, into)):
+            raise ProtocolError(
+                f"{self._channel.peer} answered {op!r} with {incoming.payload_bytes} bytes, {sum(map(len, into))} were "
+                "asked for"
+            )
+        self._channel.receive_into(into, watch(decoded) if watch is not None else None)
+        return decoded
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class PeerClient:
+    """One other node's agent. Any thread may call; connections are opened as they are needed and kept."""
+
+    def __init__(
+        self, transport: Transport, address: str, credentials: PeerCredentials, *, connect_s: float = _CONNECT_S
+    ) -> None:
+        self.address = address
+        self._transport = transport
+        self._pass = credentials
+        self._connect_s = connect_s
+        self._idle: list[PeerConnection] = []
+        self._busy: set[PeerConnection] = set()
+        self._opening: set[MessageChannel] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def call(
+        self,
+        op: str,
+        body: object,
+        result: type[T] | Any,
+        *,
+        payload: Payload = (),
+        into: Sequence[memoryview] = (),
+        timeout_s: float = _ANSWER_S,
+        within_s: float | None = None,
+    ) -> Any:
+        """``timeout_s`` is for the answer to begin, ``within_s`` for all of it, a connection that is made included."""
+        limit_s = deadlines.remaining_s(math.inf if within_s is None else within_s)
+        until = None if math.isinf(limit_s) else time.monotonic() + limit_s
+        if self._idle:  # one that was kept may lead to an agent that was restarted since
+            with contextlib.suppress(PeerUnreachableError), self.line(until=until) as line:
+                return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
+        with self.line(fresh=True, until=until) as line:
+            return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
+
+    @contextlib.contextmanager
+    def line(self, *, fresh: bool = False, until: float | None = None) -> Iterator[PeerConnection]:
+        """A connection to oneself; one that failed is not used again."""
+        with self._lock:
+            line = self._idle.pop() if self._idle and not fresh else None
+        line = line or self._open(until)
+        with self._lock:
+            self._busy.add(line)
+            closed = self._closed
+        if closed:
+            line.close()
+        try:
+            yield line
+        except (PeerUnreachableError, ProtocolError):
+            line.close()
+            raise
+        except PeerStoreError:  # the other side's answer: the connection is as good as before
+            self._give_back(line)
+            raise
+        except BaseException:
+            line.close()
+            raise
+        else:
+            self._give_back(line)
+        finally:
+            with self._lock:
+                self._busy.discard(line)
+
+    def _open(self, until: float | None) -> PeerConnection:
+        if not self.address:
+            raise PeerUnreachableError("this node's agent does not listen for others")
+        if self._closed:
+            raise PeerUnreachableError(f"{self.address} was given up")
+        left_s = _left(until)
+        connect_s = self._connect_s if left_s is None else min(self._connect_s, left_s)
+        channel = self._transport.connect(self.address, timeout_s=connect_s)
+        with self._lock:
+            self._opening.add(channel)
+            closed = self._closed
+        try:
+            if closed:
+                raise PeerUnreachableError(f"{self.address} was given up")
+            left_s = _left(until)
+            within_s = HANDSHAKE_TIMEOUT_S if left_s is None else min(HANDSHAKE_TIMEOUT_S, left_s)
+            authenticate_to_server(
+                channel, job=self._pass.job, me=self._pass.me, secret=self._pass.secret, within_s=within_s
+            )
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            with self._lock:
+                self._opening.discard(channel)
+        return PeerConnection(channel)
+
+    def _give_back(self, line: PeerConnection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def close(self) -> None:
+        """End all connections, also those that somebody waits on, and those on which nobody has answered yet."""
+        with self._lock:
+            self._closed = True
+            ended: list[PeerConnection | MessageChannel] = [*self._idle, *self._busy, *self._opening]
+            self._idle = []
+        for one in ended:
+            one.close()
+
+
+def _left(until: float | None) -> float | None:
+    if until is None:
+        return None
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise PeerUnreachableError("it did not answer in time")
+    return left_s
+
+
+def _encode(op: str, body: object) -> bytes:
+    return message_codec.encode_message(PeerRequest(op, message_codec.encode_raw_message(body)))

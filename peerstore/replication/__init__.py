@@ -1,0 +1,1 @@
+"""Replicas of this node's shards on other nodes: placement, policy, transfer, commit."""

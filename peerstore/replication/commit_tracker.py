@@ -1,0 +1,164 @@
+"""Commit messages between nodes: part reports to the leader, and its decisions broadcast to all members."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from peerstore.commit_protocol import CommitDecision, CommitReports, PartsReport, broadcast_targets, commit_leader
+from peerstore.errors import PeerStoreError, RequestError
+from peerstore.failpoints import failpoint
+from peerstore.peers.heartbeat_loop import HeartbeatLoop
+from peerstore.peers.peer_messages import VersionReplicated
+from peerstore.store.node_store import NodeStore
+
+log = logging.getLogger(__name__)
+
+_TOLD_S = 5.0
+_TELLERS = 16
+_MESSENGERS = 2
+"""How many others are asked to pass on what the scribe is to know."""
+
+
+@dataclass
+class ReplicationTotals:
+    """Counted since the agent started."""
+
+    copies: int = 0
+    sent_bytes: int = 0
+    skipped_bytes: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    settled: int = 0
+    lag_s: float = 0.0
+    """From the last shard's seal to its last copy."""
+
+
+class CommitTracker:
+    """One job's :class:`~peerstore.commit_protocol.CommitReports`, sent and received. ``changed`` guards them."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: HeartbeatLoop,
+        *,
+        reports: CommitReports,
+        totals: ReplicationTotals,
+        changed: threading.Condition,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self._reports = reports
+        self._totals = totals
+        self._changed = changed
+        self._first: tuple[Mapping[str, object], str | None] = ({}, None)
+        self._announcing = threading.Lock()
+        self._untold: dict[str, CommitDecision] = {}
+        """What nodes are to be told, whose turn has not come."""
+        self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
+
+    def tell(self, teller: str, notes: Iterable[PartsReport]) -> bool:
+        """Tell the scribe which parts of which versions are here and have copies; whether it heard all of that."""
+        heard = True
+        for note in notes:
+            if self._told(teller, note):
+                with self._changed:
+                    self._reports.reported(teller, note)
+            else:
+                heard = False
+        self._look()  # somebody may answer by now for what a dead node did
+        return heard
+
+    def _told(self, teller: str, note: PartsReport) -> bool:
+        """Whether the scribe heard it: from here, or by way of others, so that one bad path holds up no version."""
+        me = self._tending.me.id
+        if teller == me:
+            self.settling(note)
+            return True
+        others = [node for node in sorted(self._tending.living) if node not in (me, teller)]
+        for node in [teller, *others[:_MESSENGERS]]:
+            try:
+                self._tell(node, note, timeout_s=_TOLD_S if node == teller else 2 * _TOLD_S)
+            except (PeerStoreError, OSError) as error:
+                log.debug("job %s: %s was not told by %s what is here: %s", self._job, teller, node, error)
+            else:
+                return True
+        return False
+
+    def _tell(self, node: str, note: PartsReport, *, timeout_s: float) -> None:
+        self._tending.peer(node).call("settling", note, type(None), timeout_s=timeout_s)
+
+    def settling(self, note: PartsReport) -> None:
+        """A node of the job says which parts it answers for. Raises when the scribe cannot be told."""
+        with self._changed:
+            self._reports.count(note)
+        if not self._look():
+            teller = self._scribe()
+            if teller is not None and teller < self._tending.me.id:  # always down, so never in circles
+                self._tell(teller, note, timeout_s=_TOLD_S)
+
+    def _scribe(self) -> str | None:
+        """Thousands of nodes tell of one version: who the first of the living is is not found out for each."""
+        living = self._tending.living
+        known, found = self._first
+        if known is not living:
+            found = commit_leader(living)
+            self._first = living, found
+        return found
+
+    def _look(self) -> bool:
+        """Whether something follows from what was told so far. Then all hear of it."""
+        living, settled = self._tending.living, self._store.copies.settled(self._job)
+        quorum = self._tending.quorum
+        with self._changed:
+            found = self._reports.complete(living=living, life=self._tending.life, settled=settled, quorum=quorum)
+        if not found:
+            return False
+        self.decided(found)
+        if found.settled is not None:
+            failpoint("peer.settling")
+        self._announce(found, broadcast_targets(living, self._tending.me.id))
+        return True
+
+    def _announce(self, found: CommitDecision, nodes: Iterable[str]) -> None:
+        """Have these nodes told, several at a time: whoever reported the last part does not wait for all of them."""
+        with self._announcing:
+            new = [node for node in nodes if node not in self._untold]
+            for node in nodes:
+                self._untold[node] = self._untold.get(node, CommitDecision()) | found
+        for node in new:
+            with contextlib.suppress(RuntimeError):  # this agent ends, and the others hear it by the pings
+                self._tellers.submit(self._tell_decided, node)
+
+    def _tell_decided(self, node: str) -> None:
+        with self._announcing:
+            found = self._untold.pop(node)  # all that was decided while it waited for its turn
+        try:
+            try:
+                self._say(node, "decided", found)
+            except RequestError:  # an agent of a release that knows no more than what is settled
+                if found.settled is not None:
+                    self._say(node, "settled", VersionReplicated(found.settled))
+        except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
+            log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
+
+    def _say(self, node: str, what: str, body: object) -> None:
+        self._tending.peer(node).call(what, body, type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
+
+    def close(self) -> None:
+        self._tellers.shutdown(cancel_futures=True)
+
+    def decided(self, found: CommitDecision) -> None:
+        """What the scribe has come to: noted here, and what is given up for it goes."""
+        before = self._store.copies.settled(self._job)
+        self._store.copies.decide(self._job, found)
+        if found.settled is not None and (before is None or before < found.settled):
+            self._totals.settled += 1
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,509 @@
+r"""Placement: which nodes hold whose replicas (copysets across failure domains), which share a parity. Pure.
+
+What it aims at, the first first:
+
+1. The copies of a shard are in different domains of the innermost level ("rack") while another one has room.
+2. Nobody keeps more than its share by memory, and whom larger nodes can serve keeps nothing on a small one.
+3. Copies are apart at the outer levels ("zone") too, as far as that overloads nobody.
+4. Few sets of nodes, and of racks, are fatal: nodes keep each other's copies in closed cells of ``copies`` nodes,
+   made of the same few racks. Two racks that share nothing may fail together.
+5. A node or rack that comes or goes changes few others' partners.
+
+The innermost level is a rule and outer ones a wish, because racks fail often and are of like size, while zones fail
+seldom, are few and uneven, and a rule would let the smallest one carry the copies of all the others.
+
+Domains are the leaves of a binary trie over their hashes. From the leaves up, every branch makes as many cells as it
+can of what its two halves could not use, and hands up the rest::
+
+            rest of A..D ── with ──> rest of E..H          what is left here joins a finished cell
+           /            \
+     A with B          C with D                            A and B keep each other's copies, node by node
+     /      \          /      \
+    A        B        C        D                           racks, by hash
+
+A branch whose domains are equal in size and even in number leaves nothing, so what happens in it stays in it; a node
+that comes or goes changes at most one cell on each level between its leaf and the root.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peerstore.errors import RequestError
+from peerstore.membership.topology import (
+    DEFAULT_DOMAIN_LEVELS,
+    FailureDomains,
+    NodeId,
+    PeerNode,
+    failure_domains,
+    memory_shares,
+    stable_hash,
+)
+
+MAX_COPIES = 3
+
+
+@dataclass(frozen=True)
+class ReplicaPlacement:
+    """For each node, the nodes that keep copies of its shards, in order of preference."""
+
+    partners: Mapping[NodeId, tuple[NodeId, ...]]
+
+    @functools.cached_property
+    def _kept(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
+        kept: dict[NodeId, list[NodeId]] = defaultdict(list)
+        for node in sorted(self.partners):
+            for partner in self.partners[node]:
+                kept[partner].append(node)
+        return {node: tuple(kept[node]) for node in self.partners}
+
+    def keeps(self, node: NodeId) -> tuple[NodeId, ...]:
+        """Whose copies ``node`` keeps."""
+        return self._kept[node]
+
+    def copysets(self) -> frozenset[frozenset[NodeId]]:
+        """The sets of nodes that hold all copies of some shard: losing all of one at once loses that shard."""
+        return frozenset(frozenset((node, *partners)) for node, partners in self.partners.items())
+
+
+def place_replicas(
+    nodes: Collection[PeerNode], *, copies: int = 2, levels: Sequence[str] = DEFAULT_DOMAIN_LEVELS
+) -> ReplicaPlacement:
+    """Partners for ``copies`` copies of everything, a node's own included; fewer where there are too few nodes.
+
+    ``levels`` are the labels that name failure domains, outermost first.
+    """
+    if not 1 <= copies <= MAX_COPIES:
+        raise RequestError(f"copies is {copies}: choose 1 to {MAX_COPIES}, this node's own included")
+    where = failure_domains(nodes, levels)
+    wanted = min(copies, len(where.order)) - 1
+    if wanted < 1:
+        return ReplicaPlacement(dict.fromkeys(sorted(where.order), ()))
+    seats = ReplicaAssignment(where, wanted, memory_shares(nodes))
+    guests = seats.guests()
+    cells, left = domain_disjoint_cells([node for node in where.order if node not in guests], where, size=wanted + 1)
+    seats.ring(cells)
+    left = seats.seat(_ordered({*left, *guests}, where), distinct=wanted)
+    for distinct in range(wanted, 0, -1):  # fewer domains than copies, or no room in the others
+        cells, left = _crowded_cells(left, guests, where, size=wanted + 1, distinct=distinct)
+        seats.ring(cells)
+        if distinct > 1:
+            left = seats.seat(_ordered(left, where), distinct=distinct - 1)
+    seats.complete(where.order, partners=wanted)
+    return ReplicaPlacement({node: _preferred(node, seats.partners[node], where) for node in sorted(where.order)})
+
+
+def domain_disjoint_cells(
+    nodes: Sequence[NodeId], where: FailureDomains, *, size: int
+) -> tuple[list[Cell], list[NodeId]]:
+    """Cells of nodes that are all in different innermost domains, and at outer levels in as many as possible."""
+    cells: list[Cell] = []
+    left = list(nodes)
+    for level in where.levels:
+        last = level is where.innermost
+        for distinct in range(size, size - 1 if last else 1, -1):
+            made, left = make_cells(
+                left, size=size, distinct=distinct, colours=level, units=where.innermost, points=where.points
+            )
+            if distinct == size:
+                made, left = absorb_leftover(made, left, size=size, colours=level, points=where.points)
+            else:
+                made, left = _mix_in(made, left, where, level, size=size)
+            cells += made
+    return absorb_leftover(cells, left, size=size, colours=where.innermost, points=where.points)
+
+
+def _mix_in(
+    cells: Sequence[Cell], left: Sequence[NodeId], where: FailureDomains, level: Mapping[NodeId, str], *, size: int
+) -> tuple[list[Cell], list[NodeId]]:
+    """Where a cell has fewer domains of ``level`` than nodes, a node can join one that has at most one of its own."""
+    known, homeless = list(cells), list[NodeId]()
+    for domain in sorted({level[node] for node in left}):
+        mixed = [cell for cell in known if sum(level[node] == domain for node in cell) <= 1]
+        joined, rest = absorb_leftover(
+            mixed,
+            [node for node in left if level[node] == domain],
+            size=size,
+            colours=where.innermost,
+            points=where.points,
+        )
+        known = [cell for cell in known if cell not in set(mixed)] + joined
+        homeless += rest
+    return known, homeless
+
+
+def _crowded_cells(
+    left: Sequence[NodeId], guests: Collection[NodeId], where: FailureDomains, *, size: int, distinct: int
+) -> tuple[list[Cell], list[NodeId]]:
+    """Cells of nodes in at least ``distinct`` domains, of which some share one; guests stay out."""
+    alone = {node: str(node) for node in left}
+    members = [node for node in left if node not in guests]
+    cells, rest = make_cells(
+        members, size=size, distinct=distinct, colours=where.innermost, units=alone, points=where.points
+    )
+    if distinct == 1:
+        cells, rest = absorb_leftover(cells, rest, size=size, colours=alone, points=where.points)
+    return cells, [*rest, *(node for node in left if node in guests)]
+
+
+def _ordered(nodes: Collection[NodeId], where: FailureDomains) -> list[NodeId]:
+    return sorted(nodes, key=lambda node: (where.points[node], node))
+
+
+def _preferred(node: NodeId, partners: Sequence[NodeId], where: FailureDomains) -> tuple[NodeId, ...]:
+    return tuple(sorted(partners, key=lambda partner: -where.apart(node, partner)))
+
+
+MAX_SHARE_FACTOR = 3
+"""A node has room while it keeps less than this many times its share.
+
+With equal memory that is enough to keep copies apart until one domain has more than three quarters of the nodes.
+"""
+
+
+@dataclass
+class ReplicaAssignment:
+    """The copies each node keeps, counted against its share of ``each`` copies per node."""
+
+    where: FailureDomains
+    each: int
+    shares: Mapping[NodeId, float]
+    partners: dict[NodeId, list[NodeId]] = field(default_factory=lambda: defaultdict(list))
+    load: dict[NodeId, int] = field(default_factory=lambda: defaultdict(int))
+
+    def keep(self, node: NodeId, partner: NodeId) -> None:
+        self.partners[node].append(partner)
+        self.load[partner] += 1
+
+    def ring(self, cells: Iterable[Cell]) -> None:
+        """In a cell everybody keeps the copies of those before it."""
+        for cell in cells:
+            for node, partner in self._links(self._mixed(cell)):
+                self.keep(node, partner)
+
+    def _links(self, cell: Cell) -> list[tuple[NodeId, NodeId]]:
+        return [
+            (node, cell[(index + step) % len(cell)])
+            for index, node in enumerate(cell)
+            for step in range(1, self.each + 1)
+        ]
+
+    def _mixed(self, cell: Cell) -> Cell:
+        """The members of a larger ring in the order in which most have a partner that is apart at all levels."""
+        if len(cell) == self.each + 1 or len({self.where.levels[0][node] for node in cell}) in (1, len(cell)):
+            return cell
+        first, *others = cell
+
+        def mixed(order: Cell) -> tuple[int, int]:
+            away = [(node, self.where.apart(node, partner)) for node, partner in self._links(order)]
+            return len({node for node, far in away if far == len(self.where.levels)}), sum(far for _, far in away)
+
+        return max(((first, *order) for order in itertools.permutations(others)), key=mixed)
+
+    def allowance(self, node: NodeId, fill: int) -> int:
+        """How many copies a node may keep when everybody keeps ``fill`` times its share; hashes decide on fractions."""
+        return int(self.shares[node] * fill + self.where.points[node] / 2**64)
+
+    def guests(self) -> set[NodeId]:
+        """Nodes of little memory that keep nothing, smallest first: as many as larger ones can serve besides."""
+        beyond = (max(0, self.allowance(node, self.each) - self.each) for node in self.shares)
+        small = sorted((share, self.where.points[node], node) for node, share in self.shares.items() if share < 1)
+        return {node for _, _, node in small[: sum(beyond) // self.each]}
+
+    def seat(self, short: Sequence[NodeId], *, distinct: int) -> list[NodeId]:
+        """Find hosts in ``distinct`` other domains for each of ``short``; who did not find that many gets none.
+
+        Everybody gets its share before anybody gets more.
+        """
+        for fill in range(self.each, MAX_SHARE_FACTOR * self.each + 1):
+            if not short:
+                break
+            short = self._fill(short, self.where.innermost, fill=fill, wanted=distinct)
+        return list(short)
+
+    def complete(self, short: Sequence[NodeId], *, partners: int) -> None:
+        """Find ``partners`` for each of ``short``, wherever there is most room."""
+        alone = {node: str(node) for node in self.where.order}
+        fill = 0
+        while short := [node for node in short if len(self.partners[node]) < partners]:
+            fill += 1
+            self._fill(short, alone, fill=fill, wanted=1)
+
+    def _fill(self, short: Sequence[NodeId], units: Mapping[NodeId, str], *, fill: int, wanted: int) -> list[NodeId]:
+        free: dict[str, list[NodeId]] = defaultdict(list)
+        for node in reversed(self.where.order):
+            free[units[node]].extend([node] * (self.allowance(node, fill) - self.load[node]))
+        ring = sorted((stable_hash("host", unit), unit) for unit, hosts in free.items() if hosts)
+        start: dict[str, int] = {}
+        homeless = []
+        for node in short:
+            own = units[node]
+            if own not in start:
+                start[own] = stable_hash("guest", own)
+            used = {own, *(units[partner] for partner in self.partners[node])}
+            found = _next(ring, start[own], wanted, used)
+            if len(found) < wanted:
+                homeless.append(node)
+                continue
+            for spot in found:
+                hosts = free[spot[1]]
+                self.keep(node, hosts.pop())
+                if not hosts:
+                    del ring[bisect.bisect_left(ring, spot)]
+        return homeless
+
+
+def _next(ring: Sequence[tuple[int, str]], start: int, wanted: int, used: set[str]) -> list[tuple[int, str]]:
+    """The first ``wanted`` units after ``start`` that are not ``used``; fewer when there are not so many."""
+    first = bisect.bisect_left(ring, (start,))
+    found: list[tuple[int, str]] = []
+    for step in range(min(len(ring), wanted + len(used))):
+        spot = ring[(first + step) % len(ring)]
+        if spot[1] not in used:
+            found.append(spot)
+        if len(found) == wanted:
+            break
+    return found
+
+
+Cell = tuple[NodeId, ...]
+HashPoints = Mapping[NodeId, int]
+_BLOCK = 64
+_SPREAD, _ALL = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_Pool = dict[str, dict[str, list[NodeId]]]  # colour -> unit -> nodes that are in no cell yet
+
+
+def make_cells(
+    nodes: Iterable[NodeId],
+    *,
+    size: int,
+    distinct: int,
+    colours: Mapping[NodeId, str],
+    units: Mapping[NodeId, str],
+    points: HashPoints,
+) -> tuple[list[Cell], list[NodeId]]:
+    """Cells of ``size`` nodes, each from another unit and from ``distinct`` colours or more; and who is left.
+
+    Units lie within colours (racks within zones). Whole units meet whole units, so that few of them share copies.
+    """
+    members: dict[str, list[NodeId]] = defaultdict(list)
+    for node in nodes:
+        members[units[node]].append(node)
+    if len({colours[found[0]] for found in members.values()}) < distinct or len(members) < size:
+        return [], [node for found in members.values() for node in found]
+    leaves = sorted((stable_hash("unit", unit), unit) for unit in members)
+    cells: list[Cell] = []
+
+    def branch(first: int, last: int, bit: int) -> _Pool:
+        if last - first == 1:
+            unit = leaves[first][1]
+            return {colours[members[unit][0]]: {unit: members[unit]}}
+        middle, bit = _middle(leaves, first, last, bit)
+        pool = branch(first, middle, bit)
+        for colour, found in branch(middle, last, bit).items():
+            pool.setdefault(colour, {}).update(found)
+        _use_up(pool, cells, size=size, distinct=distinct, points=points)
+        return pool
+
+    pool = branch(0, len(leaves), 63)
+    return cells, [node for found in pool.values() for unit in found.values() for node in unit]
+
+
+def _middle(
+    leaves: Sequence[tuple[int, str] | tuple[int, NodeId, Cell]], first: int, last: int, bit: int
+) -> tuple[int, int]:
+    """Where the highest bit from ``bit`` down that differs between sorted hashes changes, and the next bit."""
+    middle = first
+    while middle in (first, last) and bit >= 0:
+        middle = bisect.bisect_left(leaves, ((leaves[first][0] >> bit | 1) << bit,), first, last)
+        bit -= 1
+    return (first + 1 if middle in (first, last) else middle), bit  # two names may have one hash
+
+
+def _use_up(pool: _Pool, cells: list[Cell], *, size: int, distinct: int, points: HashPoints) -> None:
+    """Make cells of ``pool`` until it has not enough colours or units for another one."""
+    while chosen := _choose(pool, size=size, distinct=distinct):
+        rows: list[Cell] = [(node,) for node in pool[chosen[0][0]][chosen[0][1]]]
+        rest: dict[str, list[NodeId]] = defaultdict(list)
+        for index, (colour, unit) in enumerate(chosen[1:], start=1):
+            rows, single, rest[unit] = extend_cells(rows, pool[colour][unit], points)
+            for row in single:
+                for (_, back), node in zip(chosen[:index], row, strict=True):
+                    rest[back].append(node)
+        cells.extend(rows)
+        for colour, unit in chosen:
+            if rest[unit]:
+                pool[colour][unit] = rest[unit]
+            else:
+                del pool[colour][unit]
+            if not pool[colour]:
+                del pool[colour]
+
+
+def _choose(pool: _Pool, *, size: int, distinct: int) -> list[tuple[str, str]]:
+    """The units that meet next: of as many colours as there are, then more of the colour with most nodes."""
+    if len(pool) < distinct:
+        return []
+    chosen = [(colour, next(iter(units))) for colour, units in pool.items()][:size]
+    for colour, units in (
+        sorted(pool.items(), key=lambda item: (-sum(map(len, item[1].values())), item[0])) if len(chosen) < size else ()
+    ):
+        for unit in units:
+            if len(chosen) < size and (colour, unit) not in chosen:
+                chosen.append((colour, unit))
+        if len(chosen) == size:
+            break
+    return chosen if len(chosen) == size else []
+
+
+def extend_cells(
+    rows: Iterable[Cell], nodes: Iterable[NodeId], points: HashPoints
+) -> tuple[list[Cell], list[Cell], list[NodeId]]:
+    """Lengthen each row by one of ``nodes``; and the rows and nodes for which there was no other.
+
+    The closest two go together, then the closest of the rest, and so on: a row that goes frees one node, which is
+    further from all others than what they have, except from few. Only near nodes are compared first, in blocks that
+    are branches of a trie, for comparing all with all would take too long.
+    """
+    leaves = sorted([(points[row[0]], row[0], row) for row in rows] + [(points[node], node, ()) for node in nodes])
+    longer: list[Cell] = []
+
+    def branch(first: int, last: int, bit: int) -> tuple[list[Cell], list[NodeId]]:
+        if last - first <= _BLOCK:
+            block = leaves[first:last]
+            found, free = [row for _, _, row in block if row], [node for _, node, row in block if not row]
+        else:
+            middle, bit = _middle(leaves, first, last, bit)
+            (found, free), (more_rows, more_nodes) = branch(first, middle, bit), branch(middle, last, bit)
+            found, free = found + more_rows, free + more_nodes
+        return _closest(found, free, longer, points)
+
+    return longer, *branch(0, len(leaves), 63)
+
+
+def _closest(
+    rows: list[Cell], nodes: list[NodeId], longer: list[Cell], points: HashPoints
+) -> tuple[list[Cell], list[NodeId]]:
+    if not rows or not nodes:
+        return rows, nodes
+    edges = sorted(
+        ((points[row[0]] ^ points[node]) * _SPREAD & _ALL, i, j)
+        for i, row in enumerate(rows)
+        for j, node in enumerate(nodes)
+    )
+    free_rows, free_nodes = dict(enumerate(rows)), dict(enumerate(nodes))
+    for _, i, j in edges:
+        if i in free_rows and j in free_nodes:
+            longer.append((*free_rows.pop(i), free_nodes.pop(j)))
+            if not free_rows or not free_nodes:
+                break
+    return list(free_rows.values()), list(free_nodes.values())
+
+
+def absorb_leftover(
+    cells: Sequence[Cell],
+    left: Iterable[NodeId],
+    *,
+    size: int,
+    colours: Mapping[NodeId, str],
+    points: HashPoints,
+) -> tuple[list[Cell], list[NodeId]]:
+    """Give the nodes that ``make_cells`` left a place in cells without their colour; and who found none.
+
+    Pairs are re-cut as long as there are two such nodes: a-b and the odd c, c' become a-c and b-c', and no cell is
+    larger than it must be. Otherwise a node joins a cell, which becomes a ring of one more, up to ``2 * size - 1``.
+    """
+    by_colour: dict[str, list[NodeId]] = defaultdict(list)
+    for node in left:
+        by_colour[colours[node]].append(node)
+    kept = {cell[0]: cell for cell in cells}
+    homeless: list[NodeId] = []
+    for colour, odd in sorted(by_colour.items()):
+        alike: dict[tuple[str, ...], list[NodeId]] = defaultdict(list)
+        for head, cell in kept.items():
+            found = tuple(sorted(colours[node] for node in cell))
+            if len(cell) < 2 * size - 1 and colour not in found:
+                alike[found].append(head)
+        # the same few cells' domains for all nodes of one colour: fewer domains have copies of each other
+        near = [alike[found] for found in sorted(alike, key=lambda found: stable_hash("absorb", colour, *found))]
+        couples, single = _couples(odd, points) if size == 2 else ([], odd)
+        for heads in near:
+            pairs = [head for head in heads if len(kept[head]) == 2]
+            given, couples, _ = extend_cells(couples, pairs, points) if couples else ([], couples, [])
+            for one, other, head in given:
+                first, second = sorted(kept.pop(head), key=colours.__getitem__)
+                kept[first], kept[second] = (first, one), (second, other)
+        rows: list[Cell] = [(node,) for node in [*single, *(node for couple in couples for node in couple)]]
+        for heads in near:
+            whole = [head for head in heads if colour not in map(colours.__getitem__, kept[head])]
+            joined, rows, _ = extend_cells(rows, whole, points) if rows else ([], rows, [])
+            for node, head in joined:
+                kept[head] = (*kept[head], node)
+        homeless += [node for row in rows for node in row]
+    return list(kept.values()), homeless
+
+
+def _couples(nodes: Iterable[NodeId], points: HashPoints) -> tuple[list[Cell], list[NodeId]]:
+    alone = {node: str(node) for node in nodes}
+    return make_cells(alone, size=2, distinct=1, colours=alone, units=alone, points=points)
+
+
+def parity_groups(
+    nodes: Collection[PeerNode], size: int, *, levels: Sequence[str] = DEFAULT_DOMAIN_LEVELS
+) -> tuple[tuple[NodeId, ...], ...]:
+    """Disjoint groups of about ``size`` nodes; every node is in one of them, when there are two or more.
+
+    - A group has 2 to ``2 * size - 1`` nodes, and is smaller than ``size`` rather than have two of one domain: with
+      four racks and a size of eight there are groups of four.
+    - No group has two nodes of one domain of the innermost level when all domains are of one size, or none has more
+      than one in ``2 * size - 1`` of the nodes. What a larger domain has too many makes groups of its own.
+    - The same nodes give the same groups, whatever their order; a node that comes or goes changes few of them.
+    """
+    if size < 2:
+        raise RequestError(f"a group of {size} cannot share a parity: choose 2 or more")
+    where = failure_domains(nodes, levels)
+    if len(where.order) < 2:
+        return ()
+    counted = Counter(where.innermost.values())
+    wide = max(2, min(size, len(counted), round(len(where.order) / max(counted.values()))))
+    half = max(2, (wide + 1) // 2)
+    left = list(where.order)
+    cells: list[Cell] = []
+    for level in where.levels[:-1]:
+        made, left = make_cells(
+            left, size=wide, distinct=wide, colours=level, units=where.innermost, points=where.points
+        )
+        cells += made
+    cells, left = _disjoint_groups(cells, left, where, range(wide, half - 1, -1))
+    cells, left = absorb_leftover(cells, left, size=wide, colours=where.innermost, points=where.points)
+    cells, left = _disjoint_groups(cells, left, where, range(half - 1, 1, -1))
+    return tuple(sorted(tuple(sorted(cell)) for cell in _groups_of_the_rest(cells, left, where, size=size)))
+
+
+def _disjoint_groups(
+    cells: list[Cell], left: list[NodeId], where: FailureDomains, sizes: range
+) -> tuple[list[Cell], list[NodeId]]:
+    for size in sizes:
+        made, left = make_cells(
+            left, size=size, distinct=size, colours=where.innermost, units=where.innermost, points=where.points
+        )
+        cells = cells + made
+    return cells, left
+
+
+def _groups_of_the_rest(cells: list[Cell], left: list[NodeId], where: FailureDomains, *, size: int) -> list[Cell]:
+    """What is left is of one domain, and nobody else has place for it."""
+    alone = {node: str(node) for node in left}
+    made, rest = make_cells(left, size=size, distinct=1, colours=alone, units=alone, points=where.points)
+    if len(rest) > 1:
+        return [*cells, *made, tuple(rest)]
+    made, rest = absorb_leftover(made, rest, size=size, colours=alone, points=where.points)
+    for node in rest:
+        smallest = min(cells, key=lambda cell: (len(cell), cell))
+        cells = [cell for cell in cells if cell != smallest] + [(*smallest, node)]
+    return cells + made

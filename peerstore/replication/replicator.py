@@ -1,0 +1,387 @@
+"""The transfer of one shard to one node, and the thread that keeps a job's shards replicated."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from peerstore import deadlines
+from peerstore.checksums import chunk_count
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.failpoints import failpoint
+from peerstore.membership.topology import PeerNode
+from peerstore.network_addresses import PathMonitor
+from peerstore.peers.heartbeat_loop import SHUTDOWN_GRACE_S, HeartbeatLoop
+from peerstore.peers.peer_client import PeerClient, PeerConnection
+from peerstore.peers.peer_messages import (
+    AbortReplica,
+    CommitReplica,
+    FlushChunks,
+    OfferReplica,
+    OfferReply,
+    PutPeerBlob,
+    ReplicaChunk,
+    VerifyChunks,
+)
+from peerstore.rate_limiter import RateLimiter
+from peerstore.replication.commit_tracker import CommitTracker, ReplicationTotals
+from peerstore.replication.replication_policy import (
+    REPLICATION_RETRY_S,
+    ReplicationPolicy,
+    ReplicationState,
+    ReplicationStatus,
+    ReplicationTask,
+    ReplicationView,
+    is_committed,
+)
+from peerstore.shard_records import ResumePoint, ShardInfo, ShardKey, ShardRecord
+from peerstore.store.node_store import NodeStore
+from peerstore.transport.base import FileSlice
+
+__all__ = ["ReplicationPolicy", "ReplicationTotals", "Replicator"]
+
+log = logging.getLogger(__name__)
+
+
+class Replicator:
+    """One job's duties to other nodes: one thread that sends, and a tally of what is settled."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: HeartbeatLoop,
+        protection: ReplicationPolicy,
+        *,
+        pace: RateLimiter,
+        blobs_of: Callable[[ShardInfo], tuple[str, ...]] = lambda _fact: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self.protection = protection
+        self._pace = pace
+        self._blobs_of = blobs_of
+        self._clock = clock
+        self._accounts = ReplicationState(tending.me.id, protection)
+        self._changed = threading.Condition()
+        self._news = True
+        self._stop = threading.Event()
+        self.totals = ReplicationTotals()
+        self.settlement = CommitTracker(
+            store, job, tending, reports=self._accounts.reports, totals=self.totals, changed=self._changed
+        )
+        self.paths = PathMonitor()
+        self.sending: tuple[ReplicationTask, int] | None = None
+        """What is on its way right now, and its size."""
+        self._thread = threading.Thread(target=self._run, name="peerstore-protect", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """What is on its way may come to its end, if it does that soon."""
+        self._stop.set()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join(deadlines.remaining_s(SHUTDOWN_GRACE_S))
+            if self._thread.is_alive():
+                self._tending.hang_up()
+                self._thread.join()
+        self.settlement.close()
+
+    def wake(self) -> None:
+        """Something changed: a shard was sealed, a node came or went."""
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    # -- how things stand ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> ReplicationView:
+        """The job as this node sees it right now."""
+        facts = self._store.copies.facts(self._job)
+        settled = self._store.copies.settled(self._job)
+        epoch, _ = self._store.copies.owner_of(self._job)
+        base = self._store.copies.base(self._job)
+        left_out = self._store.copies.left_out(self._job)
+        living, life = self._tending.living, self._tending.life
+        return ReplicationView(self._clock(), living, facts, settled, epoch, base, life, left_out)
+
+    @property
+    def partners(self) -> tuple[str, ...]:
+        """Where copies of what this node writes go."""
+        living = self._tending.living
+        with self._changed:
+            return self._accounts.partners(living)
+
+    def standings(self) -> list[ReplicationStatus]:
+        """How well every shard here is kept."""
+        look = self._look()
+        with self._changed:
+            return self._accounts.standings(look)
+
+    def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
+        """The living nodes that are known to hold a shard of this node, this one first."""
+        living = self._tending.living
+        with self._changed:
+            confirmed = self._accounts.confirmed(key, self._tending.life)
+        return (self._tending.me, *(living[node] for node in confirmed if node in living))
+
+    def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
+        """In how many copies a shard is kept, and in how many domains."""
+        holders = self.holders(key)
+        return len(holders), len({node.label(level) for node in holders})
+
+    def trouble(self, key: ShardKey) -> str:
+        """Why a shard lacks copies, as far as it is known."""
+        with self._changed:
+            return self._accounts.trouble(key)
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Until ``ready`` says so; it is asked again after every copy."""
+        with self._changed:
+            return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are copies to be made that can be made."""
+        return any(one.mine and one.lacking for one in self.standings())
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                duty = self._next()
+                if duty is not None:
+                    self._do(duty)
+                self._tell_scribe()
+            except Exception:  # the thread must outlive any one shard
+                log.exception("job %s: protecting failed", self._job)
+                self._stop.wait(REPLICATION_RETRY_S)
+
+    def _next(self) -> ReplicationTask | None:
+        """The next thing to send; ``None`` when something changed, or it is time to look again."""
+        with self._changed:
+            self._news = False
+        look = self._look()
+        with self._changed:
+            found = self._accounts.next(look)
+        if isinstance(found, ReplicationTask):
+            return found
+        self._tell_scribe()
+        with self._changed:
+            self._changed.wait_for(lambda: self._news or self._stop.is_set(), found)
+        return None
+
+    def _do(self, duty: ReplicationTask) -> None:
+        key = duty.key
+        fact = next((fact for fact in self._store.copies.facts(self._job) if fact.key == key), None)
+        if fact is None:
+            return
+        try:
+            pin = self._store.pin(key)
+        except (ShardNotFoundError, ShardDamagedError):
+            return
+        self.sending = duty, fact.size_bytes
+        life = self._tending.life(duty.to)
+        whole = is_committed(fact, self._store.copies.settled(self._job))
+        try:
+            push = ReplicaPush(
+                self._tending.peer(duty.to),
+                pin.record,
+                pin.fd,
+                pace=self._pace,
+                streams=self.protection.streams,
+                blob=lambda name: self._store.get_blob(self._job, name),
+                stopped=self._stop.is_set,
+            )
+            base = self._store.copies.base(self._job)
+            done = push.run(holders=duty.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
+        except (PeerStoreError, OSError) as error:
+            self._failed(duty, error)
+        else:
+            with self._changed:
+                self._accounts.done(duty, life, base)
+                self._changed.notify_all()
+            self.totals.copies += 1
+            self.totals.sent_bytes += done.sent_bytes
+            self.totals.skipped_bytes += done.skipped_bytes
+            self.totals.seconds += done.seconds
+            if not self._pace.limited:
+                self.paths.took(duty.to, self._tending.peer(duty.to).address, done.sent_bytes, done.seconds)
+            self.totals.lag_s = max(0.0, time.time() - fact.sealed_ns / 1e9)
+        finally:
+            self.sending = None
+            pin.close()
+            self._store.unpin(pin.id)
+
+    def _failed(self, duty: ReplicationTask, error: Exception) -> None:
+        self.totals.errors += 1
+        log.warning("job %s: no copy of %s on %s: %s", self._job, duty.key, duty.to, error)
+        with self._changed:
+            doubtful = self._accounts.failed(duty, error, self._clock())
+            self._changed.notify_all()
+        if doubtful:
+            with contextlib.suppress(PeerStoreError, OSError):
+                self._compare(duty)
+
+    def _compare(self, duty: ReplicationTask) -> None:
+        """Two nodes do not mean the same bytes: who has others than it says drops them, and gets them elsewhere."""
+        for record in self._store.records(self._job, duty.key.group):
+            if record.key == duty.key and not self._store.verify(duty.key):
+                chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
+                self._tending.peer(duty.to).call("suspect", VerifyChunks(duty.key, (chunks,)), bool)
+
+    def confirm(self, key: ShardKey, node: str, life: int) -> None:
+        """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
+        with self._changed:
+            self._accounts.confirm(key, node, life)
+            self._changed.notify_all()
+
+    # -- what is decided ----------------------------------------------------------------------------------------------
+
+    def _tell_scribe(self) -> None:
+        """Say which parts of which versions are here, and have their copies; who counts says what follows."""
+        if not (self.protection.settles and self._tending.knows):  # others may be there that have no copies yet
+            return
+        look = self._look()
+        with self._changed:
+            teller, notes = self._accounts.unreported(look)
+        if not self.settlement.tell(teller, notes):
+            with self._changed:
+                self._accounts.unreached(teller, self._clock())
+
+
+_COMMIT_S = 120.0
+_FLUSH_CHUNKS = 64
+"""Chunks between two looks at what arrived damaged."""
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What one push took."""
+
+    sent_bytes: int
+    skipped_bytes: int
+    """Bytes the other node had already."""
+    seconds: float
+
+
+@dataclass
+class _Work:
+    """Chunks that are still to be sent, handed out to the streams one run at a time."""
+
+    runs: list[tuple[int, int]]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    bad: list[int] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    def next(self) -> tuple[int, int] | None:
+        with self.lock:
+            if not self.runs or self.failure is not None:
+                return None
+            first, stop = self.runs.pop()
+            if stop - first > _FLUSH_CHUNKS:
+                self.runs.append((first + _FLUSH_CHUNKS, stop))
+                stop = first + _FLUSH_CHUNKS
+            return first, stop
+
+
+class ReplicaPush:
+    """Sends one shard to one node; ``run`` returns when the copy counts, or raises why it does not."""
+
+    def __init__(
+        self,
+        peer: PeerClient,
+        record: ShardRecord,
+        fd: int,
+        *,
+        pace: RateLimiter,
+        streams: int = 2,
+        blob: Callable[[str], bytes] = lambda _name: b"",
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._peer = peer
+        self._record = record
+        self._fd = fd
+        self._pace = pace
+        self._streams = streams
+        self._blob = blob
+        self._stopped = stopped
+
+    def run(
+        self, *, holders: tuple[str, ...], whole: bool, blobs: tuple[str, ...] = (), base: ResumePoint | None = None
+    ) -> PushResult:
+        began = time.monotonic()
+        offer = OfferReplica(self._record, holders, whole, blobs, base)
+        wanted: OfferReply = self._peer.call("offer", offer, OfferReply, timeout_s=_COMMIT_S)
+        for name in wanted.blobs:
+            self._peer.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(self._blob(name))])
+        if not wanted.transfer:
+            return PushResult(0, self._record.size_bytes, time.monotonic() - began)
+        failpoint("peer.offered")
+        sent = self._bytes_of(wanted.missing)
+        try:
+            self._send(wanted.transfer, list(wanted.missing))
+            self._peer.call("commit", CommitReplica(wanted.transfer), type(None), timeout_s=_COMMIT_S)
+        except BaseException:
+            with contextlib.suppress(PeerStoreError):
+                self._peer.call("abort", AbortReplica(wanted.transfer), type(None), timeout_s=5.0)
+            raise
+        return PushResult(sent, self._record.size_bytes - sent, time.monotonic() - began)
+
+    def _bytes_of(self, runs: Sequence[tuple[int, int]]) -> int:
+        size, total = self._record.chunk_bytes, self._record.size_bytes
+        return sum(min(stop * size, total) - first * size for first, stop in runs)
+
+    def _send(self, transfer: str, runs: list[tuple[int, int]]) -> None:
+        bad = self._send_all(transfer, runs)
+        # The way may be bad and the bytes good: what arrived damaged is sent once more.
+        if bad and self._send_all(transfer, [(number, number + 1) for number in bad]):
+            raise ShardDamagedError(f"{self._record.key}: {len(bad)} chunks arrived damaged twice, first: {bad[0]}")
+
+    def _send_all(self, transfer: str, runs: list[tuple[int, int]]) -> list[int]:
+        work = _Work(sorted(runs, reverse=True))
+        many = min(self._streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
+        helpers = [
+            threading.Thread(target=self._stream, args=(transfer, work), name="peerstore-push", daemon=True)
+            for _ in range(many - 1)
+        ]
+        for thread in helpers:
+            thread.start()
+        self._stream(transfer, work)
+        for thread in helpers:
+            thread.join()
+        if work.failure is not None:
+            raise work.failure
+        return work.bad
+
+    def _stream(self, transfer: str, work: _Work) -> None:
+        """Runs of chunks over one connection, until there are no more."""
+        try:
+            with self._peer.line() as line:
+                while (run := work.next()) is not None:
+                    for number in range(*run):
+                        self._send_chunk(line, transfer, number)
+                    bad = line.ask("flush", FlushChunks(transfer), tuple[int, ...])
+                    with work.lock:
+                        work.bad += bad
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever started the streams
+            with work.lock:
+                work.failure = work.failure or error
+
+    def _send_chunk(self, line: PeerConnection, transfer: str, number: int) -> None:
+        if self._stopped():
+            raise PeerStoreError("this agent is stopping")
+        start = number * self._record.chunk_bytes
+        size = min(self._record.chunk_bytes, self._record.size_bytes - start)
+        self._pace.take(size)
+        failpoint("peer.sending")
+        line.tell("chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])

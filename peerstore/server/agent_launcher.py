@@ -1,0 +1,344 @@
+"""Starts exactly one agent where none answers, replaces a hung one, and watches it while ranks run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from peerstore import deadlines, message_codec
+from peerstore.daemon_process import peer_credentials
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello
+from peerstore.server.store_client import AgentConnector, Client, connect_to_agent
+from peerstore.server.store_server import ensure_private_directory
+from peerstore.settings import AgentPaths
+
+log = logging.getLogger(__name__)
+
+_LOG_TAIL_BYTES = 2000
+_PROBE_S = 3.0
+_END_S = 10.0
+
+
+def connect_or_launch_agent(
+    place: AgentPaths, command: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 30.0
+) -> socket.socket:
+    """A connection to this place's agent; ``command`` is run first if nobody answers.
+
+    ``command`` must detach itself (``--detach``): the agent outlives the process that asked for it and is not its
+    child.
+    """
+    try:
+        return connect_to_agent(place.socket, named=place.named)
+    except AgentUnreachableError:
+        pass
+    ensure_private_directory(place.directory)
+    deadline = time.monotonic() + deadlines.remaining_s(timeout_s)
+    fd = os.open(place.launch_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _lock(fd, place, deadline)
+        try:
+            return connect_to_agent(place.socket, named=place.named)  # another process was faster
+        except AgentUnreachableError:
+            return _launch(place, command, environ, deadline)
+    finally:
+        os.close(fd)
+
+
+def replace_hung_agent(place: AgentPaths, *, within_s: float = _PROBE_S) -> bool:
+    """End the agent if it hangs, so that another one can take over what it keeps; whether it did and is gone.
+
+    The proof: it accepts nobody's greeting for ``within_s``, holds the lock of its directory, and meanwhile none of its
+    threads ran, was about to, or waited for a disk. One that is only slow on a busy machine is left alone.
+    """
+    with _hung(place, within_s) as (pid, agent):
+        if not pid:
+            return False
+        log.warning("the agent in %s (process %d) hangs: it is ended, and another one takes over", place.directory, pid)
+        try:
+            signal.pidfd_send_signal(agent, signal.SIGKILL)
+            return bool(select.select([agent], [], [], _END_S)[0])
+        except OSError:  # it is gone
+            return False
+
+
+def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bool:
+    """Raise :class:`AgentUnreachableError` if the agent hangs: whoever manages it has to end it. Else false."""
+    with _hung(place, within_s) as (pid, _):
+        if pid:
+            raise AgentUnreachableError(
+                f"the agent in {place.directory} (process {pid}) hangs, or was stopped, and this process may not "
+                f"replace it: have it go on (kill -CONT {pid}), or end it and start another one"
+            )
+    return False
+
+
+def signal_agent(place: AgentPaths, number: int) -> bool:
+    """Send a signal to this place's agent; False where it does not run. Nobody who was given its number gets one."""
+    try:
+        pid = int(place.lock.read_text())
+        agent = os.pidfd_open(pid)
+    except (OSError, ValueError, OverflowError):
+        return False
+    try:
+        if not _holds(place, pid):
+            return False
+        signal.pidfd_send_signal(agent, number)
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(agent)
+    return True
+
+
+@contextlib.contextmanager
+def _hung(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]:
+    """The agent's process and an open descriptor of it, where it hangs; else (0, -1)."""
+    with contextlib.ExitStack() as cleanup:
+        found = (0, -1)
+        try:
+            sock = cleanup.enter_context(connect_to_agent(place.socket, named=place.named))
+            pid = peer_credentials(sock)[0]
+            agent = os.pidfd_open(pid)
+            cleanup.callback(os.close, agent)
+            before = _stands_still(pid)
+            still = before >= 0 and not _greets(sock, within_s) and _stands_still(pid) == before
+            if still and _holds(place, pid):
+                found = pid, agent
+        except (PeerStoreError, OSError, ValueError):  # it is gone, or somebody else's
+            pass
+        yield found
+
+
+def _greets(sock: socket.socket, within_s: float) -> bool:
+    sock.settimeout(within_s)
+    try:
+        message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+        message_codec.receive_frame(sock, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES)
+    except TimeoutError:
+        return False
+    except PeerStoreError:  # it says something
+        return True
+    return True
+
+
+def _stands_still(pid: int) -> int:
+    """The time that a process has computed so far, or -1 while any of its threads runs, or waits for a disk."""
+    computed = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = task.joinpath("stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "RD":
+            return -1
+        computed += int(fields[11]) + int(fields[12])
+    return computed
+
+
+def _holds(place: AgentPaths, pid: int) -> bool:
+    """Whether it is the agent of this directory: who has locked it wrote its number there."""
+    with place.lock.open("r") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(lock.read()) == pid
+    return False
+
+
+def _lock(fd: int, place: AgentPaths, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise AgentUnreachableError(
+                    f"another process has been starting the agent in {place.directory} for too long"
+                ) from None
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _launch(
+    place: AgentPaths, command: Sequence[str], environ: Mapping[str, str] | None, deadline: float
+) -> socket.socket:
+    """Run ``command``, which detaches itself, and wait until it answers or ends.
+
+    The agent inherits the write end of a pipe and never uses it: the pipe closes when the agent dies, which is how
+    this process, no longer its parent, learns of that.
+    """
+    alive, inherited = os.pipe()
+    try:
+        with place.log.open("ab") as log:
+            start = log.tell()
+            subprocess.run(  # noqa: S603 - the command is this package's own
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+                env=dict(environ) if environ is not None else None,
+                pass_fds=(inherited,),
+                check=False,
+                timeout=max(0.1, deadline - time.monotonic()),
+            )
+        os.close(inherited)
+        inherited = -1
+        while True:
+            ended = bool(select.select([alive], [], [], 0.005)[0])
+            try:
+                return connect_to_agent(place.socket, named=place.named)
+            except AgentUnreachableError:
+                if ended:
+                    raise AgentUnreachableError(f"the agent ended at once: {_tail(place.log, start)}") from None
+                if time.monotonic() > deadline:
+                    raise AgentUnreachableError(f"the agent does not answer, see {place.log}") from None
+    except subprocess.TimeoutExpired:
+        raise AgentUnreachableError(f"the agent did not go to the background, see {place.log}") from None
+    finally:
+        os.close(alive)
+        if inherited >= 0:
+            os.close(inherited)
+
+
+def _tail(path: Path, start: int) -> str:
+    with path.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(start, size - _LOG_TAIL_BYTES))
+        return log.read().decode(errors="replace").strip() or "it said nothing"
+
+
+_LOOK_S = 1.0
+_ANSWER_S = 10.0
+_FAREWELL_S = 1.0
+_START_S = 35.0
+"""A start that is under way has ended after this long, whether there is an agent then or not."""
+
+
+class AgentWatchdog:
+    """Has an agent that died started again, and one that hangs replaced, within seconds.
+
+    What an agent keeps is in memory that outlives it. Until there is another one other nodes cannot read it: nodes that
+    a job has left, or that wait outside of its world, have nobody else who would notice. The connection also tells the
+    agent that it is needed.
+    """
+
+    def __init__(
+        self,
+        connector: AgentConnector,
+        replace: Callable[[], bool],
+        *,
+        its_turn: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``connector`` starts an agent where none answers; ``replace`` ends one that hangs. ``its_turn``: nobody else
+        looks after the agent.
+        """
+        self._client = Client(connector, retry_s=0.0, replace=replace)
+        self._its_turn = its_turn
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peerstore-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        missing = False
+        while not self._stop.wait(_LOOK_S):
+            try:
+                if not self._its_turn():
+                    continue
+                self._client.answers(timeout_s=_ANSWER_S)
+                missing = False
+            except (PeerStoreError, OSError) as error:
+                level = logging.DEBUG if missing or self._stop.is_set() else logging.WARNING
+                log.log(level, "the agent of this node does not answer: %s", error)
+                missing = True
+
+    def close(self) -> None:
+        """Nothing is started from here on; a look, or a start, that is under way ends by itself."""
+        self._stop.set()
+        self._client.close()
+        self._thread.join(_FAREWELL_S)
+
+
+class ElectedWatchdog:
+    """Of a node's agent, for one of the processes that use it: the one that has the lock beside its socket looks.
+
+    An agent that was asked to end, or that nobody needed, has taken its socket with it, and is not started again. One
+    that died has left it behind.
+    """
+
+    def __init__(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:
+        self._place = place
+        self._launch = launch
+        self._replace = replace
+        self._ended = False
+        self._acting = threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(os.fdopen(os.open(place.watch_lock, flags, 0o600), "r+"))
+            self._has_lock()  # from now on: who comes later leaves the agent to this process
+            self._watch = AgentWatchdog(self._connect, self._replaced, its_turn=self._has_lock)
+            undo.pop_all()
+
+    def _has_lock(self) -> bool:
+        """A lock of this process: a child that it forks has no part in it, and may live longer."""
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError, ValueError):  # somebody else has it, or this has ended
+            return False
+        return True
+
+    def _connect(self) -> socket.socket:
+        try:
+            return connect_to_agent(self._place.socket, named=self._place.named)
+        except AgentUnreachableError:
+            with self._acting:
+                if self._ended or not self._place.socket.exists():
+                    raise
+                return self._launch()
+
+    def _replaced(self) -> bool:
+        with self._acting:
+            return not self._ended and self._replace()
+
+    def close(self) -> None:
+        """Nothing is started, or ended, from here on; what is under way is waited for."""
+        self._ended = True
+        self._watch.close()
+        if self._acting.acquire(timeout=_START_S):
+            self._acting.release()
+        self._lock.close()
+
+
+class WatchdogRegistry:
+    """Those of this process: one for each agent, while anybody wants it looked after."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._here: dict[Path, tuple[ElectedWatchdog, int]] = {}
+        os.register_at_fork(after_in_child=self._forked)
+
+    def begin(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:
+        with self._lock:
+            there, wanted = self._here.get(place.directory) or (ElectedWatchdog(place, launch, replace), 0)
+            self._here[place.directory] = there, wanted + 1
+
+    def end(self, place: AgentPaths) -> None:
+        with self._lock:
+            there, wanted = self._here.pop(place.directory, (None, 0))
+            if there is not None and wanted > 1:
+                self._here[place.directory] = there, wanted - 1
+        if there is not None and wanted == 1:
+            there.close()
+
+    def _forked(self) -> None:
+        """What its parent looks after is none of a child's business."""
+        self._lock, self._here = threading.Lock(), {}

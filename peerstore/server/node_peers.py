@@ -1,0 +1,242 @@
+"""The peer tier of all jobs on one node: listens, joins and leaves jobs, rejoins them after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from peerstore import deadlines
+from peerstore.errors import ArenaFullError, PeerStoreError, ShardNotFoundError, UnavailableError
+from peerstore.membership.discovery import Discovery, parse_discovery
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import MemberList, NodeId, PeerNode, validate_node_id
+from peerstore.message_codec import from_msgpack
+from peerstore.peers.heartbeat_loop import SHUTDOWN_GRACE_S
+from peerstore.peers.peer_client import PeerCredentials
+from peerstore.server.job_peers import JobPeers
+from peerstore.server.peer_server import PeerServer
+from peerstore.settings import JOB_PEERS_BLOB, BlobAccess, JobPeersConfig
+from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
+from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.transport.base import Listener, PartitionableTransport, Transport
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """This node among others."""
+
+    node: NodeId
+    listen: str
+    """``host:port`` to listen on for other nodes' agents; port 0 picks one."""
+    labels: tuple[tuple[str, str], ...] = ()
+    memory_bytes: int = 0
+    port_file: Path | None = None
+    """Where the port is noted that was picked, so that the next agent of this node is found where this one was."""
+    membership: MembershipSettings = field(default_factory=MembershipSettings)
+
+
+class FixedMembers:
+    """A list of nodes that somebody has made already."""
+
+    def __init__(self, roster: MemberList) -> None:
+        self._roster = roster
+
+    def roster(self) -> MemberList:
+        return self._roster
+
+
+class NodePeers(StoreListener):
+    """The peer tier of one node agent, for all jobs."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        identity: NodeIdentity,
+        transport: Transport,
+        *,
+        version: str = "",
+        blobs_of: Callable[[ShardInfo], tuple[str, ...]] = lambda _fact: (),
+        shared: BlobAccess = BlobAccess(),  # noqa: B008 - it is never changed
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._transport = PartitionableTransport(transport)
+        self._blobs_of = blobs_of
+        self._lock = threading.RLock()
+        self._teams: dict[str, JobPeers] = {}
+        self._plans: dict[str, JobPeersConfig] = {}
+        self._listener: Listener | None = None
+        self.desk = PeerServer(store, identity.node, team_of=self.team, version=version, shared=shared)
+
+    def start(self) -> None:
+        """Go on for the jobs that a killed agent took part in."""
+        for job in self._store.jobs():
+            try:
+                plan = from_msgpack(self._store.get_blob(job, JOB_PEERS_BLOB), JobPeersConfig)
+                self.join(job, plan, wait_s=0.0)
+            except ShardNotFoundError:  # a job that has only this node
+                continue
+            except (PeerStoreError, msgspec.DecodeError, OSError) as error:
+                log.warning("job %s: its other nodes are not looked after: %s", job, error)
+        self._store.subscribe(self)  # now that somebody can mend what is found damaged
+
+    def close(self) -> None:
+        with self._lock:
+            teams, self._teams = list(self._teams.values()), {}
+            listener, self._listener = self._listener, None
+        with deadlines.timeout_scope(SHUTDOWN_GRACE_S):
+            for team in teams:
+                team.protecting.close()  # nothing new goes out
+        if listener is not None:
+            listener.close()
+        for team in teams:
+            team.close()
+        self.desk.close()
+        self._transport.close()
+
+    def cut_off(self, seconds: float) -> None:
+        """Have this node reach no other, and no other this one, for so long: a partition on purpose."""
+        log.warning("cut off from all other nodes for %g s, on purpose", seconds)
+        self._transport.cut(seconds)
+
+    # -- who I am -----------------------------------------------------------------------------------------------------
+
+    @property
+    def me(self) -> PeerNode:
+        """This node, reachable: from the first call on it listens."""
+        with self._lock:
+            if self._listener is None:
+                self._listener = self._listen()
+                log.info("node %s listens for others on %s", self._identity.node, self._listener.address)
+            identity = self._identity
+            return PeerNode(
+                validate_node_id(identity.node), self._listener.address, identity.labels, identity.memory_bytes
+            )
+
+    def _listen(self) -> Listener:
+        """Where the others know the agent before this one to be, if that can be had."""
+        wanted, noted = self._identity.listen, self._identity.port_file
+        host, _, port = wanted.rpartition(":")
+        if noted is None or port != "0":
+            return self._transport.listen(wanted, self.desk.serve)
+        with contextlib.suppress(OSError, ValueError):
+            before = int(noted.read_text())
+            try:
+                return self._transport.listen(f"{host}:{before}", self.desk.serve)
+            except (PeerStoreError, OSError) as error:
+                log.warning("port %d, where others know this node, cannot be had (%s): another one", before, error)
+        listener = self._transport.listen(wanted, self.desk.serve)
+        try:
+            noted.write_text(listener.address.rpartition(":")[2])
+        except OSError as error:
+            log.warning("the port is not noted, and a restarted agent takes another one: %s", error)
+        return listener
+
+    @property
+    def name(self) -> NodeId:
+        return self._identity.node
+
+    @property
+    def listening(self) -> str:
+        """Where this node listens, or nothing."""
+        with self._lock:
+            return self._listener.address if self._listener is not None else ""
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def team(self, job: str) -> JobPeers | None:
+        with self._lock:
+            return self._teams.get(job)
+
+    @property
+    def teams(self) -> list[JobPeers]:
+        with self._lock:
+            return [self._teams[job] for job in sorted(self._teams)]
+
+    def join(self, job: str, plan: JobPeersConfig, *, wait_s: float = _JOIN_S) -> JobPeers:
+        """Take part in ``job`` as ``plan`` says; a plan that is in force already changes nothing."""
+        discovery: Discovery = FixedMembers(plan.roster) if plan.roster is not None else parse_discovery(plan.discovery)
+        with self._lock:
+            team, known = self._teams.get(job), self._plans.get(job)
+            if team is not None and known == plan:
+                return team
+            replaced, fresh = None, False
+            if team is not None and known is not None and known.like(plan):
+                self._remember(job, plan)
+                team.tending.follow(discovery)
+            else:
+                replaced = self._teams.pop(job, None)
+                team = self._teams[job] = self._team(job, plan)
+                self._remember(job, plan)
+                fresh = True
+        if replaced is not None:
+            replaced.close()
+        if fresh:
+            team.start(discovery)
+        team.tending.wait_quorum(wait_s)  # also of those that only a changed list of nodes names
+        return team
+
+    def _team(self, job: str, plan: JobPeersConfig) -> JobPeers:
+        me = self.me
+        return JobPeers(
+            self._store,
+            me,
+            PeerCredentials(job, me.id, plan.secret),
+            self._transport,
+            plan.settings,
+            membership=self._identity.membership,
+            blobs_of=self._blobs_of,
+        )
+
+    def _remember(self, job: str, plan: JobPeersConfig) -> None:
+        self._plans[job] = plan
+        try:
+            self._store.put_blob(job, JOB_PEERS_BLOB, msgspec.msgpack.encode(plan))
+        except (ArenaFullError, UnavailableError) as error:
+            log.warning("job %s: a restarted agent will not know the job's other nodes: %s", job, error)
+
+    def leave(self, job: str) -> None:
+        with self._lock:
+            team = self._teams.pop(job, None)
+            self._plans.pop(job, None)
+        if team is not None:
+            team.close()
+            if job in self._store.jobs():
+                self._store.remove_blob(job, JOB_PEERS_BLOB)
+                self._store.copies.guard(job, guarded=False)
+
+    # -- what happens to shards ---------------------------------------------------------------------------------------
+
+    def sealed(self, record: ShardRecord) -> None:
+        team = self.team(record.key.job)
+        if team is not None:
+            team.protecting.wake()
+
+    def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        self.sealed(record)
+
+    def dropped(self, job: str) -> None:
+        self.leave(job)
+
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        team = self.team(key.job)
+        if team is not None:
+            team.damaged(record)
+
+    def parity(self, record: ShardRecord) -> None:
+        self.sealed(record)
+
+    def decided(self, job: str, group: VersionId, *, torn: bool) -> None:
+        team = self.team(job)
+        if team is not None:
+            team.protecting.wake()

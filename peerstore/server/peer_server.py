@@ -1,0 +1,315 @@
+"""Server for requests of other nodes' agents, on authenticated connections of one job each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from peerstore import message_codec
+from peerstore.commit_protocol import CommitDecision, PartsReport
+from peerstore.errors import (
+    PeerStoreError,
+    ProtocolError,
+    RequestError,
+    ShardDamagedError,
+    ShardNotFoundError,
+    UnavailableError,
+)
+from peerstore.failpoints import failpoint
+from peerstore.membership.topology import NodeId
+from peerstore.peers.peer_messages import (
+    AbortReplica,
+    CommitReplica,
+    DeleteVersions,
+    FlushChunks,
+    GetMemberList,
+    GetNodeInventory,
+    GetParities,
+    GetPartitionInventory,
+    GetPeerBlob,
+    GetPeerBlobs,
+    GetShardRecords,
+    IndirectPing,
+    OfferReplica,
+    ParityStatus,
+    PeerRequest,
+    PeerResponse,
+    PingMessage,
+    PutPeerBlob,
+    ReadRanges,
+    ReplicaChunk,
+    StripeReport,
+    UpdateHolders,
+    VerifyChunks,
+    VersionNotDurable,
+    VersionReplicated,
+)
+from peerstore.peers.shard_server import RangeServer, ReplicaReceiver
+from peerstore.server.job_peers import JobPeers
+from peerstore.settings import BlobAccess
+from peerstore.store.node_store import MAX_BLOB_BYTES, NodeStore
+from peerstore.transport.authentication import PeerIdentity, authenticate_client
+from peerstore.transport.base import MessageChannel, Payload
+
+log = logging.getLogger(__name__)
+
+_MOST_BLOB_BYTES = 8 << 20
+"""In one answer that has several of them."""
+_Answer = tuple[Any, Payload]
+
+
+class PeerServer:
+    """Serves every job this node takes part in, each on connections of its own."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        me: str,
+        *,
+        team_of: Callable[[str], JobPeers | None],
+        version: str = "",
+        shared: BlobAccess = BlobAccess(),  # noqa: B008 - it is never changed
+        verified: Callable[[PeerIdentity], None] = lambda _peer: None,
+    ) -> None:
+        self._store = store
+        self._me = me
+        self._team_of = team_of
+        self._version = version
+        self.shared = shared
+        self._verified = verified
+        self.receiving = ReplicaReceiver(store, me)
+        self.lending = RangeServer(store)
+        self.refused = 0
+
+    def serve(self, channel: MessageChannel) -> None:
+        """One connection, from its greeting to its end."""
+        try:
+            who = authenticate_client(channel, me=self._me, secret_of=self._secret_of, version=self._version)  # type: ignore[arg-type]
+        except PeerStoreError:
+            self.refused += 1
+            raise
+        team = self._team_of(who.job)
+        if team is None:
+            return
+        self._verified(who)
+        conversation = _PeerSession(self, team, who, channel)
+        try:
+            conversation.run()
+        except ProtocolError:
+            self.refused += 1
+            raise
+        finally:
+            conversation.end()
+
+    def _secret_of(self, job: str) -> bytes | None:
+        team = self._team_of(job)
+        return team.credentials.secret if team is not None else None
+
+    def close(self) -> None:
+        self.receiving.close()
+
+
+class _PeerSession:
+    """One peer's requests on one connection, one after the other."""
+
+    def __init__(self, desk: PeerServer, team: JobPeers, who: PeerIdentity, channel: MessageChannel) -> None:
+        self._desk = desk
+        self._store = desk._store
+        self._team = team
+        self._who = who
+        self._channel = channel
+        self._bad: list[int] = []
+        self._offered: set[str] = set()
+        """Copies that were begun on this connection and are neither finished nor given up."""
+        self._payload_bytes = 0
+        self._operations: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
+            "offer": (OfferReplica, self._offer),
+            "flush": (FlushChunks, self._flush),
+            "commit": (CommitReplica, self._commit),
+            "abort": (AbortReplica, self._abort),
+            "relist": (UpdateHolders, lambda a: self._store.copies.relist(self._mine(a.key), a.holders)),
+            "put_blob": (PutPeerBlob, self._put_blob),
+            "look": (GetNodeInventory, lambda _: team.look()),
+            "look_for": (GetPartitionInventory, self._look_for),
+            "records": (GetShardRecords, self._records),
+            "blobs": (GetPeerBlobs, self._blobs),
+            "blob": (GetPeerBlob, lambda a: self._store.get_blob(team.job, self._desk.shared.readable(a.name))),
+            "suspect": (VerifyChunks, lambda a: desk.lending.suspected(self._mine(a.key), a.chunks)),
+            "striped": (StripeReport, lambda a: team.sharing.striped(who.node, a)),
+            "stake": (ParityStatus, lambda a: team.sharing.staked(who.node, a)),
+            "parities": (GetParities, self._parities),
+            "ping": (PingMessage, lambda a: team.tending.pinged(who.node, a)),
+            "ping_for": (IndirectPing, lambda a: team.tending.reaches(NodeId(a.node))),
+            "roster": (GetMemberList, self._roster),
+            "settling": (PartsReport, team.protecting.settlement.settling),
+            "dropped": (DeleteVersions, self._drop),
+            "not_durable": (VersionNotDurable, self._not_durable),
+            "settled": (
+                VersionReplicated,
+                lambda a: team.protecting.settlement.decided(CommitDecision(a.group, a.group)),
+            ),
+            "decided": (CommitDecision, team.protecting.settlement.decided),
+        }
+
+    def run(self) -> None:
+        while (incoming := self._channel.receive()) is not None:
+            request = message_codec.decode_message(incoming.header, PeerRequest)
+            self._payload_bytes = incoming.payload_bytes
+            if request.op == "chunk":
+                self._chunk(message_codec.decode_message(request.body, ReplicaChunk))
+            elif request.op == "read":
+                self._read(message_codec.decode_message(request.body, ReadRanges))
+            else:
+                self._answer(request)
+
+    def end(self) -> None:
+        """Copies that were offered on this connection and not finished are given up: their slots are free again."""
+        for transfer in self._offered:
+            self._desk.receiving.abort(self._who.node, transfer)
+
+    def _answer(self, request: PeerRequest) -> None:
+        found = self._operations.get(request.op)
+        try:
+            if found is None:
+                raise RequestError(f"this agent ({self._desk._version or 'unknown version'}) has no {request.op!r}")
+            kind, work = found
+            if self._payload_bytes and request.op != "put_blob":
+                raise ProtocolError(f"{request.op!r} came with {self._payload_bytes} bytes that belong to nothing")
+            self._send("", work(message_codec.decode_message(request.body, kind)))
+        except ProtocolError as error:
+            self._send(type(error).__name__, str(error))
+            raise
+        except PeerStoreError as error:
+            self._send(type(error).__name__, str(error))
+        except UnicodeDecodeError as error:
+            self._send("RequestError", str(error))
+        except OSError:
+            raise
+        except Exception as error:
+            log.exception("%s of %s failed", request.op, self._who.node)
+            self._send("PeerStoreError", f"internal error: {type(error).__name__}: {error}")
+
+    def _send(self, error: str, body: object, payload: Payload = ()) -> None:
+        if self._payload_bytes:
+            self._channel.discard()
+            self._payload_bytes = 0
+        self._channel.send(
+            message_codec.encode_message(PeerResponse(error, message_codec.encode_raw_message(body))), payload
+        )
+
+    def _mine(self, key: Any) -> Any:
+        """A key on this connection is of this connection's job."""
+        if key.job != self._team.job:
+            raise RequestError(f"{key} was named on a connection of job {self._team.job}")
+        return key
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def _offer(self, offer: OfferReplica) -> object:
+        if len(offer.holders) > 8 or len(offer.blobs) > 64:
+            raise RequestError(f"{offer.record.key}: {len(offer.holders)} holders and {len(offer.blobs)} blobs")
+        wanted = self._desk.receiving.offer(self._team.job, self._who.node, offer)
+        if wanted.transfer:
+            self._offered.add(wanted.transfer)
+        return wanted
+
+    def _chunk(self, chunk: ReplicaChunk) -> None:
+        bad = self._desk.receiving.chunk(
+            self._who.node, chunk.transfer, chunk.number, self._channel, self._payload_bytes
+        )
+        if bad is not None:
+            self._bad.append(bad)
+
+    def _flush(self, _: FlushChunks) -> tuple[int, ...]:
+        bad, self._bad = tuple(self._bad), []
+        return bad
+
+    def _commit(self, commit: CommitReplica) -> None:
+        key = self._desk.receiving.commit(self._who.node, commit.transfer)
+        self._offered.discard(commit.transfer)
+        self._team.protecting.confirm(key, self._who.node, self._team.tending.life(self._who.node))
+
+    def _abort(self, abort: AbortReplica) -> None:
+        self._desk.receiving.abort(self._who.node, abort.transfer)
+        self._offered.discard(abort.transfer)
+
+    def _drop(self, dropped: DeleteVersions) -> None:
+        """Also where nothing of them is here: that is no error."""
+        self._store.forget(self._team.job, list(dropped.groups))
+
+    def _not_durable(self, said: VersionNotDurable) -> None:
+        self._store.not_durable(self._team.job, said.group, f"node {self._who.node}: {said.why}")
+
+    def _put_blob(self, blob: PutPeerBlob) -> None:
+        name, size = self._desk.shared.writable(blob.name, self._who.node), self._payload_bytes
+        if size > MAX_BLOB_BYTES:
+            raise RequestError(f"blob {blob.name} has {size} bytes, at most {MAX_BLOB_BYTES} are kept")
+        data = bytearray(size)
+        self._payload_bytes = 0
+        self._channel.receive_into([memoryview(data)])
+        if self._desk.shared.is_common(name):  # named by what is in it: what is there is not replaced
+            with contextlib.suppress(ShardNotFoundError, ShardDamagedError):
+                self._store.get_blob(self._team.job, name)
+                return
+        self._store.put_blob(self._team.job, name, bytes(data))
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def _look_for(self, asked: GetPartitionInventory) -> object:
+        return self._team.looking.look_for(asked)
+
+    def _read(self, read: ReadRanges) -> None:
+        try:
+            loan = self._desk.lending.prepare(self._team.job, read)
+        except PeerStoreError as error:
+            self._send(type(error).__name__, str(error))
+            if isinstance(error, ShardDamagedError):
+                self._desk.lending.suspect(read.key, [(0, 0)])
+            return
+        try:
+            try:
+                sent = loan.fill()
+            except PeerStoreError as error:
+                self._send(type(error).__name__, str(error))
+                if isinstance(error, ShardDamagedError):
+                    self._desk.lending.suspect(read.key, _chunks(read, loan.chunk_bytes))
+                return
+            failpoint("peer.reading")
+            self._send("", sent, loan.payload)
+            self._desk.lending.sent_bytes += loan.size_bytes
+        finally:
+            loan.close()
+
+    def _records(self, asked: GetShardRecords) -> object:
+        wanted = set(asked.parts)
+        found = self._store.records(self._team.job, asked.group)
+        return [record for record in found if not wanted or record.key.part in wanted]
+
+    def _blobs(self, asked: GetPeerBlobs) -> object:
+        found: dict[str, bytes] = {}
+        room = _MOST_BLOB_BYTES
+        for name in asked.names:
+            try:
+                data = self._store.get_blob(self._team.job, self._desk.shared.readable(name))
+            except (ShardNotFoundError, ShardDamagedError):  # who asks looks elsewhere
+                continue
+            room -= len(data)
+            if found and room < 0:
+                break
+            found[name] = data
+        return found
+
+    def _parities(self, asked: GetParities) -> object:
+        return [record for record in self._store.copies.parities(self._team.job) if record.key.group == asked.group]
+
+    def _roster(self, _: GetMemberList) -> object:
+        roster = self._team.tending.roster
+        if roster is None:
+            raise UnavailableError(f"{self._desk._me} does not know who belongs to job {self._team.job}")
+        return roster
+
+
+def _chunks(read: ReadRanges, chunk_bytes: int) -> list[tuple[int, int]]:
+    return [(start // chunk_bytes, -(-stop // chunk_bytes)) for start, stop in read.ranges]

@@ -1,0 +1,267 @@
+"""The store's contract, one request type per operation, and the server's dispatch table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from peerstore.daemon_process import ProcessIdentity
+from peerstore.shard_records import (
+    Lease,
+    NonNegativeInt,
+    Pin,
+    PinResponse,
+    ShardInfo,
+    ShardKey,
+    ShardRecord,
+    SlotInfo,
+    StoreStatus,
+    VersionId,
+)
+from peerstore.store.node_store import NodeStore
+
+MAX_REQUEST_WAIT_S = 300.0
+"""The longest a server keeps one request waiting; a client that wants longer asks again."""
+
+
+class Store(Protocol):
+    """Sealed shards in a machine's memory, wherever the store itself runs.
+
+    Promises every store makes (``tests/contract/test_store.py`` holds them to it):
+
+    - What was sealed is read back exactly, or an error is raised; it never changes while it is pinned.
+    - The newest whole version is never given up for a newer one that is not whole.
+    - A version of which a part is left out is torn: it is given up, and never whole again.
+    - A writer of a past incarnation gets :class:`FencedError`, never a slot.
+    - ``lease``, ``grow`` and ``seal`` may be repeated after a lost answer.
+    - What is kept is given up for no newer version, nor for want of room, until its owner says so.
+    - What was forgotten or found damaged is offered to nobody, and counts for no version.
+    - A pin brings the shard's file, open for reading; ``open_slot`` gives a leased slot's, open for writing. No file is
+      ever made shorter, and none is written again that somebody may still read.
+    - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown. A pin whose file is gone, or
+      shorter than what was sealed, is a :class:`ShardDamagedError`; that copy is dropped, and absent from then on.
+    """
+
+    arena_id: str
+    """Changes when everything that was here is gone."""
+    started: str
+    """Changes whenever the store's process begins again."""
+
+    def epoch(self, job: str) -> int: ...
+    def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...
+    def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease: ...
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease: ...
+    def open_slot(self, slot: str) -> int: ...
+    def relabel(self, lease_id: str, key: ShardKey) -> Lease: ...
+    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord: ...
+    def abandon(self, lease_id: str) -> None: ...
+    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]: ...
+    def inventory(self, job: str | None = None) -> list[ShardInfo]: ...
+    def pin(self, key: ShardKey) -> Pin: ...
+    def unpin(self, pin_id: str) -> bool: ...
+    def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]: ...
+    def report(self, key: ShardKey, reason: str) -> None: ...
+    def call_whole(self, job: str, group: VersionId) -> None: ...
+    def leave_out(self, job: str, group: VersionId, part: int) -> None: ...
+    def newest_whole(self, job: str) -> VersionId | None: ...
+    def forget(self, job: str, groups: list[VersionId] | None = None) -> int: ...
+    def keep(self, job: str, group: VersionId, *, kept: bool = True) -> None: ...
+    def kept(self, job: str) -> set[VersionId]: ...
+    def put_blob(self, job: str, name: str, data: bytes) -> None: ...
+    def get_blob(self, job: str, name: str) -> bytes: ...
+    def blobs(self, job: str) -> list[str]: ...
+    def remove_blob(self, job: str, name: str) -> None: ...
+    def status(self) -> StoreStatus: ...
+    def close(self) -> None: ...
+
+
+class JobRequest(msgspec.Struct, frozen=True):
+    job: str
+
+
+class ClaimRequest(msgspec.Struct, frozen=True):
+    job: str
+    incarnation: str
+    at_least: int = 0
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    key: ShardKey
+    size_bytes: int
+    parts: int
+    wait_s: float = 0.0
+
+
+class GrowRequest(msgspec.Struct, frozen=True):
+    lease_id: str
+    size_bytes: int
+    wait_s: float = 0.0
+
+
+class OpenSlotRequest(msgspec.Struct, frozen=True):
+    slot: str
+
+
+class RelabelRequest(msgspec.Struct, frozen=True):
+    lease_id: str
+    key: ShardKey
+
+
+class SealRequest(msgspec.Struct, frozen=True):
+    lease_id: str
+    size_bytes: int
+    meta: bytes = b""
+    blobs: tuple[str, ...] = ()
+    """What has to be kept beside it."""
+
+
+class ReleaseLeaseRequest(msgspec.Struct, frozen=True):
+    lease_id: str
+
+
+class ReserveRequest(msgspec.Struct, frozen=True):
+    job: str
+    part: int
+    size_bytes: int
+    slots: int = 0
+
+
+class ListShardsRequest(msgspec.Struct, frozen=True):
+    job: str | None = None
+
+
+class PinRequest(msgspec.Struct, frozen=True):
+    key: ShardKey
+
+
+class UnpinRequest(msgspec.Struct, frozen=True):
+    pin_id: str
+
+
+class VerifyRequest(msgspec.Struct, frozen=True):
+    key: ShardKey
+    chunks: tuple[int, int] | None = None
+
+
+class ReportDamageRequest(msgspec.Struct, frozen=True):
+    key: ShardKey
+    reason: str
+
+
+class MarkCommittedRequest(msgspec.Struct, frozen=True):
+    job: str
+    group: VersionId
+
+
+class AbortPartRequest(msgspec.Struct, frozen=True):
+    job: str
+    group: VersionId
+    part: NonNegativeInt
+
+
+class DeleteVersionsRequest(msgspec.Struct, frozen=True):
+    job: str
+    groups: list[VersionId] | None = None
+
+
+class RetainVersionRequest(msgspec.Struct, frozen=True):
+    job: str
+    group: VersionId
+    kept: bool = True
+
+
+class PutBlobRequest(msgspec.Struct, frozen=True):
+    job: str
+    name: str
+    data: bytes
+
+
+class BlobRequest(msgspec.Struct, frozen=True):
+    job: str
+    name: str
+
+
+class DropUnrecognizedRequest(msgspec.Struct, frozen=True):
+    names: list[str] | None = None
+
+
+class StoreStatusRequest(msgspec.Struct, frozen=True):
+    pass
+
+
+@dataclass(frozen=True)
+class ResultWithFile:
+    """A result and the open file that goes with it; ``close`` when it has been sent, ``undo`` where it was not."""
+
+    result: object
+    fd: int
+    close: Callable[[], object]
+    undo: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How one request is decoded and answered: with a ``result``, or with one in a :class:`ResultWithFile`."""
+
+    args: type[Any]
+    result: Any
+    answer: Callable[[Any, ProcessIdentity], Any]
+
+
+def store_operations(store: NodeStore) -> Mapping[str, Operation]:
+    """Every operation of :class:`Store`, answered by ``store``."""
+    none = type(None)
+
+    def pin(key: ShardKey, who: ProcessIdentity) -> ResultWithFile:
+        made = store.pin(key, owner=who)
+        return ResultWithFile(PinResponse(made.id, made.record), made.fd, made.close, lambda: store.unpin(made.id))
+
+    def open_slot(slot: str) -> ResultWithFile:
+        fd = store.open_slot(slot)
+        return ResultWithFile(None, fd, lambda: os.close(fd))
+
+    return {
+        "epoch": Operation(JobRequest, int, lambda a, _: store.epoch(a.job)),
+        "claim": Operation(ClaimRequest, int, lambda a, _: store.claim(a.job, a.incarnation, at_least=a.at_least)),
+        "lease": Operation(
+            LeaseRequest,
+            Lease,
+            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=clamp_wait_s(a.wait_s), owner=who),
+        ),
+        "grow": Operation(
+            GrowRequest, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=clamp_wait_s(a.wait_s))
+        ),
+        "open_slot": Operation(OpenSlotRequest, none, lambda a, _: open_slot(a.slot)),
+        "relabel": Operation(RelabelRequest, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
+        "seal": Operation(SealRequest, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta, a.blobs)),
+        "abandon": Operation(ReleaseLeaseRequest, none, lambda a, _: store.abandon(a.lease_id)),
+        "reserve": Operation(
+            ReserveRequest, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)
+        ),
+        "inventory": Operation(ListShardsRequest, list[ShardInfo], lambda a, _: store.inventory(a.job)),
+        "pin": Operation(PinRequest, PinResponse, lambda a, who: pin(a.key, who)),
+        "unpin": Operation(UnpinRequest, bool, lambda a, _: store.unpin(a.pin_id)),
+        "verify": Operation(VerifyRequest, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
+        "report": Operation(ReportDamageRequest, none, lambda a, _: store.report(a.key, a.reason)),
+        "mark_whole": Operation(MarkCommittedRequest, none, lambda a, _: store.call_whole(a.job, a.group)),
+        "leave_out": Operation(AbortPartRequest, none, lambda a, _: store.leave_out(a.job, a.group, a.part)),
+        "newest_whole": Operation(JobRequest, VersionId | None, lambda a, _: store.newest_whole(a.job)),
+        "forget": Operation(DeleteVersionsRequest, int, lambda a, _: store.forget(a.job, a.groups)),
+        "keep": Operation(RetainVersionRequest, none, lambda a, _: store.keep(a.job, a.group, kept=a.kept)),
+        "kept": Operation(JobRequest, set[VersionId], lambda a, _: store.kept(a.job)),
+        "put_blob": Operation(PutBlobRequest, none, lambda a, _: store.put_blob(a.job, a.name, a.data)),
+        "get_blob": Operation(BlobRequest, bytes, lambda a, _: store.get_blob(a.job, a.name)),
+        "remove_blob": Operation(BlobRequest, none, lambda a, _: store.remove_blob(a.job, a.name)),
+        "blobs": Operation(JobRequest, list[str], lambda a, _: store.blobs(a.job)),
+        "drop_aside": Operation(DropUnrecognizedRequest, int, lambda a, _: store.drop_aside(a.names)),
+        "status": Operation(StoreStatusRequest, StoreStatus, lambda *_: store.status()),
+    }
+
+
+def clamp_wait_s(wait_s: float) -> float:
+    """What a client asked for, within reason (and a number)."""
+    return min(max(0.0, wait_s), MAX_REQUEST_WAIT_S)

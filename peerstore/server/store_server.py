@@ -1,0 +1,386 @@
+"""The agent's Unix-socket server, and the lifetime of its process from the lock file to shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerstore import deadlines, message_codec
+from peerstore.daemon_process import (
+    ProcessIdentity,
+    handle_signals,
+    peer_credentials,
+    process_identity,
+    raise_open_file_limit,
+)
+from peerstore.errors import AgentUnreachableError, PeerStoreError, ProtocolError, RequestError, UnavailableError
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
+from peerstore.server.store_api import Operation, ResultWithFile, store_operations
+from peerstore.settings import AgentPaths, StoreSettings
+from peerstore.shard_records import validate_job_name
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.store.slots import EXPIRED_JOB_METADATA
+
+log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 1024
+_GREETING_S = 10.0
+_FRAME_S = 60.0
+"""How long one frame may take, once it has begun."""
+_PAUSE_S = 0.1
+_LAST_READS = 64
+_TRIES = 3
+_SWEEP_S = 1.0
+_CLOSE_GRACE_S = 5.0
+
+
+def ensure_private_directory(path: Path) -> None:
+    """Make sure ``path`` is a directory only this user can enter; refuse one that somebody else prepared.
+
+    Folders above it that are made with it are private as well: one of them may be somebody's own place later. A private
+    one of this user that not even this user may enter, as after ``chmod 000``, is opened again.
+    """
+    for folder in reversed([path, *path.parents]):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        mode = stat.S_IMODE(found.st_mode)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not mode & 0o077 and mode & 0o700 != 0o700:
+            folder.chmod(0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise RequestError(
+            f"{path} must be a directory of user {os.getuid()} with mode 0700, it belongs to {found.st_uid} with "
+            f"mode {stat.S_IMODE(found.st_mode):04o}: remove it or choose another directory"
+        )
+
+
+@contextlib.contextmanager
+def hold_agent_lock(place: AgentPaths) -> Iterator[None]:
+    """Hold the directory's lock, so that there is one agent in it; the kernel lets go when this process dies."""
+    ensure_private_directory(place.directory)
+    fd = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UnavailableError(f"another agent already serves {place.directory}") from None
+        os.truncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+class StoreServer:
+    """Answers :class:`~peerstore.server.store_api.Store` operations, and any others given, on a Unix socket."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        socket_path: Path,
+        *,
+        version: str = "",
+        more: Mapping[str, Operation] | None = None,
+        errors: tuple[type[Exception], ...] = (),
+        frame_bytes: int = message_codec.MAX_FRAME_BYTES,
+    ) -> None:
+        self._frame_bytes = frame_bytes
+        self._store = store
+        self._version = version
+        self._operations = {**store_operations(store), **(more or {})}
+        self._errors = (PeerStoreError, *errors)
+        self._path = socket_path
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._fewer = threading.Condition(self._lock)
+        self._stopping = threading.Event()
+        self.refused = 0
+        socket_path.unlink(missing_ok=True)
+        self._listener = _listening(socket_path)
+        self._threads = [
+            threading.Thread(target=self._accept_loop, name="peerstore-accept", daemon=True),
+            threading.Thread(target=self._sweep_loop, name="peerstore-sweep", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Answer from here on. Where there was no thread to be had for that, it may be called again."""
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+
+    def close(self) -> None:
+        """Stop answering; requests in progress end with their connections.
+
+        The socket's file goes first: where it is left and nobody answers on it, the agent did not end in order.
+        """
+        self._stopping.set()
+        self._path.unlink(missing_ok=True)
+        _shut(self._listener)
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                _shut(connection)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        with self._fewer:
+            self._fewer.wait_for(lambda: not self._connections, _CLOSE_GRACE_S)
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._connections)
+
+    def _accept_loop(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # too many open files, most likely: they become fewer
+                if not self._stopping.wait(_PAUSE_S):
+                    log.warning("a connection could not be accepted: %s", error)
+                continue
+            with self._lock:
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    connection.close()
+                    self.refused += 1
+                    continue
+                self._connections.add(connection)
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="peerstore-serve", daemon=True).start()
+            except RuntimeError as error:
+                log.warning("no thread for a connection: %s", error)
+                self._forget(connection)
+
+    def _sweep_loop(self) -> None:
+        while not self._stopping.wait(_SWEEP_S):
+            try:
+                self._store.sweep()
+            except Exception:  # the next one may work
+                log.exception("sweeping failed")
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            self._converse(connection)
+        except (ProtocolError, AgentUnreachableError, OSError) as error:
+            if not self._stopping.is_set():
+                self.refused += isinstance(error, ProtocolError)
+                log.info("connection ended: %s", error)
+        except Exception:
+            log.exception("connection ended unexpectedly")
+        finally:
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+            self._fewer.notify_all()
+
+    def _converse(self, connection: socket.socket) -> None:
+        connection.settimeout(_GREETING_S)
+        try:
+            owner, job = self._admit(connection)
+        except RequestError as error:
+            _tell(connection, AgentHello(AGENT_PROTOCOL_VERSION, "", self._version, refused=str(error)))
+            raise
+        if owner is None:
+            return
+        arena, started = self._store.arena_id, self._store.started
+        message_codec.send_frame(
+            connection, AgentHello(AGENT_PROTOCOL_VERSION, job, self._version, arena, started, heeds_deadlines=True)
+        )
+        if job:
+            self._store.arrived(owner, job)
+        try:
+            while (request := self._next(connection)) is not None:
+                connection.settimeout(_FRAME_S)
+                self._send(connection, *self._answer(request, owner))
+        finally:
+            if job:
+                self._store.departed(owner, job)
+
+    def _admit(self, connection: socket.socket) -> tuple[ProcessIdentity | None, str]:
+        """Who is connected and what it works on; nobody, when it left again."""
+        owner = _peer(connection)
+        greeting = message_codec.receive_frame(
+            connection, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES, within_s=_GREETING_S
+        )
+        if greeting is None:
+            return None, ""
+        if greeting.protocol != AGENT_PROTOCOL_VERSION:
+            raise ProtocolError(f"client speaks protocol {greeting.protocol}, this is {AGENT_PROTOCOL_VERSION}")
+        return owner, validate_job_name(greeting.job) if greeting.job else ""
+
+    def _next(self, connection: socket.socket) -> AgentRequest | None:
+        """The next request, however long the client takes to have one."""
+        connection.settimeout(None)
+        try:
+            return message_codec.receive_frame(
+                connection, AgentRequest, limit_bytes=self._frame_bytes, within_s=_FRAME_S
+            )
+        except ProtocolError as error:
+            connection.settimeout(_FRAME_S)
+            _tell(connection, AgentResponse(type(error).__name__, message_codec.encode_raw_message(str(error))))
+            raise
+
+    def _send(self, connection: socket.socket, response: AgentResponse, file: ResultWithFile | None) -> None:
+        try:
+            fd = file.fd if file is not None else None
+            message_codec.send_frame(connection, response, limit_bytes=self._frame_bytes, fd=fd)
+        except ProtocolError as error:  # the answer is too large, and nothing of it was sent
+            message_codec.send_frame(
+                connection, AgentResponse("PeerStoreError", message_codec.encode_raw_message(str(error)))
+            )
+        except BaseException:
+            if file is not None:
+                file.undo()
+            raise
+        finally:
+            if file is not None:
+                file.close()
+
+    def _answer(self, request: AgentRequest, owner: ProcessIdentity) -> tuple[AgentResponse, ResultWithFile | None]:
+        try:
+            operation = self._operations.get(request.op)
+            if operation is None:
+                raise RequestError(f"this agent ({self._version or 'unknown version'}) has no operation {request.op!r}")
+            with deadlines.timeout_scope(request.left_s):
+                result = operation.answer(message_codec.decode_message(request.body, operation.args), owner)
+            file = result if isinstance(result, ResultWithFile) else None
+            return AgentResponse("", message_codec.encode_raw_message(result if file is None else file.result)), file
+        except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller
+            return AgentResponse(type(error).__name__, message_codec.encode_raw_message(str(error))), None
+        except (OSError, MemoryError) as error:  # of the machine: nothing is known of what was asked for
+            log.warning("operation %s failed: %s", request.op, error)
+            said = f"{request.op}: {type(error).__name__}: {error}"
+            return AgentResponse(UnavailableError.__name__, message_codec.encode_raw_message(said)), None
+        except Exception as error:
+            log.exception("operation %s failed", request.op)
+            said = f"internal error: {type(error).__name__}: {error}"
+            return AgentResponse("PeerStoreError", message_codec.encode_raw_message(said)), None
+
+
+def _listening(path: Path) -> socket.socket:
+    """A socket that nobody but this user can connect to."""
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(128)
+        undo.pop_all()
+    return listener
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake up who waits on it: that nobody is connected is the only thing that keeps one from doing so."""
+    for _ in range(_TRIES):
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno in (errno.ENOTCONN, errno.EBADF):
+                return
+        else:
+            return
+
+
+def _tell(connection: socket.socket, message: object) -> None:
+    """Say why the conversation ends, to one who may not be listening any more."""
+    with contextlib.suppress(OSError):
+        message_codec.send_frame(connection, message)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(_PAUSE_S)
+        for _ in range(_LAST_READS):  # closed with bytes unread, the kernel would throw the message away
+            if not connection.recv(1 << 16):
+                return
+
+
+def _peer(connection: socket.socket) -> ProcessIdentity:
+    """Who is connected; only this user (and root) may be."""
+    pid, uid = peer_credentials(connection)
+    if uid not in (os.getuid(), 0):
+        raise ProtocolError(f"user {uid} may not use the store of user {os.getuid()}")
+    return process_identity(pid)
+
+
+_TICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class AgentExtension:
+    """What a larger agent adds to the plain store."""
+
+    operations: Mapping[str, Operation]
+    errors: tuple[type[Exception], ...] = ()
+    busy: Callable[[], bool] = lambda: False
+    """Whether there is work that should not be left behind (an upload)."""
+
+
+AgentExtender = Callable[[NodeStore], contextlib.AbstractContextManager[AgentExtension]]
+
+
+@contextlib.contextmanager
+def _plain(_: NodeStore) -> Iterator[AgentExtension]:
+    yield AgentExtension({})
+
+
+def daemonize() -> None:
+    """Go on in a child of init, so that whoever started this process is neither waited for nor waits."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork():
+        os._exit(0)
+
+
+def run_agent(
+    place: AgentPaths,
+    settings: StoreSettings,
+    *,
+    version: str,
+    linger_s: float | None = None,
+    extend: AgentExtender = _plain,
+) -> None:
+    """Run the agent of ``place`` until SIGTERM or SIGINT, or until nobody has needed it for ``linger_s``."""
+    stop = threading.Event()
+    handle_signals({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    most = raise_open_file_limit()
+    with hold_agent_lock(place), contextlib.ExitStack() as cleanup:
+        arena = TmpfsArena(place.directory)
+        store = NodeStore(arena, settings)
+        cleanup.callback(store.close)
+        extras = cleanup.enter_context(extend(store))
+        server = StoreServer(store, place.socket, version=version, more=extras.operations, errors=extras.errors)
+        cleanup.callback(server.close)
+        server.start()
+        log.info("agent %s serves %s (process %d, at most %d open files)", version, place.directory, os.getpid(), most)
+        cleanup.callback(store.shut)  # first of all: nobody waits for a slot any more
+
+        def needed() -> bool:
+            return linger_s is None or bool(server.connections) or extras.busy() or store.idle_s() <= linger_s
+
+        while not stop.wait(_TICK_S) and needed():
+            pass
+        log.info("agent leaves")
+        if not stop.is_set():
+            server.close()
+            if not needed():  # nor did anybody come while the door was being closed
+                log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
+                arena.purge(keep=EXPIRED_JOB_METADATA)
+        else:
+            store.drop_unused()

@@ -1,0 +1,501 @@
+"""Arena: slot files whose pages are memory, on tmpfs or memfd, with small metadata files beside them.
+
+Two arenas keep one contract (``tests/contract/test_arena.py``):
+
+- :class:`TmpfsArena` keeps *named* files, so that the next agent finds them after this one was killed.
+- :class:`MemfdArena` keeps nameless ones that end with the process: for tests and single-process use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import shutil
+import signal
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import xxhash
+
+from peerstore.errors import (
+    AgentBusyError,
+    ArenaFullError,
+    PeerStoreError,
+    ShardDamagedError,
+    UnavailableError,
+    UnsupportedFormatError,
+)
+from peerstore.failpoints import failpoint
+
+_NOTE_MAGIC = b"PSN1"
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
+_BUSY = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN)
+_F_SETSIG = 10
+_GONE_KEPT = 256
+_NOTE_BYTES = 128 << 20
+"""More than any note has: a larger file is not one of ours."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,250}")
+
+
+class Arena(Protocol):
+    """Slot files and notes under one roof.
+
+    Promises every arena makes:
+
+    - ``create`` gives a file of exactly ``size_bytes`` or leaves nothing behind and raises: :class:`ArenaFullError`,
+      or :class:`UnavailableError` where it is not for want of room; pages that other slots were promised and do not
+      have yet count as taken. The size is the file's for its life.
+    - Who mapped or opened a slot keeps it, also after ``remove``. ``lingering`` has the sizes of removed slots that
+      some process still uses, as far as that can be known.
+    - ``open`` gives a descriptor of a slot, for reading or for writing too, which is the caller's from then on.
+      ``path`` names the slot for work of this process itself, while it is there.
+    - ``put_note`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
+    - ``get_note`` returns exactly what was put, ``None`` when nothing was, and raises
+      :class:`ShardDamagedError` when the bytes are not what was put, :class:`UnsupportedFormatError` when another
+      version put them, and :class:`UnavailableError` when they cannot be read.
+    - ``slots`` and ``notes`` list what was made here, sorted; what somebody else left lying about is neither listed nor
+      touched. A note's name may have one folder in front (``folder/name``); ``notes("folder/")`` lists it.
+    - Any thread may call any method.
+    """
+
+    def create(self, name: str, size_bytes: int) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def open(self, name: str, *, writable: bool = False) -> int: ...
+    def path(self, name: str) -> str: ...
+    def size(self, name: str) -> int: ...
+    def slots(self) -> list[str]: ...
+    def lingering(self) -> dict[str, int]: ...
+    def put_note(self, name: str, data: bytes) -> None: ...
+    def get_note(self, name: str) -> bytes | None: ...
+    def remove_note(self, name: str) -> None: ...
+    def notes(self, prefix: str) -> list[str]: ...
+    def purge(self, *, keep: str = "") -> None:
+        """Remove everything but notes whose names begin with ``keep``."""
+
+    def close(self) -> None: ...
+
+
+class TmpfsArena:
+    """An arena in a directory, meant to be on tmpfs, private to this user."""
+
+    def __init__(self, directory: Path) -> None:
+        self._slots = directory / "slots"
+        self._notes = directory / "notes"
+        self._folders = directory / "folders"
+        self._fresh = directory / "fresh"
+        """Notes that are being written: they are moved to their place when they are complete."""
+        self._removed: dict[str, tuple[int, int]] = {}
+        """Removed slots that somebody used when they were looked at last: still open here, and their sizes."""
+        self._removed_lock = threading.Lock()
+        for place in self._places:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for leftover in os.scandir(self._fresh):
+            if leftover.is_file(follow_symlinks=False):
+                Path(leftover.path).unlink()
+
+    def create(self, name: str, size_bytes: int) -> None:
+        path = self._slots / _checked(name)
+        try:
+            self._require_space(size_bytes)
+            with closing_fd(_made(path)) as fd:
+                os.ftruncate(fd, size_bytes)
+        except FileExistsError:
+            raise
+        except (OSError, OverflowError) as error:
+            path.unlink(missing_ok=True)
+            raise _not_kept(error, size_bytes, self._slots) from error
+
+    def remove(self, name: str) -> None:
+        path = self._slots / _checked(name)
+        try:
+            size_bytes = path.stat().st_size
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # it is gone, or what uses it cannot be known
+            path.unlink(missing_ok=True)
+            return
+        try:
+            path.unlink(missing_ok=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        with self._removed_lock:
+            self._removed[name] = fd, size_bytes
+        self.lingering()
+
+    def open(self, name: str, *, writable: bool = False) -> int:
+        access = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(self._slots / _checked(name), access | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def path(self, name: str) -> str:
+        return str(self._slots / _checked(name))
+
+    def size(self, name: str) -> int:
+        return (self._slots / _checked(name)).stat().st_size
+
+    def slots(self) -> list[str]:
+        return sorted(entry.name for entry in _own_files(self._slots))
+
+    def lingering(self) -> dict[str, int]:
+        with self._removed_lock:
+            for name, (fd, _) in list(self._removed.items()):
+                if not _used_elsewhere(fd):
+                    del self._removed[name]
+                    os.close(fd)
+            return {name: size_bytes for name, (_, size_bytes) in self._removed.items()}
+
+    def put_note(self, name: str, data: bytes) -> None:
+        self._note(name)
+        fresh = self._fresh / secrets.token_hex(8)
+        try:
+            with closing_fd(_made(fresh)) as fd, os.fdopen(fd, "wb", closefd=False) as file:
+                file.write(_framed(data))
+            failpoint("agent.note")
+            self._move(fresh, name)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise _not_kept(error, len(data), self._notes) from error
+
+    def _move(self, fresh: Path, name: str) -> None:
+        final = self._note(name)
+        while True:
+            try:
+                fresh.rename(final)
+            except FileNotFoundError:
+                if not fresh.exists() or "/" not in name:
+                    raise
+                with contextlib.suppress(FileExistsError):  # perhaps again: it goes with its last note
+                    final.parent.mkdir(mode=0o700)
+            else:
+                return
+
+    def get_note(self, name: str) -> bytes | None:
+        path = self._note(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise ShardDamagedError(f"{path} is not a note: {error}") from error
+            raise UnavailableError(f"note {path} cannot be opened: {error}") from error
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _NOTE_BYTES:
+                raise ShardDamagedError(f"{path} is not a note: {found.st_size} bytes, at most {_NOTE_BYTES} are kept")
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                return _unframed(file.read(_NOTE_BYTES), str(path))
+        except OSError as error:
+            raise UnavailableError(f"note {path} cannot be read: {error}") from error
+        finally:
+            os.close(fd)
+
+    def remove_note(self, name: str) -> None:
+        path = self._note(name)
+        with contextlib.suppress(IsADirectoryError, NotADirectoryError):
+            path.unlink(missing_ok=True)
+        if "/" in name:
+            with contextlib.suppress(OSError):  # others are still in it
+                path.parent.rmdir()
+
+    def notes(self, prefix: str) -> list[str]:
+        folder, slash, start = prefix.rpartition("/")
+        try:
+            found = _own_files(self._folders / _checked(folder) if slash else self._notes)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(folder + slash + entry.name for entry in found if entry.name.startswith(start))
+
+    def purge(self, *, keep: str = "") -> None:
+        self.close()
+        kept = self.notes(keep) if keep else []
+        for place in self._places:
+            if place != self._notes or not kept:
+                shutil.rmtree(place, ignore_errors=True)
+        for name in self.notes("") if kept else ():
+            if name not in kept:
+                self.remove_note(name)
+
+    def close(self) -> None:
+        with self._removed_lock:
+            while self._removed:
+                os.close(self._removed.popitem()[1][0])
+
+    @property
+    def _places(self) -> tuple[Path, ...]:
+        return self._slots, self._notes, self._folders, self._fresh
+
+    def _note(self, name: str) -> Path:
+        parts = [_checked(part) for part in _split(name)]
+        return (self._folders if len(parts) == 2 else self._notes).joinpath(*parts)
+
+    def _require_space(self, size_bytes: int) -> None:
+        try:
+            place = os.statvfs(self._slots)
+        except FileNotFoundError:
+            raise UnavailableError(f"{self._slots} was removed: this agent has to be started again") from None
+        promised = sum(_without_pages(entry) for entry in _own_files(self._slots))
+        free = place.f_bavail * place.f_frsize - promised
+        if size_bytes > free:
+            raise ArenaFullError(
+                f"{size_bytes} bytes do not fit {self._slots}: of its {place.f_blocks * place.f_frsize} bytes "
+                f"{max(free, 0)} are free ({promised} promised to other slots). Enlarge it (in Kubernetes: an emptyDir "
+                "with medium Memory and a sizeLimit; with Docker: --shm-size) or choose another directory"
+            )
+
+
+def _made(path: Path) -> int:
+    """A file that was not there."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _own_files(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+
+
+def _used_elsewhere(fd: int) -> bool:
+    """Whether somebody else has the file open or mapped: only who is alone with a file is given a lease on it.
+
+    Where leases are not given at all nobody knows, and nobody counts.
+    """
+    try:
+        fcntl.fcntl(fd, _F_SETSIG, signal.SIGURG)  # were it broken in between: a signal that nobody minds
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno in (*_BUSY, errno.EIO, errno.ENOMEM)
+    return False
+
+
+def _without_pages(entry: os.DirEntry[str]) -> int:
+    """How much of a file has no memory behind it yet."""
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    return max(0, found.st_size - found.st_blocks * 512)
+
+
+class MemfdArena:
+    """An arena of anonymous memory files; it ends with its process."""
+
+    def __init__(self) -> None:
+        self._fds: dict[str, int] = {}
+        self._kept: dict[str, bytes] = {}
+        self._gone: deque[int] = deque()
+        """Numbers of removed slots, kept from being given to another file: a slot's path ends with its number, and
+        whoever still knows the path must find nothing there."""
+
+    def create(self, name: str, size_bytes: int) -> None:
+        if name in self._fds:
+            raise FileExistsError(errno.EEXIST, "slot exists", name)
+        fd = os.memfd_create(_checked(name), os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size_bytes)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise _not_kept(error, size_bytes, Path("memory")) from error
+        self._fds[name] = fd
+
+    def remove(self, name: str) -> None:
+        fd = self._fds.pop(_checked(name), None)
+        if fd is None:
+            return
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+        self._gone.append(fd)
+        if len(self._gone) > _GONE_KEPT:
+            os.close(self._gone.popleft())
+
+    def open(self, name: str, *, writable: bool = False) -> int:
+        return os.open(self.path(name), (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+
+    def path(self, name: str) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd(name)}"
+
+    def size(self, name: str) -> int:
+        return os.fstat(self._fd(name)).st_size
+
+    def slots(self) -> list[str]:
+        return sorted(self._fds)
+
+    def lingering(self) -> dict[str, int]:
+        return {}
+
+    def put_note(self, name: str, data: bytes) -> None:
+        self._kept["/".join(map(_checked, _split(name)))] = _framed(data)
+
+    def get_note(self, name: str) -> bytes | None:
+        raw = self._kept.get("/".join(map(_checked, _split(name))))
+        return None if raw is None else _unframed(raw, name)
+
+    def remove_note(self, name: str) -> None:
+        self._kept.pop("/".join(map(_checked, _split(name))), None)
+
+    def notes(self, prefix: str) -> list[str]:
+        depth = prefix.count("/")
+        return sorted(name for name in list(self._kept) if name.startswith(prefix) and name.count("/") == depth)
+
+    def purge(self, *, keep: str = "") -> None:
+        for name in list(self._fds):
+            self.remove(name)
+        self._kept = {name: data for name, data in self._kept.items() if keep and name.startswith(keep)}
+        while self._gone:
+            os.close(self._gone.popleft())
+
+    def close(self) -> None:
+        """What is in it stays until it is purged."""
+
+    def _fd(self, name: str) -> int:
+        fd = self._fds.get(_checked(name))
+        if fd is None:
+            raise FileNotFoundError(errno.ENOENT, "no such slot", name)
+        return fd
+
+
+def _split(name: str) -> list[str]:
+    return name.split("/", 1)
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a name for a slot or a note")
+    return name
+
+
+def _framed(data: bytes) -> bytes:
+    return _NOTE_MAGIC + xxhash.xxh3_64_digest(data) + data
+
+
+def _unframed(raw: bytes, name: str) -> bytes:
+    data = raw[12:]
+    if len(raw) >= 12 and raw[:3] == _NOTE_MAGIC[:3] and raw[:4] != _NOTE_MAGIC:
+        raise UnsupportedFormatError(f"note {name} is framed as {raw[:4]!r}, this version writes {_NOTE_MAGIC!r}")
+    if raw[:4] != _NOTE_MAGIC or raw[4:12] != xxhash.xxh3_64_digest(data):
+        raise ShardDamagedError(f"note {name} is damaged ({len(raw)} bytes)")
+    return data
+
+
+def _not_kept(error: Exception, size_bytes: int, place: Path) -> PeerStoreError:
+    """What a failure says of the room there is: that it is full, or nothing."""
+    said, code = f"{size_bytes} bytes could not be kept in {place}: {error}", getattr(error, "errno", None)
+    if code in _BUSY:
+        return AgentBusyError(said)
+    return UnavailableError(said) if code == errno.EIO else ArenaFullError(said)
+
+
+_POPULATE_WRITE = 23
+_STEP_BYTES = 32 << 20
+_MAP_NORESERVE = 0x4000  # Linux: a private mapping of a large file needs no memory of its own
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+class FileMapping:
+    """A file mapped into this process, as a memoryview and as an address.
+
+    A mapping that is not writable is private: a stray write through its address changes nothing but itself.
+    Closing it while a view is still in use raises ``BufferError`` rather than leaving a pointer into nothing.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = False) -> None:
+        """The first ``size_bytes`` of an open file, which may be closed then."""
+        have = os.fstat(fd).st_size
+        if have < size_bytes:
+            raise ValueError(f"a file of {have} bytes is to be mapped, {size_bytes} were expected")
+        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE) if size_bytes else None
+        self.size_bytes = size_bytes
+        self._writable = writable
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) if self._map is not None else 0
+
+    @property
+    def view(self) -> memoryview:
+        if self._map is None:
+            return memoryview(b"")
+        return memoryview(self._map) if self._writable else memoryview(self._map).toreadonly()
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+
+    def __enter__(self) -> FileMapping:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def prefault_address(address: int, size_bytes: int) -> None:
+    """Put a page behind every byte of a writable shared mapping, or say that there is no memory for it.
+
+    Without this a full tmpfs would be noticed as SIGBUS in the middle of a copy.
+    """
+    if size_bytes and _libc.madvise(address, size_bytes, _POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:  # a kernel before 5.14: the copy itself will fault the pages in
+            return
+        why = "" if code == errno.EFAULT else f" ({os.strerror(code)})"
+        raise ArenaFullError(
+            f"no memory for {size_bytes} bytes of the arena{why}: its file system or the container's memory limit is "
+            "full. Make the budget smaller than both, or enlarge them"
+        )
+
+
+def copy_file_data(source: int, target: int) -> None:
+    """Write what one open file holds into another one that is at least as large."""
+    buffer = memoryview(bytearray(8 << 20))
+    at, size = 0, os.fstat(source).st_size
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but holes is left
+                return
+            raise
+        count = os.preadv(source, [buffer], at)
+        done = 0
+        while done < count:
+            done += os.pwrite(target, buffer[done:count], at + done)
+        at += count
+
+
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """An open file, closed when the block ends."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def prefault_file(fd: int, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
+    """Put pages behind an open file step by step; returns how far it came before ``stop()`` said so."""
+    size_bytes = min(size_bytes, os.fstat(fd).st_size)
+    done = start - start % mmap.ALLOCATIONGRANULARITY
+    while done < size_bytes and not stop():
+        step = min(_STEP_BYTES, size_bytes - done)
+        with mmap.mmap(fd, step, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=done) as window:
+            anchor = ctypes.c_char.from_buffer(window)
+            try:
+                prefault_address(ctypes.addressof(anchor), step)
+            finally:
+                del anchor
+        done += step
+    return done

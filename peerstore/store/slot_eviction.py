@@ -1,0 +1,370 @@
+"""Which slot a writer gets, and which shards may be evicted for it. Pure.
+
+The rule that everything else serves: *a slot is only given up when a newer version is whole, or when its owner
+said so*. "Newer" follows the job's incarnations first and version numbers second, because after a rollback the
+running incarnation writes lower numbers than the one it replaced.
+
+Where copies are kept on other nodes, "whole" is not enough: a newer version must be *settled*, that is have all the
+copies it was to have, before an older one goes. Else a node that dies while copies are on their way would take the
+last version with it that was recoverable.
+
+One exception keeps a job from locking itself out: when a writer could not get a slot otherwise, unfinished versions
+of incarnations before its own go, the oldest first. The running incarnation has chosen what it continues from, and
+that is known to be whole.
+
+What is whole, settled or torn is decided in :mod:`peerstore.commit_protocol`; what is torn is given up at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from peerstore.commit_protocol import is_abandoned, is_superseded, newest_committed
+from peerstore.shard_records import SlotState, VersionId
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """What a decision needs to know about one slot."""
+
+    name: str
+    state: SlotState
+    size_bytes: int
+    job: str
+    part: int
+    """Whose slot it is (or was last)."""
+    group: VersionId | None = None
+    """The version in it, when it is sealed."""
+    busy: bool = False
+    """Pinned by a reader, held for an upload, or not verified yet."""
+    reusable: bool = True
+    """Whether its file may be written again. Else somebody may still read it of whom this agent does not know."""
+
+
+@dataclass(frozen=True)
+class SlotLimits:
+    budget_bytes: int
+    slots: int
+    burst: int
+
+
+@dataclass(frozen=True)
+class ReuseSlot:
+    """Take this slot, whose file is large enough; when it is sealed, drop what is in it first."""
+
+    name: str
+    drop: tuple[str, ...] = ()
+    """Other slots to remove first, to stay within the budget."""
+
+
+@dataclass(frozen=True)
+class CreateSlot:
+    """Make a new file, after these slots were removed."""
+
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvictSlots:
+    """What to remove so that a larger slot can be made: free slots, and sealed ones nobody needs."""
+
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlotsBusy:
+    """Not now: something transient is in the way."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class BudgetExceeded:
+    """Not ever, at this budget."""
+
+    reason: str
+
+
+SlotDecision = ReuseSlot | CreateSlot | SlotsBusy | BudgetExceeded
+
+
+def size_class(size_bytes: int) -> int:
+    """How large a slot for so many bytes is made: at most a sixty-fourth more, so that shards that change a little from
+    save to save find the slots of those before them large enough.
+    """
+    step = max(1, (1 << max(0, size_bytes - 1).bit_length()) >> 7)
+    return -(-size_bytes // step) * step
+
+
+def slot_fits(slot: SlotView, size_bytes: int) -> bool:
+    """Whether the slot's file, which never changes its size, is large enough and not a waste."""
+    return slot.reusable and size_bytes <= slot.size_bytes <= size_bytes + size_bytes // 4
+
+
+def evictable_slots(
+    slots: Iterable[SlotView],
+    settled: Mapping[str, VersionId],
+    *,
+    whole: Mapping[str, Collection[VersionId]] | None = None,
+    kept: Mapping[str, Collection[VersionId]] | None = None,
+) -> list[SlotView]:
+    """Sealed slots nobody needs any more: attempts that a later one at the same version has made superfluous, then the
+    oldest version first.
+
+    ``settled`` has the version each job can always go back to. A job without one keeps everything it has. ``kept``
+    ones stay.
+    """
+    found = []
+    latest: dict[tuple[str, int], VersionId] = {}
+    for job, groups in (whole or {}).items():
+        for group in groups:
+            latest[job, group.version] = max(group, latest.get((job, group.version), group))
+    for slot in slots:
+        if slot.state is not SlotState.SEALED or slot.busy or slot.group is None:
+            continue
+        if is_superseded(slot.group, settled.get(slot.job), (kept or {}).get(slot.job, ())):
+            found.append(slot)
+
+    def again(slot: SlotView) -> bool:
+        return slot.group is not None and latest.get((slot.job, slot.group.version), slot.group) > slot.group
+
+    return sorted(found, key=lambda slot: (not again(slot), _age(slot)))
+
+
+def abandoned_slots(
+    slots: Iterable[SlotView],
+    whole: Mapping[str, Collection[VersionId]],
+    settled: Mapping[str, VersionId],
+    *,
+    job: str,
+    epoch: int,
+) -> list[SlotView]:
+    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first."""
+    found = [
+        slot
+        for slot in slots
+        if slot.state is SlotState.SEALED and not slot.busy and slot.job == job
+        if slot.group is not None and is_abandoned(slot.group, epoch, whole.get(job, ()), settled.get(job))
+    ]
+    return sorted(found, key=_age)
+
+
+def _age(slot: SlotView) -> tuple[VersionId, int, str]:
+    return slot.group or VersionId(0, 0, 0, ""), slot.part, slot.name
+
+
+def choose_slot(
+    slots: Collection[SlotView],
+    *,
+    job: str,
+    part: int,
+    epoch: int,
+    size_bytes: int,
+    limits: SlotLimits,
+    whole: Mapping[str, Collection[VersionId]],
+    settled: Mapping[str, VersionId] | None = None,
+    kept: Mapping[str, Collection[VersionId]] | None = None,
+    version: int = -1,
+    writers: int = 1,
+) -> SlotDecision:
+    """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``; so many ``writers`` of it are
+    expected here.
+
+    Slots are counted by version: those that are ``kept`` on request do not count, nor does the newest whole attempt at
+    the ``version`` that is written once more.
+
+    Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
+    writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version. To stay within
+    the budget free slots go first, then superseded versions, then what past incarnations left unfinished. A slot that
+    would be taken and has the wrong size is removed, and a new one made in its place.
+    """
+    mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
+    free = [slot for slot in slots if slot.state is SlotState.FREE]
+    spared = [slot for slot in sorted(free, key=lambda slot: (slot in mine, -slot.size_bytes)) if slot.size_bytes]
+    settled = newest_committed(whole) if settled is None else settled
+    old = evictable_slots(slots, settled, whole=whole, kept=kept)
+    left = [slot for slot in abandoned_slots(slots, whole, settled, job=job, epoch=epoch) if slot not in old]
+    newest, stay = settled.get(job), (kept or {}).get(job, ())
+    uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
+    counted = sum(slot.group not in uncounted for slot in mine)
+    allocated = sum(slot.size_bytes for slot in slots)
+
+    def closest(candidates: list[SlotView]) -> list[SlotView]:
+        return sorted(candidates, key=lambda slot: (not slot_fits(slot, size_bytes), abs(slot.size_bytes - size_bytes)))
+
+    def place(droppable: list[SlotView], candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
+        def instead_of(slot: SlotView) -> ReuseSlot | CreateSlot | None:
+            others = [other for other in droppable if other is not slot]
+            if slot_fits(slot, size_bytes):
+                drop = _drop(allocated - limits.budget_bytes, others)
+                return ReuseSlot(slot.name, drop) if drop is not None else None
+            drop = _drop(allocated - slot.size_bytes + size_bytes - limits.budget_bytes, others)
+            return CreateSlot((slot.name, *drop)) if drop is not None else None
+
+        def use(candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
+            return next((found for found in map(instead_of, candidates) if found is not None), None)
+
+        room = _drop(allocated + size_bytes - limits.budget_bytes, droppable)
+        new = CreateSlot(room) if room is not None else None
+        return (
+            use(closest([slot for slot in free if slot in mine]))
+            or (new if counted < limits.slots else None)
+            or use([slot for slot in candidates if slot in mine])
+            or ((new or use(closest(free)) or use(candidates)) if counted < limits.slots + limits.burst else None)
+        )
+
+    decision = place(spared, old) or place(spared + old, old) or place(spared + old + left, old + left)
+    if decision is not None:
+        return decision
+    wanted = f"part {part} of job {job} ({size_bytes} bytes)"
+    held = _kept(slots, kept)
+    enough = _enough(slots, held, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
+    return _refusal(
+        slots, held, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough
+    )
+
+
+def evictions_to_grow(
+    slots: Collection[SlotView],
+    *,
+    growing: str,
+    epoch: int,
+    size_bytes: int,
+    limits: SlotLimits,
+    whole: Mapping[str, Collection[VersionId]],
+    settled: Mapping[str, VersionId] | None = None,
+    kept: Mapping[str, Collection[VersionId]] | None = None,
+    writers: int = 1,
+) -> EvictSlots | SlotsBusy | BudgetExceeded:
+    """What has to go so that a slot of ``size_bytes`` can be made beside the leased one, ``growing``, which goes when
+    what was written into it has been copied.
+    """
+    slot = next(slot for slot in slots if slot.name == growing)
+    over = sum(other.size_bytes for other in slots) + size_bytes - limits.budget_bytes
+    free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
+    settled = newest_committed(whole) if settled is None else settled
+    old = evictable_slots(slots, settled, whole=whole, kept=kept)
+    left = [other for other in abandoned_slots(slots, whole, settled, job=slot.job, epoch=epoch) if other not in old]
+    drop = _drop(over, [*free, *old, *left])
+    if drop is not None:
+        return EvictSlots(drop)
+    mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
+    wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
+    held = _kept(slots, kept)
+    enough = _enough(
+        slots,
+        held,
+        [*free, *old, *left],
+        job=slot.job,
+        part=slot.part,
+        size_bytes=size_bytes,
+        writers=writers,
+        beside_bytes=slot.size_bytes,
+    )
+    size_bytes += slot.size_bytes
+    return _refusal(
+        slots, held, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough
+    )
+
+
+def _kept(slots: Collection[SlotView], kept: Mapping[str, Collection[VersionId]] | None) -> list[SlotView]:
+    """What stays because somebody said so."""
+    return [slot for slot in slots if slot.group is not None and slot.group in (kept or {}).get(slot.job, ())]
+
+
+def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
+    """The first candidates that free ``over_bytes``, or ``None`` when all of them do not."""
+    dropped = []
+    for slot in candidates:
+        if over_bytes <= 0:
+            break
+        dropped.append(slot.name)
+        over_bytes -= slot.size_bytes
+    return tuple(dropped) if over_bytes <= 0 else None
+
+
+def _refusal(
+    slots: Collection[SlotView],
+    held: Collection[SlotView],
+    mine: list[SlotView],
+    *,
+    wanted: str,
+    size_bytes: int,
+    limits: SlotLimits,
+    settled: Mapping[str, VersionId],
+    enough: int,
+) -> SlotsBusy | BudgetExceeded:
+    fixed = sum(
+        slot.size_bytes
+        for slot in slots
+        if slot.state is SlotState.SEALED and slot.group is not None and slot.group == settled.get(slot.job)
+        if slot not in held
+    )
+    held_bytes = sum(slot.size_bytes for slot in held)
+    versions = sorted({slot.group.version for slot in held if slot.group is not None})
+    on_request = (
+        f", and {held_bytes} hold versions that are kept on request ({', '.join(map(str, versions))}): let them go "
+        "(tieredckpt unpin), or make room"
+        if held
+        else ""
+    )
+    advice = (
+        f"Every writer needs room for two versions: raise it to {enough} bytes or more, and start the agent again (it "
+        "takes over what is in memory)"
+    )
+    if fixed + held_bytes + size_bytes > limits.budget_bytes:
+        return BudgetExceeded(
+            f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
+            f"whole versions{on_request}. {advice}"
+        )
+    kept = ", ".join(f"{slot.name}: {_why_kept(slot, settled.get(slot.job))}" for slot in mine) or "none of its own"
+    short = f". The arena's budget of {limits.budget_bytes} bytes is too small for this job{on_request}. {advice}"
+    return SlotsBusy(f"no slot for {wanted}: {kept}{short if enough > limits.budget_bytes else ''}")
+
+
+def _enough(
+    slots: Collection[SlotView],
+    held_on_request: Collection[SlotView],
+    spared: Collection[SlotView],
+    *,
+    job: str,
+    part: int,
+    size_bytes: int,
+    writers: int,
+    beside_bytes: int = 0,
+) -> int:
+    """A budget at which no writer of the job is refused for want of room, now or at its next saves.
+
+    That is two versions for each, the expected ``writers`` that have no slot yet included, beside all that cannot be
+    ``spared``. ``beside_bytes``: the size of a slot that stays until a larger one has taken its place.
+    """
+    held: Counter[tuple[str, int]] = Counter()
+    largest: dict[tuple[str, int], int] = {}
+    names = {slot.name for slot in (*spared, *held_on_request)}
+    for slot in slots:
+        if slot.name not in names:
+            who = (slot.job, slot.part)
+            held[who] += slot.size_bytes
+            largest[who] = max(slot.size_bytes, largest.get(who, 0))
+    size_bytes, me = size_class(size_bytes), (job, part)
+    mine = max(held.pop(me, 0) + size_bytes, 2 * size_bytes + beside_bytes)
+    others = sum(max(size, 2 * size_class(largest[who])) if who[0] == job else size for who, size in held.items())
+    unseen = max(0, writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
+    return mine + others + unseen * 2 * size_bytes + sum(slot.size_bytes for slot in held_on_request)
+
+
+def _why_kept(slot: SlotView, settled: VersionId | None) -> str:
+    if slot.state is SlotState.LEASED:
+        return "being written"
+    if slot.state is SlotState.FREE:
+        return "free, but the budget is used up"
+    if slot.group is None:
+        return "given up, being read"
+    version = f"version {slot.group.version}"
+    if slot.busy:
+        return f"{version}, being read or uploaded"
+    if settled is None:
+        return f"{version}, and no version is whole yet (with its copies)"
+    return f"{version}, " + ("the newest whole one" if slot.group == settled else "not yet whole (with its copies)")

@@ -1,0 +1,337 @@
+"""A job's secret, TLS files, and the mutual HMAC handshake that opens every connection.
+
+::
+
+    client                                server
+      Hello(job, node, nonce)      ──>
+                                   <──    Challenge(node, nonce, proof)
+      Proof                        ──>
+                                   <──    Welcome, or why not
+
+A proof is HMAC-SHA256 of everything both have said and of who proves it, so that none of it can be changed, used again
+on another connection, or sent back to where it came from. A job that the server does not know looks like a job whose
+secret the client does not know.
+
+This says who is there when a connection begins. It does not hide or seal what is sent afterwards: where others can
+change what is on the network, use TLS as well.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from peerstore.errors import InvalidNameError, PeerRefusedError, PeerUnreachableError, ProtocolError, RequestError
+from peerstore.membership.topology import NodeId, validate_node_id
+from peerstore.message_codec import decode_message
+from peerstore.shard_records import JobName, validate_job_name
+from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES, MessageChannel
+
+if TYPE_CHECKING:
+    import ssl  # imported where it is used: most agents do without it, and it costs them 10 ms
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4 << 10
+_FILE = "file:"
+_HOW = "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+
+
+def generate_secret() -> bytes:
+    """A secret nobody has; printable."""
+    return secrets.token_urlsafe(32).encode()
+
+
+def read_secret(given: str | Path) -> bytes:
+    """``given`` is the secret itself, or where it is: a :class:`~pathlib.Path`, or ``file:/path/to/it``."""
+    if isinstance(given, Path):
+        return _checked_secret(_read_secret_file(given), f"the secret in {given}")
+    if given.startswith(_FILE):
+        return read_secret(Path(given[len(_FILE) :]).expanduser())
+    if "/" in given and os.path.exists(given):  # noqa: PTH110 - a Path raises for a secret too long to be one
+        raise RequestError(f"the secret given is the name of a file: write file:{given} to use what is in it")
+    return _checked_secret(given.encode(), "the secret given")
+
+
+def _checked_secret(raw: bytes, what: str) -> bytes:
+    secret = raw.strip()
+    if len(secret) < MIN_SECRET_BYTES:
+        raise RequestError(f"{what} has {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed: {_HOW}")
+    if len(secret) > MAX_SECRET_BYTES:
+        raise RequestError(f"{what} has more than {MAX_SECRET_BYTES} bytes: {_HOW}")
+    return secret
+
+
+def _read_secret_file(path: Path) -> bytes:
+    """Symbolic links are followed, because Kubernetes mounts secrets as such; what counts is who may read the file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise RequestError(f"the secret cannot be read from {path}: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise RequestError(f"the secret cannot be read from {path}: it is not a file")
+        if problem := exposed_permissions(found):
+            raise RequestError(
+                f"the secret in {path} {problem}: chmod 0400 it, or for a Kubernetes secret set the volume's "
+                "defaultMode to 0400 (0440 with an fsGroup)"
+            )
+        return os.read(fd, MAX_SECRET_BYTES + 64)
+    finally:
+        os.close(fd)
+
+
+def exposed_permissions(found: os.stat_result) -> str:
+    """What is wrong with who may read or write it. A group is fine where root chose it: that is Kubernetes' fsGroup."""
+    mode, owner, me = found.st_mode, found.st_uid, os.getuid()
+    if owner not in (me, 0):
+        return f"belongs to user {owner}, not to user {me} or root"
+    allowed = 0o740 if owner == 0 else 0o700
+    if stat.S_IMODE(mode) & 0o777 & ~allowed:
+        return f"may be read or written by others than its owner (mode {stat.S_IMODE(mode):04o})"
+    return ""
+
+
+class TlsFiles(NamedTuple):
+    """This node's certificate and key, and the authority that signed the certificates of all nodes (PEM files).
+
+    Both sides show a certificate, so it has to be good for clients and servers. Names in certificates are not compared
+    unless ``check_names`` says so: nodes' addresses change, and which node it is, is proven by the job's secret. The
+    authority should therefore sign for these agents only. The files are read again for every connection, so that
+    certificates can be renewed under a running agent.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+    check_names: bool = False
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        import ssl
+
+        check_private_key(self.key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = self.check_names and not server
+        context.verify_mode = ssl.CERT_REQUIRED
+        if server:
+            context.num_tickets = 0  # every connection proves itself
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            context.load_verify_locations(self.authority)
+        except (OSError, ssl.SSLError) as error:
+            raise RequestError(
+                f"certificate {self.certificate}, key {self.key} and authority {self.authority} cannot be used: {error}"
+            ) from error
+        return context
+
+
+def check_private_key(path: Path) -> None:
+    """Raises :class:`RequestError` where others than this user and root could have read a certificate's key."""
+    try:
+        problem = exposed_permissions(path.stat())
+    except OSError as error:
+        raise RequestError(f"key {path} cannot be used: {error.strerror}") from error
+    if problem:
+        raise RequestError(
+            f"key {path} {problem}: chmod 0400 it (a Kubernetes secret: defaultMode 0400, or 0440 with an fsGroup), "
+            "and have a new one made if others have accounts here"
+        )
+
+
+HANDSHAKE_VERSION = 1
+MAX_HANDSHAKE_BYTES = 4 << 10
+HANDSHAKE_TIMEOUT_S = 10.0
+NONCE_BYTES = 32
+
+_PURPOSE = b"peerstore: who is there"
+_MAX_TEXT = 200
+_encode = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
+
+
+class PeerIdentity(NamedTuple):
+    """Who has proven to be on the other side."""
+
+    job: JobName
+    node: NodeId
+    protocol: int
+    version: str
+
+
+class Hello(msgspec.Struct, frozen=True):
+    protocol: int
+    job: str
+    node: str
+    nonce: bytes
+    version: str = ""
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    protocol: int
+    node: str = ""
+    nonce: bytes = b""
+    proof: bytes = b""
+    version: str = ""
+    refused: str = ""
+
+
+class Proof(msgspec.Struct, frozen=True):
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    refused: str = ""
+
+
+def hmac_proof(secret: bytes, role: str, hello: Hello, challenge: Challenge) -> bytes:
+    """What only somebody can say who knows ``secret``, in this role, in this conversation."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise RequestError(
+            f"the secret of job {hello.job} has {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
+        )
+    said = (
+        _PURPOSE,
+        role.encode(),
+        struct.pack(">QQ", hello.protocol, challenge.protocol),
+        *(text.encode() for text in (hello.job, hello.node, hello.version, challenge.node, challenge.version)),
+        hello.nonce,
+        challenge.nonce,
+    )
+    return hmac.digest(secret, b"".join(struct.pack(">I", len(field)) + field for field in said), "sha256")
+
+
+def authenticate_to_server(
+    channel: MessageChannel,
+    *,
+    job: str,
+    me: NodeId,
+    secret: bytes,
+    expect: NodeId | None = None,
+    version: str = "",
+    within_s: float = HANDSHAKE_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    nonce: Callable[[int], bytes] = secrets.token_bytes,
+) -> PeerIdentity:
+    """The client's half. ``expect`` is the node that should answer: addresses change hands.
+
+    After an error the channel is of no use any more.
+    """
+    talk = _HandshakeMessages(channel, clock, within_s)
+    hello = Hello(HANDSHAKE_VERSION, validate_job_name(job), validate_node_id(me), nonce(NONCE_BYTES), version)
+    talk.say(hello)
+    challenge = talk.hear(Challenge)
+    if challenge.protocol != HANDSHAKE_VERSION:
+        raise ProtocolError(f"{channel.peer} speaks protocol {challenge.protocol}, this is {HANDSHAKE_VERSION}")
+    if challenge.refused:
+        raise PeerRefusedError(f"{channel.peer} refused: {challenge.refused[:_MAX_TEXT]!r}")
+    _check_nonce(channel, challenge.nonce)
+    if not hmac.compare_digest(challenge.proof, hmac_proof(secret, "server", hello, challenge)):
+        raise PeerRefusedError(
+            f"{channel.peer} could not prove that it belongs to job {job}: it does not know the job or its secret"
+        )
+    found = _named(channel, challenge.node)
+    if expect is not None and found != expect:
+        raise PeerRefusedError(f"{channel.peer} is node {found}, not {expect}")
+    talk.say(Proof(hmac_proof(secret, "client", hello, challenge)))
+    welcome = talk.hear(Welcome)
+    if welcome.refused:
+        raise PeerRefusedError(f"{channel.peer} refused: {welcome.refused[:_MAX_TEXT]!r}")
+    talk.raise_limits()
+    return PeerIdentity(JobName(hello.job), found, challenge.protocol, challenge.version[:_MAX_TEXT])
+
+
+def authenticate_client(
+    channel: MessageChannel,
+    *,
+    me: NodeId,
+    secret_of: Callable[[str], bytes | None],
+    version: str = "",
+    clock: Callable[[], float] = time.monotonic,
+    nonce: Callable[[int], bytes] = secrets.token_bytes,
+) -> PeerIdentity:
+    """The server's half. ``secret_of`` is asked for the job's secret; ``None`` is a job that is not known here."""
+    talk = _HandshakeMessages(channel, clock)
+    hello = talk.hear(Hello)
+    try:
+        if hello.protocol != HANDSHAKE_VERSION:
+            raise ProtocolError(f"protocol {hello.protocol} is not spoken here, this is {HANDSHAKE_VERSION}")
+        _check_nonce(channel, hello.nonce)
+        job, node = validate_job_name(hello.job), _named(channel, hello.node)
+    except RequestError as error:
+        talk.say(Challenge(HANDSHAKE_VERSION, refused=str(error)[:_MAX_TEXT]))
+        raise
+    known = secret_of(job)
+    secret = nonce(NONCE_BYTES) if known is None else known
+    ours = Challenge(HANDSHAKE_VERSION, validate_node_id(me), nonce(NONCE_BYTES), version=version)
+    talk.say(msgspec.structs.replace(ours, proof=hmac_proof(secret, "server", hello, ours)))
+    theirs = talk.hear(Proof)
+    same = hmac.compare_digest(theirs.proof, hmac_proof(secret, "client", hello, ours))
+    if not same or known is None:
+        talk.say(Welcome(refused="the job or its secret is another one here"))
+        raise PeerRefusedError(
+            f"{channel.peer} could not prove that it belongs to job {job}"
+            + (", which is not known here" if known is None else "")
+        )
+    channel.proven()
+    talk.say(Welcome())
+    talk.raise_limits()
+    return PeerIdentity(job, node, hello.protocol, hello.version[:_MAX_TEXT])
+
+
+class _HandshakeMessages:
+    """Small messages without payload, for a short time in all."""
+
+    def __init__(
+        self, channel: MessageChannel, clock: Callable[[], float], within_s: float = HANDSHAKE_TIMEOUT_S
+    ) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._within_s = within_s
+        self._deadline = clock() + within_s
+        self._timeout_s = channel.timeout_s
+        channel.max_header_bytes = MAX_HANDSHAKE_BYTES
+        channel.max_payload_bytes = 0
+
+    def say(self, message: object) -> None:
+        self._limit_time()
+        self._channel.send(_encode(message))
+
+    def hear(self, kind: type[T]) -> T:
+        incoming = self._channel.receive(within_s=self._limit_time())
+        if incoming is None:
+            raise PeerUnreachableError(f"{self._channel.peer} closed the connection before both knew each other")
+        return decode_message(incoming.header, kind)
+
+    def raise_limits(self) -> None:
+        self._channel.max_header_bytes = MAX_MESSAGE_HEADER_BYTES
+        self._channel.max_payload_bytes = MAX_PAYLOAD_BYTES
+        self._channel.timeout_s = self._timeout_s
+
+    def _limit_time(self) -> float:
+        left_s = self._deadline - self._clock()
+        if left_s <= 0:
+            raise PeerUnreachableError(f"{self._channel.peer} did not show within {self._within_s:g} s who it is")
+        self._channel.timeout_s = min(self._timeout_s, left_s)
+        return left_s
+
+
+def _check_nonce(channel: MessageChannel, nonce: bytes) -> None:
+    if len(nonce) != NONCE_BYTES:
+        raise ProtocolError(f"{channel.peer} sent a nonce of {len(nonce)} bytes, it has {NONCE_BYTES}")
+
+
+def _named(channel: MessageChannel, text: str) -> NodeId:
+    try:
+        return validate_node_id(text)
+    except InvalidNameError as error:
+        raise ProtocolError(f"{channel.peer} gave itself a name that no node has: {error}") from error

@@ -1,0 +1,79 @@
+"""Number of keys on each rendezvous server, counted from the keys that torch sets.
+
+What is counted is the answers a server gives and the connections it has, and the connections of a rank. The sockets of
+gloo's own mesh, one from every rank to every other, are beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.rendezvous.store_servers import KEY_COPIES, MAX_STORE_NODES, key_holders, store_nodes
+
+_READ = 2
+"""Of a key that others write: torch waits for it, then gets it."""
+_NCCL_RANKS_PER_ROOT = 128
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one meeting of ``ranks`` ranks."""
+
+    ranks: int
+    members: int
+    keys: int
+    most: int
+    """Requests that the busiest server answers."""
+    mean: float
+    """Requests per server."""
+    connections: int
+    """Of the busiest server."""
+    per_rank: int
+    """Connections of a rank."""
+
+    @property
+    def ratio(self) -> float:
+        """How much more than its share the busiest one does."""
+        return self.most / self.mean
+
+
+def gloo_keys(ranks: int, epoch: int = 0) -> list[str]:
+    """Each rank says where it is, and each asks all."""
+    return [f"elastic/{epoch}/default_pg/0//cpu//0/{rank}" for rank in range(ranks)]
+
+
+def nccl_keys(ranks: int, epoch: int = 0, per_root: int = _NCCL_RANKS_PER_ROOT) -> list[str]:
+    """Some ranks make an identifier each, and each rank asks for all of them."""
+    return [f"elastic/{epoch}/default_pg/0//cuda//UniqueNCCLID:0:{root}" for root in range(-(-ranks // per_root))]
+
+
+def one_store(ranks: int, keys: Iterable[str]) -> Load:
+    """The same with all keys in one place."""
+    count = len(list(keys))
+    requests = count + _READ * count * ranks
+    return Load(ranks, 1, count, requests, requests, ranks, 1)
+
+
+def spread(
+    ranks: int,
+    nodes: int,
+    keys: Iterable[str],
+    *,
+    epoch: int = 0,
+    most: int = MAX_STORE_NODES,
+    copies: int = KEY_COPIES,
+) -> Load:
+    """``ranks`` ranks on ``nodes`` nodes; every key is written once and read by all ranks."""
+    members = len(store_nodes(epoch, range(nodes), most))
+    reads, writes, count = Counter[int](), Counter[int](), 0
+    for key in keys:
+        held = key_holders(key, members, copies)
+        reads[held[0]] += _READ * ranks
+        for holder in held:
+            writes[holder] += 1
+        count += 1
+    served = [reads[member] + writes[member] for member in range(members)]
+    asked = len(reads)
+    return Load(ranks, members, count, max(served), sum(served) / members, ranks, min(members, asked + copies))

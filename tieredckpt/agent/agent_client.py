@@ -1,0 +1,260 @@
+"""Client of the node's agent over its Unix socket. Starts an agent where none answers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from peerstore import message_codec
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.membership.topology import PeerNode
+from peerstore.server.agent_launcher import (
+    WatchdogRegistry,
+    connect_or_launch_agent,
+    raise_if_agent_hangs,
+    replace_hung_agent,
+)
+from peerstore.server.store_client import AgentConnector, Client, connect_to_agent
+from peerstore.settings import AgentPaths, JobPeersConfig
+from peerstore.shard_records import ShardKey, VersionId
+from tieredckpt.agent.agent_api import (
+    MAX_AGENT_WAIT_S,
+    AddMetricsRequest,
+    AgentJobRequest,
+    BlobPage,
+    ClusterStatus,
+    ConfigureRequest,
+    DrainStatus,
+    DropStepsRequest,
+    EmptyRequest,
+    JoinPeersRequest,
+    KnownPeers,
+    LayoutsPage,
+    ListStepsRequest,
+    LoadEndedRequest,
+    LoadStartedRequest,
+    PieceLocations,
+    ProtectionStatus,
+    QuarantineRequest,
+    ReaderCredentials,
+    ShardLocations,
+    ShardReplication,
+    ShardReplicationRequest,
+    StateNames,
+    StepDescription,
+    StepInventory,
+    StepLayoutsRequest,
+    StepNamesRequest,
+    StepPartsRequest,
+    StepPiecesRequest,
+    StepRestoredRequest,
+    StepSummary,
+    StepSummaryRequest,
+    TensorSliceNeed,
+    UnquarantineRequest,
+    WaitDurableRequest,
+    describe_step,
+)
+from tieredckpt.errors import errors_by_name
+from tieredckpt.format.manifest import unpack_blob
+from tieredckpt.gc_pause import gc_paused
+from tieredckpt.memory_service_options import memory_service_arguments
+from tieredckpt.settings import DurableSettings, Settings
+
+_ADOPTION_S = 660.0
+_RETRY_S = 20.0
+_DROP_S = 300.0
+_SLACK_S = 1.0
+"""What an agent has for an answer that is not waited for."""
+_WAIT_AGAIN_S = 300.0
+_HINT_S = 5.0
+agent_watchdogs = WatchdogRegistry()
+"""Of the agents that this process uses."""
+
+
+class NodeAgentClient:
+    """A :class:`~tieredckpt.agent.agent_api.NodeAgentAPI` behind the agent's socket."""
+
+    def __init__(self, settings: Settings, job: str) -> None:
+        place = settings.agent_place
+        self.place = place
+        command, environ = agent_command(settings), _agent_environment()
+        self._embedded = settings.agent.embedded
+        self._seek: AgentConnector = partial(connect_to_agent, place.socket, named=place.named)
+        self._connector: AgentConnector = (
+            partial(connect_or_launch_agent, place, command, environ=environ) if self._embedded else self._seek
+        )
+        self._replace = partial(replace_hung_agent if self._embedded else raise_if_agent_hangs, place)
+        self._looks_after = False
+        self.store = _client(place, self._connector, job, self._replace)
+
+    def look_after(self) -> None:
+        """From here on the agent is started again when it dies, and replaced when it hangs, also while nobody calls it:
+        by one process of the node, whichever has the lock.
+        """
+        if self._embedded and not self._looks_after:
+            with contextlib.suppress(PeerStoreError, OSError):  # the next save tries again
+                agent_watchdogs.begin(self.place, self._connector, self._replace)
+                self._looks_after = True
+
+    def look_away(self) -> None:
+        if self._looks_after:
+            self._looks_after = False
+            agent_watchdogs.end(self.place)
+
+    def configure(self, job: str, durable: DurableSettings) -> None:
+        self.store.call("configure", ConfigureRequest(job, durable), type(None))
+
+    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
+        ask = ListStepsRequest(job, fresh, patience_s)
+        return self.store.call("survey", ask, StepInventory, timeout_s=patience_s + _ADOPTION_S)
+
+    def describe(self, job: str, group: VersionId) -> StepDescription:
+        return describe_step(self, job, group)
+
+    def summary(self, job: str, group: VersionId) -> StepSummary:
+        return self.store.call("step_summary", StepSummaryRequest(job, group), StepSummary, timeout_s=_ADOPTION_S)
+
+    def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
+        ask = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
+        return self.store.call("step_layouts", ask, LayoutsPage, timeout_s=_ADOPTION_S)
+
+    def names(self, job: str, group: VersionId) -> StateNames:
+        packed, digest = bytearray(), ""
+        while True:
+            ask = StepNamesRequest(job, group, digest, len(packed))
+            page: BlobPage = self.store.call("step_names", ask, BlobPage, timeout_s=_ADOPTION_S)
+            if page.digest != digest:
+                digest = page.digest
+                packed.clear()
+            packed += page.data
+            if len(packed) >= page.size_bytes or not page.data:
+                with gc_paused():  # millions of names, and none of them in a circle
+                    return message_codec.decode_message(unpack_blob(bytes(packed)), StateNames)
+
+    def pieces(
+        self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
+    ) -> PieceLocations:
+        ask = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
+        return self.store.call("step_pieces", ask, PieceLocations, timeout_s=_ADOPTION_S)
+
+    def parts(self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
+        ask = StepPartsRequest(job, group, tuple(parts), item_sizes)
+        return self.store.call("step_parts", ask, ShardLocations, timeout_s=_ADOPTION_S)
+
+    def quarantine(self, job: str, group: VersionId, reason: str) -> None:
+        self.store.call("quarantine", QuarantineRequest(job, group, reason), type(None))
+
+    def lift(self, job: str, group: VersionId) -> None:
+        self.store.call("lift", UnquarantineRequest(job, group), type(None))
+
+    def drop(self, job: str, groups: Sequence[VersionId]) -> None:
+        self.store.call("drop_steps", DropStepsRequest(job, tuple(groups)), type(None), timeout_s=_DROP_S)
+
+    def loading(self, job: str, group: VersionId, rank: int) -> None:
+        self.store.call("loading", LoadStartedRequest(job, group, rank), type(None))
+
+    def restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
+        self.store.call("restored", StepRestoredRequest(job, group, goes_on=goes_on), type(None))
+
+    def load_over(self, job: str, *, stepped: bool) -> None:
+        if stepped:
+            self.store.call("load_over", LoadEndedRequest(job, stepped), type(None), timeout_s=_HINT_S)
+        else:  # a process that ends has no agent started for its goodbye
+            self.store.tell("load_over", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
+
+    def drains(self, job: str) -> tuple[DrainStatus, ...]:
+        return self.store.call("drains", AgentJobRequest(job), tuple[DrainStatus, ...], timeout_s=_ADOPTION_S)
+
+    def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ask = WaitDurableRequest(job, group, min(left, MAX_AGENT_WAIT_S))
+            view = self.store.call("wait_durable", ask, DrainStatus | None, within_s=max(_SLACK_S, ask.timeout_s))
+            if view is None or view.state not in ("waiting", "running") or left <= MAX_AGENT_WAIT_S:
+                return view
+
+    def join(self, job: str, plan: JobPeersConfig) -> None:
+        self.store.call("join", JoinPeersRequest(job, plan), type(None))
+
+    def me(self) -> PeerNode | None:
+        return self.store.call("me", EmptyRequest(), PeerNode | None)
+
+    def acquaintance(self, job: str) -> KnownPeers | None:
+        return self.store.call("acquaintance", AgentJobRequest(job), KnownPeers | None)
+
+    def passport(self, job: str) -> ReaderCredentials | None:
+        return self.store.call("passport", AgentJobRequest(job), ReaderCredentials | None)
+
+    def cluster(self, job: str) -> ClusterStatus:
+        return self.store.call("cluster", AgentJobRequest(job), ClusterStatus, timeout_s=_ADOPTION_S)
+
+    def durability(
+        self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0
+    ) -> ShardReplication:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ask = ShardReplicationRequest(key, copies, domains, min(left, MAX_AGENT_WAIT_S))
+            within_s = max(_SLACK_S, ask.timeout_s)
+            found: ShardReplication = self.store.call("durability", ask, ShardReplication, within_s=within_s)
+            if left <= MAX_AGENT_WAIT_S or (found.copies >= copies and found.domains >= domains):
+                return found
+
+    def observe(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
+        told = AddMetricsRequest(job, dict(values))
+        found: ProtectionStatus | None = self.store.tell(
+            "observe", told, timeout_s=_HINT_S, seek=self._seek, answer=ProtectionStatus | None
+        )
+        return found
+
+    def close(self) -> None:
+        self.look_away()
+        self.store.close()
+
+
+_unreachable: dict[Path, float] = {}
+"""Sockets that nobody answered on when this process waited for it, and when that was."""
+
+
+def _client(place: AgentPaths, connector: AgentConnector, job: str, replace: Callable[[], bool]) -> Client:
+    """A client, waited for once: a training loop that tries again with every save must not wait every time."""
+    waited = time.monotonic() - _unreachable.get(place.socket, -math.inf) < _WAIT_AGAIN_S
+    try:
+        client = Client(
+            connector, job=job, errors=errors_by_name(), retry_s=0.0 if waited else _RETRY_S, replace=replace
+        )
+    except AgentUnreachableError:
+        _unreachable[place.socket] = time.monotonic()
+        raise
+    _unreachable.pop(place.socket, None)
+    return client
+
+
+def agent_command(settings: Settings, *, detach: bool = True, linger: bool = True) -> list[str]:
+    """How an agent with these settings is started."""
+    agent = settings.agent
+    command = [sys.executable, "-m", "tieredckpt.agent", "--dir", str(settings.agent_directory)]
+    command += ["--cluster-config", ""]  # what the cluster says is in these settings already
+    command += ["--budget", agent.budget, "--slots-per-part", str(agent.slots_per_rank)]
+    command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
+    command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]
+    command += ["--interface", agent.interface, "--tls", agent.tls, "--transport", agent.transport]
+    command += memory_service_arguments(agent.served)
+    if linger:
+        command += ["--linger-s", str(agent.linger_s)]
+    return command + (["--detach"] if detach else [])
+
+
+def _agent_environment() -> dict[str, str]:
+    """The agent runs from ``/``, so it must find this package where this process found it."""
+    root = str(Path(__file__).resolve().parents[2])
+    known = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}

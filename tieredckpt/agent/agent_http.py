@@ -1,0 +1,506 @@
+"""The agent's HTTP listener: ``/metrics`` for Prometheus, ``/status`` as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from peerstore.network_addresses import join_address
+from peerstore.server.job_peers import JobPeers
+from peerstore.transport.tcp import ConnectionAdmission, UnauthenticatedConnection
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher
+from tieredckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    import ssl
+    from email.message import Message
+    from io import BufferedIOBase
+
+    from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
+
+UNIX = "unix:"
+HTTP_REQUEST_TIMEOUT_S = 10.0
+"""How long somebody may take who has proven nothing: over a request, and its answer where nothing is ever proven."""
+_MOST_CONNECTIONS = 1024
+_PAUSE_S = 0.1
+_FAREWELL_S = 5.0
+_OWN_DOMAINS = ("localhost", "local", "internal", "svc", "home.arpa")
+"""Nobody on the internet has a name that ends so, and can have a browser ask for it."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    """A thread for every connection; a handler tells ``proven`` when its client has shown who it is."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+    allow_reuse_address = True
+
+    def __init__(
+        self,
+        name: str,
+        address: tuple[str, int] | Path,
+        handler: type[BaseHTTPRequestHandler],
+        *,
+        tls: ssl.SSLContext | None = None,
+        within_s: float = HTTP_REQUEST_TIMEOUT_S,
+    ) -> None:
+        self._path = address if isinstance(address, Path) else None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)  # of an agent that was killed
+            self.address_family = socket.AF_UNIX
+        elif not isinstance(address, Path) and ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self._tls = tls
+        self._open: dict[Any, UnauthenticatedConnection] = {}
+        self._changed = threading.Condition()
+        self._admission = ConnectionAdmission(name, within_s=within_s)
+        super().__init__(address, handler)  # type: ignore[arg-type]  # AF_UNIX takes a path
+
+    def server_bind(self) -> None:
+        """A socket of this machine is for this user alone, and has no name or port."""
+        if self._path is None:
+            super().server_bind()
+            return
+        before = os.umask(0o177)
+        try:
+            self.socket.bind(str(self._path))
+        finally:
+            os.umask(before)
+        self.server_name, self.server_port = "localhost", 0
+
+    @property
+    def bound(self) -> str:
+        """``host:port``, or ``unix:/path``."""
+        if self._path is not None:
+            return f"{UNIX}{self._path}"
+        host, port = self.server_address[:2]
+        return join_address(str(host), port)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Serve while the block runs; yields where."""
+        thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="tieredckpt-http", daemon=True)
+        thread.start()
+        try:
+            yield self.bound
+        finally:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            self._admission.close()
+            self.shutdown()
+            self._end()
+            thread.join()
+
+    def proven(self, request: Any) -> None:
+        with self._changed:
+            stranger = self._open.get(request)
+        if stranger is not None:
+            stranger.proven()
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            connection, address = self.socket.accept()
+        except OSError as error:  # too many open files, most likely: they become fewer
+            self._admission.turned_away(f"it could not be accepted: {error}")
+            time.sleep(_PAUSE_S)
+            raise
+        if self._path is not None:
+            return connection, (str(self._path),)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is None:
+            return connection, address
+        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with self._changed:
+            full = len(self._open) >= _MOST_CONNECTIONS
+        if full:
+            self._admission.turned_away("there are too many connections", client_address[0])
+            return False
+        stranger = self._admission.enter(request, client_address[0])
+        if stranger is None:
+            return False
+        with self._changed:
+            self._open[request] = stranger
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._changed:
+            stranger = self._open.pop(request, None)
+            self._changed.notify_all()
+        if stranger is not None:
+            stranger.leave()
+
+    def service_actions(self) -> None:
+        self._admission.sweep()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a connection ended: %s", sys.exc_info()[1])
+
+    def _end(self) -> None:
+        """End all connections; requests in progress end with them."""
+        self.server_close()
+        with self._changed:
+            for one in self._open:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)
+            self._changed.wait_for(lambda: not self._open, _FAREWELL_S)
+
+
+class HttpHandler(BaseHTTPRequestHandler):
+    """Requests whose lines mean one thing to everybody: a proxy in front may read a lone CR, or a VT, as their end."""
+
+    server_version = "tieredckpt"
+    sys_version = ""
+    raw_requestline: bytes
+
+    def parse_request(self) -> bool:
+        lines = _Lines(self.rfile)
+        try:
+            _check_line(self.raw_requestline)
+            self.rfile = lines  # type: ignore[assignment]
+            return super().parse_request()
+        except _LineError as error:
+            self.close_connection = True
+            self.requestline, self.request_version, self.command = "", "HTTP/1.1", ""
+            self.send_error(HTTPStatus.BAD_REQUEST, str(error))
+            return False
+        finally:
+            self.rfile = lines.file
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        log.debug(format, *args)
+
+
+class _LineError(Exception):
+    """A line of a request's head has something in it that no line has."""
+
+
+class _Lines:
+    def __init__(self, file: BufferedIOBase) -> None:
+        self.file = file
+
+    def readline(self, size: int = -1) -> bytes:
+        return _check_line(self.file.readline(size))
+
+
+def _check_line(line: bytes) -> bytes:
+    if any(byte < 0x20 and byte != 0x09 for byte in line.removesuffix(b"\n").removesuffix(b"\r")):
+        raise _LineError("A line of the request has control characters")
+    return line
+
+
+def browser_refusal(headers: Message) -> tuple[HTTPStatus, str] | None:
+    """Why a request is not served: it was made by a web page, or under a name that a web page may have made up.
+
+    A page of any site can have its reader's browser ask an address of this machine, and under a name of its own that
+    leads here it also reads the answer. Programs send no ``Origin``, and use a name or an address of this machine.
+    """
+    if headers.get("Origin") is not None or headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        return HTTPStatus.FORBIDDEN, "Web pages are not served here: the request has an Origin"
+    host = headers.get("Host")
+    if host is not None and is_public_hostname(host):
+        return (
+            HTTPStatus.MISDIRECTED_REQUEST,
+            f"{host[:100]!r} is not known as a name of this machine: use its address or its host name",
+        )
+    return None
+
+
+def is_public_hostname(host: str) -> bool:
+    """Whether this may be a name that somebody on the internet has."""
+    name = host.strip().lower()
+    bracketed = name.startswith("[")
+    name = name[1:].partition("]")[0] if bracketed else name.partition(":")[0].rstrip(".")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name.partition("%")[0])
+        return False
+    if bracketed:
+        return True
+    if "." not in name or name.endswith(tuple(f".{domain}" for domain in _OWN_DOMAINS)):
+        return False
+    return name not in (socket.gethostname().lower(), socket.getfqdn().lower())
+
+
+SOCKET = "http.sock"
+"""In the agent's directory."""
+
+
+class StatusSource(Protocol):
+    """A service on the agent that reports its own state."""
+
+    def status(self) -> dict[str, Any]:
+        """Return plain values for ``/status``."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield metrics for ``/metrics``."""
+
+
+@contextlib.contextmanager
+def serve_metrics(
+    node: NodeAgentService,
+    address: str,
+    memory: StatusSource | None = None,
+    *,
+    directory: Path | None = None,
+    within_s: float = HTTP_REQUEST_TIMEOUT_S,
+) -> Iterator[str]:
+    """Serve while the block runs; yields ``host:port``, ``unix:/path``, or "" when ``address`` is "off".
+
+    ``socket`` is a Unix socket in ``directory``, which no other user can reach.
+
+    Nobody proves anything here: a request and its answer together take at most ``within_s``.
+    """
+    if address == "off":
+        yield ""
+        return
+    place = _place(address, directory)
+
+    class Handler(_MetricsHandler):
+        service = node
+        reporting = memory
+
+    try:
+        server = HttpServer("/metrics and /status", place, Handler, within_s=within_s)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UsageError(f"agent.http: {address} cannot be served: {error}") from error
+    with server.running() as bound:
+        yield bound
+
+
+def _place(address: str, directory: Path | None) -> tuple[str, int] | Path:
+    if address == "socket" and directory is not None:
+        return directory / SOCKET
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise UsageError(f"agent.http: {address!r} is neither socket, HOST:PORT nor off")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+class _MetricsHandler(HttpHandler, BaseHTTPRequestHandler):
+    service: NodeAgentService
+    reporting: StatusSource | None
+    timeout = 10
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        problem = browser_refusal(self.headers)
+        if problem is not None:
+            self._reply(problem[0], f"{problem[1]}\n".encode(), "text/plain")
+        elif path == "/metrics":
+            self._reply(200, _metrics(self.service, self.reporting), "text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/status":
+            self._reply(200, msgspec.json.encode(agent_status(self.service, self.reporting)), "application/json")
+        elif path in ("/", "/health"):
+            self._reply(200, b"ok: see /metrics and /status\n", "text/plain")
+        else:
+            self._reply(404, b"there is /metrics, /status and /health\n", "text/plain")
+
+    def _reply(self, code: int, body: bytes, kind: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def agent_status(node: NodeAgentService, memory: StatusSource | None = None) -> dict[str, Any]:
+    """Everything the agent knows about itself, as plain values."""
+    store = node.store.status()
+    jobs = [job.job for job in store.jobs]
+    return {
+        "store": msgspec.to_builtins(store),
+        "drain": {
+            "totals": vars(node.drain.totals),
+            "jobs": {job: msgspec.to_builtins(node.drain.views(job)) for job in jobs},
+        },
+        "protected": {job: msgspec.to_builtins(node.protected(job)) for job in jobs},
+        "peers": {team.job: _peers(team) for team in node.teams},
+        "trainers": {job: dict(node.observed[job]) for job in list(node.observed)},
+        "memory_service": memory.status() if memory is not None else None,
+        "cluster": _cluster(node.cluster_settings),
+    }
+
+
+def _cluster(followed: ClusterSettingsWatcher | None) -> dict[str, Any] | None:
+    """What the cluster says, where the agent follows it."""
+    if followed is None:
+        return None
+    return {
+        "source": followed.source,
+        "budget": followed.budget,
+        "needs_restart": list(followed.needs_restart),
+        "problem": followed.problem or None,
+    }
+
+
+def _peers(team: JobPeers) -> dict[str, Any]:
+    sending = team.protecting.sending
+    return {
+        "node": team.me.id,
+        "sees": team.tending.explain(),
+        "quorum": team.tending.quorum,
+        "nodes": {name: team.tending.standing(name) for name in sorted(team.tending.living)},
+        "partners": team.protecting.partners,
+        "settled": team.settled.version if team.settled is not None else None,
+        "sending": f"{sending[0].key} to {sending[0].to}" if sending is not None else None,
+        "totals": vars(team.protecting.totals),
+    }
+
+
+def _metrics(node: NodeAgentService, memory: StatusSource | None) -> bytes:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(node))
+    if memory is not None:
+        registry.register(memory)
+    return generate_latest(registry)
+
+
+class _Collector:
+    """The agent's numbers in Prometheus' words; made anew for each scrape, so nothing is counted twice."""
+
+    def __init__(self, node: NodeAgentService) -> None:
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        state = self._node.store.status()
+        arena, counted, drain = state.arena, state.counters, self._node.drain.totals
+        for name, text, value in (
+            ("arena_budget_bytes", "How much memory shards may use.", arena.budget_bytes),
+            ("arena_allocated_bytes", "Memory in slots.", arena.allocated_bytes),
+            ("arena_sealed_bytes", "Memory in sealed shards.", arena.sealed_bytes),
+            ("arena_slots", "Slots.", arena.slots),
+            ("arena_free_slots", "Slots nobody uses.", arena.free_slots),
+            ("arena_leases", "Slots being written.", arena.leases),
+            ("arena_pins", "Reads in progress.", arena.pins),
+            ("files_open", "Files and connections this agent has open.", counted["files_open"]),
+            ("files_limit", "How many it may have.", counted["files_limit"]),
+            ("arena_aside_bytes", "Memory in slots that another version of the agent left.", arena.aside_bytes),
+            ("aside_slots", "Slots that another version of the agent left.", len(state.aside)),
+            ("adopting_shards", "Shards of a killed agent still to be verified.", state.adopting),
+            ("drain_lag_seconds", "From the last durable step's seal to its manifest.", drain.lag_s),
+        ):
+            yield GaugeMetricFamily(f"tieredckpt_{name}", text, value=value)
+        for name, text, value in (
+            ("seals", "Shards sealed.", counted.get("sealed", 0)),
+            ("sealed_bytes", "Bytes sealed.", counted.get("sealed_bytes", 0)),
+            ("seal_seconds", "Time spent checksumming.", counted.get("seal_seconds", 0)),
+            ("evictions", "Shards given up for newer ones.", counted.get("evicted", 0)),
+            ("leases", "Slots handed out.", counted.get("leases", 0)),
+            ("leases_lost", "Leases taken back from dead or fenced writers.", counted.get("leases_lost", 0)),
+            ("lease_busy", "Saves that found every slot in use.", counted.get("lease_busy", 0)),
+            ("lease_full", "Saves that did not fit the budget.", counted.get("lease_full", 0)),
+            ("adoptions", "Shards taken over from a killed agent.", counted.get("adopted", 0)),
+            ("damages", "Copies that could not be trusted.", counted.get("damaged", 0)),
+            ("unreadable", "Looks at shards that could not be read and are kept.", counted.get("unreadable", 0)),
+            ("refused_busy", "New work refused for lack of open files.", counted["refused_busy"]),
+            ("listener_errors", "News of shards that somebody could not take in.", counted["listener_errors"]),
+            ("drained_steps", "Steps made durable.", drain.steps),
+            ("drained_bytes", "Bytes uploaded.", drain.bytes),
+            ("drain_seconds", "Time spent making steps durable.", drain.seconds),
+            ("drain_skips", "Steps left out because a newer one was ready.", drain.skipped),
+            ("drain_errors", "Failed attempts to make a step durable.", drain.errors),
+            ("deleted_steps", "Durable steps deleted by retention.", drain.deleted),
+        ):
+            yield CounterMetricFamily(f"tieredckpt_{name}", text, value=value)
+        yield from self._jobs()
+        yield from self._peers()
+
+    def _peers(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        teams = self._node.teams
+        gauges: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
+            "peers_living": ("Nodes of the job that are there, this one included.", lambda t: len(t.tending.living)),
+            "peers_quorum": ("Whether this node sees enough of them to go on.", lambda t: float(t.tending.quorum)),
+            "shards_lacking_copies": (
+                "Shards this node answers for with copies still to be made.",
+                lambda t: sum(one.mine and one.lacking > 0 for one in t.protecting.standings()),
+            ),
+            "shards_short_of_copies": (
+                "Shards this node answers for whose copies find no node.",
+                lambda t: sum(one.mine and one.short > 0 for one in t.protecting.standings()),
+            ),
+            "settled_step": (
+                "Newest step with all the copies it was to have.",
+                lambda t: t.settled.version if t.settled is not None else -1,
+            ),
+            "copy_lag_seconds": ("From the last copied shard's seal to its copy.", lambda t: t.protecting.totals.lag_s),
+        }
+        counters: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
+            "copies": ("Copies made on other nodes.", lambda t: t.protecting.totals.copies),
+            "copied_bytes": ("Bytes sent for copies.", lambda t: t.protecting.totals.sent_bytes),
+            "copies_unchanged_bytes": ("Bytes of copies not sent again.", lambda t: t.protecting.totals.skipped_bytes),
+            "copy_seconds": ("Time spent sending copies.", lambda t: t.protecting.totals.seconds),
+            "copy_errors": ("Copies that failed, and were tried again.", lambda t: t.protecting.totals.errors),
+            "copy_throttled_seconds": ("Time the limit on copies has cost.", lambda t: t.pace.waited_s),
+            "shards_repaired": ("Damaged shards fetched again from other nodes.", lambda t: t.repaired),
+            "shards_taken_over": ("Shards of lost nodes this one answers for now.", lambda t: t.taken_over),
+        }
+        for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in families.items():
+                family = kind(f"tieredckpt_{name}", text, labels=["job"])
+                for team in teams:
+                    family.add_metric([team.job], value(team))
+                yield family
+        paths = GaugeMetricFamily(
+            "tieredckpt_path_bytes_per_second", "How fast copies go to another node.", labels=["job", "node"]
+        )
+        for team in teams:
+            for name, rate in team.protecting.paths.rates.items():
+                paths.add_metric([team.job, name], rate)
+        yield paths
+
+    def _jobs(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        newest = GaugeMetricFamily("tieredckpt_newest_whole_step", "Newest whole step in memory.", labels=["job"])
+        epoch = GaugeMetricFamily("tieredckpt_job_epoch", "The job's incarnation.", labels=["job"])
+        for state in self._node.store.status().jobs:
+            epoch.add_metric([state.job], state.epoch)
+            if state.newest_whole is not None:
+                newest.add_metric([state.job], state.newest_whole)
+        yield newest
+        yield epoch
+        upto = GaugeMetricFamily(
+            "tieredckpt_protected_step",
+            "Newest step with all the copies it was to have, or durable; -1 for none.",
+            labels=["job"],
+        )
+        without = GaugeMetricFamily(
+            "tieredckpt_unprotected_seconds", "How long newer saves have lacked it; 0: none does.", labels=["job"]
+        )
+        for state in self._node.store.status().jobs:
+            found, now = self._node.protected(state.job), time.time()
+            upto.add_metric([state.job], found.step)
+            since = found.unprotected_since
+            without.add_metric([state.job], 0.0 if since is None else max(0.0, now - since))
+        yield upto
+        yield without
+        seen = CounterMetricFamily("tieredckpt_trainer", "What the trainers measured.", labels=["job", "what"])
+        for job, values in list(self._node.observed.items()):
+            for what, value in list(values.items()):
+                seen.add_metric([job, what], value)
+        yield seen

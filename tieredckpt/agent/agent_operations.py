@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import dataclasses
+
+from peerstore.errors import RequestError
+from peerstore.membership.topology import PeerNode
+from peerstore.server.store_api import Operation
+from tieredckpt.agent.agent_api import (
+    MAX_AGENT_WAIT_S,
+    MAX_ISOLATION_S,
+    AddMetricsRequest,
+    AgentJobRequest,
+    BlobPage,
+    ClusterStatus,
+    ConfigureRequest,
+    DrainStatus,
+    DropStepsRequest,
+    EmptyRequest,
+    IsolateRequest,
+    JoinPeersRequest,
+    KnownPeers,
+    LayoutsPage,
+    ListStepsRequest,
+    LoadEndedRequest,
+    LoadStartedRequest,
+    PieceLocations,
+    ProtectionStatus,
+    QuarantineRequest,
+    ReaderCredentials,
+    ShardLocations,
+    ShardReplication,
+    ShardReplicationRequest,
+    StepInventory,
+    StepLayoutsRequest,
+    StepNamesRequest,
+    StepPartsRequest,
+    StepPiecesRequest,
+    StepRestoredRequest,
+    StepSummary,
+    StepSummaryRequest,
+    UnquarantineRequest,
+    WaitDurableRequest,
+)
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.errors import UsageError
+from tieredckpt.settings import Settings, override_settings
+
+# -- over the socket ----------------------------------------------------------------------------------------------
+
+
+def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
+    """The operations a checkpoint's agent answers beyond those of a store."""
+    none = type(None)
+
+    def configure(args: ConfigureRequest, _: object) -> None:
+        if args.durable.url.startswith("memory:"):
+            raise UsageError("a memory:// durable tier would end with the agent: it is for tests in one process")
+        override_settings(
+            Settings(), durable=dataclasses.asdict(args.durable)
+        )  # a size or a number that cannot be is refused
+        node.configure(args.job, args.durable)
+
+    def survey(args: ListStepsRequest, _: object) -> StepInventory:
+        patience_s = min(max(args.patience_s, 0.0), MAX_AGENT_WAIT_S)
+        return node.survey(args.job, fresh=args.fresh, patience_s=patience_s)
+
+    def wait(args: WaitDurableRequest, _: object) -> DrainStatus | None:
+        return node.wait_durable(args.job, args.group, min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S))
+
+    def durability(args: ShardReplicationRequest, _: object) -> ShardReplication:
+        timeout_s = min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S)
+        return node.durability(args.key, copies=args.copies, domains=args.domains, timeout_s=timeout_s)
+
+    def observe(args: AddMetricsRequest, _: object) -> ProtectionStatus:
+        if len(args.values) > 100:
+            raise RequestError("too many metrics at once")
+        return node.observe(args.job, args.values)
+
+    return {
+        "configure": Operation(ConfigureRequest, none, configure),
+        "survey": Operation(ListStepsRequest, StepInventory, survey),
+        "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.summary(a.job, a.group)),
+        "step_names": Operation(
+            StepNamesRequest, BlobPage, lambda a, _: node.names_page(a.job, a.group, a.digest, a.start)
+        ),
+        "step_pieces": Operation(
+            StepPiecesRequest, PieceLocations, lambda a, _: node.pieces(a.job, a.group, a.rank, a.needs, a.objects)
+        ),
+        "step_parts": Operation(
+            StepPartsRequest, ShardLocations, lambda a, _: node.parts(a.job, a.group, a.parts, item_sizes=a.item_sizes)
+        ),
+        "step_layouts": Operation(
+            StepLayoutsRequest, LayoutsPage, lambda a, _: node.layouts(a.job, a.group, a.layouts, a.tables)
+        ),
+        "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
+        "lift": Operation(UnquarantineRequest, none, lambda a, _: node.lift(a.job, a.group)),
+        "drop_steps": Operation(DropStepsRequest, none, lambda a, _: node.drop(a.job, a.groups)),
+        "loading": Operation(LoadStartedRequest, none, lambda a, who: node.loading(a.job, a.group, a.rank, owner=who)),
+        "restored": Operation(
+            StepRestoredRequest, none, lambda a, who: node.restored(a.job, a.group, goes_on=a.goes_on, owner=who)
+        ),
+        "load_over": Operation(
+            LoadEndedRequest, none, lambda a, who: node.load_over(a.job, stepped=a.stepped, owner=who)
+        ),
+        "join": Operation(JoinPeersRequest, none, lambda a, _: node.join(a.job, a.plan)),
+        "cut_off": Operation(
+            IsolateRequest, none, lambda a, _: node.cut_off(min(max(a.seconds, 0.0), MAX_ISOLATION_S))
+        ),
+        "me": Operation(EmptyRequest, PeerNode | None, lambda *_: node.me()),
+        "acquaintance": Operation(AgentJobRequest, KnownPeers | None, lambda a, _: node.acquaintance(a.job)),
+        "passport": Operation(AgentJobRequest, ReaderCredentials | None, lambda a, _: node.passport(a.job)),
+        "durability": Operation(ShardReplicationRequest, ShardReplication, durability),
+        "cluster": Operation(AgentJobRequest, ClusterStatus, lambda a, _: node.cluster(a.job)),
+        "drains": Operation(AgentJobRequest, tuple[DrainStatus, ...], lambda a, _: node.drains(a.job)),
+        "wait_durable": Operation(WaitDurableRequest, DrainStatus | None, wait),
+        "observe": Operation(AddMetricsRequest, ProtectionStatus, observe),
+    }

@@ -1,0 +1,67 @@
+"""NullCheckpointer: the same interface, stores nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import TracebackType
+from typing import Literal
+
+from tieredckpt.checkpointer.restore_with_fallback import OnLost
+from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo
+from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.location import check_step
+from tieredckpt.tensors.state_dict import StateDict
+
+
+class NullCheckpointer:
+    """A :class:`Checkpointer` that keeps nothing: for ranks, tests and scripts that are to run without one."""
+
+    last_restore: RestoreReport | None = None
+
+    def save(
+        self, state: StateDict, step: int, *, force: bool = False, keep: bool = False, durable: bool = False
+    ) -> SaveHandle:
+        del state, force, keep, durable
+        return SaveHandle(check_step(step), SaveState.NOT_DUE)
+
+    def drop(self, step: int) -> bool:
+        del step
+        return False
+
+    def note(self, state: StateDict, step: int) -> None:
+        del state, step
+
+    def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
+        del durable, timeout_s
+        return self.save(state, step)
+
+    def restore(
+        self,
+        state: StateDict,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        on_lost: OnLost = "raise",
+        unproven: Collection[str] = (),
+        timeout_s: float | None = None,
+    ) -> int:
+        del state, step, strict, on_lost, unproven, timeout_s
+        return -1
+
+    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:
+        del tier, timeout_s
+        return True
+
+    def steps(self) -> list[StepInfo]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> NullCheckpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass

@@ -1,0 +1,386 @@
+"""Checkpointer.restore: all ranks load the same step and fall back to older ones together."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import set_element  # the inverse of DCP's own flattening
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from peerstore import deadlines
+from peerstore.errors import PeerStoreError
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
+from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
+from tieredckpt.dcp.tiered_reader import LazyStateMetadata, RestoreReport, TieredReader, abbreviate, describe_mismatches
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointDeletedError,
+    CheckpointLostError,
+    CheckpointNotFoundError,
+    CheckpointTornError,
+    PeersLostError,
+    RestoreProofError,
+    TieredCheckpointError,
+    TierUnavailableError,
+)
+from tieredckpt.gc_pause import gc_paused
+from tieredckpt.live.survivor_state import Hydration, current_survivor_state, names_digest
+from tieredckpt.restore.live_state import RestoredState
+from tieredckpt.restore.proof import RestoreProof
+from tieredckpt.settings import Settings, override_settings
+from tieredckpt.tensors.optimizer_placeholders import init_optimizer_state
+from tieredckpt.tensors.state_dict import StateDict, flatten_state, resolve_stateful
+
+log = logging.getLogger(__name__)
+
+_MAX_FALLBACKS = 8
+_TRIES = 15
+_LOOK_AGAIN_S = 1.0
+OnLost = Literal["raise", "begin"]
+
+
+class CheckpointRestorer:
+    """Of one job, by all ranks together."""
+
+    def __init__(self, job: str, settings: Settings, together: RankGroup) -> None:
+        self._job = job
+        self._settings = settings
+        self._together = together
+
+    def restore(
+        self,
+        state: StateDict,
+        step: int | None,
+        *,
+        strict: bool = True,
+        on_lost: OnLost = "raise",
+        unproven: Collection[str] = (),
+    ) -> tuple[int, RestoreReport | None]:
+        """Fill ``state``: with which step, or -1 where every tier was asked and nothing was ever whole; what was read.
+
+        With -1 there is a report only where something had been saved, and of a plain checkpoint none. ``strict``: every
+        entry that was saved has a place in ``state`` and the other way round, else :class:`MismatchError` names them
+        before anything is read.
+        """
+        held = current_survivor_state()
+        given = None if held is None else held.hydrations.get(self._job)
+        fresh = given is not None  # what was given was not there a moment ago
+        error: BaseException | None = None
+        for _ in range(_MAX_FALLBACKS):
+            began = time.perf_counter()
+            reader = TieredReader(self._job, step, settings=self._settings)
+            reader.fresh, reader.strict, reader.proves_later = fresh, strict, True
+            reader.choosing = tuple(f"{name}." for name, value in state.items() if _chooses(value))
+            try:
+                self._look(reader)
+            except (CheckpointNotFoundError, CheckpointDamagedError, CheckpointLostError) as nothing:
+                absent = isinstance(nothing, CheckpointNotFoundError)
+                if step is not None or (on_lost == "raise" and not absent):
+                    raise
+                return -1, self._begins(nothing)
+            _make_moments(state, reader)
+            _tell_saved(state, reader)
+            filled = _with_room(state, reader)
+            planner = DefaultLoadPlanner(allow_partial_load=not strict)
+            try:
+                with contextlib.closing(reader):
+                    self._together.dcp(dcp.load, filled, storage_reader=reader, planner=planner)
+            except CheckpointException as failure:
+                error = unwrap_load_error(failure)
+                # What is left may be whole all the same, or another step is.
+                if isinstance(error, PeersLostError) or (step is None and isinstance(error, CheckpointDeletedError)):
+                    log.error("restore of %s: %s; looking again what there is", self._job, error)
+                    fresh = True
+                    continue
+                if step is not None or not isinstance(error, CheckpointDamagedError):
+                    raise error from failure
+                log.error("restore of %s: %s; trying the next older step", self._job, error)
+                continue
+            state.update(
+                {name: value for name, value in filled.items() if not isinstance(value, _StatefulWithPlaceholders)}
+            )
+            self._prove(state, reader, unproven, began)
+            self._hydrated(reader.report, given)
+            if held is not None:
+                held.completes(self._job, names_digest(reader.restored_names))
+            self._say(state, reader, strict=strict)
+            return reader.restored_step, reader.report
+        if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged
+            raise error
+        raise CheckpointDamagedError(
+            f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded: {error}"
+        )
+
+    def _prove(self, state: StateDict, reader: TieredReader, unproven: Collection[str], began: float) -> None:
+        """Compare what is live now with what the save recorded: one answer for all ranks."""
+        evidence, reader.evidence = reader.evidence, None
+        if evidence is None or reader.report is None:
+            return
+        proving = time.perf_counter()
+        live = RestoredState(state, evidence, reader.session.node.store, unproven, _chooses)
+        try:
+            with gc_paused():
+                live.prove()
+        except Exception as error:
+            log.exception("%s: the live state could not be compared with what was saved", self._job)
+            live.give_up(f"{type(error).__name__}: {error}")
+        # A state_dict() may have collectives: either all ranks ask a second time, or none does.
+        told = self._together.from_all("\n".join(live.doubtful))
+        again = sorted({name for doubtful in told for name in doubtful.split("\n") if name})
+        if again:
+            live.ask_again(again)
+            wrong = describe_mismatches(self._job, reader.report.step, self._together.rank, live.proof)
+            problems = [text for text in self._together.from_all(wrong) if text]
+            if problems:
+                raise RestoreProofError(wrong or problems[0])
+        proof = live.proof
+        proof.seconds = time.perf_counter() - proving
+        proof.share = proof.seconds / max(1e-9, time.perf_counter() - began)
+        reader.report.proof = proof
+
+    def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
+        """Say what the fault before this world has cost, where there was one."""
+        if report is None or found is None:
+            return
+        report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
+        report.lost = max(0, found.reached - report.step)
+        tiers = ", ".join(f"{size >> 10} KiB from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
+        log.info("%s: step %d (%s), %d lost: %s", self._job, report.step, report.mode, report.lost, tiers)
+
+    def _say(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
+        """One line: which step, from where, how much, how long. And what a restore that is not strict left out."""
+        report, step = reader.report, reader.restored_step
+        if report is not None:
+            tiers = ", ".join(f"{show_size(n)} from {tier}" for tier, n in sorted(report.bytes_by_tier.items()))
+            log.info(
+                "%s: rank %d restored step %d: %s in %.2f s%s",
+                *(self._job, self._together.rank, step, tiers or "0 bytes", report.seconds, _show(report.proof)),
+            )
+            if report.proof is not None and report.proof.left_out:
+                left_out = [f"{name} ({why})" for name, why in report.proof.left_out.items()]
+                log.info(
+                    "%s step %d: %d entries were not compared: %s", self._job, step, len(left_out), abbreviate(left_out)
+                )
+        if strict:
+            return
+        missing = sorted(
+            flatten_state(resolve_stateful(state)).keys() - reader.read_metadata().state_dict_metadata.keys()
+        )
+        for what, names in (("saved and not restored", reader.unused), ("not in the checkpoint, left as is", missing)):
+            if names:
+                log.warning("%s step %d: %d entries %s: %s", self._job, step, len(names), what, abbreviate(names))
+
+    def _begins(self, nothing: TieredCheckpointError) -> RestoreReport | None:
+        """From nothing; where anything had been saved, a line and a report say why."""
+        report = RestoreReport(-1, None, {}, refused=(str(nothing),))
+        if isinstance(nothing, CheckpointTornError):
+            log.warning("%s begins from nothing, and nothing that was whole is lost: %s", self._job, nothing)
+            report.mode = "torn"
+        elif isinstance(nothing, CheckpointNotFoundError):
+            return None
+        else:
+            log.error("%s begins from nothing, as on_lost='begin' says: %s", self._job, nothing)
+            report.mode = "lost" if isinstance(nothing, CheckpointLostError) else "damaged"
+        return report
+
+    def _look(self, reader: TieredReader) -> None:
+        """:meth:`_find`, once nodes answer whose agents are being started again."""
+        for tries in itertools.count(1):
+            unknown: TierUnavailableError | None = None
+            try:
+                self._find(reader)
+            except TierUnavailableError as error:
+                unknown = error
+            proves = self._settings.memory.proof
+            why = "late" if deadlines.expired() else "awaited" if reader.awaited else ""
+            said = [one.partition(" ") for one in self._together.from_all(f"{why} {'' if proves else 'unproven'}")]
+            if proves and any(unproven for _, _, unproven in said):
+                # The comparison asks states that may have collectives, and what it finds is said to all.
+                log.warning("%s: some ranks say memory.proof=False, so no rank compares what is restored", self._job)
+                reader.settings = override_settings(reader.settings, memory={"proof": False})
+            told = [one for one, _, _ in said]
+            if tries >= _TRIES or "late" in told or not any(told):
+                break
+            if tries == 1:
+                log.warning("%s: nodes that may have newer steps do not answer; they are waited for", self._job)
+            time.sleep(deadlines.remaining_s(_LOOK_AGAIN_S))
+            reader.fresh = True
+        if unknown is not None:
+            raise unknown
+
+    def _find(self, reader: TieredReader) -> None:
+        """Return if there is something to load: one answer for all ranks, absent, torn, lost and unknown kept apart."""
+        try:
+            found: str = reader.check()
+        except CheckpointTornError as error:
+            found = f"torn {error}"
+        except CheckpointNotFoundError as error:
+            found = f"absent {error}"
+        except CheckpointDamagedError as error:
+            found = f"damaged {error}"
+        except CheckpointLostError as error:
+            found = f"lost {error}"
+        except (TieredCheckpointError, PeerStoreError) as error:
+            found = f"unknown {error}"
+        answers = self._together.from_all(found)
+        unknown = [answer for answer in answers if answer.startswith("unknown ")]
+        damaged = [answer for answer in answers if answer.startswith("damaged ")]
+        lost = [answer for answer in answers if answer.startswith("lost ")]
+        torn = [answer for answer in answers if answer.startswith("torn ")]
+        absent = [answer for answer in answers if answer.startswith(("absent ", "torn "))]
+        if unknown:
+            raise TierUnavailableError(unknown[0].removeprefix("unknown "))
+        if damaged:
+            raise CheckpointDamagedError(damaged[0].removeprefix("damaged "))
+        if lost:
+            raise CheckpointLostError(lost[0].removeprefix("lost "))
+        if absent and len(absent) < len(answers):
+            raise TierUnavailableError(
+                f"{self._job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "
+                f"others cannot: {absent[0].partition(' ')[2]}"
+            )
+        if torn:
+            raise CheckpointTornError(torn[0].removeprefix("torn "))
+        if absent:
+            raise CheckpointNotFoundError(absent[0].removeprefix("absent "))
+
+    def restore_plain(self, state: StateDict, step: int | None) -> int:
+        durable, job = self._settings.durable, self._job
+        steps = [found for found in plain_steps(durable, job) if step in (None, found)]
+        if not steps:
+            if step is not None:
+                raise CheckpointNotFoundError(f"{durable.url} has no plain checkpoint of {job} step {step}")
+            return -1
+        reader = plain_reader(durable, job, steps[-1], trust_objects=self._settings.memory.trust_objects)
+        try:
+            self._together.dcp(dcp.load, state, storage_reader=reader)
+        except CheckpointException as failure:
+            raise unwrap_load_error(failure) from failure
+        return steps[-1]
+
+
+def _show(proof: RestoreProof | None) -> str:
+    if proof is None:
+        return ""
+    left_out = f", {len(proof.left_out)} entries not compared" if proof.left_out else ""
+    return (
+        f"; {show_size(proof.size_bytes)} and {proof.objects} objects of the live state are what was saved{left_out} "
+        f"({proof.seconds:.2f} s, {proof.share:.0%} of the restore)"
+    )
+
+
+def _make_moments(state: StateDict, reader: TieredReader) -> None:
+    """An optimizer that never stepped has no moments to be filled: make them, where the checkpoint has some."""
+    empty = [name for name, value in state.items() if isinstance(value, torch.optim.Optimizer) and not value.state]
+    if not empty:
+        return
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except TieredCheckpointError:
+        return  # the load that follows says so to all ranks
+    for name in empty:
+        if any(key.startswith(f"{name}.state.") for key in saved):
+            init_optimizer_state(state[name])
+
+
+def _tell_saved(state: StateDict, reader: TieredReader) -> None:
+    """A ``Stateful`` whose names depend on the ranks hears which of them the checkpoint has."""
+    asking = {name: value for name, value in state.items() if _chooses(value)}
+    if not asking:
+        return
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except TieredCheckpointError:
+        return  # the load that follows says so to all ranks
+    for name, value in asking.items():
+        value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
+
+
+def _chooses(value: object) -> bool:
+    """Whether this part of the state looks at what was saved and says itself which of it to restore."""
+    return hasattr(value, "before_restore")
+
+
+class _StatefulWithPlaceholders:
+    """A ``Stateful`` whose state has a place for every entry its saved self had.
+
+    What fills up while training (best scores, histories) is empty in a fresh process, and DCP fills only what is there.
+    """
+
+    def __init__(self, own: Stateful, missing: Mapping[tuple[str | int, ...], object]) -> None:
+        self._own = own
+        self._missing = missing
+
+    def state_dict(self) -> StateDict:
+        state: StateDict = _copied(self._own.state_dict())
+        for path, place in self._missing.items():
+            set_element(state, path, place)
+        return state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self._own.load_state_dict(state)
+
+
+def _copied(value: Any) -> Any:
+    """With containers of its own: a restore that fails must leave nothing in those of the object."""
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _with_room(state: StateDict, reader: TieredReader) -> StateDict:
+    """``state``, with a place for each entry that a ``Stateful`` of the user's saved and does not have yet.
+
+    Modules and optimizers say themselves what they are made of: an entry they have no place for is an error.
+    """
+    own = (torch.nn.Module, torch.optim.Optimizer)
+    asking = {
+        name: value
+        for name, value in state.items()
+        if _is_stateful(value) and not isinstance(value, own) and not _chooses(value)
+    }
+    if not asking:
+        return dict(state)
+    try:
+        metadata = reader.read_metadata()
+    except TieredCheckpointError:
+        return dict(state)  # the load that follows says so to all ranks
+    filled = dict(state)
+    for name, value in asking.items():
+        missing = _missing(name, flatten_state({name: value.state_dict()}).keys(), metadata)
+        if missing:
+            filled[name] = _StatefulWithPlaceholders(value, missing)
+    return filled
+
+
+def _is_stateful(value: object) -> bool:
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def _missing(name: str, there: Collection[str], metadata: Metadata) -> dict[tuple[str | int, ...], object]:
+    """By their paths, places for what was saved below ``name``. Not for tensors in pieces: each rank would hold all."""
+    paths = metadata.planner_data or {}
+    found: dict[tuple[str | int, ...], object] = {}
+    entries = metadata.state_dict_metadata
+    for entry, kind in sorted(entries.items()):
+        if not entry.startswith(f"{name}.") or entry in there:
+            continue
+        path = paths.get(entry, tuple(entry.split(".")))[1:]
+        if not isinstance(kind, TensorStorageMetadata):
+            found[path] = None
+        elif isinstance(entries, LazyStateMetadata) and entries.in_pieces(entry):
+            continue
+        elif [chunk.sizes for chunk in kind.chunks] == [kind.size]:
+            found[path] = torch.empty(kind.size, dtype=kind.properties.dtype)
+    return found

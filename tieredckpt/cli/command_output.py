@@ -1,0 +1,170 @@
+"""Command output: results on stdout as text or JSON, everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.segment import Segment
+from rich.table import Table
+
+from tieredckpt.cli.exit_codes import ExitCode, exit_code_for, hint_for
+
+_PIPE_WIDTH = 400
+
+_UNSEEN = {number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0)) if chr(number) not in "\n\t"} | {
+    number: f"\\u{number:04x}" for number in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+"""What a terminal obeys, or shows in another order than it is. Names and reasons come from whoever wrote a job."""
+
+AdvanceProgress = Callable[[int], None]
+"""Called with the number of bytes just done."""
+
+
+class CommandOutput:
+    """Where one command's output goes. JSON, when asked for, is the only thing on standard output."""
+
+    def __init__(self, program: str = "tieredckpt") -> None:
+        self.program = program
+        """Begins its error messages."""
+        self.as_json = False
+        self.debug = False
+        # A pipe has no width: a program that reads it wants whole values.
+        self.out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        for console in (self.out, self.err):
+            console.push_render_hook(_EscapeControlCharacters())
+
+    def result(self, value: Mapping[str, Any], show: Callable[[Console], None]) -> None:
+        """The command's answer: ``value`` as JSON, or whatever ``show`` prints."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, indent=2) + "\n")
+            sys.stdout.flush()
+        else:
+            show(self.out)
+
+    def note(self, text: str) -> None:
+        self.err.print(escape(text), style="yellow")
+
+    def failed(self, error: BaseException) -> ExitCode:
+        """Report what ended the command; its exit code."""
+        code = exit_code_for(error)
+        advice = hint_for(error)
+        if self.debug:
+            traceback.print_exception(error)
+        text = str(error) or type(error).__name__
+        self.err.print(f"[bold red]{self.program}:[/] {escape(text)}")
+        if advice:
+            self.err.print(f"{'':{len(self.program) + 2}}{escape(advice)}")
+        if self.as_json:
+            said = {"kind": type(error).__name__, "message": text, "advice": advice, "exit": int(code)}
+            sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
+        return code
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total_bytes: int) -> Iterator[AdvanceProgress]:
+        """A bar on standard error, where that is a terminal."""
+        if not self.err.is_terminal:
+            yield lambda _: None
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.err, transient=True) as progress:
+            task = progress.add_task(escape(what), total=total_bytes)
+            yield lambda count: progress.advance(task, count)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what takes so long, where somebody watches."""
+        if not self.err.is_terminal:
+            yield
+            return
+        with self.err.status(escape(what)):
+            yield
+
+
+class _EscapeControlCharacters(RenderHook):
+    """Shows what a terminal would obey instead of sending it there; what rich itself has to say to it passes."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Escaped(one) for one in renderables]
+
+
+class _Escaped:
+    def __init__(self, shown: ConsoleRenderable) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._shown, options):
+            yield segment if segment.control else segment._replace(text=segment.text.translate(_UNSEEN))
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+    """Columns aligned by blanks, numbers to the right; cells are plain text unless they are markup on purpose."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        shown.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def format_age(seconds: float) -> str:
+    """``5400`` as ``1 h 30 min``: for people, one or two units."""
+    seconds = max(0, int(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{hours} h {minutes % 60} min"
+    return f"{days} d"
+
+
+def iso_time(ns: int) -> str | None:
+    """A point in time as JSON has it; ``None`` for one that is not known."""
+    if ns <= 0:
+        return None
+    return dt.datetime.fromtimestamp(ns / 1e9, dt.timezone.utc).isoformat(timespec="milliseconds")
+
+
+def pluralized(number: int, word: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def format_ranges(parts: Sequence[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for part in parts:
+        if runs and part == runs[-1][1] + 1:
+            runs[-1][1] = part
+        else:
+            runs.append([part, part])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def print_fields(out: Console, lines: Sequence[tuple[str, str]]) -> None:
+    """A heading and a text a line; texts are markup, and go on below themselves."""
+    width = max((len(name) for name, _ in lines), default=0)
+    grid = text_table(["", ""], [])
+    grid.show_header = False
+    grid.columns[0].width = width
+    grid.columns[1].no_wrap = False
+    for name, text in lines:
+        grid.add_row(f"[bold]{name}[/]", text)
+    out.print(grid, soft_wrap=False)

@@ -1,0 +1,100 @@
+"""Options that several commands share, and the settings they select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.exit_codes import EXIT_CODES_HELP
+from tieredckpt.cli.tier_client import find_agent_directory
+from tieredckpt.errors import UsageError
+from tieredckpt.location import Location, parse_location
+from tieredckpt.settings import Settings, load_settings, override_settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+pass_output = click.make_pass_decorator(CommandOutput)
+
+
+def _set(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    def keep(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            setattr(context.ensure_object(CommandOutput), name, True)
+
+    return keep
+
+
+def output_options(command: F) -> F:
+    """``--json`` and ``--debug``."""
+    debug = click.option(
+        "--debug", is_flag=True, expose_value=False, callback=_set("debug"), help="Show where an error came from."
+    )
+    as_json = click.option(
+        "--json", is_flag=True, expose_value=False, is_eager=True, callback=_set("as_json"), help="Print JSON."
+    )
+    return as_json(debug(command))
+
+
+def tier_options(command: F) -> F:
+    """Where to look: this node's agent and a durable tier."""
+    directory = click.option(
+        "--agent-dir",
+        type=click.Path(path_type=Path),
+        help="The node agent's directory. [default: agent.directory, /dev/shm/tieredckpt-UID, an agent here with JOB]",
+    )
+    durable = click.option(
+        "--durable",
+        metavar="URL",
+        help="The durable tier, s3://bucket/prefix or /path. [default: what the agent knows, durable.url]",
+    )
+    return directory(durable(output_options(command)))
+
+
+ANY_JOB = ""
+
+
+def settings_from_options(agent_dir: Path | None, durable: str | None, target: str | None = None) -> Settings:
+    """Settings of the environment, with what the command line says on top.
+
+    Where neither says which agent is meant, it is one that has the job that ``target`` names (``ANY_JOB``: any job).
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    if agent_dir is not None:
+        changes["agent"] = {"directory": str(agent_dir.resolve())}
+    if durable is not None:
+        changes["durable"] = {"url": durable}
+    settings = override_settings(load_settings(), **changes)
+    if target is None or settings.agent.directory:
+        return settings
+    found = find_agent_directory(settings, str(parse_location(target).job) if target else None)
+    return (
+        settings if found == settings.agent_directory else override_settings(settings, agent={"directory": str(found)})
+    )
+
+
+def with_exit_code_help(command: F) -> F:
+    """Exit codes at the end of the command's help."""
+    command.__doc__ = f"{command.__doc__}\n\n    {EXIT_CODES_HELP.replace(chr(10), chr(10) + '    ')}"
+    return command
+
+
+def parse_step_target(target: str) -> Location:
+    """A location that names a step."""
+    location = parse_location(target)
+    if location.step is None:
+        raise UsageError(f"{target!r} names no step: write {location.job}/step-N (`tieredckpt ls {location.job}`)")
+    return location
+
+
+def parse_job_and_step(target: str, step: int | None) -> Location:
+    """``JOB STEP`` or ``JOB/step-N``."""
+    location = parse_location(target)
+    if location.step is None and step is None:
+        raise UsageError(f"{target!r} names no step: write {location.job} N (`tieredckpt ls {location.job}`)")
+    if location.step is not None and step not in (None, location.step):
+        raise UsageError(f"{target} and {step} are different steps")
+    return Location(location.job, location.step if step is None else step)

@@ -1,0 +1,406 @@
+"""``tieredckpt doctor``: measure memory, agent, durable tier, credentials, clock, bandwidth; report findings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
+from peerstore.server.store_client import connect_to_agent
+from peerstore.server.store_server import ensure_private_directory
+from peerstore.settings import AgentPaths, parse_budget
+from peerstore.sizes_and_durations import parse_size, show_size
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.agent_http import UNIX
+from tieredckpt.cli.command_output import CommandOutput, text_table
+from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.findings import (
+    CheckResult,
+    CheckStatus,
+    MemoryMeasurements,
+    about_nccl,
+    check_clock_skew,
+    check_failed,
+    check_memory,
+    check_passed,
+    check_warning,
+    loss_survivals,
+)
+from tieredckpt.durable.object_store import ObjectStore
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.errors import DurableRefusedError, SettingsError, TieredCheckpointError, TierUnavailableError
+from tieredckpt.settings import DurableSettings, Settings, override_settings
+
+_PATIENCE_S = 5.0
+_STORE = ("durable tier", "credentials", "clock")
+"""Findings without which nothing is uploaded."""
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@click.command("doctor", short_help="Check this node and its store; what survives what.")
+@click.option("--bandwidth", is_flag=True, help="Upload --size to the durable tier and measure how fast.")
+@click.option("--size", default="64MiB", show_default=True, help="How much --bandwidth uploads.")
+@click.option("--gpu", is_flag=True, help="Also try what saves and recovery need of this node's devices.")
+@tier_options
+@pass_output
+@with_exit_code_help
+def doctor_command(
+    screen: CommandOutput, *, bandwidth: bool, size: str, gpu: bool, agent_dir: Path | None, durable: str | None
+) -> ExitCode:
+    """Check this node, its agent and the durable tier, and say what would survive what.
+
+    Writes, reads and deletes one small object in the durable tier. Exit code 1 when something is wrong.
+    """
+    try:
+        settings = settings_from_options(agent_dir, durable)
+        probe_bytes = parse_size(size)
+    except SettingsError as error:
+        return _print_report(screen, None, [check_failed("settings", str(error), "correct these keys")])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--size") from error
+    found = [_about_settings(settings)]
+    with screen.waiting("looking at this node"):
+        agent_findings, known = _about_agent(settings)
+        found += [*_about_node(settings), *agent_findings]
+    settings = settings if settings.durable.url or known is None else _with_durable(settings, known)
+    with screen.waiting(f"trying {settings.durable.url}"):
+        found += _about_durable(settings.durable, probe_bytes if bandwidth else 0)
+    found.append(about_nccl(os.environ, needed=gpu))
+    if gpu:
+        from tieredckpt.cli.device_checks import check_devices  # with torch, which takes seconds
+
+        with screen.waiting("trying this node's devices"):
+            found += check_devices()
+    return _print_report(screen, settings, found)
+
+
+def _print_report(screen: CommandOutput, settings: Settings | None, found: Sequence[CheckResult]) -> ExitCode:
+    code = ExitCode.FAILED if any(one.verdict is CheckStatus.BAD for one in found) else ExitCode.OK
+    broken = any(one.verdict is CheckStatus.BAD and one.what in _STORE for one in found)
+    rows = loss_survivals(settings, store_works=not broken) if settings else []
+    value = {
+        "well": code is ExitCode.OK,
+        "findings": [one.as_json() for one in found],
+        "survival": [{"lost": row.lost, "left": row.left} for row in rows],
+    }
+
+    def show(out: Console) -> None:
+        _show_findings(out, found)
+        if rows:
+            out.print()
+            out.print(text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.lost, escape(row.left)] for row in rows]))
+
+    screen.result(value, show)
+    return code
+
+
+def _show_findings(out: Console, found: Sequence[CheckResult]) -> None:
+    colours = {CheckStatus.GOOD: "green", CheckStatus.NOTE: "yellow", CheckStatus.BAD: "bold red"}
+    width = max(len(one.what) for one in found)
+    for one in found:
+        out.print(f"[{colours[one.verdict]}]{one.verdict.value:<4}[/]  {one.what:<{width}}  {escape(one.text)}")
+        if one.advice:
+            out.print(
+                f"{'':<{width + 8}}{escape(one.advice)}", style="dim" if one.verdict is CheckStatus.NOTE else "bold"
+            )
+
+
+# -- this node ----------------------------------------------------------------------------------------------------
+
+
+def _about_settings(settings: Settings) -> CheckResult:
+    path = os.environ.get("TIEREDCKPT_CONFIG")
+    named = sorted(name for name in os.environ if name.startswith("TIEREDCKPT_") and name != "TIEREDCKPT_CONFIG")
+    sources = ([path] if path else []) + named
+    text = f"from {', '.join(sources)}" if sources else "all defaults"
+    if not settings.enabled:
+        return check_warning(
+            "settings", f"{text}; switched off: scripts write plain checkpoints to {settings.durable.url}"
+        )
+    return check_passed("settings", text)
+
+
+def _about_node(settings: Settings) -> list[CheckResult]:
+    place = settings.agent_directory
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    try:
+        if place.exists():
+            ensure_private_directory(place)
+    except RequestError as error:
+        return [check_failed("shared memory", str(error), "choose another agent.directory")]
+    if not os.access(existing, os.W_OK):
+        return [check_failed("shared memory", f"{existing} cannot be written", "choose another agent.directory")]
+    state = os.statvfs(existing)
+    memory = MemoryMeasurements(
+        budget=parse_budget(settings.agent.budget),
+        total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        limit=_cgroup_limit(),
+        file_system=_file_system(existing),
+        size=state.f_blocks * state.f_frsize,
+        free=state.f_bavail * state.f_frsize,
+        arena=_allocated(place),
+    )
+    return check_memory(memory, str(place))
+
+
+def _cgroup_limit() -> int | None:
+    for name in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path(name).read_text())
+            return limit if limit < 1 << 60 else None
+    return None
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system ``path`` is on, as the kernel names it."""
+    best, kind = -1, "unknown"
+    real = path.resolve()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            point, found = line.split()[1:3]
+            if real.is_relative_to(point) and len(point) >= best:
+                best, kind = len(point), found
+    return kind
+
+
+def _allocated(place: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(place / "slots"))
+    return 0
+
+
+def _about_agent(settings: Settings) -> tuple[list[CheckResult], DurableSettings | None]:
+    place = settings.agent_place
+    try:
+        connect_to_agent(place.socket, named=place.named).close()
+        agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
+    except AgentUnreachableError:
+        return [_about_no_agent(settings, place)], None
+    except PeerStoreError as error:
+        return [check_failed("agent", str(error), "end it and start one of this release")], None
+    with contextlib.closing(agent):
+        return _about_running(agent, place)
+
+
+def _about_no_agent(settings: Settings, place: AgentPaths) -> CheckResult:
+    left = len(list(place.directory.glob("slots/*")))
+    text = f"none runs in {place.directory}"
+    if left:
+        text += f"; {left} slots of the last one are there and are checked and taken over by the next"
+    if settings.agent.embedded or not settings.enabled:
+        return check_warning("agent", f"{text}; the first trainer starts one")
+    return check_failed(
+        "agent", text, f"agent.embedded is off: run `tieredckpt agent --dir {place.directory}` on every node"
+    )
+
+
+def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[CheckResult], DurableSettings | None]:
+    from tieredckpt.agent.__main__ import installed_version
+
+    status = agent.store.status()
+    arena = status.arena
+    http = ""
+    with contextlib.suppress(OSError):
+        http = (place.directory / "http").read_text().strip()
+    text = (
+        f"release {agent.store.server_version} in {place.directory}, {show_size(arena.sealed_bytes)} sealed of "
+        f"{show_size(arena.budget_bytes)}" + (f", {_status_at(http)}" if http else "")
+    )
+    if agent.store.server_version != installed_version():
+        found = [
+            check_failed(
+                "agent", text, f"this is release {installed_version()}: end the agent and start one of this release"
+            )
+        ]
+    else:
+        found = [check_passed("agent", text)]
+    for damage in status.damages:
+        found.append(
+            check_warning("damage", f"{damage.what}: {damage.reason}", "look for failing memory when this repeats")
+        )
+    known = None
+    for job in status.jobs:
+        known = agent.survey(job.job).durable or known
+        for drain in agent.drains(job.job):
+            if drain.state == "failed" or (drain.state == "waiting" and drain.error):
+                what = f"{job.job}/step-{drain.group.version} is {drain.state}: {drain.error}"
+                found.append(check_failed("drain", what, f"see {place.log}"))
+    return found, known
+
+
+def _status_at(http: str) -> str:
+    path = http.removeprefix(UNIX)
+    return f"http://{http}/status" if path == http else f"curl --unix-socket {path} http://localhost/status"
+
+
+def _with_durable(settings: Settings, known: DurableSettings) -> Settings:
+    return replace(settings, durable=known)
+
+
+# -- the durable tier ---------------------------------------------------------------------------------------------
+
+
+def _about_durable(durable: DurableSettings, probe_bytes: int) -> list[CheckResult]:
+    if not durable.url:
+        return [
+            check_warning(
+                "durable tier", "none: what this node's memory holds is lost with the node", "set durable.url"
+            )
+        ]
+    settings = replace(durable, retry_s=_PATIENCE_S, timeout_s=min(durable.timeout_s, _PATIENCE_S), bandwidth="")
+    found = _about_credentials(settings) if urlsplit(settings.url).scheme == "s3" else []
+    if any(one.verdict is CheckStatus.BAD for one in found):
+        return found
+    try:
+        with contextlib.closing(open_store(settings.url, settings)) as store:
+            found += _about_store(store, settings)
+            if probe_bytes:
+                found.append(_about_bandwidth(store, probe_bytes))
+    except TieredCheckpointError as error:
+        found.append(_about_failure(settings, error))
+    return found
+
+
+def _about_failure(settings: DurableSettings, error: TieredCheckpointError) -> CheckResult:
+    if isinstance(error, DurableRefusedError):
+        advice = "the store must allow listing, reading, writing and deleting below this URL"
+    elif isinstance(error, TierUnavailableError):
+        advice = "check the URL, the endpoint (durable.options.endpoint, AWS_ENDPOINT_URL) and the network"
+    else:
+        advice = "correct durable.url or durable.options"
+    return check_failed("durable tier", f"{settings.url}: {error}", advice)
+
+
+def _about_credentials(settings: DurableSettings) -> list[CheckResult]:
+    import botocore.exceptions
+
+    from tieredckpt.durable.s3 import aws_session
+
+    try:
+        session = aws_session(settings.options.get("profile", ""))
+        credentials = session.get_credentials()
+        if credentials is None:
+            advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or give the node or pod a role"
+            return [check_failed("credentials", f"{settings.url}: the AWS SDK finds no credentials", advice)]
+        frozen = credentials.get_frozen_credentials()
+        region = settings.options.get("region") or session.get_config_variable("region") or "none set"
+    except botocore.exceptions.BotoCoreError as error:
+        return [check_failed("credentials", f"{settings.url}: {error}", "correct the AWS configuration")]
+    key = f"{frozen.access_key[:4]}...{frozen.access_key[-2:]}"
+    return [check_passed("credentials", f"{key} from {credentials.method}, region {region}")]
+
+
+def _about_store(store: ObjectStore, settings: DurableSettings) -> list[CheckResult]:
+    name = f".doctor-{secrets.token_hex(8)}"
+    data = secrets.token_bytes(4096)
+    began = time.monotonic()
+    store.put(name, data)
+    try:
+        back = store.get(name)
+        conditional = store.capabilities().conditional_put
+        took = time.monotonic() - began
+        moved = next((info.modified_s for info in store.list(name)), None)
+    finally:
+        store.delete([name])
+    if back != data:
+        return [
+            check_failed(
+                "durable tier", f"{store.url} gave back other bytes than were written", "do not use this store"
+            )
+        ]
+    found = [check_passed("durable tier", f"{store.url}: writes, reads, lists and deletes ({took * 1e3:.0f} ms)")]
+    if conditional:
+        found.append(check_passed("conditional put", "honoured: of two writers of one manifest one wins"))
+    else:
+        found.append(
+            check_warning(
+                "conditional put", "ignored by this store, which is safe: two writers of one manifest write one step"
+            )
+        )
+    if urlsplit(settings.url).scheme == "s3":
+        found += _about_s3(settings)
+    elif moved is not None:
+        found.append(check_clock_skew(time.time() - moved, signed=False))
+    return found
+
+
+def _about_s3(settings: DurableSettings) -> Iterator[CheckResult]:
+    """Whether S3 checks what it is told about the bytes, and what its clock says."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from tieredckpt.durable.s3 import S3Account, S3Options
+    from tieredckpt.durable.s3_upload import base64_checksum
+
+    parts = urlsplit(settings.url)
+    root = parts.path.strip("/")
+    options = S3Options.parse(settings.options)
+    account = S3Account(parts.netloc, root, options, timeout_s=settings.timeout_s)
+    key = f"{root}/.doctor-{secrets.token_hex(8)}".lstrip("/")
+    target = {"Bucket": parts.netloc, "Key": key}
+    with contextlib.closing(account):
+        client = account.connection().client
+        kind = options.checksum if options.checksum != "none" else "crc32"
+        wrong = {"crc32": "ChecksumCRC32", "md5": "ContentMD5"}[kind]
+        try:
+            client.put_object(
+                **target, **options.encryption(), Body=b"probe", **{wrong: base64_checksum(b"other", kind)}
+            )
+            yield check_warning(
+                "checksums", "not checked by this store on arrival; restores compare every chunk in any case"
+            )
+        except ClientError:
+            yield check_passed("checksums", f"checked by the store on arrival ({kind})")
+        except BotoCoreError as error:
+            yield check_warning("checksums", f"not known: {error}")
+        with contextlib.suppress(ClientError, BotoCoreError):
+            answer = client.delete_object(**target)
+            told = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+            yield check_clock_skew((datetime.now(timezone.utc) - told).total_seconds(), signed=True)
+
+
+class _NoJournal:
+    """The probe is not gone on with when it is interrupted."""
+
+    def get(self, name: str) -> bytes | None:
+        del name
+        return None
+
+    def put(self, name: str, data: bytes) -> None:
+        pass
+
+    def remove(self, name: str) -> None:
+        pass
+
+
+def _about_bandwidth(store: ObjectStore, size_bytes: int) -> CheckResult:
+    name = f".doctor-{secrets.token_hex(8)}"
+    with tempfile.NamedTemporaryFile(prefix="tieredckpt-doctor-") as file:
+        block = secrets.token_bytes(1 << 20)
+        for start in range(0, size_bytes, len(block)):
+            file.write(block[: size_bytes - start])
+        file.flush()
+        seconds = _timed(lambda: store.upload(name, Path(file.name), size_bytes, journal=_NoJournal()))
+    store.delete([name])
+    text = f"{show_size(size_bytes)} in {seconds:.2f} s, {show_size(size_bytes / max(seconds, 1e-6))}/s up"
+    return check_passed("bandwidth", text)
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began

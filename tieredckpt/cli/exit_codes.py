@@ -1,0 +1,94 @@
+"""Exit codes, the errors they stand for, and the hint printed with each. Pure."""
+
+from __future__ import annotations
+
+import enum
+
+from peerstore import errors as store_errors
+from tieredckpt import errors
+
+
+class ExitCode(enum.IntEnum):
+    """Absent, damaged and unknown are different answers, so they are different codes."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    DAMAGED = 4
+    UNAVAILABLE = 5
+    REFUSED = 6
+    INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """Of a command that a plug-in adds, which knows itself what it ends with and what to do next."""
+
+    def __init__(self, message: str, *, code: ExitCode = ExitCode.FAILED, advice: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _command_error, (type(self), str(self), self.code, self.advice)
+
+
+def _command_error(kind: type[CommandError], message: str, code: ExitCode, advice: str) -> CommandError:
+    return kind(message, code=code, advice=advice)
+
+
+EXIT_CODES_HELP = """\b
+Exit codes:
+  0  done, and everything that was asked about is well
+  1  failed; the message says why
+  2  the command line or the configuration is wrong
+  3  there is no such job, step or file
+  4  bytes are not what was saved
+  5  a tier could not be asked: what it holds is unknown
+  6  the object store refused (credentials, permission, no such bucket)"""
+
+_CODES_BY_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (
+    (errors.UsageError, ExitCode.USAGE),
+    (store_errors.RequestError, ExitCode.USAGE),
+    (errors.CheckpointNotFoundError, ExitCode.NOT_FOUND),
+    (store_errors.ShardNotFoundError, ExitCode.NOT_FOUND),
+    (errors.CheckpointDamagedError, ExitCode.DAMAGED),
+    (errors.CheckpointLostError, ExitCode.DAMAGED),
+    (store_errors.ShardDamagedError, ExitCode.DAMAGED),
+    (errors.TierUnavailableError, ExitCode.UNAVAILABLE),
+    (store_errors.UnavailableError, ExitCode.UNAVAILABLE),
+    (errors.DurableRefusedError, ExitCode.REFUSED),
+)
+
+_HINTS = {
+    ExitCode.NOT_FOUND: "`tieredckpt ls` shows which jobs and steps there are",
+    ExitCode.DAMAGED: "`tieredckpt verify` names what is damaged; `tieredckpt ls` shows which other steps are whole",
+    ExitCode.UNAVAILABLE: "`tieredckpt doctor` shows which part does not answer; nothing is known to be lost",
+    ExitCode.REFUSED: "`tieredckpt doctor` shows which credentials are used and what the store allows",
+}
+
+
+def exit_code_for(error: BaseException) -> ExitCode:
+    """The code an error ends the command with."""
+    if isinstance(error, CommandError):
+        return error.code
+    return next((code for kind, code in _CODES_BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)
+
+
+def hint_for(error: BaseException) -> str:
+    """What to do next, where the message itself cannot know; "" otherwise."""
+    if isinstance(error, CommandError):
+        return error.advice
+    if isinstance(error, store_errors.AgentUnreachableError):
+        return "start one with `tieredckpt agent --dir DIR`, or name the store to look into with --durable URL"
+    if isinstance(error, errors.EventLogNotFoundError):
+        return "`elastic run` keeps one in LOG-DIR/ledger; under other launchers set $TIEREDCKPT_LEDGER"
+    return _HINTS.get(exit_code_for(error), "")
+
+
+def worst_exit_code(codes: list[ExitCode]) -> ExitCode:
+    """One code for several findings: damage is said before what is unknown, what is unknown before success."""
+    for code in (ExitCode.DAMAGED, ExitCode.REFUSED, ExitCode.UNAVAILABLE, ExitCode.NOT_FOUND, ExitCode.FAILED):
+        if code in codes:
+            return code
+    return ExitCode.OK

@@ -1,0 +1,183 @@
+"""``tieredckpt export``: a step as safetensors, a Hugging Face folder, a torch file or a DCP folder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.shard_records import VersionId
+from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
+from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, pluralized
+from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.tier_client import TierClient, open_tier_client
+from tieredckpt.errors import UsageError
+from tieredckpt.export.atomic_output import return_freed_memory_to_os
+from tieredckpt.location import parse_location
+
+if TYPE_CHECKING:
+    from tieredckpt.export.step_source import StepSource
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is to be written, as the command line says it."""
+
+    destination: Path
+    kind: str
+    most_bytes: int
+    force: bool
+    allow_pickle: bool
+
+
+@click.command("export", short_help="Write a step as safetensors, for Hugging Face, torch or DCP.")
+@click.argument("target", metavar="JOB[/step-N]")
+@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
+    default="safetensors",
+    show_default=True,
+    help="One safetensors file, a folder for Hugging Face's from_pretrained, a torch.save file, a plain DCP folder.",
+)
+@click.option("--prefix", default="", help="Only names that begin so ('model.'), without it.")
+@click.option("--select", multiple=True, metavar="GLOB", help="Only names like this; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No names like this; may be repeated.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="hf: the most bytes of one file.")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--allow-pickle", is_flag=True, help="torch: unpickle objects of any type, which can run any code.")
+@tier_options
+@pass_output
+@with_exit_code_help
+def export_command(
+    screen: CommandOutput,
+    *,
+    target: str,
+    destination: Path,
+    kind: str,
+    prefix: str,
+    select: tuple[str, ...],
+    exclude: tuple[str, ...],
+    max_shard_size: str,
+    force: bool,
+    allow_pickle: bool,
+    agent_dir: Path | None,
+    durable: str | None,
+) -> ExitCode:
+    """Write a step to DEST for other programs: bit for bit, whole or not at all.
+
+    Tensors are put together from their shards one after the other, out of the nearest good copies; the model never is
+    in memory at once. JOB alone means the step that a load would use.
+    """
+    from tieredckpt.export.step_source import selected_names
+
+    began = time.monotonic()
+    return_freed_memory_to_os()
+    wish = ExportRequest(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+        location = parse_location(target)
+        view = sight.chosen(location, sight.survey(location.job))
+        if view.quarantined:
+            screen.note(f"step {view.group.version} is quarantined: {view.quarantined}")
+        source = source_of(sight, location.job, view.group)
+        with contextlib.closing(source):
+            names = selected_names(source.step, prefix=prefix, select=select, exclude=exclude)
+            total = sum(
+                _size(source, name)
+                for name in names
+                if name in source.step.tensors and not (kind in ("safetensors", "hf") and name in source.step.objects)
+            )
+            with screen.progress(f"writing {destination.name}", total) as advance:
+                files = _write(source, names, wish, advance)
+    left_out = sorted(name for name in names if name in source.step.objects) if kind in ("safetensors", "hf") else []
+    value = {
+        "job": location.job,
+        "step": view.group.version,
+        "destination": str(destination),
+        "format": kind,
+        "files": files,
+        "tensors": sum(name in source.step.tensors for name in names),
+        "objects": sum(name in source.step.objects for name in names) - len(left_out),
+        "left_out": left_out,
+        "size_bytes": total,
+        "read_bytes": source.bytes_by_tier,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    screen.result(value, lambda out: _show(out, value))
+    return ExitCode.OK
+
+
+def _write(source: StepSource, names: dict[str, str], wish: ExportRequest, advance: AdvanceProgress) -> int:
+    from tieredckpt.export.atomic_output import atomic_file, atomic_folder, check_export_folder
+
+    if wish.kind == "torch":
+        from tieredckpt.export.export_formats import write_torch
+
+        with atomic_file(wish.destination, force=wish.force) as path:
+            write_torch(path, source, names, advance, allow_pickle=wish.allow_pickle)
+        return 1
+    if wish.kind == "dcp":
+        from tieredckpt.export.export_formats import write_dcp
+
+        with atomic_folder(wish.destination, force=wish.force) as folder:
+            write_dcp(folder, source, names, advance)
+        return 2
+    from tieredckpt.export.export_formats import safetensors_entries, write_safetensors, write_safetensors_folder
+
+    tensors = safetensors_entries(source, names)
+    if wish.kind == "safetensors":
+        with atomic_file(wish.destination, force=wish.force) as path:
+            write_safetensors(path, source, tensors, advance)
+        return 1
+    check_export_folder(wish.destination, force=wish.force)
+    with atomic_folder(wish.destination, force=wish.force) as folder:
+        return write_safetensors_folder(folder, source, tensors, wish.most_bytes, advance)
+
+
+def source_of(sight: TierClient, job: str, group: VersionId) -> StepSource:
+    """The bytes of a step, out of every tier that can be seen from here."""
+    from tieredckpt.export.step_source import StepSource
+
+    memory = sight.agent.store if sight.agent is not None else None
+    return StepSource(sight.describe(job, group), memory, lambda: sight.store(job), sight.peers(job))
+
+
+def _most_bytes(text: str) -> int:
+    try:
+        most = parse_size(text)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from error
+    if most <= 0:
+        raise UsageError("--max-shard-size: must be above 0")
+    return most
+
+
+def _size(source: StepSource, name: str) -> int:
+    entry = source.entry(name)
+    size = entry.itemsize
+    for length in entry.shape:
+        size *= length
+    return size
+
+
+def _show(out: Console, value: dict[str, Any]) -> None:
+    read = " and ".join(f"{show_size(size)} from {tier}" for tier, size in value["read_bytes"].items()) or "nothing"
+    files = pluralized(value["files"], "file")
+    what = pluralized(value["tensors"], "tensor") + (
+        f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
+    )
+    out.print(
+        f"{escape(value['job'])}/step-{value['step']}: {what} ({show_size(value['size_bytes'])}) in {files} at "
+        f"{escape(value['destination'])}, read {read} in {show_seconds(value['seconds'])}"
+    )
+    if value["left_out"]:
+        names = ", ".join(value["left_out"][:6]) + (", ..." if len(value["left_out"]) > 6 else "")
+        out.print(f"left out, because safetensors holds tensors only: {escape(names)}")

@@ -1,0 +1,240 @@
+"""``tieredckpt gc``: delete expired durable steps, orphaned shards and abandoned uploads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.shard_records import VersionId
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.agent.drain import JOURNAL_BLOB_PREFIX
+from tieredckpt.agent.durable_catalog import (
+    DurableCatalog,
+    OrphanedStep,
+    delete_orphaned_step,
+    delete_step,
+    find_orphaned_steps,
+    orphaned_parts,
+)
+from tieredckpt.agent.retention import expired_steps
+from tieredckpt.cli.command_output import CommandOutput, format_age, pluralized, text_table
+from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, UsageError
+from tieredckpt.location import parse_location
+from tieredckpt.resolve_step import Tier
+
+_HOUR_S = 3600.0
+
+
+@click.command("gc", short_help="Delete durable steps that are not to be kept.")
+@click.argument("job")
+@click.option("--keep-last", type=click.IntRange(min=1), help="Keep so many of the newest steps. [default: policy]")
+@click.option("--keep-every", type=click.IntRange(min=0), help="Of the others, keep steps divisible by this.")
+@click.option(
+    "--abandoned-after",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    metavar="HOURS",
+    help="Discard unfinished uploads, and shards of steps that never came to be, that are older.",
+)
+@click.option("--set-aside", is_flag=True, help="Instead: drop what this node's agent has set aside of the job.")
+@click.option("--dry-run", "-n", is_flag=True, help="Only show what would be deleted.")
+@tier_options
+@pass_output
+@with_exit_code_help
+def gc_command(
+    screen: CommandOutput,
+    *,
+    job: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    abandoned_after: float,
+    set_aside: bool,
+    dry_run: bool,
+    agent_dir: Path | None,
+    durable: str | None,
+) -> ExitCode:
+    """Delete steps of JOB from its durable tier that are not to be kept, and what interrupted uploads left behind.
+
+    Without --keep-last the job's own policy decides (durable.keep_last, durable.keep_every; 0 keeps all). The newest
+    whole step that is not quarantined is never deleted. Memory is not touched.
+
+    Shards of a step without a manifest go, too, once nothing was written of it for --abandoned-after hours by this
+    machine's clock, except where a node still has the step in memory, or all of its parts are there and policy would
+    keep it: `tieredckpt rebuild` makes a step of them.
+
+    With --set-aside it is the other way round: nothing durable is touched, and what this node's agent found in its
+    memory and does not understand, because another version of it left that, is dropped.
+    """
+    location = parse_location(job)
+    if location.step is not None:
+        raise UsageError(f"{job!r} names a step; gc is for a whole job: {location.job}")
+    if keep_every and keep_last is None:
+        raise UsageError("--keep-every has no effect without --keep-last")
+    with open_tier_client(settings_from_options(agent_dir, durable, job)) as sight:
+        if set_aside:
+            return _drop_aside(screen, sight, location.job, dry_run=dry_run)
+        catalog = sight.catalog(location.job)
+        policy = sight.durable(location.job)
+        last = policy.keep_last if keep_last is None else keep_last
+        every = policy.keep_every if keep_last is None else keep_every or 0
+        listing = catalog.listing(fresh=True)
+        lost = find_orphaned_steps(catalog, location.job, spread=policy.spread)
+        if not listing.manifests and not lost:
+            raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
+        bases = {group: entry.base for group, entry in listing.manifests.items()}
+        doomed = expired_steps(
+            bases, keep_last=last, keep_every=every, quarantined=listing.quarantined, kept=listing.kept
+        )
+        sizes = [_size(catalog, group) for group in doomed]
+        good = sorted({*listing.manifests} - {*doomed} - listing.quarantined)
+        enough = sorted({group.version for group in good})[-last:][0] if last and good else -1
+        fates = _orphan_decisions(
+            sight, catalog, location.job, lost, abandoned_after * _HOUR_S, every=every, enough=enough
+        )
+        uploads = 0
+        if not dry_run:
+            with screen.progress(f"deleting {pluralized(len(doomed), 'step')}", sum(sizes)) as advance:
+                for group, size in zip(doomed, sizes, strict=True):
+                    delete_step(catalog, location.job, group)
+                    advance(size)
+            for orphan, _, goes in fates:
+                if goes:
+                    delete_orphaned_step(catalog, location.job, orphan)
+            uploads = _discard(sight, catalog, location.job, abandoned_after * _HOUR_S)
+    value = {
+        "job": location.job,
+        "durable": catalog.store.url,
+        "keep_last": last,
+        "keep_every": every,
+        "dry_run": dry_run,
+        "deleted": [
+            {**_json(group, size), "quarantined": group in listing.quarantined}
+            for group, size in zip(doomed, sizes, strict=True)
+        ],
+        "deleted_bytes": sum(sizes),
+        "without_manifest": [
+            {**_json(one.group, one.size_bytes), "objects": len(one.objects), "deleted": goes, "reason": why}
+            for one, why, goes in fates
+        ],
+        "kept": sorted(group.version for group in listing.manifests if group not in doomed),
+        "discarded_uploads": None if dry_run else uploads,
+    }
+    screen.result(value, lambda out: _show(out, value))
+    return ExitCode.OK
+
+
+def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: bool) -> ExitCode:
+    store = require_agent(sight).store
+    found = [one for one in store.status().aside if one.name.startswith(f"slot.{job}.")]
+    if not dry_run:
+        store.drop_aside([one.name for one in found])
+    value = {
+        "job": job,
+        "dry_run": dry_run,
+        "dropped": [{"name": one.name, "size_bytes": one.size_bytes, "reason": one.reason} for one in found],
+    }
+    size = show_size(sum(one.size_bytes for one in found))
+    said = f"{pluralized(len(found), 'slot')} with {size} {'would be' if dry_run else 'were'} dropped"
+    screen.result(value, lambda out: out.print(said))
+    return ExitCode.OK
+
+
+def _size(catalog: DurableCatalog, group: VersionId) -> int:
+    """What a step takes in the store; 0 when its manifest cannot tell."""
+    try:
+        shards = catalog.manifest(group).shards
+    except CheckpointDamagedError:
+        return 0
+    return sum(sum(shard.frames) if shard.encoding == "zstd" else shard.size_bytes for shard in shards)
+
+
+def _discard(sight: TierClient, catalog: DurableCatalog, job: str, older_than_s: float) -> int:
+    """Unfinished uploads, except for those this node's agent goes on with."""
+    journals = sight.agent.store.blobs(job) if sight.agent is not None else []
+    keep = [
+        name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/")
+        for name in journals
+        if name.startswith(JOURNAL_BLOB_PREFIX)
+    ]
+    return catalog.store.discard_uploads(f"{job}/", older_than_s=older_than_s, keep=keep)
+
+
+def _orphan_decisions(
+    sight: TierClient,
+    catalog: DurableCatalog,
+    job: str,
+    lost: Sequence[OrphanedStep],
+    older_than_s: float,
+    *,
+    every: int,
+    enough: int,
+) -> list[tuple[OrphanedStep, str, bool]]:
+    """What becomes of shards without a manifest, and why. ``enough``: as many steps as policy keeps are not older."""
+    if not lost:
+        return []
+    survey = sight.survey(job)
+    in_memory = {view.group for view in survey.views if view.found}
+    silent = survey.unreachable.get(Tier.PEER)
+    now, found = time.time(), []
+    for one in lost:
+        step, age_s = one.group.version, now - one.written_s
+        if one.group in in_memory:
+            why, goes = "a node has it in memory, and may still make it durable", False
+        elif silent is not None:
+            why, goes = f"nodes that may have it in memory could not be asked: {silent}", False
+        elif age_s < older_than_s:
+            why, goes = f"some of it was written {format_age(age_s)} ago", False
+        else:
+            count_, parts, whole = orphaned_parts(catalog, job, one)
+            goes = not whole or (step < enough and not (every and step % every == 0))
+            why = f"{count_} of {parts or 'its'} parts, and no manifest"
+            if not goes:
+                why += f": `tieredckpt rebuild {job}/step-{step}` makes it a step"
+        found.append((one, why, goes))
+    return found
+
+
+def _json(group: VersionId, size_bytes: int) -> dict[str, Any]:
+    return {
+        "step": group.version,
+        "epoch": group.epoch,
+        "attempt": group.attempt,
+        "incarnation": group.incarnation,
+        "size_bytes": size_bytes,
+    }
+
+
+def _show(out: Console, value: dict[str, Any]) -> None:
+    deleted: Sequence[dict[str, Any]] = value["deleted"]
+    if deleted:
+        rows = [
+            [str(one["step"]), show_size(one["size_bytes"]), "quarantined" if one["quarantined"] else ""]
+            for one in deleted
+        ]
+        out.print(text_table(["STEP", "SIZE", ""], rows, right=("STEP", "SIZE")))
+    policy = f"keeping the newest {value['keep_last']}" if value["keep_last"] else "the policy keeps all steps"
+    policy += f" and those divisible by {value['keep_every']}" if value["keep_every"] else ""
+    verb = "would be deleted" if value["dry_run"] else "deleted"
+    out.print(
+        f"{pluralized(len(deleted), 'step')} {verb} from {escape(value['durable'])} "
+        f"({show_size(value['deleted_bytes'])}), "
+        f"{len(value['kept'])} kept: {policy}"
+    )
+    lost: Sequence[dict[str, Any]] = value["without_manifest"]
+    if lost:
+        out.print(f"shards of {pluralized(len(lost), 'step')} without a manifest:")
+        for one in lost:
+            verdict = "stays" if not one["deleted"] else "would be deleted" if value["dry_run"] else "deleted"
+            out.print(f"  step {one['step']}, {show_size(one['size_bytes'])}: {verdict} ({escape(one['reason'])})")
+    if value["discarded_uploads"]:
+        out.print(f"{pluralized(value['discarded_uploads'], 'unfinished upload')} discarded")

@@ -1,0 +1,310 @@
+"""``tieredckpt goodput``: a run's goodput as text, JSON, Prometheus metrics or an HTML report."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from tieredckpt.agent.agent_api import ProtectionStatus
+from tieredckpt.agent.job_health import describe_protection
+from tieredckpt.cli.command_output import CommandOutput, format_age, pluralized, text_table
+from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.errors import UsageError
+from tieredckpt.event_log import read_event_log
+from tieredckpt.event_log.event_types import STAGES
+from tieredckpt.event_log.log_reader import find_event_log
+from tieredckpt.goodput import Analysis as GoodputAnalysis
+from tieredckpt.goodput import TimeCategory as Category
+from tieredckpt.goodput import TransitionRecord, analyse
+from tieredckpt.goodput.analysis_result import Analysis, TimeCategory
+
+_Sample = tuple[Mapping[str, str], float]
+
+
+def prometheus_text(found: Analysis) -> str:
+    """Seconds and shares are gauges: the same ledger, read again, may say that less was productive than before."""
+    lines: list[str] = []
+    for name, help_text, samples in _families(found):
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
+        lines += [f"{name}{_labels({'job': found.job, **labels})} {value!r}" for labels, value in samples]
+    return "\n".join(lines) + "\n"
+
+
+def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
+    def one(name: str, help_text: str, value: float) -> tuple[str, str, list[_Sample]]:
+        return f"tieredckpt_{name}", help_text, [({}, float(value))]
+
+    yield one("ettr_ratio", "Share of the time that went into steps that count.", found.ettr)
+    yield one("goodput_ratio", "The same of the capacity of the largest world.", found.goodput)
+    yield (
+        "tieredckpt_job_seconds",
+        "The job's time by what it was spent on.",
+        [({"category": name}, us / 1e6) for name, us in found.wall.by.items()],
+    )
+    yield (
+        "tieredckpt_rank_seconds",
+        "Time of ranks by what it was spent on.",
+        [({"category": name}, us / 1e6) for name, us in found.capacity.by.items()],
+    )
+    yield (
+        "tieredckpt_job_steps",
+        "Steps that count, and that were lost.",
+        [({"kind": "counted"}, float(found.steps_counted)), ({"kind": "lost"}, float(found.steps_lost))],
+    )
+    yield one("job_faults", "Faults of the job.", found.faults)
+    yield one("job_worlds", "Worlds that were formed.", found.worlds)
+    yield one("job_live", "Whether it has no end yet.", found.live)
+    for name, help_text, value in (
+        ("mttr_seconds", "Mean time from a fault to the next step.", found.mttr_s),
+        ("mtbf_seconds", "Time of steps per interruption.", found.mtbf_s),
+    ):
+        if value is not None:
+            yield one(name, help_text, value)
+    if found.protected_step is not None:
+        yield one("job_protected_step", "The newest step that is protected; -1: none is.", found.protected_step)
+        unprotected_us = sum(part.end_us - part.start_us for part in found.unprotected)
+        yield one("job_unprotected_seconds", "Time in which newer saves were not.", unprotected_us / 1e6)
+    for share in ("p50", "p99"):
+        samples: list[_Sample] = [
+            ({"category": stage.category.value, "stage": stage.name}, getattr(stage, f"{share}_s"))
+            for stage in found.stages
+            if stage.category in (TimeCategory.STARTUP, TimeCategory.RECOVERY, TimeCategory.RESIZE)
+        ]
+        if samples:
+            yield f"tieredckpt_stage_{share}_seconds", f"A rank's way into a world, by stage: {share}.", samples
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
+    """The few lines that say the most."""
+    name, total_s = escape(found.job or "job"), found.wall.total / 1e6
+    how = "goes on, or was killed" if found.live else found.runs[-1].how
+    began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    sizes = f"{pluralized(found.worlds, 'world')}, at most {pluralized(found.ranks, 'rank')}"
+    runs = f", {pluralized(len(found.runs), 'run')}" if len(found.runs) > 1 else ""
+    yield Text.from_markup(f"[bold]{name}[/] {how}; {format_seconds(total_s)} since {began}{runs}, {sizes}")
+    yield Text(
+        f"goodput {format_share(found.goodput)} of the capacity, ETTR {format_share(found.ettr)} of the time: "
+        f"{pluralized(found.steps_counted, 'step')} that count, {found.steps_lost} lost"
+    )
+    each = f"{format_seconds(found.step_s.p50_s)} a step (p50), {format_seconds(found.step_s.p99_s)} (p99)"
+    saves = f"a save blocks {format_seconds(found.save_s.p50_s)} (p50), {format_seconds(found.save_s.p99_s)} (p99)"
+    yield Text("; ".join([*([each] if found.step_s.count else []), *([saves] if found.save_s.count else [])]))
+    rate = [
+        f"{number / total_s:,.0f} {what}/s"
+        for number, what in ((found.tokens, "tokens"), (found.samples, "samples"))
+        if number is not None and total_s
+    ]
+    if rate:
+        yield Text(f"{' and '.join(rate)}, counting steps that count and all of the time")
+    if found.mtbf_s is not None:
+        mean = "none was recovered from" if found.mttr_s is None else f"MTTR {format_seconds(found.mttr_s)}"
+        yield Text(f"{pluralized(found.faults, 'fault')}: {mean}, MTBF {format_seconds(found.mtbf_s)}")
+    if found.protected_step is not None:
+        yield _protection(found, found.protected_step)
+
+
+def _protection(found: GoodputAnalysis, step: int) -> Text:
+    """The words that status and log use, and for how long it was otherwise."""
+    since_us = found.unprotected_since_us
+    left_out = found.unprotected[-1].left_out if since_us is not None else 0
+    now = ProtectionStatus(step, None if since_us is None else since_us / 1e6, left_out)
+    times = len(found.unprotected)
+    before = ""
+    if times:
+        total_s = sum(one.end_us - one.start_us for one in found.unprotected) / 1e6
+        before = f"; it was unprotected {'once' if times == 1 else f'{times} times'}, for {format_seconds(total_s)}"
+    return Text(f"{describe_protection(now)}{before}", style="" if since_us is None else "bold yellow")
+
+
+def time_tables(found: GoodputAnalysis) -> Iterator[RenderableType]:
+    """What the time went into, and how long ranks took for each stage."""
+    rows = []
+    for name in [*(one.value for one in Category), "missing"]:
+        wall_us, ranks_us = found.wall.by.get(name, 0), found.capacity.by.get(name, 0)
+        if wall_us or ranks_us:
+            wall = (
+                (format_seconds(wall_us / 1e6), format_share(found.wall.share(name)))
+                if name != "missing"
+                else ("-", "-")
+            )
+            rows.append([name, *wall, format_seconds(ranks_us / 1e6), format_share(found.capacity.share(name))])
+    numbers = ("TIME", "SHARE", "RANK TIME", "OF CAPACITY")
+    yield text_table(("SPENT ON", *numbers), rows, right=numbers)
+    stages = [
+        [one.category.value, one.name, str(one.count), *map(format_seconds, (one.p50_s, one.p99_s, one.most_s))]
+        for one in found.stages
+    ]
+    if stages:
+        columns = ("RANKS", "P50", "P99", "MOST")
+        yield Text()
+        yield text_table(("WAY", "STAGE", *columns), stages, right=columns)
+
+
+def recovery_table(found: GoodputAnalysis) -> Iterator[RenderableType]:
+    """A line for each way from one world to the next, and below it what it came of."""
+    ways = [one for one in found.recoveries if one.category is not Category.STARTUP or one.faults]
+    if not ways:
+        yield Text("no fault and no resize")
+        return
+    names = sorted({name for one in ways for name in one.stages}, key=_place)
+    rows = [_row(found, one, names) for one in ways]
+    numbers = ("AT", "RANKS", *(name.upper() for name in names), "TOTAL", "LOST STEPS", "LOST")
+    yield text_table(("WAY", "HOW", *numbers), rows, right=numbers)
+    for number, one in enumerate(ways, start=1):
+        for fault in one.faults:
+            who = f"rank {fault.local_rank} of {fault.node}" if fault.local_rank >= 0 else fault.node
+            injected = f" (injected: {fault.injected})" if fault.injected else ""
+            seen_s = (fault.noticed_us - fault.at_us) / 1e6
+            yield Text(
+                f"{number}. {fault.kind or 'fault'} {who}{injected}: {fault.reason}, noticed after "
+                f"{format_seconds(seen_s)}"
+            )
+        if not one.faults and one.reason:
+            yield Text(f"{number}. {one.reason}")
+
+
+def _row(found: GoodputAnalysis, one: TransitionRecord, names: list[str]) -> list[str]:
+    ranks = f"{one.ranks} → {one.next_ranks}" if one.resumed else f"{one.ranks} → -"
+    return [
+        one.category.value,
+        one.how or "-",
+        f"+{format_seconds((one.start_us - found.start_us) / 1e6)}",
+        ranks,
+        *(format_seconds(one.stages[name]) if name in one.stages else "-" for name in names),
+        format_seconds(one.seconds),
+        str(one.steps_lost),
+        format_seconds(one.lost_s),
+    ]
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (STAGES.index(name) if name in STAGES else len(STAGES), name)
+
+
+def format_share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.0123`` as ``12.3 ms``, ``5400`` as ``1 h 30 min``."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.1f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s"
+    if seconds < 1000:
+        return f"{seconds:.0f} s"
+    return format_age(seconds)
+
+
+_REFRESH_S = 2.0
+
+
+@click.command("goodput", short_help="What a job's time went into, and what faults cost.")
+@click.argument("where", metavar="[DIR|JOB]", required=False)
+@click.option("--faults", is_flag=True, help="Every recovery and resize, stage by stage.")
+@click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of pictures as well, in one file."
+)
+@click.option("--watch", is_flag=True, help="Again every two seconds, until Ctrl-C.")
+@output_options
+@pass_output
+@with_exit_code_help
+def goodput_command(
+    screen: CommandOutput, *, where: str | None, faults: bool, prometheus: bool, html: Path | None, watch: bool
+) -> ExitCode:
+    """Show how much of a job's time went into steps that count, and what the rest went into.
+
+    Reads the ledger that `elastic run` keeps beside what its ranks print, also while the job runs: DIR is that log
+    directory or the ledger itself, JOB one below ./elastic-logs. Without either, $TIEREDCKPT_LEDGER.
+    """
+    if prometheus and (screen.as_json or faults):
+        raise UsageError("--prometheus prints nothing but metrics: leave out --json and --faults")
+    if watch and (screen.as_json or prometheus or html is not None):
+        raise UsageError("--watch is for people: leave out --json, --prometheus and --html, and call it again instead")
+    place = find_event_log(where)
+    if watch and screen.out.is_terminal:
+        _live(screen.out, place, faults=faults)
+        return ExitCode.OK
+    found = read_analysis(place)
+    if html is not None:
+        write_html_report(html, found)
+    if prometheus:
+        sys.stdout.write(prometheus_text(found))
+        sys.stdout.flush()
+    else:
+        screen.result(analysis_json(found), lambda out: out.print(render_analysis(found, faults=faults)))
+    for complaint in found.complaints:
+        screen.note(f"{place}: {complaint}")
+    return ExitCode.OK
+
+
+def read_analysis(place: Path) -> GoodputAnalysis:
+    read = read_event_log(place)
+    return analyse(read.events, complaints=read.complaints)
+
+
+def write_html_report(path: Path, found: GoodputAnalysis) -> None:
+    """Whole or not at all; what was there before is replaced."""
+    from tieredckpt.goodput.html_report import html_report
+
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise UsageError(f"--html {path}: {why}; say a file")
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(html_report(found), encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def analysis_json(found: GoodputAnalysis) -> dict[str, Any]:
+    """All of it but the single steps."""
+    value: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(found, step_views=()))
+    del value["step_views"]
+    return {**value, "live": found.live, "unstated_us": found.unstated_us}
+
+
+def render_analysis(found: GoodputAnalysis, *, faults: bool) -> RenderableType:
+    parts: list[RenderableType] = [*summary_lines(found), Text(), *time_tables(found)]
+    if faults:
+        parts += [Text(), *recovery_table(found)]
+    return Group(*parts)
+
+
+def _live(out: Console, place: Path, *, faults: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background ignores it
+    try:
+        with Live(Text(f"reading {place}"), console=out, auto_refresh=False) as live:
+            while True:
+                found = read_analysis(place)
+                said = [Text(complaint, style="yellow") for complaint in found.complaints]
+                live.update(Group(render_analysis(found, faults=faults), *said), refresh=True)
+                if not found.live:
+                    return
+                time.sleep(_REFRESH_S)
+    except KeyboardInterrupt:  # the way out
+        return

@@ -1,0 +1,382 @@
+"""``tieredckpt ls``: jobs, and their steps by tier with completeness and copies."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.shard_records import VersionId
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.agent.agent_api import DrainStatus, StepInventory, StepStatus
+from tieredckpt.cli.cluster_tables import STATES
+from tieredckpt.cli.command_output import CommandOutput, format_age, iso_time, text_table
+from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client, step_not_found_error
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    DurableRefusedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, Manifest
+from tieredckpt.location import Location, parse_location
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.resolve_step import Tier
+
+_READERS = 8
+_MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One attempt at one step, as it is listed."""
+
+    group: VersionId
+    parts: int
+    in_memory: int
+    """Parts of it in this node's memory."""
+    durable: bool
+    whole: bool
+    copies: int
+    """Of the part that has the fewest."""
+    size_bytes: int
+    saved_ns: int
+    quarantined: str
+    damaged: str
+    crashed_loads: int
+    """Loads of it that have ended their process on this node lately."""
+    kept: bool
+    drain: DrainStatus | None
+    once_whole: bool = False
+    """It is known to have been whole."""
+    unsure: bool = False
+    """Who could not be asked may have the parts that are missing."""
+
+    @property
+    def tiers(self) -> list[str]:
+        return (["memory"] if self.in_memory else []) + (["durable"] if self.durable else [])
+
+    @property
+    def state(self) -> str:
+        if self.quarantined:
+            return "quarantined"
+        if self.damaged:
+            return "damaged"
+        return "whole" if self.whole else "unknown" if self.unsure else "lost" if self.once_whole else "torn"
+
+    def as_json(self, now_ns: int) -> dict[str, Any]:
+        draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
+        return {
+            "step": self.group.version,
+            "epoch": self.group.epoch,
+            "attempt": self.group.attempt,
+            "incarnation": self.group.incarnation,
+            "state": self.state,
+            "whole": self.whole,
+            "tiers": self.tiers,
+            "parts": self.parts,
+            "parts_in_memory": self.in_memory,
+            "copies": self.copies,
+            "size_bytes": self.size_bytes,
+            "saved": iso_time(self.saved_ns),
+            "age_s": round((now_ns - self.saved_ns) / 1e9, 1) if self.saved_ns else None,
+            "quarantined": self.quarantined or None,
+            "damaged": self.damaged or None,
+            "crashed_loads": self.crashed_loads,
+            "kept": self.kept,
+            "drain": _drain_json(self.drain) if draining and self.drain is not None else None,
+        }
+
+
+def step_row(
+    view: StepStatus,
+    manifest: Manifest | None,
+    damaged: str,
+    drain: DrainStatus | None,
+    *,
+    once_whole: bool = False,
+    unsure: bool = False,
+) -> StepRow:
+    """A survey's view and, where the step is durable, its manifest."""
+    parts = view.parts or (manifest.parts if manifest else 0)
+    durable = {shard.key.part for shard in manifest.shards} if manifest else set()
+    if parts == UNKNOWN_PART_COUNT:
+        parts = len(durable | view.found.keys())
+    held = [bool(view.found.get(part)) + (part in durable) for part in durable | view.found.keys()]
+    missing = len(held) < parts and not view.covered
+    if not damaged and view.damaged and not view.candidate.whole:
+        damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))
+    saved = max((shard.meta.saved_ns for shard in manifest.shards), default=0) if manifest else 0
+    return StepRow(
+        group=view.group,
+        parts=parts,
+        in_memory=sum(Tier.MEMORY in where for where in view.found.values()),
+        durable=view.durable,
+        # A manifest that cannot be read does not make a step whole; its parts in memory may.
+        whole=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.whole,
+        copies=0 if missing else min(held, default=0),
+        size_bytes=sum(shard.size_bytes for shard in manifest.shards) if manifest else view.size_bytes,
+        saved_ns=saved or view.saved_ns,
+        quarantined=view.quarantined,
+        damaged=damaged,
+        crashed_loads=view.crashed_loads,
+        kept=view.kept,
+        drain=drain,
+        once_whole=once_whole,
+        unsure=unsure,
+    )
+
+
+@click.command("ls", short_help="Steps of a job by tier, or all jobs.")
+@click.argument("job", required=False)
+@tier_options
+@pass_output
+@with_exit_code_help
+def ls_command(screen: CommandOutput, job: str | None, agent_dir: Path | None, durable: str | None) -> ExitCode:
+    """List the steps of JOB: in which tiers they are, whether they are whole, how many copies there are.
+
+    Without JOB: the jobs in this node's memory, and with --durable those in that store.
+    """
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
+        if job is None:
+            return _jobs(screen, sight, durable)
+        return _steps(screen, sight, parse_location(job))
+
+
+# -- one job ------------------------------------------------------------------------------------------------------
+
+
+def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> ExitCode:
+    with screen.waiting(f"looking for steps of {location.job}"):
+        survey = sight.survey(location.job)
+        lines = step_rows(sight, location, survey)
+    plain = [step for step in survey.plain if location.step in (None, step)]
+    if not lines and not plain:
+        raise step_not_found_error(location, survey)
+    now = time.time_ns()
+    url = survey.durable.url if survey.durable else ""
+    screen.result(
+        {
+            "job": location.job,
+            "durable": url or None,
+            "unreachable": {tier.value: text for tier, text in survey.unreachable.items()},
+            "steps": [line.as_json(now) for line in lines],
+            "plain_steps": plain,
+        },
+        lambda out: _show(out, location, survey, lines, plain),
+    )
+    return ExitCode.UNAVAILABLE if is_unclear(survey) else ExitCode.OK
+
+
+def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:
+    """Every attempt at every step, the newest last."""
+    views = [view for view in survey.views if location.step in (None, view.group.version)]
+    known = survey.once_whole
+    drains = {view.group: view for view in sight.agent.drains(location.job)} if sight.agent else {}
+    wanted = [view.group for view in views if view.durable]
+    manifests: dict[VersionId, Manifest] = {}
+    damaged: dict[VersionId, str] = {}
+
+    def read(group: VersionId) -> None:
+        try:
+            manifests[group] = sight.catalog(location.job).manifest(group)
+        except CheckpointDamagedError as error:
+            damaged[group] = str(error)
+        except (TierUnavailableError, DurableRefusedError):
+            # The agent may have credentials that this process lacks; without it sizes and copies stay unknown.
+            with contextlib.suppress(TieredCheckpointError):
+                if sight.agent is not None:
+                    manifests[group] = sight.agent.describe(location.job, group).manifest
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
+        list(readers.map(read, wanted))
+        views = list(readers.map(lambda view: sight.reason(location.job, view), views))
+    lines = [
+        step_row(
+            *(view, manifests.get(view.group), damaged.get(view.group, ""), drains.get(view.group)),
+            once_whole=view.group == known,
+            unsure=bool(survey.unreachable) and view.group not in survey.torn,
+        )
+        for view in views
+    ]
+    return sorted(lines, key=lambda line: (line.group.version, *line.group))
+
+
+def _show(
+    out: Console,
+    location: Location,
+    survey: StepInventory,
+    lines: Sequence[StepRow],
+    plain: Sequence[int],
+) -> None:
+    url = survey.durable.url if survey.durable else ""
+    out.print(f"[bold]{escape(location.job)}[/]" + (f"  durable tier {escape(url)}" if url else "  no durable tier"))
+    _show_block(out, lines, plain)
+    for tier, text in survey.unreachable.items():
+        out.print(f"[yellow]{tier.value} tier not asked:[/] {escape(text)}")
+
+
+def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
+    steps = [line.group.version for line in lines]
+    twice = len(set(steps)) < len(steps)
+    columns = ["STEP", *(["ATTEMPT"] if twice else []), "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
+    rows = []
+    now = time.time_ns()
+    for line in lines:
+        attempt = [f"{line.group.epoch}.{line.group.attempt} {line.group.incarnation[:6]}"] if twice else []
+        rows.append(
+            [
+                str(line.group.version),
+                *attempt,
+                _coloured(line.state),
+                f"{line.in_memory} of {line.parts}" if line.in_memory else "-",
+                _durable_cell(line),
+                str(line.copies) if line.copies else "-",
+                show_size(line.size_bytes) if line.size_bytes else "-",
+                format_age((now - line.saved_ns) / 1e9) if line.saved_ns else "-",
+                escape(_note(line)),
+            ]
+        )
+    rows += [
+        [str(step), *([""] if twice else []), "plain", "-", "yes", "1", "-", "-", "DCP's own files"] for step in plain
+    ]
+    out.print(text_table(columns, rows, right=("STEP", "COPIES", "SIZE", "AGE")))
+
+
+def _durable_cell(line: StepRow) -> str:
+    if line.durable:
+        return "yes"
+    if line.drain is None or line.drain.state == "done":
+        return "-"
+    if line.drain.state == "running" and line.drain.bytes_total:
+        return f"{100 * line.drain.bytes_done // line.drain.bytes_total} %"
+    return line.drain.state
+
+
+def _note(line: StepRow) -> str:
+    if line.quarantined or line.damaged:
+        return line.quarantined or line.damaged
+    if line.drain is not None and line.drain.error and not line.durable:
+        return line.drain.error
+    if not line.whole:
+        where = "in what could be asked" if line.unsure else "here"
+        return f"{line.parts - line.in_memory} of {line.parts} parts are not {where}"
+    if line.crashed_loads > 1:
+        return f"{line.crashed_loads} loads of it ended their process here"
+    return "kept until it is unpinned" if line.kept else ""
+
+
+def _coloured(state: str) -> str:
+    return f"[{STATES[state]}]{state}[/]"
+
+
+def _drain_json(view: DrainStatus) -> dict[str, Any]:
+    return {
+        "state": view.state,
+        "bytes_done": view.bytes_done,
+        "bytes_total": view.bytes_total,
+        "error": view.error or None,
+    }
+
+
+# -- all jobs -----------------------------------------------------------------------------------------------------
+
+
+def _jobs(screen: CommandOutput, sight: TierClient, durable: str | None) -> ExitCode:
+    found: dict[str, dict[str, Any]] = {}
+    if sight.agent is not None:
+        for state in sight.agent.store.status().jobs:
+            # A name that begins with a dot is of files that are being written, for the job without the dot.
+            if (
+                state.versions or (state.clients and not state.job.startswith("."))
+            ) and state.job != MEMORY_SERVICE_JOB:
+                found[state.job] = _job(state.job) | {
+                    "steps_in_memory": state.versions,
+                    "newest_in_memory": state.newest_whole,
+                    "epoch": state.epoch,
+                    "processes": state.clients,
+                    "forgotten_in_s": state.expires_in_s,
+                }
+    elif durable is None:
+        raise TierUnavailableError(
+            f"{sight.why_no_agent}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
+            "a store"
+        )
+    if durable is not None:
+        _add_durable_jobs(screen, sight, found)
+    rows = [found[job] for job in sorted(found)]
+    screen.result({"jobs": rows, "agent": sight.agent is not None}, lambda out: _show_jobs(out, sight, rows))
+    return ExitCode.OK
+
+
+def _job(name: str) -> dict[str, Any]:
+    return {
+        "job": name,
+        "steps_in_memory": 0,
+        "newest_in_memory": None,
+        "durable_steps": None,
+        "newest_durable": None,
+        "epoch": None,
+        "processes": 0,
+        "forgotten_in_s": None,
+    }
+
+
+def _add_durable_jobs(screen: CommandOutput, sight: TierClient, found: dict[str, dict[str, Any]]) -> None:
+    settings = sight.settings.durable
+    if not settings.url:
+        raise UsageError("--durable is empty: write s3://bucket/prefix or /path")
+    store = open_store(settings.url, settings)
+    try:
+        with screen.waiting(f"listing {settings.url}"):
+            matches = [_MANIFEST.fullmatch(info.name) for info in store.list("")]
+    finally:
+        store.close()
+    steps: dict[str, set[int]] = {}
+    for match in matches:
+        if match is not None:
+            steps.setdefault(match[1], set()).add(int(match[2]))
+    for job, numbers in steps.items():
+        row = found.setdefault(job, _job(job))
+        row["durable_steps"], row["newest_durable"] = len(numbers), max(numbers)
+
+
+def _show_jobs(out: Console, sight: TierClient, rows: Sequence[dict[str, Any]]) -> None:
+    if sight.agent is None:
+        out.print(f"[yellow]memory tier not asked:[/] {escape(sight.why_no_agent)}")
+    if not rows:
+        out.print("no jobs")
+        return
+    columns = ["JOB", "IN MEMORY", "NEWEST", "DURABLE", "NEWEST", "PROCESSES", "FORGOTTEN IN"]
+    cells = []
+    for row in rows:
+        left = row["forgotten_in_s"]
+        cells.append(
+            [
+                escape(row["job"]),
+                str(row["steps_in_memory"]),
+                _or_dash(row["newest_in_memory"]),
+                _or_dash(row["durable_steps"]),
+                _or_dash(row["newest_durable"]),
+                str(row["processes"]),
+                "-" if left is None else format_age(left),
+            ]
+        )
+    out.print(text_table(columns, cells, right=columns[1:]))
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,98 @@
+"""``tieredckpt quarantine``: exclude a step from automatic restores, or allow it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from tieredckpt.agent.agent_api import StepStatus
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.common_options import (
+    parse_step_target,
+    pass_output,
+    settings_from_options,
+    tier_options,
+    with_exit_code_help,
+)
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.tier_client import TierClient, open_tier_client
+from tieredckpt.errors import UsageError
+from tieredckpt.format import object_keys
+from tieredckpt.location import Location
+
+
+@click.command("quarantine", short_help="Keep a step from being chosen, or lift that.")
+@click.argument("target", metavar="JOB/step-N")
+@click.option("--lift", is_flag=True, help="Let the step be chosen again.")
+@click.option("--reason", default="", help="Why, for whoever sees it later.")
+@tier_options
+@pass_output
+@with_exit_code_help
+def quarantine_command(
+    screen: CommandOutput, *, target: str, lift: bool, reason: str, agent_dir: Path | None, durable: str | None
+) -> ExitCode:
+    """Keep a step from being loaded unless it is named; nothing of it is deleted.
+
+    The mark goes where the step is: to this node's agent, and to the durable tier, where every node sees it.
+    """
+    if lift and reason:
+        raise UsageError("--lift takes no --reason")
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+        location = parse_step_target(target)
+        views = sight.groups(location, sight.survey(location.job))
+        before = [view.quarantined for view in views]
+        marked = _lift(sight, location, views) if lift else _mark(sight, location, views, reason or "by hand")
+        after = sight.groups(location, sight.survey(location.job))
+    value = {
+        "job": location.job,
+        "step": location.step,
+        "quarantined": not lift,
+        "reason": None if lift else reason or "by hand",
+        "before": [text or None for text in before],
+        "marked": marked,
+        "now": [view.quarantined or None for view in after],
+    }
+    screen.result(value, lambda out: _show(out, location, value))
+    return ExitCode.OK
+
+
+def _mark(sight: TierClient, location: Location, views: Sequence[StepStatus], reason: str) -> list[str]:
+    marked = []
+    if sight.agent is not None:
+        for view in views:
+            sight.agent.quarantine(location.job, view.group, reason)
+        marked.append("memory")
+    if any(view.durable for view in views):
+        for view in views:
+            sight.catalog(location.job).quarantine(view.group, reason)
+        marked.append("durable")
+    return marked
+
+
+def _lift(sight: TierClient, location: Location, views: Sequence[StepStatus]) -> list[str]:
+    marked = []
+    if sight.agent is not None:
+        for view in views:
+            sight.agent.lift(location.job, view.group)
+        marked.append("memory")
+    if sight.durable(location.job).url:
+        catalog = sight.catalog(location.job)
+        catalog.store.delete([object_keys.quarantine_key(location.job, view.group) for view in views])
+        catalog.forget()
+        marked.append("durable")
+    return marked
+
+
+def _show(out: Console, location: Location, value: dict[str, Any]) -> None:
+    where = " and ".join(f"the {tier} tier" for tier in value["marked"])
+    if value["quarantined"]:
+        out.print(f"{escape(str(location))} is quarantined in {where}: {escape(value['reason'])}")
+    elif any(value["before"]):
+        out.print(f"{escape(str(location))} may be chosen again, its mark is gone from {where}")
+    else:
+        out.print(f"{escape(str(location))} was not quarantined")

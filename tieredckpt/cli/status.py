@@ -1,0 +1,199 @@
+"""``tieredckpt status``: this node's agent, or all nodes of a job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.shard_records import ArenaStatus, JobStatus, StoreStatus
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.agent.agent_api import ClusterStatus, StepInventory
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.cli.cluster_tables import (
+    cluster_json,
+    drain_json,
+    nodes_table,
+    protection_line,
+    step_warnings,
+    steps_table,
+    steps_to_show,
+    unreachable_lines,
+)
+from tieredckpt.cli.command_output import CommandOutput, format_age, pluralized, text_table
+from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
+from tieredckpt.resolve_step import Tier
+from tieredckpt.whatif.redundancy import (
+    StepRedundancy,
+    loadable_steps,
+    newest_replicated,
+    pending_drains,
+    redundancy_by_step,
+    unknown_nodes,
+)
+
+
+@click.command("status", short_help="This node's agent; with --cluster all nodes of a job.")
+@click.argument("job", required=False)
+@click.option("--cluster", is_flag=True, help="Who of the job's nodes is there, what they hold, how safe each step is.")
+@tier_options
+@pass_output
+@with_exit_code_help
+def status_command(
+    screen: CommandOutput, *, job: str | None, cluster: bool, agent_dir: Path | None, durable: str | None
+) -> ExitCode:
+    """Show this node's agent: memory, jobs, newest whole and settled steps, drains.
+
+    With --cluster: the nodes of JOB as this node sees them. A node that could not be asked is named, and the exit code
+    is 5: what it holds is not known. JOB may be left out where there is only one.
+    """
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
+        if not cluster:
+            return _node(screen, sight, None if job is None else resolve_job_name(sight, job))
+        name = resolve_job_name(sight, job)
+        with screen.waiting(f"asking the nodes of {name}"):
+            view, survey, steps = survey_cluster(sight, name)
+        screen.result(cluster_json(view, survey, steps), lambda out: _show_cluster(out, view, survey, steps))
+        return ExitCode.UNAVAILABLE if unknown_nodes(view) or Tier.DURABLE in survey.unreachable else ExitCode.OK
+
+
+def survey_cluster(sight: TierClient, job: str) -> tuple[ClusterStatus, StepInventory, list[StepRedundancy]]:
+    agent = require_agent(sight)
+    view = agent.cluster(job)
+    survey = sight.survey(job)
+    views = tuple(sight.reason(job, one) for one in survey.views)
+    survey = msgspec.structs.replace(survey, views=views)
+    return view, survey, redundancy_by_step(view, survey, agent.drains(job))
+
+
+# -- all nodes of a job -------------------------------------------------------------------------------------------
+
+
+def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, steps: list[StepRedundancy]) -> None:
+    out.print(cluster_headline(view))
+    out.print()
+    out.print(nodes_table(view, view.nodes))
+    for line in unreachable_lines(view):
+        out.print(line)
+    shown, hidden = steps_to_show(steps)
+    out.print()
+    if shown:
+        out.print(steps_table(view, survey, shown, time.time_ns()))
+    else:
+        out.print("no steps are saved yet" if not unknown_nodes(view) else "no steps on the nodes that could be asked")
+    for line in step_warnings(view, shown):
+        out.print(line)
+    if hidden:
+        out.print(f"{pluralized(hidden, 'older step')} in the durable tier: tieredckpt ls {escape(view.job)}")
+    if Tier.DURABLE in survey.unreachable:
+        out.print(f"[yellow]durable tier not asked:[/] {escape(survey.unreachable[Tier.DURABLE])}")
+
+
+def cluster_headline(view: ClusterStatus) -> str:
+    name = f"[bold]{escape(view.job)}[/]"
+    if not view.roster:
+        return f"{name}  only on this node ({escape(view.me)}): no copies on others{protection_line(view)}"
+    settled = newest_replicated(view)
+    seen = f"{escape(view.me)} {escape(view.sees)}"
+    wanted = "parity" if view.mode == "parity" else f"{view.copies} copies"
+    text = f"{name}  {wanted} wanted" + (f", settled step {settled.version}" if settled else "")
+    return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
+
+
+# -- this node ----------------------------------------------------------------------------------------------------
+
+
+def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCode:
+    agent = require_agent(sight)
+    state = agent.store.status()
+    jobs = [one for one in state.jobs if only in (None, one.job) and (only or one.versions or one.clients)]
+    with screen.waiting("looking at the jobs of this node"):
+        rows = [_job_json(agent, one) for one in jobs]
+    damages = [f"{one.what}: {one.reason}" for one in state.damages if only in (None, one.job)]
+    value = {
+        "agent": str(agent.place.directory),
+        "arena": {name: getattr(state.arena, name) for name in ArenaStatus.__struct_fields__},
+        "verifying": state.adopting,
+        "jobs": rows,
+        "damages": damages,
+    }
+    screen.result(value, lambda out: _show_node(out, agent, state, rows, damages))
+    return ExitCode.UNAVAILABLE if any(row["unreachable"] for row in rows) else ExitCode.OK
+
+
+def _job_json(agent: NodeAgentClient, state: JobStatus) -> dict[str, Any]:
+    survey, drains = agent.survey(state.job, fresh=True), agent.drains(state.job)
+    return {
+        "job": state.job,
+        "epoch": state.epoch,
+        "processes": state.clients,
+        "steps_in_memory": state.versions,
+        "newest_whole": max(loadable_steps(survey), default=None),
+        "settled": state.settled,
+        "forgotten_in_s": state.expires_in_s,
+        "drains": [drain_json(one) for one in drains],
+        "pending": [drain_json(one) for one in pending_drains(drains, survey)],
+        "unreachable": {tier.value: text for tier, text in survey.unreachable.items()},
+    }
+
+
+def _show_node(
+    out: Console, agent: NodeAgentClient, state: StoreStatus, rows: list[dict[str, Any]], damages: list[str]
+) -> None:
+    arena = state.arena
+    free = f", {arena.free_slots} free" if arena.free_slots else ""
+    out.print(f"[bold]agent[/]   {escape(str(agent.place.directory))}")
+    out.print(
+        f"[bold]memory[/]  {show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)} in "
+        f"{pluralized(arena.slots, 'slot')}{free}; {show_size(arena.sealed_bytes)} sealed"
+    )
+    if state.adopting:
+        out.print(f"[yellow]{pluralized(state.adopting, 'shard')} of a killed agent still to be verified[/]")
+    out.print()
+    if not rows:
+        out.print("no jobs")
+    else:
+        columns = ["JOB", "EPOCH", "PROCESSES", "STEPS", "NEWEST WHOLE", "SETTLED", "DRAIN"]
+        out.print(text_table(columns, [_cells(row) for row in rows], right=columns[1:6]))
+    for row in rows:
+        left = row["forgotten_in_s"]
+        if left is not None:
+            out.print(f"{escape(row['job'])}: no process left, its memory is given back in {format_age(left)}")
+        for tier, text in row["unreachable"].items():
+            out.print(f"[yellow]{escape(row['job'])}: {tier} tier not asked:[/] {escape(text)}")
+        for one in row["pending"]:
+            if one["error"]:
+                colour = "red" if one["state"] == "failed" else "yellow"
+                out.print(
+                    f"[{colour}]{escape(row['job'])} step {one['step']} is not durable:[/] {escape(one['error'])}"
+                )
+    for text in damages[-3:]:
+        out.print(f"[red]damaged:[/] {escape(text)}")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    numbers = [row[name] for name in ("epoch", "processes", "steps_in_memory", "newest_whole", "settled")]
+    return [escape(row["job"]), *("-" if one is None else str(one) for one in numbers), _drain_cell(row)]
+
+
+def _drain_cell(row: dict[str, Any]) -> str:
+    """What the drain does, in a word or two."""
+    waiting = [one for one in row["pending"] if one["state"] == "waiting"]
+    for one in row["pending"]:
+        if one["state"] == "running":
+            done = f" {100 * one['bytes_done'] // one['bytes_total']} %" if one["bytes_total"] else ""
+            return f"step {one['step']}{done}" + (f", {len(waiting)} waiting" if waiting else "")
+    if waiting:
+        return f"{len(waiting)} waiting"
+    failed = [one["step"] for one in row["pending"]]
+    if failed:
+        return f"[red]step {max(failed)} failed[/]"
+    finished = [one["step"] for one in row["drains"] if one["state"] in ("done", "waiting")]
+    return f"step {max(finished)} done" if finished else "-"

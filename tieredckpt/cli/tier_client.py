@@ -1,0 +1,378 @@
+"""A command's access to the node agent and the durable tier. Never starts an agent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.settings import AgentPaths, StoreSettings
+from peerstore.shard_records import VersionId
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
+from tieredckpt.agent.agent_api import StepDescription, StepInventory, StepStatus
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.agent.peer_config import peer_transport
+from tieredckpt.durable.object_store import ObjectStore
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointLostError,
+    CheckpointNotFoundError,
+    CheckpointTornError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.format import object_keys
+from tieredckpt.format.manifest import ShardIndex
+from tieredckpt.location import Location, parse_location
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.resolve_step import Tier, describe_forgotten, resolve_step
+from tieredckpt.session.peer_reader import PeerReader
+from tieredckpt.settings import DurableSettings, Settings, override_settings
+
+_TIMEOUT_S = 5.0
+"""A person is waiting: a store that is away for longer is reported, not waited for."""
+
+
+class TierClient:
+    """Everything about checkpoints that can be seen from here."""
+
+    def __init__(
+        self, settings: Settings, agent: NodeAgentClient | None, why_no_agent: str, direct: NodeAgentService
+    ) -> None:
+        self.settings = settings
+        self.agent = agent
+        self.why_no_agent = why_no_agent
+        self._direct = direct
+        self._known: dict[str, DurableSettings] = {}
+        self._stores: dict[str, ObjectStore] = {}
+        self._peers: dict[str, PeerReader] = {}
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def survey(self, job: str) -> StepInventory:
+        """Every attempt at every step in every tier that can be asked; the others are named, not left out."""
+        if self.agent is None:
+            survey = self._survey_directly(job)
+            return msgspec.structs.replace(survey, unreachable={Tier.MEMORY: self.why_no_agent, **survey.unreachable})
+        survey = self.agent.survey(job, fresh=True)
+        durable = self._choose_durable(job, survey.durable)
+        if durable.url and (survey.durable is None or durable.url != survey.durable.url):
+            return merge_surveys(without_durable_tier(survey), self._survey_directly(job))
+        return survey
+
+    def describe(self, job: str, group: VersionId) -> StepDescription:
+        """One step in full, its shards in the nearest tiers first."""
+        found: list[StepDescription] = []
+        absent: CheckpointNotFoundError | None = None
+        for node in (self.agent, self._direct if self.durable(job).url else None):
+            if node is not None:
+                try:
+                    found.append(node.describe(job, group))
+                except CheckpointNotFoundError as error:
+                    absent = error
+        if not found:
+            raise absent or CheckpointNotFoundError(f"job {job} has no step {group.version} here")
+        return merge_descriptions(found)
+
+    def groups(self, location: Location, survey: StepInventory) -> list[StepStatus]:
+        """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
+        views = [view for view in survey.views if location.step in (None, view.group.version)]
+        if not views:
+            raise step_not_found_error(location, survey)
+        return sorted(views, key=lambda view: (view.group.version, *view.group))
+
+    def chosen(self, location: Location, survey: StepInventory) -> StepStatus:
+        """The attempt a load of ``location`` would use; where none is whole, why not."""
+        bad = {view.group for view in survey.views if view.quarantined}
+        candidates = [view.candidate for view in survey.views]
+        found = resolve_step(
+            candidates,
+            step=location.step,
+            quarantined=bad if location.step is None else (),
+            unreachable=survey.unreachable,
+            once_whole=survey.once_whole,
+            torn=survey.torn,
+            forgotten=survey.forgotten,
+        )
+        if found.chosen is None:
+            if found.lost and not survey.unreachable:
+                raise CheckpointLostError(f"{location} was whole and is not any more ({found.explain()})")
+            if found.damaged and not is_unclear(survey):
+                raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
+            if found.torn and not survey.unreachable:
+                raise CheckpointTornError(f"{location} was begun and never came to be whole ({found.explain()})")
+            raise step_not_found_error(location, survey, found.explain())
+        group = found.chosen.group
+        return next(view for view in survey.views if view.group == group)
+
+    def reason(self, job: str, view: StepStatus) -> StepStatus:
+        """With a quarantine mark's own text, instead of the fact that there is one in the durable tier."""
+        if view.quarantined and view.durable:
+            with contextlib.suppress(TieredCheckpointError):
+                data = self.catalog(job).store.get(object_keys.quarantine_key(job, view.group))
+                return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
+        return view
+
+    def drop(self, job: str, groups: Sequence[VersionId]) -> None:
+        """Give up these steps in every tier that can be seen from here."""
+        problem: TierUnavailableError | None = None
+        if self.agent is not None:
+            try:
+                self.agent.drop(job, groups)
+            except TierUnavailableError as error:
+                problem = error
+        if self.durable(job).url:
+            self._direct.drop(job, groups)
+        if problem is not None:
+            raise problem
+
+    # -- the durable tier -------------------------------------------------------------------------------------
+
+    def durable(self, job: str) -> DurableSettings:
+        """Where ``job`` becomes durable: as the command line or the settings say, else as the agent knows."""
+        known = self._known.get(job)
+        if known is None:
+            seen = None
+            if self.agent is not None:
+                seen = self.agent.survey(job).durable
+            known = self._choose_durable(job, seen)
+        return known
+
+    def catalog(self, job: str) -> DurableCatalog:
+        """The job's manifests, read by this process."""
+        durable = self.durable(job)
+        if not durable.url:
+            raise CheckpointNotFoundError(
+                f"job {job} has no durable tier that is known here: name it with --durable URL or durable.url"
+            )
+        with self._direct.catalog(job) as catalog:  # open until the end: it is configured once
+            assert catalog is not None  # noqa: S101 - it was configured with a URL
+            return catalog
+
+    def store(self, job: str) -> ObjectStore:
+        """The job's object store, for reading shards."""
+        durable = self.durable(job)
+        if durable.url not in self._stores:
+            self._stores[durable.url] = open_store(durable.url, durable)
+        return self._stores[durable.url]
+
+    def peers(self, job: str) -> PeerReader | None:
+        """The memory of the job's other nodes; ``None`` where no agent says which they are."""
+        if self.agent is None:
+            return None
+        if job not in self._peers:
+            agent = self.settings.agent
+            transport = peer_transport(agent.interface, agent.tls, agent.transport)
+            self._peers[job] = PeerReader(self.agent, job, transport, streams=self.settings.peer.streams)
+        return self._peers[job]
+
+    def close(self) -> None:
+        for reader in self._peers.values():
+            reader.close()
+        for store in self._stores.values():
+            store.close()
+        if self.agent is not None:
+            self.agent.close()
+
+    def _choose_durable(self, job: str, seen: DurableSettings | None) -> DurableSettings:
+        own = self.settings.durable
+        if seen is not None and own.url in ("", seen.url):
+            own = seen if not own.options else replace(seen, options=own.options)
+        own = replace(own, retry_s=min(own.retry_s, _TIMEOUT_S), bandwidth="")
+        self._known[job] = own
+        self._direct.configure(job, own)
+        return own
+
+    def _survey_directly(self, job: str) -> StepInventory:
+        durable = self.durable(job)
+        if not durable.url:
+            raise TierUnavailableError(
+                f"{self.why_no_agent}, and no durable tier is known: start an agent, or name the store with "
+                "--durable URL or durable.url"
+            )
+        return self._direct.survey(job, fresh=True)
+
+
+def find_agent_directory(settings: Settings, job: str | None) -> Path:
+    """The directory of an agent here that has ``job`` (or any, where none is named), the settings' own agent first.
+
+    Simulated nodes have agents of their own, each in a directory of its own: the kernel lists their sockets.
+    """
+    own = settings.agent_place.directory
+    others = sorted(_agent_directories() - {own})
+    return next((place for place in (own, *others) if _agent_has_job(AgentPaths(place), job)), own)
+
+
+def _agent_directories() -> set[Path]:
+    """Where agents seem to listen on this machine; whose they are is looked at when they are asked."""
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return set()
+    paths = (Path(fields[7]) for line in lines if len(fields := line.split(None, 7)) == 8)
+    return {path.parent for path in paths if path.is_absolute() and path.name == AgentPaths(path.parent).socket.name}
+
+
+def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
+    try:
+        with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
+            known = [
+                one.job
+                for one in client.status().jobs
+                if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
+            ]
+    except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release: not for this command
+        return False
+    return job in known if job is not None else bool(known)
+
+
+@contextlib.contextmanager
+def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[TierClient]:
+    """Look through this node's agent where one answers, and directly where not, or where memory is not to be asked."""
+    place = settings.agent_place
+    arena = MemfdArena()
+    with contextlib.ExitStack() as cleanup:
+        agent, why = None, ""
+        try:
+            if memory:
+                connect_to_agent(place.socket, named=place.named).close()
+                agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
+            else:
+                why = "memory is not asked"
+        except AgentUnreachableError:
+            why = f"no agent answers in {place.directory}"
+        except PeerStoreError as error:
+            why = f"the agent in {place.directory} cannot be used: {error}"
+        cleanup.callback(arena.purge)
+        store = NodeStore(arena, StoreSettings(budget="64MiB"), threads=1)
+        cleanup.callback(store.close)
+        direct = NodeAgentService(store)
+        cleanup.callback(direct.close)
+        sight = TierClient(settings, agent, why, direct)
+        cleanup.callback(sight.close)
+        yield sight
+
+
+def is_unclear(survey: StepInventory) -> bool:
+    """Other nodes or the durable tier could not be asked: there may be more than was seen."""
+    return not survey.unreachable.keys().isdisjoint((Tier.PEER, Tier.DURABLE))
+
+
+def step_not_found_error(location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
+    """The error for a step that was not found: absent only when other nodes and the durable tier could be asked."""
+    about = f" ({why})" if why else ""
+    told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
+    if is_unclear(survey):
+        return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
+    if survey.forgotten is not None and survey.forgotten.newest.version >= (location.step or 0):
+        return CheckpointLostError(f"there is no {location} any more: {describe_forgotten(survey.forgotten)}")
+    known = survey.once_whole
+    if known is not None and location.step in (None, known.version):
+        return CheckpointLostError(
+            f"step {known.version} of {location.job} was whole once, and nobody has any part of it"
+        )
+    torn = [group.version for group in survey.torn if location.step in (None, group.version)]
+    if torn:
+        return CheckpointTornError(
+            f"there is no {location}: a rank left its part of step {max(torn)} out, and the rest of it was given up"
+        )
+    return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
+
+
+def without_durable_tier(survey: StepInventory) -> StepInventory:
+    """``survey`` without what it says about a durable tier that is not the one to look at."""
+    views = (msgspec.structs.replace(view, durable=False) for view in survey.views if view.found)
+    unreachable = dict(survey.unreachable)
+    unreachable.pop(Tier.DURABLE, None)
+    return msgspec.structs.replace(survey, views=tuple(views), unreachable=unreachable, plain=(), durable=None)
+
+
+def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
+    """Two views of one job as one."""
+    views = {view.group: view for view in a.views}
+    for other in b.views:
+        one = views.get(other.group)
+        if one is None:
+            views[other.group] = other
+            continue
+        views[other.group] = msgspec.structs.replace(
+            one,
+            durable=one.durable or other.durable,
+            quarantined=one.quarantined or other.quarantined,
+            kept=one.kept or other.kept,
+        )
+    return StepInventory(
+        tuple(views[group] for group in sorted(views)),
+        {**a.unreachable, **b.unreachable},
+        tuple(sorted({*a.plain, *b.plain})),
+        b.durable or a.durable,
+        max((one.once_whole for one in (a, b) if one.once_whole is not None), default=None),
+        a.forgotten or b.forgotten,
+        tuple(sorted({*a.torn, *b.torn})),
+    )
+
+
+def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:
+    """Two descriptions of one step as one: every part with all the places it is at, nearest first."""
+    shards: dict[int, ShardIndex] = {}
+    for shard in (shard for one in found for shard in one.manifest.shards):
+        known = shards.get(shard.key.part)
+        if known is not None and known.checksums != shard.checksums:
+            raise CheckpointDamagedError(f"{shard.key}: two copies of it have different checksums")
+        # An index that names an object tells where the durable copy is; that of a copy in memory does not.
+        if known is None or not known.object:
+            shards[shard.key.part] = shard
+    places: dict[int, set[Tier]] = {}
+    for one in found:
+        for part, tiers in one.found.items():
+            places.setdefault(part, set()).update(tiers)
+    manifest = msgspec.structs.replace(
+        found[-1].manifest,
+        shards=tuple(shards[part] for part in sorted(shards)),
+        layouts={k: v for one in found for k, v in one.manifest.layouts.items()},
+        tables={k: v for one in found for k, v in one.manifest.tables.items()},
+    )
+    return StepDescription(
+        manifest,
+        {part: tuple(t for t in Tier if t in tiers) for part, tiers in places.items()},
+        {part: sources for one in found for part, sources in one.sources.items()},
+    )
+
+
+def require_agent(sight: TierClient) -> NodeAgentClient:
+    """The agent, or an error: what only it can know is not known without it."""
+    if sight.agent is None:
+        raise AgentUnreachableError(f"{sight.why_no_agent}, and only it can tell")
+    return sight.agent
+
+
+def known_job_names(sight: TierClient) -> list[str]:
+    """The jobs that this node's agent keeps something for."""
+    known = require_agent(sight).store.status().jobs
+    return sorted(one.job for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB)
+
+
+def resolve_job_name(sight: TierClient, named: str | None) -> str:
+    """The job somebody means who named ``named``, or none: then there must be exactly one."""
+    known = known_job_names(sight)
+    if named is not None:
+        job = str(parse_location(named).job)
+        if job not in known and not require_agent(sight).cluster(job).roster:  # it may have nodes, and nothing here
+            there = f"it has {', '.join(known)}" if known else "it has none"
+            raise CheckpointNotFoundError(f"this node's agent keeps nothing for a job {job}: {there}")
+        return job
+    if not known:
+        raise CheckpointNotFoundError("this node's agent has no job")
+    if len(known) > 1:
+        raise UsageError(f"this node's agent has several jobs, name one: {', '.join(known)}")
+    return known[0]

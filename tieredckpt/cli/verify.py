@@ -1,0 +1,274 @@
+"""``tieredckpt verify``: every copy of every shard compared with its checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.checksums import chunk_count
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.membership.topology import PeerNode
+from peerstore.shard_records import CHUNK_BYTES, ShardInfo
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.agent.agent_api import ClusterStatus, PeerSource, StepStatus
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.cli.cluster_tables import unreachable_lines
+from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, text_table
+from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode, worst_exit_code
+from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client
+from tieredckpt.durable.object_store import ObjectNotFoundError
+from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TierUnavailableError
+from tieredckpt.format.manifest import Manifest, ShardIndex
+from tieredckpt.location import Location, parse_location
+from tieredckpt.resolve_step import Tier
+from tieredckpt.restore.verified_reads import damaged_chunks
+from tieredckpt.whatif.redundancy import unknown_nodes
+
+_SHOWN_CHUNKS = 16
+_CHUNKS_AT_ONCE = 64
+"""Of a node that looks at its own copy: what it reads before it answers."""
+
+
+@dataclass(frozen=True)
+class CopyCheck:
+    """One copy of one shard, looked at."""
+
+    step: int
+    part: int
+    tier: Tier
+    size_bytes: int
+    result: ExitCode
+    """``OK``, ``DAMAGED`` or ``UNAVAILABLE``."""
+    chunks: int = 0
+    damaged: tuple[int, ...] = ()
+    where: str = ""
+    problem: str = ""
+    node: str = ""
+    """Whose memory it is in."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "part": self.part,
+            "tier": self.tier.value,
+            "result": {ExitCode.OK: "good", ExitCode.DAMAGED: "damaged"}.get(self.result, "unknown"),
+            "size_bytes": self.size_bytes,
+            "chunks": self.chunks,
+            "damaged_chunks": list(self.damaged),
+            "object": self.where or None,
+            "node": self.node or None,
+            "problem": self.problem or None,
+        }
+
+
+@click.command("verify", short_help="Compare every copy with its checksums.")
+@click.argument("target", metavar="JOB[/step-N]")
+@tier_options
+@pass_output
+@with_exit_code_help
+def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, durable: str | None) -> ExitCode:
+    """Compare every copy of every shard with its checksums: in the memory of the job's nodes and in the durable tier.
+
+    JOB alone means all of its steps. Each node looks at its own memory; one that could not be asked is named, and the
+    exit code is 5. The durable tier is read completely. A copy in memory that turns out damaged is dropped by its
+    agent, so that nobody reads it; the durable tier is not changed.
+    """
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+        location = parse_location(target)
+        survey = sight.survey(location.job)
+        views = sight.groups(location, survey)
+        cluster = sight.agent.cluster(location.job) if sight.agent else None
+        checks = _all(screen, sight, location, views, cluster)
+    silent = {} if cluster is None else unknown_nodes(cluster)
+    problems = {tier.value: text for tier, text in survey.unreachable.items()}
+    codes = [check.result for check in checks]
+    if is_unclear(survey) or silent or not checks:
+        codes.append(ExitCode.UNAVAILABLE)
+    code = worst_exit_code(codes)
+    value = {
+        "job": location.job,
+        "good": code is ExitCode.OK,
+        "verified_bytes": sum(check.size_bytes for check in checks if check.result is ExitCode.OK),
+        "unreachable": problems,
+        "not_asked": silent,
+        "checks": [check.as_json() for check in checks],
+    }
+    screen.result(value, lambda out: _show(out, location, checks, cluster, problems))
+    return code
+
+
+def _all(
+    screen: CommandOutput,
+    sight: TierClient,
+    location: Location,
+    views: Sequence[StepStatus],
+    cluster: ClusterStatus | None,
+) -> list[CopyCheck]:
+    groups = {view.group for view in views}
+    held = [
+        (node, fact)
+        for node in (cluster.nodes if cluster is not None else ())
+        for fact in node.facts
+        if fact.key.group in groups and not node.silent
+    ]
+    held.sort(key=lambda one: one[1].key)
+    manifests, checks = _manifests(sight, location, views)
+    total = sum(fact.size_bytes for _, fact in held) + sum(s.size_bytes for m in manifests for s in m.shards)
+    known = {shard.key: shard for manifest in manifests for shard in manifest.shards}
+    with screen.progress(f"verifying {location.job}", total) as advance:
+        for node, fact in held:
+            if sight.agent is not None and cluster is not None and node.node.id == cluster.me:
+                checks.append(_in_memory(sight.agent, fact, known.get(fact.key), cluster.me))
+                advance(fact.size_bytes)
+            else:
+                checks.append(_elsewhere(sight, location.job, node.node, fact, advance))
+        for manifest in manifests:
+            for shard in manifest.shards:
+                checks.append(_in_store(sight, location.job, shard, advance))
+    return sorted(checks, key=lambda check: (check.step, check.part, check.tier is Tier.DURABLE, check.node))
+
+
+def _manifests(
+    sight: TierClient, location: Location, views: Sequence[StepStatus]
+) -> tuple[list[Manifest], list[CopyCheck]]:
+    found, checks = [], []
+    for view in views:
+        if not view.durable:
+            continue
+        try:
+            found.append(sight.catalog(location.job).manifest(view.group))
+        except CheckpointDamagedError as error:
+            checks.append(
+                CopyCheck(view.group.version, -1, Tier.DURABLE, 0, ExitCode.DAMAGED, problem=f"manifest: {error}")
+            )
+        except (TierUnavailableError, DurableRefusedError) as error:
+            checks.append(CopyCheck(view.group.version, -1, Tier.DURABLE, 0, ExitCode.UNAVAILABLE, problem=str(error)))
+    return found, checks
+
+
+def _in_memory(agent: NodeAgentClient, fact: ShardInfo, durable: ShardIndex | None, node: str) -> CopyCheck:
+    key = fact.key
+
+    def check(result: ExitCode, problem: str = "", bad: tuple[int, ...] = (), chunks: int = 0) -> CopyCheck:
+        return CopyCheck(
+            key.version, key.part, Tier.MEMORY, fact.size_bytes, result, chunks, bad, problem=problem, node=node
+        )
+
+    try:
+        pin = agent.store.pin(key)
+        try:
+            record = pin.record
+            bad = agent.store.verify(key)
+        finally:
+            pin.close()
+            agent.store.unpin(pin.id)
+    except ShardNotFoundError:
+        return check(ExitCode.UNAVAILABLE, "given up for a newer step in the meantime")
+    except ShardDamagedError as error:
+        return check(ExitCode.DAMAGED, str(error))
+    except PeerStoreError as error:
+        return check(ExitCode.UNAVAILABLE, str(error))
+    chunks = chunk_count(record.size_bytes, record.chunk_bytes)
+    if bad:
+        return check(ExitCode.DAMAGED, "changed after it was sealed; the agent has dropped this copy", bad, chunks)
+    if durable is not None and durable.checksums != record.checksums:
+        return check(ExitCode.DAMAGED, "has other checksums than the durable copy of the same shard", chunks=chunks)
+    return check(ExitCode.OK, chunks=chunks)
+
+
+def _elsewhere(sight: TierClient, job: str, node: PeerNode, fact: ShardInfo, advance: AdvanceProgress) -> CopyCheck:
+    """Another node looks at its own copy."""
+    key, reader = fact.key, sight.peers(job)
+
+    def check(result: ExitCode, problem: str = "") -> CopyCheck:
+        return CopyCheck(
+            key.version, key.part, Tier.PEER, fact.size_bytes, result, chunks, problem=problem, node=node.id
+        )
+
+    chunks = chunk_count(fact.size_bytes, CHUNK_BYTES)
+    try:
+        if reader is None:
+            return check(ExitCode.UNAVAILABLE, "it cannot be asked from here")
+        for first in range(0, chunks, _CHUNKS_AT_ONCE):
+            stop = min(chunks, first + _CHUNKS_AT_ONCE)
+            if reader.is_damaged(PeerSource(node.id, node.address), key, (first, stop)):
+                return check(ExitCode.DAMAGED, "changed after it was sealed; its agent has dropped this copy")
+            advance(min(stop * CHUNK_BYTES, fact.size_bytes) - first * CHUNK_BYTES)
+    except ShardNotFoundError:
+        return check(ExitCode.UNAVAILABLE, "given up for a newer step in the meantime")
+    except ShardDamagedError as error:
+        return check(ExitCode.DAMAGED, str(error))
+    except (PeerStoreError, TierUnavailableError) as error:
+        return check(ExitCode.UNAVAILABLE, str(error))
+    return check(ExitCode.OK)
+
+
+def _in_store(sight: TierClient, job: str, shard: ShardIndex, advance: AdvanceProgress) -> CopyCheck:
+    key, chunks = shard.key, chunk_count(shard.size_bytes, shard.chunk_bytes)
+
+    def check(result: ExitCode, problem: str = "", bad: tuple[int, ...] = ()) -> CopyCheck:
+        return CopyCheck(
+            key.version, key.part, Tier.DURABLE, shard.size_bytes, result, chunks, bad, shard.object, problem
+        )
+
+    try:
+        bad = damaged_chunks(sight.store(job), shard, advance)
+    except ObjectNotFoundError:
+        return check(ExitCode.DAMAGED, "the object is not there", tuple(range(chunks)))
+    except (TierUnavailableError, DurableRefusedError) as error:
+        return check(ExitCode.UNAVAILABLE, str(error))
+    return check(ExitCode.DAMAGED, "is not what was saved", tuple(bad)) if bad else check(ExitCode.OK)
+
+
+def _show(
+    out: Console,
+    location: Location,
+    checks: Sequence[CopyCheck],
+    cluster: ClusterStatus | None,
+    unreachable: dict[str, str],
+) -> None:
+    rows = []
+    for check in checks:
+        shown = {ExitCode.OK: "[green]good[/]", ExitCode.DAMAGED: "[red]damaged[/]"}.get(
+            check.result, "[yellow]unknown[/]"
+        )
+        part = str(check.part) if check.part >= 0 else "-"
+        rows.append(
+            [
+                *(str(check.step), part, check.tier.value, escape(check.node or "-"), shown),
+                *(show_size(check.size_bytes), escape(_problem(check))),
+            ]
+        )
+    if rows:
+        out.print(
+            text_table(["STEP", "PART", "TIER", "NODE", "RESULT", "SIZE", ""], rows, right=("STEP", "PART", "SIZE"))
+        )
+    for line in unreachable_lines(cluster) if cluster is not None else ():
+        out.print(line)
+    for tier, text in unreachable.items():
+        out.print(f"[yellow]{tier} tier not asked:[/] {escape(text)}")
+    good = [check for check in checks if check.result is ExitCode.OK]
+    damaged = sum(check.result is ExitCode.DAMAGED for check in checks)
+    verdict = f"{len(good)} of {len(checks)} copies of {location} are good ({show_size(_bytes(good))} read)"
+    out.print(verdict + (f", [bold red]{damaged} damaged[/]" if damaged else ""))
+
+
+def _problem(check: CopyCheck) -> str:
+    if not check.damaged:
+        return check.problem
+    first = ", ".join(map(str, check.damaged[:_SHOWN_CHUNKS]))
+    more = f" and {len(check.damaged) - _SHOWN_CHUNKS} more" if len(check.damaged) > _SHOWN_CHUNKS else ""
+    where = f"{check.where}: " if check.where else ""
+    word = "chunk" if len(check.damaged) == 1 else "chunks"
+    return f"{where}{word} {first}{more} of {check.chunks}: {check.problem}"
+
+
+def _bytes(checks: Sequence[CopyCheck]) -> int:
+    return sum(check.size_bytes for check in checks)

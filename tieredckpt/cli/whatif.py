@@ -1,0 +1,304 @@
+"""``tieredckpt whatif``: the step that a job would resume from after losing nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.errors import PeerStoreError
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.agent_api import ClusterStatus
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.cli.command_output import CommandOutput, format_age, format_ranges, pluralized, print_fields, text_table
+from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
+from tieredckpt.cli.exit_codes import ExitCode, worst_exit_code
+from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
+from tieredckpt.errors import CheckpointNotFoundError, TieredCheckpointError, UsageError
+from tieredckpt.format.manifest import StateTable, decode_table, missing_entries
+from tieredckpt.format.shard_layout import Layout
+from tieredckpt.resolve_step import StepVerdict
+from tieredckpt.whatif.node_loss import LossAnalysis
+from tieredckpt.whatif.redundancy import (
+    LossOutcome,
+    LostStep,
+    ReadSource,
+    ResumeOutlook,
+    failure_domains,
+    find_failure_domain,
+    worst_first,
+)
+
+_EXITS = {
+    ResumeOutlook.RESUMES: ExitCode.OK,
+    ResumeOutlook.UNKNOWN: ExitCode.UNAVAILABLE,
+    ResumeOutlook.NOTHING: ExitCode.NOT_FOUND,
+}
+_SHOWN = 40
+_READS_SHOWN = 12
+
+
+@click.command("whatif", short_help="What would be resumed if these nodes were lost.")
+@click.argument("job", required=False)
+@click.option("--lose", "lost", multiple=True, metavar="LEVEL:NAME", help="node:n3, rack:r1, zone:a; may be repeated.")
+@click.option("--each", is_flag=True, help="Every node and every failure domain, one at a time; the worst first.")
+@tier_options
+@pass_output
+@with_exit_code_help
+def whatif_command(
+    screen: CommandOutput,
+    *,
+    job: str | None,
+    lost: tuple[str, ...],
+    each: bool,
+    agent_dir: Path | None,
+    durable: str | None,
+) -> ExitCode:
+    """Show what JOB would be resumed from if these nodes were lost at once: which step, read from where.
+
+    Nothing is lost or changed. Exit code 0 when something would be resumed (with --each: whichever is lost), 3 when
+    nothing would be left, 5 when only nodes or a store that could not be asked may have something.
+    """
+    if each == bool(lost):
+        raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
+        name = resolve_job_name(sight, job)
+        with screen.waiting(f"looking at the nodes of {name}"):
+            view, foresight = open_loss_analysis(sight, name)
+        known = failure_domains(view)
+        if each:
+            return _each(screen, view, worst_first([foresight.after([one]) for one in known]))
+        wanted = list(dict.fromkeys(find_failure_domain(text, known) for text in lost))
+        outcome = foresight.after(wanted)
+        reads = foresight.reads(outcome)
+        screen.result(outcome_json(view, outcome, reads), lambda out: _show(out, view, outcome, reads))
+        return _EXITS[outcome.fate]
+
+
+def open_loss_analysis(sight: TierClient, job: str) -> tuple[ClusterStatus, LossAnalysis]:
+    """Everything there is to know about a job's steps right now."""
+    agent = require_agent(sight)
+    view = agent.cluster(job)
+    survey = sight.survey(job)
+    limit = sight.settings.memory.avoid_after
+    foresight = LossAnalysis(view, survey, ReplicaCoverage(agent, job).cover, worn_after=limit)
+    if foresight.now is None and not foresight.unclear:
+        raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")
+    return view, foresight
+
+
+class ReplicaCoverage:
+    """Whether what is left of a step is all of its state, because ranks that hold the same are left."""
+
+    def __init__(self, agent: NodeAgentClient, job: str) -> None:
+        self._agent = agent
+        self._job = job
+        self._known: dict[VersionId, tuple[StateTable, dict[int, Layout]] | None] = {}
+
+    def cover(self, group: VersionId, parts: Collection[int]) -> bool:
+        if group not in self._known:
+            self._known[group] = self._ask(group)
+        known = self._known[group]
+        if known is None:
+            return False
+        table_, layouts = known
+        return not missing_entries(
+            table_, {id(layouts[part]): layouts[part] for part in parts if part in layouts}.values()
+        )
+
+    def _ask(self, group: VersionId) -> tuple[StateTable, dict[int, Layout]] | None:
+        try:
+            manifest = self._agent.describe(self._job, group).manifest
+            names = [shard.meta.table for shard in manifest.shards if shard.meta.table in manifest.tables]
+            if not names:
+                return None
+            layouts: dict[str, Layout] = {}
+            for shard in manifest.shards:
+                if shard.meta.layout not in layouts:
+                    layouts[shard.meta.layout] = manifest.layout_of(shard)
+            by_part = {shard.key.part: layouts[shard.meta.layout] for shard in manifest.shards}
+            return decode_table(manifest.tables[names[0]]), by_part
+        except (PeerStoreError, TieredCheckpointError):  # as for a load: who cannot be asked vouches for nothing
+            return None
+
+
+# -- one loss -----------------------------------------------------------------------------------------------------
+
+
+def outcome_json(view: ClusterStatus, outcome: LossOutcome, reads: Sequence[ReadSource] = ()) -> dict[str, Any]:
+    chosen = outcome.resolution.chosen
+    quorum = outcome.quorum
+    return {
+        "job": view.job,
+        "seen_from": view.me,
+        "lost": [str(one) for one in outcome.lost],
+        "nodes_lost": list(outcome.nodes),
+        "nodes_left": [one.node.id for one in view.nodes if one.node.id not in outcome.nodes],
+        "fate": outcome.fate.value,
+        "step": outcome.step,
+        "epoch": chosen.group.epoch if chosen is not None and outcome.plain is None else None,
+        "plain": outcome.plain is not None,
+        "step_now": outcome.before,
+        "lost_s": outcome.lost_s,
+        "from_memory": outcome.from_memory,
+        "from_durable": outcome.from_durable,
+        "reads": [{"parts": list(one.parts) or None, "nodes": list(one.nodes) or None} for one in reads],
+        "gone": [
+            {"step": one.group.version, "epoch": one.group.epoch, "parts": list(one.parts), "nodes": list(one.nodes)}
+            for one in outcome.gone
+        ],
+        "quorum": None if quorum is None else {"enough": quorum.enough, "alive": quorum.alive, "of": quorum.of},
+        "unknown": dict(outcome.unknown),
+        "perhaps": [group.version for group in outcome.perhaps],
+        "steps": [
+            {"step": group.version, "epoch": group.epoch, "attempt": group.attempt, "verdict": verdict.value}
+            for group, verdict in sorted(outcome.resolution.verdicts.items(), key=lambda item: item[0].version)
+        ],
+    }
+
+
+def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequence[ReadSource]) -> None:
+    what = " and ".join(map(str, outcome.lost))
+    nodes = "" if all(one.level == "node" for one in outcome.lost) else f" ({_names(outcome.nodes)})"
+    out.print(f"[bold]{escape(view.job)}[/]  without {escape(what)}{escape(nodes)}, as {escape(view.me)} sees it")
+    out.print()
+    lines = [("resumes from", _resumes(outcome))]
+    lines += _read_lines(reads)
+    lines += [("lost", _lost(outcome))]
+    lines += [("", _gone(one)) for one in outcome.gone]
+    if outcome.quorum is not None:
+        colour = "" if outcome.quorum.enough else "yellow"
+        text = escape(outcome.quorum.explain())
+        lines.append(("quorum", f"[{colour}]{text}[/]" if colour else text))
+    for number, (name, why) in enumerate(outcome.unknown.items()):
+        lines.append(("not known" if not number else "", f"[yellow]{escape(name)}:[/] {escape(why)}"))
+    if outcome.unknown:
+        lines.append(("", _unknown(outcome)))
+    torn = [group.version for group, verdict in outcome.resolution.verdicts.items() if verdict is StepVerdict.TORN]
+    torn = sorted(
+        set(torn) - {one.group.version for one in outcome.gone} - {group.version for group in outcome.perhaps}
+    )
+    if torn:
+        lines.append(("not whole", f"{_steps(torn)}, with or without this loss"))
+    print_fields(out, lines)
+
+
+def _resumes(outcome: LossOutcome) -> str:
+    if outcome.fate is ResumeOutlook.NOTHING:
+        return "[bold red]nothing[/]: no whole step would be left, in memory or elsewhere"
+    if outcome.fate is ResumeOutlook.UNKNOWN:
+        return "[bold yellow]not known[/]: nothing that is known of would be left"
+    far = ", as far as is known" if outcome.perhaps else ""
+    plain = ", a plain checkpoint" if outcome.plain is not None else ""
+    colour = "green" if outcome.step == outcome.before else "yellow"
+    return f"[bold {colour}]step {outcome.step}[/]{plain}{far}"
+
+
+def _read_lines(reads: Sequence[ReadSource]) -> list[tuple[str, str]]:
+    lines = []
+    width = max((len(_parts(one.parts)) for one in reads), default=0)
+    for number, one in enumerate(reads[:_READS_SHOWN]):
+        where = f"memory of {_names(one.nodes, 'or')}" if one.nodes else "durable tier"
+        lines.append(("read from" if not number else "", f"{_parts(one.parts):<{width}}  {escape(where)}"))
+    if len(reads) > _READS_SHOWN:
+        lines.append(("", f"and {pluralized(len(reads) - _READS_SHOWN, 'more group')} of parts; --json has all"))
+    return lines
+
+
+def _parts(parts: Sequence[int]) -> str:
+    if not parts:
+        return "all parts"
+    return f"part {parts[0]}" if len(parts) == 1 else f"parts {format_ranges(parts)}"
+
+
+def _lost(outcome: LossOutcome) -> str:
+    if outcome.before is None:
+        return "not known"
+    if outcome.step is None:
+        return f"all training up to step {outcome.before}" + (", as far as is known" if outcome.unknown else "")
+    if not outcome.gone:
+        return "no training that is saved by now"
+    back = outcome.before - outcome.step
+    if back <= 0:  # a past that a lost step had left behind counts again
+        return f"the newest attempt, at step {outcome.before}: an older one is left"
+    span = f", {format_age(outcome.lost_s)} of training" if outcome.lost_s and outcome.lost_s >= 1 else ""
+    return f"{pluralized(back, 'step')}{span}: from {outcome.before} back to {outcome.step}"
+
+
+def _gone(one: LostStep) -> str:
+    return f"step {one.group.version}: {_parts(one.parts)} only on {escape(_names(one.nodes))}"
+
+
+def _unknown(outcome: LossOutcome) -> str:
+    text = "what is there counts neither as held nor as gone"
+    if not outcome.perhaps:
+        return text
+    return f"{text}; {_steps([group.version for group in outcome.perhaps])} may be whole with it"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {format_ranges(sorted(set(steps)))}"
+
+
+def _names(names: Sequence[str], word: str = "and") -> str:
+    if len(names) > 8:
+        return f"{', '.join(names[:6])} {word} {len(names) - 6} more"
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
+
+
+# -- every loss ---------------------------------------------------------------------------------------------------
+
+
+def _each(screen: CommandOutput, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> ExitCode:
+    value = {"job": view.job, "seen_from": view.me, "losses": [outcome_json(view, one) for one in outcomes]}
+    screen.result(value, lambda out: _show_each(out, view, outcomes))
+    return worst_exit_code([_EXITS[one.fate] for one in outcomes])
+
+
+def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> None:
+    before = outcomes[0].before
+    now = f"step {before}" if before is not None else "nothing that is known"
+    out.print(f"[bold]{escape(view.job)}[/]  would now resume from {now}, as {escape(view.me)} sees it")
+    out.print()
+    rows = [
+        [
+            escape(str(one.lost[0])),
+            str(len(one.nodes)),
+            _cell(one),
+            "-" if one.step is None or one.before is None else str(max(0, one.before - one.step)),
+            " + ".join((["memory"] if one.from_memory else []) + (["durable"] if one.from_durable else [])) or "-",
+            _quorum_cell(one),
+        ]
+        for one in outcomes[:_SHOWN]
+    ]
+    columns = ["IF LOST", "NODES", "RESUMES FROM", "STEPS BACK", "READ FROM", "QUORUM"]
+    out.print(text_table(columns, rows, right=("NODES", "STEPS BACK")))
+    more = outcomes[_SHOWN:]
+    if more:
+        out.print(f"and {len(more)} more, none of them worse than the last one here; --json has all")
+    names = sorted({name for one in outcomes for name in one.unknown})
+    for name in names:
+        why = next(one.unknown[name] for one in outcomes if name in one.unknown)
+        out.print(f"[yellow]{escape(name)} could not be asked:[/] {escape(why)}")
+    if names:
+        out.print("What they hold counts neither as there nor as gone.")
+
+
+def _cell(one: LossOutcome) -> str:
+    if one.fate is ResumeOutlook.NOTHING:
+        return "[red]nothing[/]"
+    if one.fate is ResumeOutlook.UNKNOWN:
+        return "[yellow]not known[/]"
+    colour = "green" if one.step == one.before else "yellow"
+    return f"[{colour}]step {one.step}[/]" + (" or newer" if one.perhaps else "")
+
+
+def _quorum_cell(one: LossOutcome) -> str:
+    if one.quorum is None:
+        return "-"
+    text = f"{one.quorum.alive} of {one.quorum.of}"
+    return text if one.quorum.enough else f"[yellow]none: {text}[/]"

@@ -1,0 +1,1 @@
+"""DCP's interfaces (torch.distributed.checkpoint): TieredWriter, TieredReader, URLs, plain checkpoints."""

@@ -1,0 +1,156 @@
+"""Plain DCP checkpoints in the durable tier, written while the package is disabled, read without unpickling."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import IO, Any, cast
+from urllib.parse import unquote, urlsplit
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.futures import Future
+
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.errors import CheckpointDamagedError, UsageError
+from tieredckpt.format import object_keys
+from tieredckpt.settings import DurableSettings
+from tieredckpt.tensors.safe_objects import check_safe_object, load_dcp_metadata
+
+
+def plain_writer(durable: DurableSettings, job: str, step: int) -> StorageWriter:
+    """DCP's own writer for one step's folder below the durable URL."""
+    path = _directory(durable.url)
+    if path is not None:
+        return FileSystemWriter(path / object_keys.plain_prefix(job, step))
+    _require_fsspec(durable.url)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    options: dict[str, Any] = dict(durable.options)
+    return FsspecWriter(f"{durable.url.rstrip('/')}/{object_keys.plain_prefix(job, step)}", **options)
+
+
+def plain_reader(durable: DurableSettings, job: str, step: int, *, trust_objects: bool = False) -> StorageReader:
+    """DCP's own reader for one step's folder below the durable URL, which runs nothing that is written there."""
+    path = _directory(durable.url)
+    if path is not None:
+        return folder_reader(path / object_keys.plain_prefix(job, step), trust_objects=trust_objects)
+    _require_fsspec(durable.url)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    class Reader(_SafeFileSystemReader, FsspecReader):  # fsspec is optional
+        pass
+
+    found = Reader(f"{durable.url.rstrip('/')}/{object_keys.plain_prefix(job, step)}", **durable.options)
+    found.trust_objects = trust_objects
+    return found
+
+
+def folder_reader(path: Path, *, trust_objects: bool = False) -> StorageReader:
+    """DCP's own reader of the folder of a checkpoint, which runs nothing that is written there."""
+    found = _SafeFileSystemReader(path)
+    found.trust_objects = trust_objects
+    return found
+
+
+class _SafeFileSystemReader(FileSystemReader):
+    """DCP's reader unpickles ``.metadata``, and its planner each object: here both are read as data."""
+
+    trust_objects = False
+    _error: CheckpointDamagedError | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP asks again for each rank's own after an error, and would report only that there is none."""
+        if "rank" in kwargs and self._error is not None:
+            return Metadata({})
+        self._error = None
+        try:
+            return self._metadata(kwargs.get("rank"))
+        except CheckpointDamagedError as error:
+            self._error = error
+            raise
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def _metadata(self, rank: int | None) -> Metadata:
+        path = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
+        with self.fs.create_stream(path, "rb") as file:
+            try:
+                found = load_dcp_metadata(cast("IO[bytes]", file))
+            except (AttributeError, EOFError, ImportError, IndexError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointDamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+            except pickle.UnpicklingError as error:
+                raise CheckpointDamagedError(f"{path} is no metadata of DCP: {error}") from error
+        meta = getattr(found, "storage_meta", None) or StorageMeta()  # older releases wrote none
+        meta.load_id = self.load_id
+        found.storage_meta = meta
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, planner if self.trust_objects else _SafeLoadPlanner(planner))
+
+
+class _SafeLoadPlanner(LoadPlanner):
+    """A planner that looks at what it is to unpickle."""
+
+    def __init__(self, inner: LoadPlanner) -> None:
+        self._inner = inner
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        check_safe_object(read_item.storage_index.fqn, value.getvalue())
+        self._inner.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._inner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._inner.commit_tensor(read_item, tensor)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._inner.set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> LoadPlan:
+        return self._inner.create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return self._inner.create_global_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return self._inner.finish_plan(central_plan)
+
+
+def plain_steps(durable: DurableSettings, job: str) -> list[int]:
+    """Steps whose plain checkpoint is complete."""
+    store = open_store(durable.url, durable)
+    try:
+        found = (object_keys.parse_plain_key(info.name, job) for info in store.list(object_keys.plain_prefix(job)))
+        return sorted({step for step in found if step is not None})
+    finally:
+        store.close()
+
+
+def _directory(url: str) -> Path | None:
+    if url.startswith("/"):
+        return Path(url)
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _require_fsspec(url: str) -> None:
+    import fsspec
+
+    scheme = urlsplit(url).scheme
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise UsageError(
+            f"plain checkpoints on {scheme}:// are written by DCP through fsspec: {error}. "
+            "For s3:// install tieredckpt[s3fs]"
+        ) from error

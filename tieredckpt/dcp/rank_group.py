@@ -1,0 +1,267 @@
+"""Agreement between the ranks of one DCP call: a process group, messages in plans, a vote through the store.
+
+With collectives, what each rank proposes goes to the coordinator with its plan, and what it decides comes back with the
+final one. A planner may drop or keep whatever is in a plan (with plan caching it does both), so nothing is left in it:
+a message is taken out as it arrives, when the plan that it came with is unpickled, by the thread that saves.
+
+Without collectives it goes through the store that the ranks met at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from peerstore.message_codec import from_json
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointDeletedError,
+    MismatchError,
+    PeersLostError,
+    SaveFailedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+)
+from tieredckpt.session.incarnation import SaveDecision, SaveProposal, decide_save
+
+_PLAN_TIMEOUT = timedelta(minutes=10)
+
+
+class RankGroup:
+    """The ranks of ``group``, of a new one where none is given, or this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._own = None
+        if group is None and dist.is_initialized():
+            # Planning must not meet the training's own collectives on one group.
+            group = self._own = dist.new_group(backend="gloo", timeout=_PLAN_TIMEOUT)
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group) if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group) if dist.is_initialized() else 1
+
+    def from_all(self, text: str) -> list[str]:
+        """What every rank says, in order of ranks."""
+        if not dist.is_initialized():
+            return [text]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, text, group=self._group)
+        return gathered
+
+    def dcp(self, call: Callable[..., object], state: dict[str, Any], **storage: object) -> None:
+        """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
+        with warnings.catch_warnings():
+            if alone := not dist.is_initialized():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            call(state, process_group=self._group, no_dist=alone, **storage)
+
+    def close(self) -> None:
+        if self._own is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own)
+            self._own = None
+
+
+_WITHIN_S = 120.0
+_FRAMES = 24
+_ROUND = 0.001, 0.05
+MessageT = TypeVar("MessageT")
+_arrived = threading.local()
+
+
+class PlanMessage:
+    """A message that travels in a plan and is taken out on arrival; ``stays``: it is left in the plan, too."""
+
+    def __init__(self, message: object, *, stays: bool = False) -> None:
+        self.message = message
+        self.stays = stays
+        self.name = secrets.token_hex(8)
+
+    def __reduce__(self) -> tuple[Callable[[str, object, bool], object], tuple[str, object, bool]]:
+        return _take_out, (self.name, self.message, self.stays)
+
+
+def _take_out(name: str, message: object, stays: bool) -> object:
+    """Called where a plan arrives, or is copied; what is left in the plan is what this returns."""
+    _messages()[name] = message
+    return message if stays else None
+
+
+def _messages() -> dict[str, object]:
+    if not hasattr(_arrived, "messages"):
+        _arrived.messages = {}
+    messages: dict[str, object] = _arrived.messages
+    return messages
+
+
+def clear_plan_messages() -> None:
+    """What arrived in this thread before was for another save or load."""
+    _messages().clear()
+
+
+def received_plan_messages(kind: type[MessageT]) -> list[MessageT]:
+    """What has arrived in this thread."""
+    return [message for message in _messages().values() if isinstance(message, kind)]
+
+
+@dataclass(frozen=True)
+class SaveRanks:
+    """The ranks that one call of DCP's saves with."""
+
+    ranks: tuple[int, ...]
+    """In the whole world; empty where this process saves alone."""
+
+    @property
+    def parts(self) -> int:
+        return max(1, len(self.ranks))
+
+    @property
+    def part(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.index(dist.get_rank()) if self.ranks else 0
+
+
+def current_save_ranks() -> SaveRanks:
+    """Those of the save that has called.
+
+    DCP tells a writer its rank and not in which group, and without collectives nothing else does. What it saves with is
+    in a variable of its own that all its versions have; where a caller has none, it is the default group.
+    """
+    found = _call()
+    if found is None:
+        return _members(None) if dist.is_initialized() else SaveRanks(())
+    return _members(found.group) if found.use_dist else SaveRanks(())
+
+
+def dcp_call_world_size() -> int | None:
+    """How many ranks do together what the call of DCP's does that has called; ``None``: it was none of DCP's."""
+    found = _call()
+    if found is None:
+        return None
+    return _members(found.group).parts if found.use_dist else 1
+
+
+def _call() -> _DistWrapper | None:
+    frame: Any = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        found = frame.f_locals.get("distW")
+        if isinstance(found, _DistWrapper):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _members(group: dist.ProcessGroup | None) -> SaveRanks:
+    if group is None and not dist.is_initialized():
+        return SaveRanks(())
+    return SaveRanks(tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
+
+
+def decide_for_ranks(proposals: Sequence[SaveProposal]) -> SaveDecision:
+    return decide_save(proposals, secrets.token_hex(6))
+
+
+def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:
+    """One decision for all ranks of a save, without a collective. All of them call it."""
+    if saving.parts == 1:
+        return decide_for_ranks([proposal])
+    store = dist.distributed_c10d._get_default_store()
+    rank = saving.part
+    name = f"tieredckpt/{proposal.job}/saves/{_digest(saving.ranks)}/{proposal.step}"
+    # Counted in the store itself: a rank that is started again finds the count that the others know.
+    prefix = f"{name}/{store.add(f'{name}/{rank}', 1)}"
+    store.set(f"{prefix}/{rank}", msgspec.json.encode(proposal).decode())
+    if rank == 0:
+        store.set(f"{prefix}/decision", _decided(store, prefix, saving))
+    answer = from_json(_told(store, f"{prefix}/decision", "the first rank did not say"), _Answer)
+    if store.add(f"{prefix}/heard", 1) == saving.parts:
+        for each in range(saving.parts):
+            store.delete_key(f"{prefix}/{each}")
+            store.delete_key(f"{name}/{each}")
+        store.delete_key(f"{prefix}/decision")
+        store.delete_key(f"{prefix}/heard")
+    if answer.decision is None:
+        raise SaveFailedError(answer.problem)
+    return answer.decision
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    decision: SaveDecision | None
+    problem: str = ""
+
+
+def _decided(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> str:
+    try:
+        proposals = [
+            from_json(_told(store, f"{prefix}/{rank}", f"rank {rank} did not come"), SaveProposal)
+            for rank in range(saving.parts)
+        ]
+        answer = _Answer(decide_for_ranks(proposals))
+    except TieredCheckpointError as error:
+        answer = _Answer(None, str(error))
+    return msgspec.json.encode(answer).decode()
+
+
+def _told(store: torch.distributed.Store, key: str, otherwise: str) -> bytes:
+    """Asked for again and again: waiting inside the store would keep this process's other threads out of it."""
+    deadline = time.monotonic() + _WITHIN_S
+    pause, longest = _ROUND
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise SaveFailedError(f"{otherwise} within {_WITHIN_S:.0f} s: without collectives, too, all ranks save")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return store.get(key)
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def unwrap_save_error(failure: BaseException) -> BaseException:
+    """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
+    if isinstance(failure, CheckpointException):
+        errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
+        for kind in (
+            CheckpointDamagedError,
+            PeersLostError,
+            CheckpointDeletedError,
+            TierUnavailableError,
+            TieredCheckpointError,
+        ):
+            for error in errors:
+                if isinstance(error, kind):
+                    return error
+    return failure
+
+
+def unwrap_load_error(failure: CheckpointException) -> BaseException:
+    """What a load that failed inside DCP raises."""
+    own = unwrap_save_error(failure)
+    if own is not failure:
+        return own
+    first = next(iter(failure.failures.values()))[0]
+    if isinstance(first, ValueError | RuntimeError):  # how DCP's planner says that names or shapes differ
+        hint = " With strict=False what there is of the state is restored" if "Missing key" in str(first) else ""
+        return MismatchError(f"the state and the checkpoint do not fit: {first}{hint}")
+    return failure

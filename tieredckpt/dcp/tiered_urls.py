@@ -1,0 +1,190 @@
+"""``enable_urls``: ``checkpoint_id="tiered://..."`` for callers that pass nothing else.
+
+DCP has no registration for storage: it looks for a class that accepts the URL in a fixed list. While URLs are enabled,
+a stand-in is at the head of that list; it makes this package's writer or reader for ``tiered://`` and passes
+everything else to the class it stands for. What saves in the background gets its writer from the process that trains:
+DCP's background process has no stand-in, and would know nothing of the incarnation that the job is in. Nothing is
+changed on import.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+from typing import Any
+
+from tieredckpt.errors import UsageError
+from tieredckpt.settings import Settings, load_settings, override_settings
+
+_lock = threading.Lock()
+_enabled: list[EnabledUrls] = []
+_PROBE = "tiered://probe/step-0"
+_EXECUTORS = ("_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor")
+
+
+class EnabledUrls:
+    """URLs are enabled until this is closed, or its block ends."""
+
+    def __init__(self, settings: Settings | None) -> None:
+        self.settings = settings
+        """``None``: those of the environment, at each save or load."""
+
+    def close(self) -> None:
+        """DCP is as it was, unless somebody else has enabled URLs too."""
+        with _lock:
+            if self in _enabled:
+                _enabled.remove(self)
+                if not _enabled:
+                    _uninstall()
+
+    def __enter__(self) -> EnabledUrls:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def enable_urls(*, durable: str | None = None, settings: Settings | None = None) -> EnabledUrls:
+    """From now on, ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take ``checkpoint_id="tiered://JOB/step-N"``.
+
+    ::
+
+        tieredckpt.enable_urls()
+        dcp.save(state, checkpoint_id="tiered://llama-8b/step-120")
+        dcp.load(state, checkpoint_id="tiered://llama-8b")            # the newest whole step
+
+    It is undone by ``close()`` of what it returns, or by using that in a ``with``. Other URLs and paths go where they
+    went before.
+    """
+    if durable is not None:
+        settings = override_settings(settings or load_settings(), durable={"url": durable})
+    urls = EnabledUrls(settings)
+    with _lock:
+        if not _enabled:
+            _install()
+        _enabled.append(urls)
+    return urls
+
+
+class _StandIn:
+    """Where DCP looks for its own file writer or reader."""
+
+    def __init__(self, own: Any, *, reader: bool) -> None:
+        self.own = own
+        self._reader = reader
+
+    def validate_checkpoint_id(self, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_tiered(checkpoint_id) or bool(self.own.validate_checkpoint_id(checkpoint_id))
+
+    def __call__(self, checkpoint_id: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if not _is_tiered(checkpoint_id):
+            return self.own(checkpoint_id, *args, **kwargs)
+        if not self._reader:
+            return _writer(checkpoint_id)
+        from tieredckpt.dcp.tiered_reader import TieredReader
+
+        return TieredReader(checkpoint_id, settings=_enabled[-1].settings if _enabled else None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+class _Executor:
+    """Where ``dcp.async_save`` looks for what saves in the background."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self) -> Any:
+        executor = self.own()
+        save = executor.execute_save
+
+        def execute_save(
+            staged: Any,
+            *,
+            checkpoint_id: str | os.PathLike[str] | None = None,
+            storage_writer: Any = None,
+            **how: Any,
+        ) -> Any:
+            if storage_writer is None and checkpoint_id is not None and _is_tiered(checkpoint_id):
+                storage_writer = _writer(checkpoint_id)
+                storage_writer.captured()
+            return save(staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **how)
+
+        executor.execute_save = execute_save
+        return executor
+
+
+class _LocalFolders:
+    """DCP's making of local folders, which a URL that was taken for a path must not reach."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        make = self.own.__get__(instance, kind)
+
+        def mkdir(path: str | os.PathLike[str]) -> None:
+            if _is_tiered(path):
+                raise UsageError(
+                    f"{os.fspath(path)!r} is to become a local folder: DCP's FileSystemWriter was given a tiered:// "
+                    "URL. Pass checkpoint_id= without a storage_writer, or TieredWriter(...)"
+                )
+            make(path)
+
+        return mkdir
+
+
+def _writer(checkpoint_id: str | os.PathLike[str]) -> Any:
+    from tieredckpt.dcp.tiered_writer import TieredWriter
+
+    return TieredWriter(checkpoint_id, settings=_enabled[-1].settings if _enabled else None)
+
+
+def _is_tiered(checkpoint_id: str | os.PathLike[str]) -> bool:
+    return os.fspath(checkpoint_id).startswith("tiered:/")
+
+
+def _install() -> None:
+    """Put the stand-ins in their places, and make sure that this torch looks there."""
+    import torch
+    from torch.distributed.checkpoint import _storage_utils as places
+    from torch.distributed.checkpoint import filesystem, state_dict_saver
+
+    from tieredckpt.dcp.tiered_reader import TieredReader
+    from tieredckpt.dcp.tiered_writer import TieredWriter
+
+    found: list[object] = []
+    try:
+        places.FileSystemWriter = _StandIn(places.FileSystemWriter, reader=False)  # type: ignore[misc,assignment]
+        places.FileSystemReader = _StandIn(places.FileSystemReader, reader=True)  # type: ignore[misc,assignment]
+        filesystem.FileSystem.mkdir = _LocalFolders(filesystem.FileSystem.mkdir)  # type: ignore[assignment,method-assign]
+        for name in _EXECUTORS:
+            if hasattr(state_dict_saver, name):  # older ones save in a thread of async_save's own
+                setattr(state_dict_saver, name, _Executor(getattr(state_dict_saver, name)))
+        found = [type(places._storage_setup(None, _PROBE, reader=reader)) for reader in (False, True)]
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    if found != [TieredWriter, TieredReader]:
+        _uninstall()
+        raise UsageError(
+            f"this torch ({torch.__version__}) does not choose its storage as enable_urls() expects: pass "
+            "storage_writer=TieredWriter(...) and storage_reader=TieredReader(...) instead"
+        )
+
+
+def _uninstall() -> None:
+    from torch.distributed.checkpoint import _storage_utils as places
+    from torch.distributed.checkpoint import filesystem, state_dict_saver
+
+    for module, names in ((places, ("FileSystemWriter", "FileSystemReader")), (state_dict_saver, _EXECUTORS)):
+        for name in names:
+            standing = getattr(module, name, None)
+            if isinstance(standing, _StandIn | _Executor):
+                setattr(module, name, standing.own)
+    making = vars(filesystem.FileSystem)["mkdir"]
+    if isinstance(making, _LocalFolders):
+        filesystem.FileSystem.mkdir = making.own  # type: ignore[method-assign]

@@ -1,0 +1,156 @@
+"""Reader of a run's event log: all files as one sequence, with a count of unreadable lines."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tieredckpt.errors import EventLogNotFoundError, UsageError
+from tieredckpt.event_log.event_types import (
+    EVENT_LOG_VERSION,
+    FileOpened,
+    LogEvent,
+    RestoreEvent,
+    SaveEvent,
+    StageEvent,
+    StepEvent,
+    event_time,
+)
+from tieredckpt.event_log.log_writer import EVENT_LOG_ENV
+
+_LATEST = 1e11
+"""No clock shows this: the line is damaged."""
+
+
+class UnreadableLine(enum.Enum):
+    """What a line is that is no event."""
+
+    DAMAGED = "damaged"
+    UNKNOWN = "unknown"
+
+
+class EventLogContents(msgspec.Struct, frozen=True):
+    """What was found in a ledger."""
+
+    events: tuple[LogEvent, ...] = ()
+    """By the time they were over."""
+    files: int = 0
+    torn: int = 0
+    """Last lines without an end: their process was killed as it wrote them, or is writing them now."""
+    damaged: int = 0
+    """Other lines that are no event."""
+    unknown: int = 0
+    """Lines of a kind that this release does not know."""
+    missing: int = 0
+    """Parts of a process's ledger that are there no more."""
+    newer: int = 0
+    """Files written by a newer release."""
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What is to be said of it, for people. Torn lines are normal."""
+        said = (
+            (self.damaged, "damaged lines were passed over"),
+            (self.unknown, "lines are of a kind that this release does not know"),
+            (self.missing, "files are missing: a process that writes very much gives up its oldest"),
+            (self.newer, "files were written by a newer release"),
+        )
+        return tuple(f"{number} {words}" for number, words in said if number)
+
+
+def read_event_log(directory: Path) -> EventLogContents:
+    """All files of a ledger, also of one that is being written.
+
+    ``EventLogNotFoundError`` where there is none, or nothing in it; ``OSError`` where it cannot be read.
+    """
+    if not directory.exists():
+        raise EventLogNotFoundError(f"there is no ledger {directory}")
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is a file, a ledger is a directory of them")
+    files = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".jsonl":
+            with contextlib.suppress(FileNotFoundError):  # the oldest of a process that writes very much
+                files[path.name] = path.read_bytes()
+    if not any(files.values()):
+        raise EventLogNotFoundError(f"nothing has been written to the ledger {directory} yet")
+    return parse_event_files(files)
+
+
+def parse_event_files(files: Mapping[str, bytes]) -> EventLogContents:
+    """The same, of files that were read."""
+    events: list[LogEvent] = []
+    counts = dict.fromkeys(UnreadableLine, 0)
+    torn = missing = newer = 0
+    parts: dict[str, set[int]] = {}
+    for name, data in sorted(files.items()):
+        *lines, rest = data.split(b"\n")
+        torn += bool(rest)
+        for line in filter(None, lines):
+            event = parse_event_line(line)
+            if isinstance(event, UnreadableLine):
+                counts[event] += 1
+                continue
+            if isinstance(event, FileOpened):
+                newer += event.version > EVENT_LOG_VERSION
+                parts.setdefault(".".join(name.split(".")[:3]), set()).add(event.part)
+            events.append(event)
+    for found in parts.values():
+        missing += max(found) + 1 - len(found)
+    events.sort(key=event_time)
+    return EventLogContents(
+        tuple(events), len(files), torn, counts[UnreadableLine.DAMAGED], counts[UnreadableLine.UNKNOWN], missing, newer
+    )
+
+
+def parse_event_line(line: bytes) -> LogEvent | UnreadableLine:
+    """One event, or why it is none."""
+    try:
+        event: LogEvent = _event(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _kind(line)
+    lasted = event.seconds if isinstance(event, StageEvent | StepEvent | SaveEvent | RestoreEvent) else 0.0
+    return event if 0 <= event_time(event) < _LATEST and 0 <= lasted < _LATEST else UnreadableLine.DAMAGED
+
+
+def _kind(line: bytes) -> UnreadableLine:
+    try:
+        return UnreadableLine.DAMAGED if _tag(line).event in _KNOWN else UnreadableLine.UNKNOWN
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return UnreadableLine.DAMAGED
+
+
+class _Tag(msgspec.Struct):
+    event: str
+
+
+_event = msgspec.json.Decoder(LogEvent).decode
+_tag = msgspec.json.Decoder(_Tag).decode
+_KNOWN = frozenset(str(kind.__struct_config__.tag) for kind in LogEvent.__args__)
+
+
+_LOGS = "elastic-logs"
+
+
+def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory that somebody means, or :class:`EventLogNotFoundError`."""
+    if where is None:
+        if not environ.get(EVENT_LOG_ENV):
+            raise UsageError(f"say which job, or the directory of its ledger; ${EVENT_LOG_ENV} is not set")
+        return Path(environ[EVENT_LOG_ENV])
+    given = Path(where)
+    if any(given.glob("*.jsonl")):
+        return given
+    looked = [*dict.fromkeys((given / "ledger", Path(_LOGS) / where / "ledger"))]
+    for path in looked:
+        if path.is_dir():
+            return path
+    if given.is_dir():
+        return given
+    tried = " and ".join(str(path) for path in looked)
+    raise EventLogNotFoundError(f"{where} is no directory with a ledger, nor is there {tried}")

@@ -1,0 +1,249 @@
+"""Writer of the event log: rotating files and stdout lines. Never raises into training.
+
+::
+
+    DIRECTORY/NAME.PID.START.jsonl      then NAME.PID.START.1.jsonl, ...
+
+A line is written whole by one ``write`` to a file opened to append, so that of a process that is killed at most the
+last line is torn. A disk that is full or a directory that is gone costs one warning, and is counted.
+
+They are part of what this package promises: rules for logs are written against them
+(``integration/hyperpod/log_rules.yaml``). Each begins at the beginning of a line, with one word; numbers are plain::
+
+    tieredckpt step=120 seconds=0.412 loss=2.3051
+    tieredckpt save step=120 state=staged blocked_seconds=0.009
+    tieredckpt restore step=120 mode=live seconds=0.211
+    tieredckpt first-step epoch=2 seconds=1.902
+    tieredckpt broken epoch=2
+    tieredckpt ended how=finished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tieredckpt.event_log import event_types as ev
+from tieredckpt.event_log.event_types import FileOpened, LogEvent
+
+log = logging.getLogger(__name__)
+
+EVENT_LOG_ENV = "TIEREDCKPT_LEDGER"
+"""The directory; where it is not set nothing is written."""
+
+_PART_BYTES = 8 << 20
+_PARTS = 32
+_CHECK_EVERY = 64
+"""Lines between two looks whether the file is still there."""
+_RETRY_S = 1.0
+_ENCODE = msgspec.json.Encoder().encode
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL | os.O_CLOEXEC
+
+
+class EventLog(Protocol):
+    """Promises: ``write`` takes a few microseconds, comes back, and raises nothing; any thread, any forked child."""
+
+    @property
+    def place(self) -> RunPosition:
+        """Where this process is, for whoever writes without knowing."""
+
+    def write(self, event: LogEvent) -> None:
+        """Write it down."""
+
+    def close(self) -> None:
+        """Let go of the file; a later ``write`` begins a new one."""
+
+
+class NullEventLog:
+    """Nothing is written."""
+
+    def __init__(self) -> None:
+        self.place = RunPosition()
+
+    def write(self, event: LogEvent) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class EventLogWriter:
+    """Writes files of its own into ``directory``, which it makes where it can."""
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, name: str = "", part_bytes: int = _PART_BYTES, parts: int = _PARTS
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self.place = RunPosition()
+        self.lost = 0
+        """Events that could not be written."""
+        self._name = re.sub(r"[^A-Za-z0-9_-]", "-", name or socket.gethostname())[:100]
+        self._part_bytes, self._parts = part_bytes, parts
+        self._warned = False
+        self._file = _File()
+
+    def write(self, event: LogEvent) -> None:
+        file = self._file
+        if file.pid != os.getpid():  # forked: the file is the parent's
+            file.let_go()
+            file = self._file = _File()
+        try:
+            with file.lock:
+                self._append(file, _ENCODE(event) + b"\n")
+        except (OSError, TypeError, ValueError, OverflowError) as error:
+            self.lost += 1
+            if not self._warned:
+                self._warned = True
+                log.warning("the ledger in %s is not written to: %s", self.directory, error)
+
+    def close(self) -> None:
+        with self._file.lock:
+            self._file.let_go()
+
+    def _append(self, file: _File, line: bytes) -> None:
+        if file.fd >= 0 and file.lines % _CHECK_EVERY == 0 and os.fstat(file.fd).st_nlink == 0:
+            file.let_go()
+        if file.fd < 0 or file.size + len(line) > self._part_bytes:
+            self._open(file)
+        if file.torn:
+            line = b"\n" + line
+        written = os.write(file.fd, line)
+        file.lines += 1
+        file.size += written
+        file.torn = written < len(line)
+        if file.torn:
+            raise OSError(f"{written} of {len(line)} bytes were written")
+
+    def _open(self, file: _File) -> None:
+        """The next part of this process's ledger; the oldest goes when there are too many."""
+        now = time.monotonic()
+        if now < file.again_at:
+            raise OSError("it could not be opened")
+        file.again_at = now + _RETRY_S
+        file.let_go()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self._part(file, file.part)
+        file.fd = os.open(path, _FLAGS, 0o644)
+        header = FileOpened(time.time(), file.pid, socket.gethostname(), part=file.part)
+        file.part += 1
+        file.again_at = 0.0
+        file.size, file.lines, file.torn = 0, 0, False
+        self._append(file, _ENCODE(header) + b"\n")
+        if file.part > self._parts:
+            with contextlib.suppress(FileNotFoundError):
+                self._part(file, file.part - self._parts - 1).unlink()
+
+    def _part(self, file: _File, part: int) -> Path:
+        return self.directory / f"{self._name}.{file.pid}.{file.start}{f'.{part}' if part else ''}.jsonl"
+
+
+class _File:
+    """What one process has open."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.start = time.time_ns()
+        self.lock = threading.RLock()  # a signal handler may write while its thread does
+        self.fd = -1
+        self.part = 0
+        self.size = self.lines = 0
+        self.torn = False
+        self.again_at = 0.0
+
+    def let_go(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class StdoutEventLog:
+    """Writes into another ledger, and says on standard output what is said of it."""
+
+    def __init__(self, ledger: EventLog) -> None:
+        self._ledger = ledger
+
+    @property
+    def place(self) -> RunPosition:
+        return self._ledger.place
+
+    def write(self, event: LogEvent) -> None:
+        self._ledger.write(event)
+        print_event(event)
+
+    def close(self) -> None:
+        self._ledger.close()
+
+
+_open: dict[str, EventLogWriter] = {}
+_saying: dict[str, StdoutEventLog] = {}
+
+
+def event_log_from_environ(environ: Mapping[str, str] = os.environ) -> EventLog:
+    """The ledger of this process, the same one for all who ask, or one that writes nothing."""
+    directory = environ.get(EVENT_LOG_ENV, "")
+    ledger: EventLog = NullEventLog()
+    if directory:
+        ledger = _open.setdefault(directory, EventLogWriter(directory, name=environ.get("ELASTIC_NODE", "")))
+    return _saying.setdefault(directory, StdoutEventLog(ledger)) if stdout_events_enabled(environ) else ledger
+
+
+@dataclass
+class RunPosition:
+    """Kept by whoever has the process enter worlds; one that enters none stays as it is."""
+
+    epoch: int = -1
+    rank: int = -1
+    reached: float | None = None
+    """On the way to the first step of this world: since when it is in its present stage."""
+    begun: int = -1
+    """The newest step that it has begun."""
+    next_step: int = 0
+    """The one after what was restored in this world."""
+
+
+STDOUT_EVENTS_ENV = "TIEREDCKPT_SAY"
+"""1: the first rank of every node prints them."""
+_STDOUT = 1
+
+
+def stdout_events_enabled(environ: Mapping[str, str]) -> bool:
+    return environ.get(STDOUT_EVENTS_ENV, "") == "1" and environ.get("LOCAL_RANK", "0") == "0"
+
+
+def stdout_line(event: ev.LogEvent) -> str:
+    """One line, without its end; "" for events that are not said."""
+    if isinstance(event, ev.StepEvent):
+        loss = "" if event.loss is None else f" loss={event.loss:g}"
+        return f"tieredckpt step={event.step} seconds={event.seconds:.3f}{loss}"
+    if isinstance(event, ev.SaveEvent):
+        return f"tieredckpt save step={event.step} state={event.state} blocked_seconds={event.seconds:.3f}"
+    if isinstance(event, ev.RestoreEvent):
+        return f"tieredckpt restore step={event.step} mode={event.mode} seconds={event.seconds:.3f}"
+    if isinstance(event, ev.StageEvent) and event.name == ev.STAGE_FIRST_STEP:
+        return f"tieredckpt first-step epoch={event.epoch} seconds={event.seconds:.3f}"
+    if isinstance(event, ev.StageEvent) and event.name == ev.STAGE_DETECT:
+        return f"tieredckpt broken epoch={event.epoch}"
+    if isinstance(event, ev.ProcessEnded) and event.who == "rank":
+        words = " ".join(event.words.split())
+        return f"tieredckpt ended how={event.how.replace(' ', '-')}" + (f" {words}" if words else "")
+    return ""
+
+
+def print_event(event: ev.LogEvent) -> None:
+    """One system call, so that lines are whole; where nobody listens nothing happens."""
+    words = stdout_line(event)
+    if words:
+        with contextlib.suppress(OSError):
+            os.write(_STDOUT, f"{words}\n".encode())

@@ -1,0 +1,220 @@
+"""Tensors and objects of one stored step, verified, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from peerstore.peers.range_reader import ReadTarget
+from peerstore.server.store_api import Store
+from tieredckpt.agent.agent_api import StepDescription
+from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.format.manifest import ShardIndex
+from tieredckpt.format.shard_layout import TensorEntry
+from tieredckpt.format.slice_boxes import Box, full_box, relative_box
+from tieredckpt.resolve_step import Tier
+from tieredckpt.restore.step_index import ByteRange, StepIndex, TensorPiece
+from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck, read_durable_shard
+from tieredckpt.session.peer_reader import PeerReader
+from tieredckpt.tensors.state_dict import dtype_from_name
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 32 << 20
+
+
+class StepSource:
+    """Tensors and items of one step. A copy that turns out damaged or gone is left for the next one: on this node, on
+    other nodes, in the durable tier.
+    """
+
+    def __init__(
+        self,
+        of: StepDescription | StepIndex,
+        memory: Store | None,
+        durable: Callable[[], ObjectStore],
+        peers: PeerReader | None = None,
+    ) -> None:
+        self.step = of if isinstance(of, StepIndex) else StepIndex(of)
+        self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
+        self._durable = durable
+        self._peers = peers
+        self._gone: dict[int, ShardCheck] = {}
+        """Parts whose copy in memory cannot be used."""
+        self._left_to_durable: set[int] = set()
+        """Parts that other nodes have not delivered."""
+        self.bytes_by_tier: dict[str, int] = {}
+
+    def entry(self, name: str) -> TensorEntry:
+        """Type and shape of a tensor (of any of its pieces)."""
+        return self.step.tensors[name][0].entry
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor, put together from its pieces."""
+        box = full_box(self.entry(name).shape)
+        pieces = list(self.step.pieces(name, box))
+        if len(pieces) == 1 and pieces[0].item >= 0:
+            return self._archived(pieces[0])
+        return self.part(name, box)
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """What lies in ``box``, put together from its pieces."""
+        entry = self.entry(name)
+        # Copied as integers: some element types are only stored by torch, and none is to be interpreted.
+        out = torch.empty(box.sizes, dtype=_carrier(entry.itemsize))
+        for piece in self.step.pieces(name, box):
+            target = _cut(out, relative_box(piece.box, box))
+            if piece.item >= 0:
+                saved = self._archived(piece)
+                target.copy_(_cut(saved.to_dense(), relative_box(piece.box, piece.entry.box)).view(out.dtype))
+            elif target.is_contiguous() and piece.box == piece.entry.box:
+                self.read_into(tensor_raw_bytes(target), piece.part, self.step.tensor_range(piece))
+            else:
+                target.copy_(self._strided(piece))
+        return out.view(dtype_from_name(entry.dtype))
+
+    def object_bytes(self, name: str) -> bytes:
+        """An object as the planner wrote it; where several ranks wrote one, the first one's."""
+        part = self.step.object_part(name, 0)
+        return self._item(part, self.step.objects[name][part])
+
+    def read_into(self, target: memoryview, part: int, span: ByteRange) -> None:
+        """Exactly the bytes of ``span`` of a shard, or an error."""
+        done = span.start
+        for start in range(span.start, span.stop, _WINDOW_BYTES):
+            window = ByteRange(start, min(span.stop, start + _WINDOW_BYTES))
+            for data in self._window(part, window):
+                target[done - span.start : done - span.start + len(data)] = data
+                done += len(data)
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.release()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _strided(self, piece: TensorPiece) -> torch.Tensor:
+        """A piece that is not one run of bytes: the run it lies in is read, and looked at with the right strides."""
+        entry = piece.entry
+        span = self.step.tensor_range(piece)
+        buffer = torch.empty(span.stop - span.start, dtype=torch.uint8)
+        self.read_into(tensor_raw_bytes(buffer), piece.part, span)
+        strides = [math.prod(entry.box.sizes[axis + 1 :]) for axis in range(len(entry.box.sizes))]
+        return torch.as_strided(buffer.view(_carrier(entry.itemsize)), piece.box.sizes, strides)
+
+    def _archived(self, piece: TensorPiece) -> torch.Tensor:
+        saved = torch.load(io.BytesIO(self._item(piece.part, piece.item)), map_location="cpu", weights_only=True)
+        if not isinstance(saved, torch.Tensor):
+            raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
+        return saved
+
+    def _item(self, part: int, number: int) -> bytes:
+        span = self.step.item_range(part, number)
+        out = bytearray(span.stop - span.start)
+        self.read_into(memoryview(out), part, span)
+        return bytes(out)
+
+    def _window(self, part: int, window: ByteRange) -> Iterator[memoryview]:
+        shard, tiers = self.step.shards[part], self.step.found[part]
+        size = window.stop - window.start
+        if Tier.MEMORY in tiers and part not in self._gone and self._pinned is not None:
+            look = self._pinned.verify(shard, [window])
+            if look is ShardCheck.GOOD:
+                self._count(Tier.MEMORY, size)
+                yield self._pinned.view(part)[window.start : window.stop]
+                return
+            log.warning("%s in memory: %s, looking for another copy", shard.key, look.value)
+            self._gone[part] = look
+        if Tier.PEER in tiers and part not in self._left_to_durable:
+            data = self._from_peers(part, window)
+            if data is not None:
+                yield data
+                return
+        if Tier.DURABLE not in tiers:
+            raise _no_other(shard, self._gone.get(part, ShardCheck.GONE))
+        self._count(Tier.DURABLE, size)
+        try:
+            for found in read_durable_shard(self._durable(), shard, [window]):
+                low, high = max(window.start, found.start), min(window.stop, found.start + len(found.data))
+                yield found.data[low - found.start : high - found.start]
+        except ObjectNotFoundError as error:
+            raise CheckpointDamagedError(f"{shard.key}: {error}") from error
+
+    def _from_peers(self, part: int, window: ByteRange) -> memoryview | None:
+        """The bytes as other nodes have them; ``None`` where the durable tier has to be asked."""
+        step = self.step
+        if self._peers is None or part not in step.sources:
+            if Tier.DURABLE in step.found[part]:
+                return None
+            raise TierUnavailableError(f"{step.shards[part].key} is in the memory of nodes that cannot be asked here")
+        data = memoryview(bytearray(window.stop - window.start))  # its shard's layout has been checked
+        target = ReadTarget(window.start, window.stop, data)
+        left, _ = self._peers.read({part: [target]}, step.shards, step.sources, step.found)
+        if left:
+            self._left_to_durable.add(part)
+            return None
+        self._count(Tier.PEER, len(data))
+        return data
+
+    def _count(self, tier: Tier, size_bytes: int) -> None:
+        self.bytes_by_tier[tier.value] = self.bytes_by_tier.get(tier.value, 0) + size_bytes
+
+
+def _carrier(itemsize: int) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
+
+
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(axis, start, size)
+    return tensor
+
+
+def tensor_raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _no_other(shard: ShardIndex, found: ShardCheck) -> Exception:
+    if found is ShardCheck.UNREADABLE:
+        return TierUnavailableError(f"{shard.key} in memory: {found.value}. There is no other copy of it: try again")
+    return CheckpointDamagedError(f"{shard.key} in memory: {found.value}. There is no other copy of it")
+
+
+@contextlib.contextmanager
+def without_torch_warnings() -> Iterator[None]:
+    """Without torch's warnings about what it is asked to do here on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def selected_names(
+    step: StepIndex, *, prefix: str, select: tuple[str, ...], exclude: tuple[str, ...]
+) -> dict[str, str]:
+    """Which tensors and objects are exported, and what they are called there: stored name to new name."""
+    from fnmatch import fnmatchcase
+
+    names = {
+        name: name.removeprefix(prefix) or name
+        for name in sorted([*step.tensors, *step.objects])
+        if name.startswith(prefix)
+        and (not select or any(fnmatchcase(name, pattern) for pattern in select))
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+    if not names:
+        raise CheckpointNotFoundError(
+            f"no name in step {step.group.version} begins with {prefix!r} and is selected; `tieredckpt inspect` lists "
+            "them"
+        )
+    return names

@@ -1,0 +1,419 @@
+"""Layout of a shard, which is a safetensors file: tensors, items, offsets, column encoding. Pure.
+
+A shard is one valid safetensors file::
+
+    0        8                      header_bytes                                        size
+    ├────────┼──────────────────────┼───────────────────────────────┬────────────────────┤
+    │ length │ JSON, padded with    │ tensors: those whose size is a │ items: byte strings │
+    │ u64 LE │ spaces               │ multiple of 64 first, so that  │ whose size may      │
+    │        │                      │ each starts at a multiple of 64│ change every save   │
+    └────────┴──────────────────────┴───────────────────────────────┴────────────────────┘
+
+The tensors' place depends on names, types and shapes alone, so it is computed once and used for every save; only
+the tail and the header are written anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+import xxhash
+
+from peerstore.message_codec import from_msgpack
+from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.format.slice_boxes import Box
+
+SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""Types every safetensors reader knows. All others are written as bytes; our index keeps their type."""
+
+_BY_WIDTH = {
+    1: "bool uint8 int8 quint8 qint8 bits8 bits1x8 bits2x4 bits4x2 quint4x2 quint2x4 float4_e2m1fn_x2 float8_e4m3fn "
+    "float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint1 uint2 uint3 uint4 uint5 uint6 uint7 "
+    "int1 int2 int3 int4 int5 int6 int7",
+    2: "int16 uint16 float16 bfloat16 bits16",
+    4: "int32 uint32 float32 complex32 qint32",
+    8: "int64 uint64 float64 complex64",
+    16: "complex128",
+}
+DTYPE_WIDTHS = {name: width for width, names in _BY_WIDTH.items() for name in names.split()}
+"""Bytes per element of every type torch has."""
+
+
+def safetensors_dtype_and_shape(dtype: str, sizes: tuple[int, ...], size_bytes: int) -> tuple[str, tuple[int, ...]]:
+    """The type and shape under which safetensors shows a tensor."""
+    name = SAFETENSORS_DTYPES.get(dtype)
+    return (name, sizes) if name is not None else ("U8", (size_bytes,))
+
+
+TENSOR_ALIGNMENT = 64
+HEADER_ALIGNMENT = 4096
+_MOST_ELEMENTS, _MOST_BYTES = 1 << 60, 1 << 62
+_NAMELESS = 1 << 16
+"""So many elements of lists may have no name."""
+_WIDEST_ITEM = len('":{"dtype":"U8","shape":[],"data_offsets":[,]},') + 3 * 20
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor, or one slice of one, in a shard."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    """Which part of it is here."""
+    itemsize: int
+    sharded: bool = False
+    """Saved as a slice of a distributed tensor (DCP tells them apart)."""
+    requires_grad: bool = False
+    start: int = 0
+    """Where its bytes begin, counted from the end of the header."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.volume * self.itemsize
+
+
+OBJECT_ITEM: Final = "object"
+"""An item with what the planner made of a Python object; only the planner reads it."""
+ARCHIVE_ITEM: Final = "archive"
+"""An item with a ``torch.save`` archive of a tensor whose bytes alone do not describe it (sparse, a subclass)."""
+
+
+class ItemEntry(msgspec.Struct, frozen=True):
+    """One byte string of a shard; where it is depends on the save."""
+
+    fqn: str
+    kind: Literal["object", "archive"]
+    tensor: TensorEntry | None = None
+    """For an archive: the tensor in it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors in file order, then items in file order."""
+
+    tensors: tuple[TensorEntry, ...]
+    items: tuple[ItemEntry, ...]
+    paths: Mapping[str, tuple[str | int, ...]] | None
+    """Where each name was in the nested state dict; ``None`` when the planner did not flatten it."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names this layout everywhere; equal digests are equal layouts."""
+        return xxhash.xxh3_128_hexdigest(encode_layout(self))
+
+    @functools.cached_property
+    def tensor_bytes(self) -> int:
+        return self.tensors[-1].start + self.tensors[-1].size_bytes if self.tensors else 0
+
+    @property
+    def _entries(self) -> Iterator[TensorEntry | ItemEntry]:
+        yield from self.tensors
+        yield from self.items
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The safetensors name of every tensor and item: its own, ``fqn@offsets`` for a slice, made unique."""
+        taken = {"__metadata__"}
+        return tuple(_unique(_wanted_name(entry), taken) for entry in self._entries)
+
+    @functools.cached_property
+    def _tensor_json(self) -> str:
+        fields = []
+        for name, entry in zip(self.names, self.tensors, strict=False):
+            kind, shape = safetensors_dtype_and_shape(entry.dtype, entry.box.sizes, entry.size_bytes)
+            fields.append(_field(name, kind, shape, entry.start, entry.size_bytes))
+        return ",".join(fields)
+
+    @functools.cached_property
+    def header_bytes(self) -> int:
+        """Room for the header whatever the items' sizes turn out to be."""
+        widest = sum(len(json.dumps(name)) + _WIDEST_ITEM for name in self.names[len(self.tensors) :])
+        return round_up(8 + len(_META_JSON) + len(self._tensor_json) + widest + 8, HEADER_ALIGNMENT)
+
+    def size_bytes(self, item_sizes: Sequence[int]) -> int:
+        return self.header_bytes + self.tensor_bytes + sum(item_sizes)
+
+    def item_starts(self, item_sizes: Sequence[int]) -> list[int]:
+        """Where each item begins, counted from the end of the header."""
+        starts, at = [], self.tensor_bytes
+        for size in item_sizes:
+            starts.append(at)
+            at += size
+        return starts
+
+    def header(self, item_sizes: Sequence[int]) -> bytes:
+        """The safetensors header of this save, exactly :attr:`header_bytes` long."""
+        names = self.names[len(self.tensors) :]
+        fields = [_META_JSON, self._tensor_json] if self.tensors else [_META_JSON]
+        for name, start, size in zip(names, self.item_starts(item_sizes), item_sizes, strict=True):
+            fields.append(_field(name, "U8", (size,), start, size))
+        text = ("{" + ",".join(fields) + "}").encode()
+        room = self.header_bytes - 8
+        return room.to_bytes(8, "little") + text.ljust(room)
+
+
+_META_JSON = '"__metadata__":{"format":"pt","tieredckpt":"1"}'
+
+
+def build_layout(
+    tensors: Sequence[TensorEntry], items: Sequence[ItemEntry], paths: Mapping[str, tuple[str | int, ...]] | None
+) -> Layout:
+    """Give every tensor its place; the order given is kept within each alignment class."""
+
+    def rank(entry: TensorEntry) -> tuple[bool, int]:
+        aligned = entry.size_bytes % TENSOR_ALIGNMENT == 0
+        return (not aligned, 0 if aligned else -entry.itemsize)
+
+    placed, at = [], 0
+    for entry in sorted(tensors, key=rank):
+        placed.append(msgspec.structs.replace(entry, start=at))
+        at += entry.size_bytes
+    names = [entry.fqn for entry in tensors] + [item.fqn for item in items]
+    kept = None if paths is None else {name: paths[name] for name in names if name in paths}
+    return Layout(tuple(placed), tuple(items), kept)
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _wanted_name(entry: TensorEntry | ItemEntry) -> str:
+    tensor = entry if isinstance(entry, TensorEntry) else entry.tensor
+    if tensor is None or tensor.box.sizes == tensor.shape:
+        return entry.fqn
+    return f"{entry.fqn}@{','.join(map(str, tensor.box.offsets))}"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    fresh, number = name, 1
+    while fresh in taken:
+        number += 1
+        fresh = f"{name}#{number}"
+    taken.add(fresh)
+    return fresh
+
+
+def _field(name: str, kind: str, shape: Sequence[int], start: int, size_bytes: int) -> str:
+    dims = ",".join(map(str, shape))
+    return f'{json.dumps(name)}:{{"dtype":"{kind}","shape":[{dims}],"data_offsets":[{start},{start + size_bytes}]}}'
+
+
+# -- as bytes -----------------------------------------------------------------------------------------------------
+
+
+class _Columns(msgspec.Struct, frozen=True):
+    """A layout column by column: a few strings and one array of integers, small and fast to decode."""
+
+    names: list[str]
+    dtypes: list[str]
+    dtype_of: bytes
+    itemsizes: bytes
+    ranks: bytes
+    flags: bytes
+    """1: sharded, 2: requires_grad."""
+    numbers: bytes
+    """Little-endian int64 per tensor: start, then shape, offsets and sizes."""
+    items: list[ItemEntry]
+    paths: dict[str, tuple[str | int, ...]] | None
+    """Only the paths that are not the name split at its dots."""
+    split: bool
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """The layout as msgpack; the same layout always gives the same bytes."""
+    numbers = array("q")
+    dtypes: dict[str, int] = {}
+    for entry in layout.tensors:
+        dtypes.setdefault(entry.dtype, len(dtypes))
+        numbers.extend((entry.start, *entry.shape, *entry.box.offsets, *entry.box.sizes))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    paths = layout.paths
+    return msgspec.msgpack.encode(
+        _Columns(
+            names=[entry.fqn for entry in layout.tensors],
+            dtypes=list(dtypes),
+            dtype_of=bytes(dtypes[entry.dtype] for entry in layout.tensors),
+            itemsizes=bytes(entry.itemsize for entry in layout.tensors),
+            ranks=bytes(len(entry.shape) for entry in layout.tensors),
+            flags=bytes(entry.sharded + 2 * entry.requires_grad for entry in layout.tensors),
+            numbers=numbers.tobytes(),
+            items=list(layout.items),
+            paths=None if paths is None else {n: p for n, p in sorted(paths.items()) if p != _split(n)},
+            split=paths is not None,
+        )
+    )
+
+
+def check_nested_paths(paths: Mapping[str, tuple[str | int, ...]]) -> None:
+    """Raises :class:`CheckpointDamagedError` where lists would be much longer than what is in them.
+
+    One name that says that it is the thousand-millionth of a list has that list made. What has nothing in it (``{}``)
+    has a place in a list, and no name.
+    """
+    lengths: dict[tuple[str | int, ...], int] = {}
+    for name, path in paths.items():
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                if key < 0:
+                    raise CheckpointDamagedError(f"{name} is in place {key} of a list")
+                lengths[path[:at]] = max(lengths.get(path[:at], 0), key + 1)
+    if sum(lengths.values()) > _NAMELESS + sum(map(len, paths.values())):
+        raise CheckpointDamagedError("the lists of this state would be longer than all that is in them")
+
+
+def decode_layout(data: bytes) -> Layout:
+    """The layout in ``data``, or :class:`CheckpointDamagedError`; everything in it is checked before it is used."""
+    columns = LayoutColumns(data)
+    return Layout(tuple(map(columns.entry, range(len(columns.names)))), tuple(columns.items), columns.paths)
+
+
+class LayoutColumns:
+    """A layout as it is stored, checked as a whole: an object is made of a piece only when somebody asks for it."""
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            columns = from_msgpack(data, _Columns)
+            self._at, self.tensor_bytes = _checked(columns)
+            for item in columns.items:
+                if (item.kind == ARCHIVE_ITEM) != (item.tensor is not None):
+                    raise ValueError(f"item {item.fqn} of kind {item.kind}")
+                if item.tensor is not None:
+                    _check_entry(item.tensor)
+        except (msgspec.DecodeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+            raise CheckpointDamagedError(f"not a layout: {error}") from error
+        self._columns = columns
+        self._numbers = _numbers(columns)
+        self.names = columns.names
+        """Of the tensors, in file order."""
+        self.items = columns.items
+        self.ranks = columns.ranks
+
+    @property
+    def paths(self) -> dict[str, tuple[str | int, ...]] | None:
+        """Where every name was in the nested state dict; ``None`` when the planner did not flatten it."""
+        if not self._columns.split:
+            return None
+        given = self._columns.paths or {}
+        names = [*self.names, *(item.fqn for item in self.items)]
+        return {name: tuple(given.get(name, _split(name))) for name in names}
+
+    def at(self, row: int) -> int:
+        """Where the numbers of a row begin: its start, then shape, offsets and sizes."""
+        return self._at[row]
+
+    @property
+    def numbers(self) -> memoryview:
+        return self._numbers
+
+    def box(self, row: int) -> Box:
+        rank, at = self.ranks[row], self._at[row] + 1
+        numbers = self._numbers[at + rank : at + 3 * rank].tolist()
+        return Box(tuple(numbers[:rank]), tuple(numbers[rank:]))
+
+    def entry(self, row: int) -> TensorEntry:
+        columns, rank, at = self._columns, self.ranks[row], self._at[row]
+        numbers = self._numbers[at : at + 1 + 3 * rank].tolist()
+        flags = columns.flags[row]
+        return TensorEntry(
+            self.names[row],
+            columns.dtypes[columns.dtype_of[row]],
+            tuple(numbers[1 : 1 + rank]),
+            Box(tuple(numbers[1 + rank : 1 + 2 * rank]), tuple(numbers[1 + 2 * rank :])),
+            columns.itemsizes[row],
+            bool(flags & 1),
+            bool(flags & 2),
+            numbers[0],
+        )
+
+
+def _numbers(columns: _Columns) -> memoryview:
+    if sys.byteorder == "little":
+        return memoryview(columns.numbers).cast("q")
+    numbers = array("q")
+    numbers.frombytes(columns.numbers)
+    numbers.byteswap()
+    return memoryview(numbers)
+
+
+def _checked(columns: _Columns) -> tuple[memoryview, int]:
+    """Where each tensor's numbers begin, and the bytes of all tensors; raises where anything is out of place."""
+    import numpy as np
+
+    count = len(columns.names)
+    if not len(columns.dtype_of) == len(columns.itemsizes) == len(columns.ranks) == len(columns.flags) == count:
+        raise ValueError("columns of different lengths")
+    ranks = np.frombuffer(columns.ranks, np.uint8).astype(np.int64)
+    at = np.concatenate((np.zeros(1, np.int64), np.cumsum(1 + 3 * ranks)))
+    if len(columns.numbers) != 8 * at[-1]:
+        raise ValueError(f"{len(columns.numbers)} bytes of numbers for {count} tensors")
+    numbers = np.frombuffer(columns.numbers, "<i8")
+    itemsizes = np.frombuffer(columns.itemsizes, np.uint8).astype(np.int64)
+    dtype_of = np.frombuffer(columns.dtype_of, np.uint8)
+    if count and dtype_of.max() >= len(columns.dtypes):
+        raise ValueError(f"a type that is not among {len(columns.dtypes)}")
+    # Bytes are copied by this width to where a tensor of that type lies.
+    widths = (
+        np.array([DTYPE_WIDTHS.get(dtype, 0) for dtype in columns.dtypes], np.int64)[dtype_of] if count else itemsizes
+    )
+    fine = (itemsizes >= 1) & (itemsizes <= 16) & ((widths == 0) | (widths == itemsizes))
+    volumes = np.ones(count, np.int64)
+    for rank in set(columns.ranks):
+        rows = np.nonzero(ranks == rank)[0]
+        table = numbers[at[rows][:, None] + np.arange(1, 1 + 3 * rank)]
+        shape, offsets, sizes = table[:, :rank], table[:, rank : 2 * rank], table[:, 2 * rank :]
+        inside = (offsets >= 0) & (sizes >= 0) & (shape >= offsets)
+        inside[inside] = sizes[inside] <= (shape - offsets)[inside]
+        fine[rows] &= inside.all(axis=1) & (shape.astype(np.float64).prod(axis=1) < _MOST_ELEMENTS)
+        volumes[rows] = sizes.prod(axis=1)
+    if not fine.all():
+        raise ValueError(f"{columns.names[int(np.argmin(fine))]} does not lie within its shape, or has no such type")
+    if float((volumes.astype(np.float64) * itemsizes).sum()) >= _MOST_BYTES:
+        raise ValueError("more bytes than any file has")
+    ends = np.cumsum(volumes * itemsizes)
+    starts = numbers[at[:-1]]
+    if count and (starts[0] != 0 or (starts[1:] != ends[:-1]).any()):
+        raise ValueError("a tensor does not start where the one before it ends")
+    return memoryview(at.data), int(ends[-1]) if count else 0
+
+
+def _check_entry(entry: TensorEntry) -> None:
+    box = entry.box
+    inside = len(entry.shape) == len(box.offsets) == len(box.sizes) and all(
+        o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(box.offsets, box.sizes, entry.shape, strict=True)
+    )
+    # Bytes are copied by this width to where a tensor of that type lies.
+    if not inside or DTYPE_WIDTHS.get(entry.dtype, entry.itemsize) != entry.itemsize:
+        raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes a {entry.dtype}")
+    if not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= _MOST_ELEMENTS:
+        raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes an element")
+
+
+def _split(name: str) -> tuple[str, ...]:
+    return tuple(name.split("."))

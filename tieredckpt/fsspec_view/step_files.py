@@ -1,0 +1,562 @@
+"""A stored step as the files of DCP's own writer, and files written into slots.
+
+To be read, nothing is converted beforehand: ``.metadata`` is made when it is asked for, and in the data files each
+tensor's bytes are read from its shard, behind the head that ``torch.load`` expects (the format of before zip archives:
+there the size of a file follows from names, types and shapes alone).
+
+What was written is saved by a :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`, out of the files: the step is one
+like any other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import pickle
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from peerstore.errors import ArenaBusyError, PeerStoreError, UnavailableError
+from peerstore.shard_records import Lease, VersionId
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, StepInventory, StepStatus
+from tieredckpt.dcp.rank_group import dcp_call_world_size
+from tieredckpt.dcp.tiered_reader import no_step_error
+from tieredckpt.dcp.tiered_writer import TieredWriter, dcp_storage_meta
+from tieredckpt.errors import (
+    CheckpointNotFoundError,
+    SaveFailedError,
+    StoreBusyError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.export.export_formats import deferred_tensor
+from tieredckpt.export.step_source import StepSource, without_torch_warnings
+from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack_blob
+from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, Layout, TensorEntry, encode_layout
+from tieredckpt.location import Location, parse_location
+from tieredckpt.resolve_step import resolve_step
+from tieredckpt.restore.step_index import ByteRange, StepIndex
+from tieredckpt.session.session import Session, open_session
+from tieredckpt.settings import load_settings
+from tieredckpt.tensors.safe_objects import load_dcp_metadata
+from tieredckpt.tensors.state_dict import dtype_from_name
+
+_KEPT = 4
+_FRESH_S = 5.0
+"""A load opens a step's files one after the other; to describe all of it for each would take its size squared."""
+_READ_BYTES = 8 << 20
+_Segment = bytes | tuple[int, ByteRange]
+
+
+# -- from files to tensors ----------------------------------------------------------------------------------------
+
+
+def save_from_files(writer: TieredWriter, metadata: Metadata, source: StepSource) -> None:
+    """Save with ``writer`` what the files hold that are objects of ``source``, as ``metadata`` says."""
+    items = [_write_item(metadata, index) for index in metadata.storage_data]
+    planner = _FilesSavePlanner(metadata.storage_data, source)
+    writer.set_up_storage_writer(True, rank=0)
+    plan = writer.prepare_local_plan(SavePlan(items, planner_data=metadata.planner_data))
+    (plan,) = writer.prepare_global_plan([plan])
+    results = writer.write_data(plan, planner).wait()
+    writer.finish(dataclasses.replace(metadata), [results])
+
+
+def _write_item(metadata: Metadata, index: MetadataIndex) -> WriteItem:
+    entry = metadata.state_dict_metadata[index.fqn]
+    if isinstance(entry, BytesStorageMetadata):
+        return WriteItem(index, WriteItemType.BYTE_IO)
+    chunk = next((one for one in entry.chunks if index.offset in (None, one.offsets)), None)
+    if chunk is None:
+        raise SaveFailedError(f"{index.fqn}: the metadata has no piece of it at {index.offset}")
+    kind = WriteItemType.TENSOR if chunk.sizes == entry.size else WriteItemType.SHARD
+    return WriteItem(index, kind, tensor_data=TensorWriteData(chunk, entry.properties, entry.size))
+
+
+class _FilesSavePlanner(DefaultSavePlanner):
+    """Gives what lies in the files, as DCP's reader reads it."""
+
+    def __init__(self, places: Mapping[MetadataIndex, _StorageInfo], source: StepSource) -> None:
+        super().__init__()
+        self._places = places
+        self._source = source
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = self._bytes(self._places[write_item.index])
+        if write_item.type is WriteItemType.BYTE_IO:
+            return data
+        fqn = write_item.index.fqn
+        try:
+            found = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise SaveFailedError(
+                f"{fqn}, as it was written, cannot be loaded again: {error}. Save with tieredckpt.enable_urls() or a "
+                "TieredWriter"
+            ) from error
+        if not isinstance(found, torch.Tensor):
+            raise SaveFailedError(f"{fqn} is to be a tensor, and what was written of it is a {type(found).__name__}")
+        return found
+
+    def _bytes(self, place: _StorageInfo) -> io.BytesIO:
+        step, name = self._source.step, str(place.relative_path)
+        part = step.object_part(name, 0)
+        start, stop = step.item_range(part, step.objects[name][part])
+        span = ByteRange(start + place.offset, start + place.offset + place.length)
+        if not start <= span.start <= span.stop <= stop:
+            raise SaveFailedError(f"the metadata names bytes of {name} that it does not have")
+        data = bytearray(place.length)
+        self._source.read_into(memoryview(data), part, span)
+        stream = io.BytesIO(data)
+        changed_by = getattr(place, "transform_descriptors", None)
+        if not changed_by:
+            return stream
+        transforms = filesystem._StorageReaderTransforms()
+        return io.BytesIO(transforms.transform_load_stream(None, changed_by, stream).read())  # type: ignore[arg-type]
+
+
+# -- from tensors to files ----------------------------------------------------------------------------------------
+
+
+class StepAsFiles:
+    """The files of one step, and where their bytes are."""
+
+    def __init__(self, step: StepIndex, location: Location) -> None:
+        self._segments: dict[str, list[_Segment]] = {}
+        sizes: dict[str, int] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        heads: dict[tuple[str, tuple[int, ...]], bytes] = {}
+
+        def add(index: MetadataIndex, part: int, *segments: _Segment) -> None:
+            name = f"__{part}_0.distcp"
+            size = sum(_size(segment) for segment in segments)
+            places[index] = _StorageInfo(name, sizes.get(name, 0), size)
+            sizes[name] = sizes.get(name, 0) + size
+            self._segments.setdefault(name, []).extend(segments)
+
+        for name, found in step.tensors.items():
+            for place in {place.entry.box: place for place in found}.values():
+                entry, index = place.entry, MetadataIndex(name, torch.Size(place.entry.box.offsets))
+                if place.item >= 0:
+                    add(index, place.part, (place.part, step.item_range(place.part, place.item)))
+                    continue
+                kind = entry.dtype, entry.box.sizes
+                head = heads.get(kind) or heads.setdefault(kind, _head(entry))
+                base = step.layouts[place.part].header_bytes + entry.start
+                add(index, place.part, head, (place.part, ByteRange(base, base + entry.size_bytes)))
+        for name in step.objects:
+            part = step.object_part(name, 0)
+            add(MetadataIndex(name), part, (part, step.item_range(part, step.objects[name][part])))
+        entries = {**{name: _tensor_metadata(step.chunks(name)) for name in step.tensors}}
+        metadata = Metadata(
+            {**entries, **{name: BytesStorageMetadata() for name in step.objects}},
+            planner_data=step.paths,
+            storage_data=places,
+            storage_meta=dcp_storage_meta(location, step.group),
+        )
+        data = pickle.dumps(metadata)
+        self._segments[DCP_METADATA_NAME] = [data]
+        self.sizes: Mapping[str, int] = {DCP_METADATA_NAME: len(data), **sizes}
+        self.saved_ns = max(shard.meta.saved_ns for shard in step.shards.values())
+
+    def open(self, name: str, source: StepSource, read: Callable[[], None]) -> io.BufferedReader:
+        """One of the files, verified as it is read; closes ``source`` with itself, and then says that it was read."""
+        return io.BufferedReader(_File(self._segments[name], source, read), _READ_BYTES)
+
+
+def _tensor_metadata(chunks: list[TensorEntry]) -> TensorStorageMetadata:
+    entry = chunks[0]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype_from_name(entry.dtype), requires_grad=entry.requires_grad),
+        torch.Size(entry.shape),
+        [ChunkStorageMetadata(torch.Size(one.box.offsets), torch.Size(one.box.sizes)) for one in chunks],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A step as it was described to this process."""
+
+    at: float
+    session: Session
+    step: StepIndex
+    files: StepAsFiles
+
+
+class JobStepFiles:
+    """The whole steps of one job, whoever saved them, as files."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self._made: dict[VersionId, StepAsFiles] = {}
+        self._seen: dict[VersionId, _Seen] = {}
+        self._loading: dict[int, VersionId] = {}
+        """The steps whose metadata a load has opened, and which attempt that was: it reads its data from the same."""
+        self._lock = threading.Lock()
+
+    @property
+    def session(self) -> Session:
+        return open_session(self.job, load_settings())
+
+    def steps(self) -> list[int]:
+        """Those a load would choose from, oldest first: not those of a past that the job has left."""
+        seen = self._survey()
+        quarantined = {view.group for view in seen.views if view.quarantined}
+        found = resolve_step([view.candidate for view in seen.views], quarantined=quarantined)
+        left = (*found.alternatives, *([] if found.chosen is None else [found.chosen]))
+        return sorted({candidate.group.version for candidate in left})
+
+    def find(self, step: int) -> StepAsFiles | None:
+        """A whole step; ``None`` where there is none."""
+        try:
+            return self._described(self._view(step).group).files
+        except CheckpointNotFoundError:
+            return None
+
+    def open(self, step: int, name: str) -> io.BufferedReader:
+        """One file of a step; where ``dcp.load`` reads it, the job goes on from there."""
+        ranks = dcp_call_world_size()
+        group = self._group(step, name, loading=ranks is not None)
+        seen = self._described(group, fresh=name == DCP_METADATA_NAME)
+        if name not in seen.files.sizes:
+            raise FileNotFoundError(f"tiered://{self.job}/step-{step} has no file {name}")
+        session = seen.session
+
+        def read() -> None:
+            if ranks is not None and name != DCP_METADATA_NAME:
+                session.restored(group, ranks)
+
+        return seen.files.open(
+            name, StepSource(seen.step, session.node.store, session.durable_store, session.peers), read
+        )
+
+    def remove(self, step: int) -> bool:
+        """Delete a step in all tiers and on all nodes; False where there is none."""
+        groups = [view.group for view in self._survey().views if view.group.version == step]
+        with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
+            if groups:
+                self.session.dropped(groups)
+        return bool(groups)
+
+    def _group(self, step: int, name: str, *, loading: bool) -> VersionId:
+        with self._lock:
+            known = self._loading.get(step)
+        if loading and known is not None and name != DCP_METADATA_NAME:
+            return known
+        group = self._view(step).group
+        if loading:
+            with self._lock:
+                self._loading[step] = group
+        return group
+
+    def _survey(self) -> StepInventory:
+        with translated_store_errors(f"{self.job} cannot be looked up"):
+            return self.session.node.survey(self.job, fresh=True)
+
+    def _view(self, step: int) -> StepStatus:
+        """The whole attempt at ``step`` that counts."""
+        seen = self._survey()
+        found = resolve_step(
+            [view.candidate for view in seen.views],
+            step=step,
+            quarantined={view.group for view in seen.views if view.quarantined},
+            unreachable=seen.unreachable,
+            once_whole=seen.once_whole,
+            torn=seen.torn,
+        )
+        if found.chosen is None:
+            raise no_step_error(Location(parse_location(self.job).job, step), found)
+        group = found.chosen.group
+        return next(view for view in seen.views if view.group == group)
+
+    def _described(self, group: VersionId, *, fresh: bool = True) -> _Seen:
+        """Where a step's bytes are: as of now, or for its many files as of a moment ago."""
+        session = self.session
+        with self._lock:
+            files, seen = self._made.get(group), self._seen.get(group)
+        if not fresh and seen is not None and seen.session is session and time.monotonic() - seen.at < _FRESH_S:
+            return seen
+        with translated_store_errors(f"step {group.version} of {self.job} cannot be read"):
+            at, step = time.monotonic(), StepIndex(session.node.describe(self.job, group))
+        files = files or StepAsFiles(step, Location(parse_location(self.job).job, group.version))
+        seen = _Seen(at, session, step, files)
+        with self._lock:
+            self._made[group], self._seen = files, {group: seen}
+            while len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+        return seen
+
+
+class _File(io.RawIOBase):
+    def __init__(self, segments: list[_Segment], source: StepSource, read: Callable[[], None]) -> None:
+        super().__init__()
+        self._segments = segments
+        self._source = source
+        self._read = read
+        self._good = False
+        """Something was read, and nothing failed."""
+        self._starts = [0, *itertools.accumulate(map(_size, segments))]
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._starts[-1]}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: object, /) -> int:
+        self._good = False
+        with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
+            done = 0
+            number = max(0, bisect.bisect_right(self._starts, self._at) - 1)
+            while done < len(flat) and number < len(self._segments):
+                segment, within = self._segments[number], self._at - self._starts[number]
+                count = min(len(flat) - done, _size(segment) - within)
+                if isinstance(segment, bytes):
+                    flat[done : done + count] = segment[within : within + count]
+                elif count:
+                    part, (start, _) = segment
+                    span = ByteRange(start + within, start + within + count)
+                    self._source.read_into(flat[done : done + count], part, span)
+                done, self._at, number = done + count, self._at + count, number + 1
+        self._good = True
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._source.close()
+            if self._good:
+                self._read()
+
+
+def _size(segment: _Segment) -> int:
+    return len(segment) if isinstance(segment, bytes) else segment[1].stop - segment[1].start
+
+
+class _Pickler(pickle.Pickler):
+    """Names the one storage there is, instead of pickling it."""
+
+    numel = 0
+
+    def persistent_id(self, value: Any) -> tuple[object, ...] | None:
+        if not isinstance(value, torch.storage.TypedStorage):
+            return None
+        self.numel = value._size()
+        return "storage", getattr(torch, value._pickle_storage_type()), "0", "cpu", self.numel, None
+
+
+def _head(entry: TensorEntry) -> bytes:
+    """What ``torch.save`` writes in front of the elements of such a tensor."""
+    out = io.BytesIO()
+    system = {"protocol_version": torch.serialization.PROTOCOL_VERSION, "little_endian": True}
+    system["type_sizes"] = {"short": 2, "int": 4, "long": 4}  # type: ignore[assignment]
+    for value in (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, system):
+        pickle.dump(value, out, protocol=2)
+    pickler = _Pickler(out, protocol=2)
+    with without_torch_warnings():
+        pickler.dump(deferred_tensor(entry.box.sizes, dtype_from_name(entry.dtype)))
+    pickle.dump(["0"], out, protocol=2)
+    return out.getvalue() + struct.pack("<q", pickler.numel)
+
+
+DCP_METADATA_NAME = ".metadata"
+PENDING_SUFFIX = ".tmp"
+_MOST_GROWTH = 1 << 30
+
+
+class SlotFile(io.RawIOBase):
+    """Bytes into a leased slot, from where the file begins in its shard."""
+
+    _fd = -1
+
+    def __init__(
+        self, closed: Callable[[SlotFile], None], space: str, session: Session, lease: Lease, name: str
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self._closed = closed
+        self._space = space
+        self._session = session
+        self._lease = lease
+        self._start = one_file_layout(name.removesuffix(PENDING_SUFFIX)).header_bytes
+        self._at = self._size = 0
+        self._sealed = False
+        self._fd = session.node.store.open_slot(lease.slot)
+
+    @property
+    def step(self) -> int:
+        return self._lease.key.version
+
+    @property
+    def group(self) -> VersionId:
+        return self._lease.key.group
+
+    @property
+    def slot_bytes(self) -> int:
+        """The room there is."""
+        return self._lease.size_bytes
+
+    # -- io.RawIOBase -----------------------------------------------------------------------------------------
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def write(self, data: object, /) -> int:
+        with memoryview(data) as view, view.cast("B") as flat:  # type: ignore[arg-type]
+            self._require(self._start + self._at + len(flat))
+            done = 0
+            with translated_store_errors(f"{self.name} of step {self.step} cannot be written"):
+                while done < len(flat):
+                    done += os.pwrite(self._fd, flat[done:], self._start + self._at + done)
+            self._at += done
+            self._size = max(self._size, self._at)
+            return done
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        if self._fd >= 0:
+            self._closed(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+        self.close()
+
+    def __del__(self) -> None:  # of files in general it closes them, and what was not closed is not all written
+        self.let_go()
+
+    # -- for the space ----------------------------------------------------------------------------------------
+
+    def seal(self, final: str, table: StateTable | None) -> None:
+        store = self._session.node.store
+        layout, sizes = one_file_layout(final), (self._size,)
+        total = layout.size_bytes(sizes)
+        try:
+            with translated_store_errors(f"{final} of step {self.step} was not sealed"):
+                self._require(total)
+                os.pwrite(self._fd, layout.header(sizes), 0)
+                store.put_blob(self._space, LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+                if table is not None:
+                    store.put_blob(self._space, TABLE_BLOB_PREFIX + table.digest, pack_blob(encode_table(table)))
+                meta = ShardMeta(
+                    layout=layout.digest,
+                    item_sizes=sizes,
+                    table=table.digest if table else "",
+                    saved_ns=time.time_ns(),
+                )
+                store.seal(self._lease.id, total, encode_meta(meta))
+                self._sealed = True
+        finally:
+            self.let_go()
+
+    def discard(self) -> None:
+        """Give the slot back."""
+        self.let_go()
+        if not self._sealed:
+            with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
+                self._session.node.store.abandon(self._lease.id)
+
+    def metadata(self) -> Metadata:
+        """This file, which is DCP's metadata. Who copies somebody's checkpoint to here runs nothing that is in it."""
+        data = io.BytesIO(os.pread(self._fd, self._size, self._start))
+        trusted = self._session.settings.memory.trust_objects
+        try:
+            found = pickle.load(data) if trusted else load_dcp_metadata(data)  # noqa: S301 - only where somebody asks for it
+        except Exception as error:
+            raise UsageError(f"{DCP_METADATA_NAME} of step {self.step} is not what DCP writes: {error}") from error
+        if not isinstance(found, Metadata):
+            raise UsageError(
+                f"{DCP_METADATA_NAME} of step {self.step} is not what DCP writes, but a {type(found).__name__}"
+            )
+        return found
+
+    def let_go(self) -> None:
+        """Nothing more is written; the lease ends with the connection it was given on."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _require(self, size_bytes: int) -> None:
+        if size_bytes <= self._lease.size_bytes:
+            return
+        more = max(min(self._lease.size_bytes, _MOST_GROWTH), self._lease.size_bytes // 2)
+        wanted = max(size_bytes, self._lease.size_bytes + more)
+        with translated_store_errors(f"{self.name} of step {self.step} cannot grow"):
+            wait_s = self._session.settings.memory.wait_s
+            before, self._lease = self._lease, self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
+            if self._lease.generation != before.generation:  # what was written so far has been copied
+                fd = self._session.node.store.open_slot(self._lease.slot)
+                self.let_go()
+                self._fd = fd
+
+
+def one_file_layout(name: str) -> Layout:
+    return Layout((), (ItemEntry(name, OBJECT_ITEM),), None)
+
+
+@contextlib.contextmanager
+def translated_store_errors(what: str) -> Iterator[None]:
+    """The store's errors as this package's."""
+    try:
+        yield
+    except TieredCheckpointError:
+        raise
+    except ArenaBusyError as error:
+        raise StoreBusyError(f"{what}: {error}") from error
+    except UnavailableError as error:
+        raise TierUnavailableError(f"{what}: {error}") from error
+    except (PeerStoreError, OSError) as error:
+        raise SaveFailedError(f"{what}: {error}") from error

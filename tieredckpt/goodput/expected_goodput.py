@@ -1,0 +1,306 @@
+"""Expected goodput in closed form: failure rates, costs of saves and faults, best checkpoint interval. Pure.
+
+A fault is of one of three kinds, by what it takes with it:
+
+- ``live``: the survivors still hold everything; at most the step that was being computed is lost.
+- ``snapshot``: the newest save that is in memory is gone back to.
+- ``durable``: memory is gone as well; the newest durable save is gone back to.
+
+With one kind of faults it is the formula of :func:`goodput_formula`. :func:`expected_round_s` is the same for a job
+whose faults are of several kinds: between two durable saves the expected time that is left is linear in itself, so it
+is solved, not
+iterated. Neither knows spares, smaller worlds or waiting for a node: those are simulated (``histories.py``).
+
+A short interval pays many stalls, a long one repeats much work after a fault; between them goodput has one top.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tieredckpt.errors import UsageError
+
+DAY_S = 86400.0
+
+
+class MtbfUnit(enum.Enum):
+    """Of what a mean time between failures is said."""
+
+    GPU = "gpu"
+    NODE = "node"
+    JOB = "job"
+
+
+@dataclass(frozen=True)
+class Mtbf:
+    """A mean time between failures. What a job has many of fails that much more often."""
+
+    seconds: float
+    per: MtbfUnit
+
+    def of_job(self, gpus: int, gpus_per_node: int) -> float:
+        """The mean time between failures, in seconds, of a job on so many GPUs."""
+        if self.per is MtbfUnit.JOB:
+            return self.seconds
+        return self.seconds / (gpus if self.per is MtbfUnit.GPU else gpus / gpus_per_node)
+
+
+MTBF_PRESETS = {"llama-3": Mtbf(54 * DAY_S * 16384 / 419, MtbfUnit.GPU)}
+"""``llama-3``: 419 unexpected interruptions in 54 days on 16,384 GPUs ("The Llama 3 Herd of Models", table 5)."""
+
+
+@dataclass(frozen=True)
+class FaultCost:
+    """One kind of faults: how many of all are of it, and how long coming back takes."""
+
+    share: float
+    recovery_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointScheme:
+    """``interval_s`` is work between two saves, without the save's own ``stall_s``."""
+
+    interval_s: float
+    stall_s: float
+    snapshot: FaultCost
+    live: FaultCost = FaultCost(0.0, 0.0)
+    durable: FaultCost = FaultCost(0.0, 0.0)
+    durable_every: int = 1
+    """Every so manieth save is durable as well."""
+    step_s: float = 0.0
+    """What a live fault repeats; 0: nothing. The interval is then a whole number of steps."""
+
+    def __post_init__(self) -> None:
+        positive = [("interval_s", self.interval_s)]
+        others = [("stall_s", self.stall_s), ("step_s", self.step_s)]
+        for name, kind in (("snapshot", self.snapshot), ("live", self.live), ("durable", self.durable)):
+            others += [(f"{name}.share", kind.share), (f"{name}.recovery_s", kind.recovery_s)]
+        for name, value in positive + others:
+            if not math.isfinite(value) or value < 0 or (value == 0 and (name, value) in positive):
+                raise UsageError(f"{name} is {value}: it must be a finite number, and not negative")
+        total = self.snapshot.share + self.live.share + self.durable.share
+        if abs(total - 1) > 1e-9:
+            raise UsageError(f"the shares of live, snapshot and durable faults make {total:g}, not 1")
+        if self.durable_every < 1:
+            raise UsageError(f"durable_every is {self.durable_every}: it must be 1 or more")
+        if self.step_s and abs(self.interval_s / self.step_s - self.steps) > 1e-6:
+            raise UsageError(
+                f"an interval of {self.interval_s:g} s is not a whole number of steps of {self.step_s:g} s"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps between two saves; 0 where the length of a step plays no part."""
+        return max(1, round(self.interval_s / self.step_s)) if self.step_s else 0
+
+    @property
+    def saves(self) -> int:
+        """Saves from one that every kind of fault leaves to the next."""
+        return self.durable_every if self.durable.share else 1
+
+    @property
+    def round_s(self) -> float:
+        """Work from one save that every kind of fault leaves to the next."""
+        return self.saves * self.interval_s
+
+    @property
+    def mean_recovery_s(self) -> float:
+        return sum(one.share * one.recovery_s for one in (self.live, self.snapshot, self.durable))
+
+    def every(self, interval_s: float) -> CheckpointScheme:
+        """With this interval, or the nearest that is whole steps."""
+        if self.step_s:
+            interval_s = max(1, round(interval_s / self.step_s)) * self.step_s
+        return replace(self, interval_s=interval_s)
+
+
+def restart_scheme(interval_s: float, stall_s: float, recovery_s: float) -> CheckpointScheme:
+    """Every fault ends all processes; they start again and load the newest checkpoint."""
+    return CheckpointScheme(interval_s, stall_s, FaultCost(1.0, recovery_s))
+
+
+def goodput_formula(*, mtbf_s: float, interval_s: float, stall_s: float, recovery_s: float) -> float:
+    """``T / (M e^{R/M} (e^{(T+d)/M} - 1))``: the share of time that is work that stays."""
+    try:
+        spent = mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((interval_s + stall_s) / mtbf_s)
+    except OverflowError:
+        return 0.0
+    return interval_s / spent
+
+
+def longest_recovery_s(mtbf_s: float, wanted: float) -> float:
+    """How long a recovery may take, in seconds, for this goodput where saves cost nothing and nothing is repeated."""
+    return -mtbf_s * math.log(wanted)
+
+
+def expected_goodput(scheme: CheckpointScheme, mtbf_s: float) -> float:
+    """The share of time that is work that stays, in the long run."""
+    spent = expected_round_s(scheme, mtbf_s)
+    return scheme.round_s / spent if math.isfinite(spent) else 0.0
+
+
+def expected_round_s(scheme: CheckpointScheme, mtbf_s: float) -> float:
+    """The expected time from one save that every kind of fault leaves to the next; infinite where none is reached."""
+    try:
+        return _Terms(scheme, mtbf_s).round()
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
+
+
+_NEVER = 1e-290
+"""Chances that are smaller make no difference, and their quotients are no numbers."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Time left at the beginning of a piece of work, from what is left elsewhere.
+
+    ``left = ahead * (left at its end) + cost + back * (left, going back to a snapshot) + far * (a durable one)``.
+    ``ahead + back + far`` is 1; all three are kept, since each can be too small to be told from 1 minus the others.
+    """
+
+    ahead: float
+    cost: float
+    back: float
+    far: float
+
+    def times(self, count: int) -> _Piece:
+        factor = _sum(self.back + self.far, count)
+        return _Piece(self.ahead**count, self.cost * factor, self.back * factor, self.far * factor)
+
+    def then(self, other: _Piece) -> _Piece:
+        back, far = self.back + self.ahead * other.back, self.far + self.ahead * other.far
+        return _Piece(self.ahead * other.ahead, self.cost + self.ahead * other.cost, back, far)
+
+
+class _Terms:
+    def __init__(self, scheme: CheckpointScheme, mtbf_s: float) -> None:
+        self._scheme = scheme
+        self._mtbf_s = mtbf_s
+        self._live, self._back, self._far = scheme.live.share, scheme.snapshot.share, scheme.durable.share
+
+    def round(self) -> float:
+        scheme, mtbf = self._scheme, self._mtbf_s
+        if scheme.step_s:
+            piece = self._step(scheme.step_s).times(scheme.steps).then(self._step(scheme.stall_s))
+        else:
+            piece = self._flow(scheme.interval_s + scheme.stall_s)
+        # During a snapshot's recovery: left = cost + (1 - far) * (left at the last save) + far * (in a durable one).
+        hit = -math.expm1(-scheme.snapshot.recovery_s / mtbf)
+        stays = math.exp(-scheme.snapshot.recovery_s / mtbf) + hit * self._far
+        cost, far = mtbf * hit / stays, hit * self._far / stays
+        # Put in, that is from one save to the next.
+        stays = piece.ahead + piece.far + piece.back * far
+        ahead, cost, far = (one / stays for one in (piece.ahead, piece.cost + piece.back * cost, stays - piece.ahead))
+        # A durable recovery begins anew with every fault, and ends where the round began.
+        once = mtbf * math.expm1(scheme.durable.recovery_s / mtbf) if self._far else 0.0
+        factor = _sum(far, scheme.saves)
+        return (cost + far * once) * factor / ahead**scheme.saves
+
+    def _in_live(self) -> tuple[float, float, float]:
+        """A live recovery: its expected time, and how likely it ends in a snapshot's, or a durable one."""
+        hit = -math.expm1(-self._scheme.live.recovery_s / self._mtbf_s)
+        stays = math.exp(-self._scheme.live.recovery_s / self._mtbf_s) + hit * (self._back + self._far)
+        return self._mtbf_s * hit / stays, hit * self._back / stays, hit * self._far / stays
+
+    def _step(self, length_s: float) -> _Piece:
+        """Work that a live fault begins anew."""
+        hit = -math.expm1(-length_s / self._mtbf_s)
+        ahead = math.exp(-length_s / self._mtbf_s)
+        time, back, far = self._in_live()
+        back, far = hit * (self._back + self._live * back), hit * (self._far + self._live * far)
+        stays = ahead + back + far
+        return _Piece(ahead / stays, hit * (self._mtbf_s + self._live * time) / stays, back / stays, far / stays)
+
+    def _flow(self, length_s: float) -> _Piece:
+        """Work that a live fault only interrupts."""
+        time, back, far = self._in_live()
+        slower = 1 + self._live * time / self._mtbf_s
+        back, far = self._back + self._live * back, self._far + self._live * far
+        ahead = math.exp(-(back + far) * length_s / self._mtbf_s)
+        away = -math.expm1(-(back + far) * length_s / self._mtbf_s)
+        if away < _NEVER:
+            return _Piece(1.0, slower * length_s, 0.0, 0.0)
+        cost = slower * self._mtbf_s * (away / (back + far))
+        return _Piece(ahead, cost, away * back / (back + far), away * far / (back + far))
+
+
+def _sum(away: float, count: int) -> float:
+    """``1 + q + q**2 + ...``, ``count`` of them, for ``q = 1 - away``."""
+    if away >= 1:
+        return 1.0
+    return -math.expm1(count * math.log1p(-away)) / away if away else float(count)
+
+
+_TRIED = 400
+_GOLDEN = (math.sqrt(5) - 1) / 2
+INTERVAL_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+def has_best_interval(scheme: CheckpointScheme) -> bool:
+    """Whether there is a best interval: saving costs something, and so does not saving."""
+    return scheme.live.share < 1 and (scheme.stall_s > 0 or scheme.step_s > 0)
+
+
+def with_best_interval(scheme: CheckpointScheme, mtbf_s: float) -> CheckpointScheme:
+    """The same scheme with the interval that has the most goodput."""
+    tried = sorted(_candidate_schemes(scheme, mtbf_s), key=lambda one: one.interval_s)
+    worth = [expected_goodput(one, mtbf_s) for one in tried]
+    top = worth.index(max(worth))
+    shorter, longer = tried[max(0, top - 1)], tried[min(top + 1, len(tried) - 1)]
+    if scheme.step_s:
+        return _of_steps(scheme, mtbf_s, shorter.steps, longer.steps)
+    return _between(scheme, mtbf_s, shorter.interval_s, longer.interval_s)
+
+
+def goodput_by_interval(
+    scheme: CheckpointScheme, mtbf_s: float, around: Sequence[float] = INTERVAL_FACTORS
+) -> list[tuple[CheckpointScheme, float]]:
+    """Schemes with shorter and longer intervals than this one, and what goodput is expected of each."""
+    schemes = {one.interval_s: one for one in (scheme.every(scheme.interval_s * factor) for factor in around)}
+    return [(one, expected_goodput(one, mtbf_s)) for _, one in sorted(schemes.items())]
+
+
+def _candidate_schemes(scheme: CheckpointScheme, mtbf_s: float) -> Iterator[CheckpointScheme]:
+    """Candidates around Young's rule of thumb, all of whole steps. Live faults ask for no saves."""
+    near = math.sqrt(2 * max(scheme.stall_s, 1e-6) * mtbf_s / max(1 - scheme.live.share, 1e-15))
+    seen = set()
+    for number in range(_TRIED):
+        one = scheme.every(near * 1000 ** (2 * number / (_TRIED - 1) - 1))
+        if one.interval_s not in seen:
+            seen.add(one.interval_s)
+            yield one
+
+
+def _of_steps(scheme: CheckpointScheme, mtbf_s: float, low: int, high: int) -> CheckpointScheme:
+    """Thirds of the numbers of steps between the two."""
+
+    def worth(steps: int) -> float:
+        return expected_goodput(scheme.every(steps * scheme.step_s), mtbf_s)
+
+    while high - low > 2:
+        left, right = low + (high - low) // 3, high - (high - low) // 3
+        low, high = (low, right) if worth(left) >= worth(right) else (left, high)
+    return scheme.every(max(range(low, high + 1), key=worth) * scheme.step_s)
+
+
+def _between(scheme: CheckpointScheme, mtbf_s: float, low: float, high: float) -> CheckpointScheme:
+    """Golden section in the logarithm of the interval."""
+
+    def worth(at: float) -> float:
+        return expected_goodput(scheme.every(math.exp(at)), mtbf_s)
+
+    low, high = math.log(low), math.log(high)
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    for _ in range(60):
+        if worth(left) >= worth(right):
+            high, right = right, left
+            left = high - _GOLDEN * (high - low)
+        else:
+            low, left = left, right
+            right = low + _GOLDEN * (high - low)
+    return scheme.every(math.exp((low + high) / 2))

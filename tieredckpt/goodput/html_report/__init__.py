@@ -1,0 +1,75 @@
+"""An analysis as one self-contained HTML page. Pure: the same log gives the same bytes."""
+
+from __future__ import annotations
+
+from tieredckpt.goodput.analysis_result import Analysis
+from tieredckpt.goodput.html_report.charts import loss_section, throughput_section, timeline_section
+from tieredckpt.goodput.html_report.elements import (
+    Markup,
+    duration_text,
+    element,
+    html_table,
+    report_section,
+    style_sheet,
+    utc_text,
+)
+from tieredckpt.goodput.html_report.sections import (
+    faults_section,
+    other_transitions_section,
+    recoveries_section,
+    report_header,
+    restores_section,
+    saves_section,
+    summary_section,
+)
+
+__all__ = ["html_report"]
+
+
+def html_report(analysis: Analysis) -> str:
+    """The whole file."""
+    title = f"{analysis.job or 'a job'}: goodput"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", Markup(style_sheet())),
+    )
+    body = (
+        report_header(analysis),
+        summary_section(analysis),
+        timeline_section(analysis),
+        recoveries_section(analysis),
+        faults_section(analysis),
+        loss_section(analysis),
+        throughput_section(analysis),
+        saves_section(analysis),
+        restores_section(analysis),
+        other_transitions_section(analysis),
+        _runs(analysis) if len(analysis.runs) > 1 else None,
+        _complaints(analysis),
+        element("footer", f"Written by tieredckpt from the ledger of the job, {utc_text(analysis.end_us)}."),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body)), lang='en')}\n"
+
+
+def _runs(one: Analysis) -> Markup:
+    body = [
+        (
+            utc_text(run.start_us),
+            duration_text((run.end_us - run.start_us) / 1e6),
+            run.how or "no end is written down",
+            run.words,
+        )
+        for run in one.runs
+    ]
+    return report_section(
+        "runs", "Runs", html_table(("began", "lasted", "ended", "in its words"), body, right=("lasted",))
+    )
+
+
+def _complaints(one: Analysis) -> Markup | None:
+    if not one.complaints:
+        return None
+    return report_section("ledger", "The ledger", element("ul", [element("li", each) for each in one.complaints]))

@@ -1,0 +1,260 @@
+"""Expected goodput by simulation of random faults, spares and resizes (numpy).
+
+A job has nodes of which each fails as often as the others, at any time, also while it recovers. What was lost is what
+:class:`CheckpointScheme` says of the fault's kind. A fault may take its node away for a while: a spare takes its place;
+else the job goes on with fewer, as long as there are ``least`` of them; else it stands still until one is back.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tieredckpt.errors import UsageError
+from tieredckpt.goodput.expected_goodput import CheckpointScheme, expected_goodput, expected_round_s
+
+Floats = NDArray[np.float64]
+_CLOSE = 1e-7
+"""Of an interval: who went back to a save stands at it, however floats are rounded."""
+
+
+@dataclass(frozen=True)
+class SimulatedNodes:
+    """What the job runs on. ``mtbf_s`` is the whole job's, with all its nodes."""
+
+    mtbf_s: float
+    count: int = 1
+    spares: int = 0
+    least: int = 1
+    """With fewer nodes than this it stands still."""
+    broken: float = 0.0
+    """The share of faults after which the node is away."""
+    repair_s: float = 0.0
+    """How long it is away, on average."""
+    resize_s: float = 0.0
+    """A pause to take a node back in."""
+
+    def __post_init__(self) -> None:
+        if self.broken and not self.repair_s:
+            raise UsageError("nodes break, and it is not said how long they are away")
+        if not 1 <= self.least <= self.count:
+            raise UsageError(f"a job of {self.count} nodes cannot do with {self.least} at least")
+
+
+@dataclass(frozen=True)
+class SimulatedRuns:
+    """What became of each run, in seconds; ``work_s`` is what each of them had to do."""
+
+    work_s: float
+    elapsed: Floats
+    faults: Floats
+    stalled: Floats
+    repeated: Floats
+    recovering: Floats
+    waiting: Floats
+    smaller: Floats
+    """Time that fewer nodes took longer."""
+
+    @property
+    def goodput(self) -> float:
+        return self.work_s / float(self.elapsed.mean())
+
+    @property
+    def error(self) -> float:
+        """The standard error of :attr:`goodput`."""
+        runs = len(self.elapsed)
+        spread = float(self.elapsed.std(ddof=1)) if runs > 1 else 0.0
+        return self.goodput * spread / float(self.elapsed.mean()) / runs**0.5
+
+    def between(self, low: float, high: float) -> tuple[float, float]:
+        """The goodput of single runs: so many of them have less, and so many more."""
+        return tuple(self.work_s / float(one) for one in np.quantile(self.elapsed, [1 - low, 1 - high]))  # type: ignore[return-value]
+
+
+class _Phase(enum.IntEnum):
+    WORK = 0
+    RECOVER = 1
+    WAIT = 2
+
+
+def simulate_runs(
+    scheme: CheckpointScheme, nodes: SimulatedNodes, *, rounds: int, runs: int, seed: int
+) -> SimulatedRuns:
+    """``runs`` histories of a job that has to get ``rounds`` times from one save that lasts to the next."""
+    return _Simulation(scheme, nodes, rounds, runs, np.random.default_rng(seed)).play()
+
+
+class _Simulation:
+    """All runs go from event to event together; those that are done stand still."""
+
+    def __init__(
+        self, scheme: CheckpointScheme, nodes: SimulatedNodes, rounds: int, runs: int, rng: np.random.Generator
+    ) -> None:
+        self._scheme, self._nodes, self._rounds, self._rng = scheme, nodes, rounds, rng
+        self._save_s = scheme.interval_s + scheme.stall_s
+        self._goal = rounds * scheme.saves * self._save_s
+        self._recovery = np.array([0.0] + [one.recovery_s for one in (scheme.live, scheme.snapshot, scheme.durable)])
+        self._kinds = np.array([scheme.live.share, 1 - scheme.durable.share])
+        self._done = np.zeros(runs)
+        self._phase = np.full(runs, _Phase.WORK)
+        self._left = np.zeros(runs)
+        self._kind = np.zeros(runs, dtype=np.int64)
+        self._up = np.full(runs, nodes.count)
+        self._spare = np.full(runs, nodes.spares)
+        self._away = np.zeros(runs, dtype=np.int64)
+        self._elapsed, self._faults, self._repeated = np.zeros(runs), np.zeros(runs), np.zeros(runs)
+        self._recovering, self._waiting, self._smaller = np.zeros(runs), np.zeros(runs), np.zeros(runs)
+
+    def play(self) -> SimulatedRuns:
+        while (running := self._done < self._goal).any():
+            self._one_event(running)
+        rounds = self._rounds * self._scheme.saves
+        return SimulatedRuns(
+            work_s=rounds * self._scheme.interval_s,
+            elapsed=self._elapsed,
+            faults=self._faults,
+            stalled=np.full_like(self._elapsed, rounds * self._scheme.stall_s),
+            repeated=self._repeated,
+            recovering=self._recovering,
+            waiting=self._waiting,
+            smaller=self._smaller,
+        )
+
+    def _one_event(self, running: NDArray[np.bool_]) -> None:
+        working, waiting = self._phase == _Phase.WORK, self._phase == _Phase.WAIT
+        speed = self._up / self._nodes.count
+        often = np.where(waiting, 0.0, speed / self._nodes.mtbf_s)
+        back = self._away / self._nodes.repair_s if self._nodes.repair_s else np.zeros_like(often)
+        with np.errstate(divide="ignore"):
+            until_event = self._rng.standard_exponential(len(often)) / (often + back)
+            until_done = np.where(working, (self._goal - self._done) / speed, np.where(waiting, np.inf, self._left))
+        happens = running & (until_event < until_done)
+        passed = np.where(running, np.minimum(until_event, until_done), 0.0)
+        self._pass(passed, working, waiting, speed, running & ~happens)
+        comes_back = happens & (self._rng.random(len(often)) * (often + back) < back)
+        self._fault(np.flatnonzero(happens & ~comes_back))
+        if self._nodes.repair_s:
+            self._repaired(np.flatnonzero(comes_back))
+
+    def _pass(
+        self,
+        passed: Floats,
+        working: NDArray[np.bool_],
+        waiting: NDArray[np.bool_],
+        speed: Floats,
+        ended: NDArray[np.bool_],
+    ) -> None:
+        worked = np.where(working, passed, 0.0)
+        self._elapsed += passed
+        self._done += worked * speed
+        self._smaller += worked * (1 - speed)
+        self._waiting += np.where(waiting, passed, 0.0)
+        recovering = ~working & ~waiting
+        self._recovering += np.where(recovering, passed, 0.0)
+        self._left -= np.where(recovering, passed, 0.0)
+        self._done[ended & working] = self._goal
+        recovered = ended & recovering
+        self._phase[recovered] = _Phase.WORK
+        self._kind[recovered] = 0
+
+    def _fault(self, who: NDArray[np.intp]) -> None:
+        self._faults[who] += 1
+        kind = 1 + np.searchsorted(self._kinds, self._rng.random(len(who)), side="right")
+        # A fault while recovering from a worse one changes nothing of what is gone.
+        self._kind[who] = np.maximum(self._kind[who], kind)
+        before = self._done[who]
+        self._done[who] = self._kept(before, self._kind[who])
+        self._repeated[who] += before - self._done[who]
+        if self._nodes.broken:
+            self._lose_node(who[self._rng.random(len(who)) < self._nodes.broken])
+        self._recover(who)
+
+    def _kept(self, done: Floats, kind: NDArray[np.int64]) -> Floats:
+        scheme, save_s = self._scheme, self._save_s
+        last_save = np.floor(done / save_s + _CLOSE) * save_s
+        round_s = scheme.saves * save_s
+        last_round = np.floor(done / round_s + _CLOSE) * round_s
+        live = done
+        if scheme.step_s:
+            since = done - last_save
+            at_step = np.floor(since / scheme.step_s + _CLOSE) * scheme.step_s
+            live = last_save + np.where(since >= scheme.interval_s, scheme.interval_s, at_step)
+        return np.minimum(done, np.choose(kind - 1, [live, last_save, last_round]))
+
+    def _lose_node(self, who: NDArray[np.intp]) -> None:
+        self._away[who] += 1
+        replaced = self._spare[who] > 0
+        self._spare[who[replaced]] -= 1
+        self._up[who[~replaced]] -= 1
+
+    def _recover(self, who: NDArray[np.intp]) -> None:
+        enough = self._up[who] >= self._nodes.least
+        self._phase[who] = np.where(enough, _Phase.RECOVER, _Phase.WAIT)
+        self._left[who] = self._recovery[self._kind[who]]
+
+    def _repaired(self, who: NDArray[np.intp]) -> None:
+        """A node that is back is taken in at once by who waits or recovers anyway, and costs a pause else."""
+        self._away[who] -= 1
+        short = self._up[who] < self._nodes.count
+        self._spare[who[~short]] += 1
+        self._up[who[short]] += 1
+        phase = self._phase[who]
+        self._recover(who[phase == _Phase.WAIT])
+        grows = who[short & (phase == _Phase.WORK)]
+        self._phase[grows] = _Phase.RECOVER
+        self._left[grows] = self._nodes.resize_s
+
+
+MAX_SIMULATED_FAULTS = 10_000
+"""More faults than this in a run are not played: it would take long, and such a job gets nowhere."""
+
+
+@dataclass(frozen=True)
+class GoodputForecast:
+    scheme: CheckpointScheme
+    nodes: SimulatedNodes
+    rounds: int
+    expected: float
+    """The goodput that is worked out; it knows no missing nodes."""
+    played: SimulatedRuns | None
+
+    @property
+    def work_s(self) -> float:
+        return self.rounds * self.scheme.round_s
+
+    @property
+    def goodput(self) -> float:
+        return self.expected if self.played is None else self.played.goodput
+
+    @property
+    def error(self) -> float:
+        """Half of the 95 % interval of the mean that was played."""
+        return 0.0 if self.played is None else 1.96 * self.played.error
+
+    @property
+    def comparable(self) -> bool:
+        """Whether what was played is what was worked out."""
+        return self.played is not None and not self.nodes.broken
+
+    @property
+    def apart(self) -> float:
+        """By how many standard errors the two differ."""
+        if self.played is None or not self.played.error:
+            return 0.0
+        return abs(self.played.goodput - self.expected) / self.played.error
+
+
+def forecast_goodput(
+    scheme: CheckpointScheme, nodes: SimulatedNodes, *, work_s: float, runs: int, seed: int
+) -> GoodputForecast:
+    """A job that does at least ``work_s`` of work, to the next save that every kind of fault leaves."""
+    rounds = max(1, math.ceil(work_s / scheme.round_s - 1e-9))
+    faults = rounds * expected_round_s(scheme, nodes.mtbf_s) / nodes.mtbf_s
+    played = (
+        simulate_runs(scheme, nodes, rounds=rounds, runs=runs, seed=seed) if faults <= MAX_SIMULATED_FAULTS else None
+    )
+    return GoodputForecast(scheme, nodes, rounds, expected_goodput(scheme, nodes.mtbf_s), played)

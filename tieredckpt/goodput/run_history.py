@@ -1,0 +1,336 @@
+"""An event log as runs, worlds and transitions, and the executed steps that count."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+
+from tieredckpt.event_log.event_types import (
+    FaultEvent,
+    FileOpened,
+    LogEvent,
+    ProcessBegan,
+    ProcessEnded,
+    RestoreEvent,
+    SaveEvent,
+    StageEvent,
+    StepEvent,
+    StopRequested,
+    WorldFormed,
+    event_time,
+)
+from tieredckpt.goodput.analysis_result import RunRecord, StepRecord, TimeCategory
+
+COORDINATOR_ROLE = "coordinator"
+_AFTER_A_FAULT = ("restart", "respawn", "replace")
+
+
+def to_us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+@dataclass
+class WorldSteps:
+    """The steps of one world."""
+
+    epoch: int
+    ranks: int
+    start: int
+    end: int
+    steps: list[StepEvent]
+
+
+@dataclass
+class Transition:
+    """From one stretch of steps to the next, or from the start, or to the end. Times are microseconds."""
+
+    run: int
+    epoch: int
+    """The last world with steps; -1 before the first."""
+    next_epoch: int | None
+    start: int
+    end: int
+    category: TimeCategory = TimeCategory.UNKNOWN
+    faults: list[FaultEvent] = field(default_factory=list)
+    worlds: list[WorldFormed] = field(default_factory=list)
+    """That were formed on this way; in the end the one that does steps."""
+    ranks: int = 0
+    next_ranks: int = 0
+
+    def leads_from(self, epoch: int) -> bool:
+        """Whether this is about a world that was left on this way."""
+        return self.epoch <= epoch and (self.next_epoch is None or epoch < self.next_epoch)
+
+    def leads_to(self, epoch: int) -> bool:
+        return self.epoch < epoch and (self.next_epoch is None or epoch <= self.next_epoch)
+
+
+@dataclass
+class JobRun:
+    """One start of the job, by kinds of what was written down."""
+
+    number: int
+    start: int
+    end: int
+    how: str = ""
+    words: str = ""
+    job: str = ""
+    worlds: dict[int, WorldFormed] = field(default_factory=dict)
+    steps: list[StepEvent] = field(default_factory=list)
+    stages: list[StageEvent] = field(default_factory=list)
+    saves: list[SaveEvent] = field(default_factory=list)
+    restores: list[RestoreEvent] = field(default_factory=list)
+    events: list[LogEvent] = field(default_factory=list)
+    stretches: list[WorldSteps] = field(default_factory=list)
+    ways: list[Transition] = field(default_factory=list)
+
+    @property
+    def view(self) -> RunRecord:
+        return RunRecord(self.start, self.end, self.how, self.words)
+
+    def inside(self, at: int) -> int:
+        return min(max(at, self.start), self.end)
+
+    def stages_about(self, way: Transition) -> list[StageEvent]:
+        """Of the worlds that a way leads from, through or to: few of all there are."""
+        epochs, by_epoch = self._staged
+        first = bisect.bisect_left(epochs, way.epoch)
+        last = len(epochs) if way.next_epoch is None else bisect.bisect_right(epochs, way.next_epoch)
+        return [stage for epoch in epochs[first:last] for stage in by_epoch[epoch]]
+
+    @cached_property
+    def _staged(self) -> tuple[list[int], dict[int, list[StageEvent]]]:
+        by_epoch: dict[int, list[StageEvent]] = {}
+        for stage in self.stages:
+            by_epoch.setdefault(stage.epoch, []).append(stage)
+        return sorted(by_epoch), by_epoch
+
+
+def sorted_events(events: Iterable[LogEvent]) -> list[LogEvent]:
+    """The same for any order they are given in, each one once."""
+    distinct = {msgspec.json.encode(event): event for event in events}
+    return [event for _, event in sorted(distinct.items(), key=lambda item: (event_time(item[1]), item[0]))]
+
+
+def split_into_runs(events: Iterable[LogEvent]) -> list[JobRun]:
+    """A run begins with its coordinator; what was over before the first one began belongs to that."""
+    ordered = sorted_events(event for event in events if not isinstance(event, FileOpened))
+    firsts = [
+        one.at for one in ordered if isinstance(one, ProcessBegan) and one.who == COORDINATOR_ROLE and not one.again
+    ]
+    groups: list[list[LogEvent]] = [[]] if not firsts else [[] for _ in firsts]
+    for event in ordered:
+        groups[max(0, bisect.bisect_right(firsts, event_time(event)) - 1)].append(event)
+    runs = [_run(number, group, firsts[number] if firsts else None) for number, group in enumerate(groups) if group]
+    for run, later in itertools.pairwise(runs):
+        run.end = min(run.end, later.start)
+    for run in runs:
+        run.stretches = _stretches(run)
+        run.ways = _ways(run)
+    return runs
+
+
+def _run(number: int, events: Sequence[LogEvent], first: float | None) -> JobRun:
+    began = min(_begin(event) for event in events) if first is None else first
+    run = JobRun(
+        number, to_us(began), max([to_us(began), *(to_us(event_time(event)) for event in events)]), events=list(events)
+    )
+    for event in events:
+        if isinstance(event, WorldFormed):
+            run.worlds.setdefault(event.epoch, event)
+        elif isinstance(event, StepEvent):
+            run.steps.append(event)
+        elif isinstance(event, StageEvent):
+            run.stages.append(event)
+        elif isinstance(event, SaveEvent):
+            run.saves.append(event)
+        elif isinstance(event, RestoreEvent):
+            run.restores.append(event)
+        elif isinstance(event, ProcessBegan | ProcessEnded):
+            run.job = run.job or event.job
+            if event.who == COORDINATOR_ROLE:  # one that begins again takes back that it had ended
+                run.how, run.words = (event.how, event.words) if isinstance(event, ProcessEnded) else ("", "")
+    return run
+
+
+def _begin(event: LogEvent) -> float:
+    return event.began if isinstance(event, StageEvent | StepEvent | SaveEvent | RestoreEvent) else event.at
+
+
+def world_size_of(run: JobRun, epoch: int) -> int:
+    """A world that nobody wrote down has as many ranks as are known of."""
+    if epoch in run.worlds:
+        return run.worlds[epoch].ranks
+    told = [one.rank for one in run.stages if one.epoch == epoch] + [
+        one.rank for one in run.steps if one.epoch == epoch
+    ]
+    return 1 + max(told, default=0)
+
+
+def _stretches(run: JobRun) -> list[WorldSteps]:
+    """Of every world what its first rank says."""
+    epochs: dict[int, list[StepEvent]] = {}
+    for step in run.steps:
+        epochs.setdefault(step.epoch, []).append(step)
+    found = []
+    for epoch, steps in sorted(epochs.items()):
+        teller = min(step.rank for step in steps)
+        told = sorted((step for step in steps if step.rank == teller), key=lambda step: (step.began, step.step))
+        end = max(to_us(event_time(step)) for step in told)
+        found.append(WorldSteps(epoch, world_size_of(run, epoch), to_us(told[0].began), end, told))
+    return found
+
+
+def _ways(run: JobRun) -> list[Transition]:
+    ways = []
+    faults = [one for one in run.events if isinstance(one, FaultEvent)]
+    notices = [one for one in run.events if isinstance(one, StopRequested)]
+    before: WorldSteps | None = None
+    for after in [*run.stretches, None]:
+        start = run.start if before is None else before.end
+        end = run.end if after is None else after.start
+        way = Transition(
+            run.number,
+            -1 if before is None else before.epoch,
+            None if after is None else after.epoch,
+            run.inside(start),
+            run.inside(max(start, end)),
+            ranks=0 if before is None else before.ranks,
+        )
+        way.worlds = [world for epoch, world in sorted(run.worlds.items()) if way.leads_to(epoch)]
+        way.next_ranks = after.ranks if after is not None else way.worlds[-1].ranks if way.worlds else way.ranks
+        way.faults = [one for one in faults if way.leads_from(one.epoch)]
+        way.category = _category(run, way, notices, first=before is None)
+        ways.append(way)
+        before = after
+    return ways
+
+
+def _category(run: JobRun, way: Transition, notices: Sequence[StopRequested], *, first: bool) -> TimeCategory:
+    if first:
+        return TimeCategory.STARTUP
+    if way.faults or any(world.how in _AFTER_A_FAULT for world in way.worlds):
+        return TimeCategory.RECOVERY
+    asked = [one for one in notices if way.leads_from(one.epoch)]
+    if way.next_epoch is not None or way.worlds or (any(one.want == "resize" for one in asked) and not run.how):
+        return TimeCategory.RESIZE
+    return TimeCategory.ENDING if run.how or asked else TimeCategory.UNKNOWN
+
+
+@dataclass
+class ExecutedStep:
+    """A step that was done."""
+
+    event: StepEvent
+    run: int
+    ranks: int
+    first: bool
+    """Of its world."""
+    start: int
+    end: int
+    saving: tuple[int, int]
+    """When it waited for its state to be staged; of no length where it did not."""
+    counts: bool = True
+    undone_by: tuple[int, int] | None = None
+    """Run and world that went back behind it; ``None`` also where nothing was done after going back."""
+
+    @property
+    def step(self) -> int:
+        return self.event.step
+
+    @property
+    def epoch(self) -> int:
+        return self.event.epoch
+
+    @property
+    def rank(self) -> int:
+        return self.event.rank
+
+    @property
+    def net_us(self) -> int:
+        return self.end - self.start - (self.saving[1] - self.saving[0])
+
+    @property
+    def view(self) -> StepRecord:
+        one = self.event
+        return StepRecord(
+            one.step,
+            self.start,
+            self.end,
+            one.epoch,
+            self.ranks,
+            self.counts,
+            one.loss,
+            one.tokens,
+            one.samples,
+            self.run,
+            one.not_finite,
+        )
+
+
+def executed_steps(runs: Sequence[JobRun]) -> list[ExecutedStep]:
+    """All steps of all runs, in order of time, and whether they count.
+
+    A step counts unless training later came to it again, or to one before it, or restored a state from before it.
+    """
+    done: list[ExecutedStep] = []
+    for run in runs:
+        saves = {(save.epoch, save.step, save.rank): save for save in run.saves}
+        for stretch in run.stretches:
+            for index, step in enumerate(stretch.steps):
+                start, end = to_us(step.began), to_us(event_time(step))
+                saving = _within(saves.get((step.epoch, step.step, step.rank)), start, end)
+                done.append(ExecutedStep(step, run.number, stretch.ranks, index == 0, start, end, saving))
+    restores = [(to_us(event_time(one)), one) for run in runs for one in run.restores]
+    _mark_undone(done, sorted(restores, key=lambda item: (item[0], item[1].step)))
+    return done
+
+
+def _within(save: SaveEvent | None, start: int, end: int) -> tuple[int, int]:
+    if save is None:
+        return start, start
+    first, last = max(to_us(save.began), start), min(to_us(event_time(save)), end)
+    return (first, last) if first < last else (start, start)
+
+
+def _mark_undone(done: Sequence[ExecutedStep], restores: Sequence[tuple[int, RestoreEvent]]) -> None:
+    """From the last to the first: what is at or above the least step that came after has been undone."""
+    least: float = math.inf
+    waiting = list(restores)
+    for one in reversed(done):
+        while waiting and waiting[-1][0] >= one.end:
+            least = min(least, waiting.pop()[1].step + 1)
+        one.counts = one.step < least
+        least = min(least, one.step)
+    _attribute(done)
+
+
+def _attribute(done: Sequence[ExecutedStep]) -> None:
+    """The first world after it that came to the step again, or to one before it."""
+    firsts = [((one.run, one.epoch), one.step) for one in done if one.first]
+    order = {key: place for place, (key, _) in enumerate(firsts)}
+    for one in done:
+        if not one.counts:
+            later = firsts[order[one.run, one.epoch] + 1 :]
+            one.undone_by = next((key for key, step in later if step <= one.step), None)
+
+
+def typical_step_us(done: Iterable[ExecutedStep]) -> dict[tuple[int, int], int]:
+    """By run and world, how long a step takes without its save, of those that are not the first there.
+
+    Where there is only that one: of those anywhere.
+    """
+    worlds: dict[tuple[int, int], list[int]] = {}
+    for one in done:
+        times = worlds.setdefault((one.run, one.epoch), [])
+        if not one.first:
+            times.append(one.net_us)
+    anywhere = [time for times in worlds.values() for time in times]
+    return {key: round(statistics.median(times or anywhere)) for key, times in worlds.items() if times or anywhere}

@@ -1,0 +1,142 @@
+"""Options and reserved names of the memory service, for settings and command lines."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+from peerstore.network_addresses import is_loopback_host
+
+AuthMode = Literal["token", "off", "open"]
+AUTH_MODES: tuple[AuthMode, ...] = ("token", "off", "open")
+MEMORY_SERVICE_TOKEN_FILE = "memory-service.token"  # noqa: S105 - a file's name
+MEMORY_SERVICE_OFF = "off"
+_FILE = "file:"
+
+
+@dataclass(frozen=True)
+class MemoryServiceOptions:
+    """What an agent serves over HTTP beside its own protocol."""
+
+    address: str = MEMORY_SERVICE_OFF
+    auth: AuthMode = "token"
+    token: str = ""
+    tls: str = ""
+    nodes: str = ""
+    secret: str = ""
+    copies: int = 2
+
+    @property
+    def on(self) -> bool:
+        return self.address != MEMORY_SERVICE_OFF
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of an address that has no problem."""
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What cannot be: the setting's name, and why."""
+        if not self.on:
+            return []
+        _, colon, port = self.address.rpartition(":")
+        if not colon or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            return [("memory_service", f"{self.address!r} is neither HOST:PORT nor off")]
+        found = []
+        if self.auth == "off" and not is_loopback_host(self.place[0]):
+            text = (
+                "without a token whoever reaches the address may read and delete everything: listen on 127.0.0.1, "
+                "or say so with memory_service_auth=open"
+            )
+            found.append(("memory_service_auth", text))
+        if self.token and not self.token.startswith(_FILE):
+            found.append(("memory_service_token", "write file:/path, so that the token is in no list of processes"))
+        if self.nodes and not self.secret.startswith(_FILE):
+            text = "the nodes of the memory service need a secret they all know: write file:/path of it"
+            found.append(("memory_service_secret", text))
+        if not 1 <= self.copies <= 3:
+            found.append(("memory_service_copies", f"{self.copies} is not between 1 and 3"))
+        return found
+
+
+def add_memory_service_arguments(parser: argparse.ArgumentParser) -> None:
+    options = MemoryServiceOptions()
+    group = parser.add_argument_group("memory service", "whole shards over HTTP, for the clients of /v1/cp")
+    group.add_argument(
+        "--memory-service",
+        default=options.address,
+        metavar="HOST:PORT",
+        help="where it is served, or off (%(default)s)",
+    )
+    group.add_argument(
+        "--memory-service-auth",
+        default=options.auth,
+        choices=AUTH_MODES,
+        help="token: clients show it; off: nobody is asked, on a loopback address only; open: nobody is asked, whoever "
+        "reaches the address may read and delete everything (%(default)s)",
+    )
+    group.add_argument(
+        "--memory-service-token",
+        default=options.token,
+        metavar="file:PATH",
+        help=f"the token (default: one is made and kept in {MEMORY_SERVICE_TOKEN_FILE} in --dir)",
+    )
+    group.add_argument(
+        "--memory-service-tls",
+        default=options.tls,
+        metavar="DIR",
+        help="directory with tls.crt and tls.key: serve HTTPS; with ca.crt too, clients show certificates",
+    )
+    group.add_argument(
+        "--memory-service-nodes",
+        default=options.nodes,
+        metavar="DISCOVERY",
+        help="the nodes that keep copies for each other: static:NAME=HOST:PORT,..., file:PATH, hyperpod, dns:NAME:PORT "
+        "(default: this node alone)",
+    )
+    group.add_argument(
+        "--memory-service-secret",
+        default=options.secret,
+        metavar="file:PATH",
+        help="what those nodes prove to each other",
+    )
+    group.add_argument(
+        "--memory-service-copies",
+        type=int,
+        default=options.copies,
+        choices=(1, 2, 3),
+        help="copies of every shard in all, the first node's included (%(default)s)",
+    )
+
+
+def memory_service_options_of(args: argparse.Namespace) -> MemoryServiceOptions:
+    return MemoryServiceOptions(
+        args.memory_service,
+        args.memory_service_auth,
+        args.memory_service_token,
+        args.memory_service_tls,
+        args.memory_service_nodes,
+        args.memory_service_secret,
+        args.memory_service_copies,
+    )
+
+
+def memory_service_arguments(options: MemoryServiceOptions) -> list[str]:
+    """The same options as words of a command."""
+    if not options.on:
+        return []
+    words = ["--memory-service", options.address, "--memory-service-auth", options.auth]
+    words += ["--memory-service-copies", str(options.copies)]
+    for name in ("token", "tls", "nodes", "secret"):
+        value = getattr(options, name)
+        words += [f"--memory-service-{name}", value] if value else []
+    return words
+
+
+MEMORY_SERVICE_JOB = "memory-service"
+"""The job under which every namespace's shards are kept, on every node. A trainer's job should not be called so."""
+MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION = 1, "memory-service"
+REGISTRY_BLOB_PREFIX = "registry."
+"""With a node's name: what that node knows of all namespaces."""

@@ -1,0 +1,258 @@
+"""The step to load and its tiers; absent, torn, lost, unreachable and damaged are distinct answers. Pure.
+
+Absent, torn, lost, unreachable and damaged stay five answers: a tier that could not be asked is named in the result,
+and "nothing found" is only said when everybody was asked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import itertools
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peerstore.shard_records import ExpiredJob, VersionId
+from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
+
+_NAMED = 8
+
+
+class Tier(str, enum.Enum):
+    """Where sealed shards live, nearest first."""
+
+    MEMORY = "memory"
+    PEER = "peer"
+    DURABLE = "durable"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One attempt to write one step, as far as anybody has seen it."""
+
+    group: VersionId
+    parts: int
+    """How many parts a whole one has."""
+    found: Mapping[int, tuple[Tier, ...]]
+    """The parts that were seen, and where."""
+    base: int | None = None
+    """The step its incarnation was restored from, when it said so."""
+    covered: bool = False
+    """The parts that were seen hold the whole state although some are missing."""
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """The parts whose copies were found damaged and dropped, and how."""
+    saved_ns: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.covered or len(self.found) >= self.parts
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers it would be read from."""
+        return tuple(tier for tier in Tier if any(where[:1] == (tier,) for where in self.found.values()))
+
+
+class StepVerdict(str, enum.Enum):
+    CHOSEN = "chosen"
+    OLDER = "older than the chosen one"
+    TORN = "not whole"
+    LOST = "was whole once"
+    UNKNOWN = "not whole in what could be asked"
+    DAMAGED = "damaged"
+    QUARANTINED = "quarantined"
+    RELUCTANT = "loads of it ended their process on this node"
+    SUPERSEDED = "of a past that the job has left"
+    OTHER_STEP = "not the step asked for"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The chosen step (or none), and what was decided about every other one."""
+
+    chosen: Candidate | None
+    verdicts: Mapping[VersionId, StepVerdict]
+    unreachable: tuple[Tier, ...] = ()
+    """Tiers that could not be asked."""
+    alternatives: tuple[Candidate, ...] = field(default=())
+    """Whole steps to fall back to, best first."""
+    incomplete: Mapping[VersionId, Candidate] = field(default_factory=dict)
+    """Steps that are not whole, of which parts are there."""
+    once_whole: VersionId | None = None
+    """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
+    newest_whole: VersionId | None = None
+    """The newest version that is whole or was, whichever step was asked for."""
+    forgotten: ExpiredJob | None = None
+    """When and why this node gave back what it had."""
+    reasons: Mapping[Tier, str] = field(default_factory=dict)
+    """Why tiers could not be asked."""
+
+    @property
+    def damaged(self) -> bool:
+        """There was a step that cannot be used any more."""
+        return any(verdict in (StepVerdict.DAMAGED, StepVerdict.QUARANTINED) for verdict in self.verdicts.values())
+
+    @property
+    def lost(self) -> tuple[VersionId, ...]:
+        """Versions that were whole, and of which nobody has all parts now, oldest first; where all could be asked."""
+        gone = {self.once_whole} if self.once_whole is not None and self.once_whole not in self.verdicts else set()
+        if self.unreachable:
+            gone = set()
+        return tuple(sorted(gone | {group for group, verdict in self.verdicts.items() if verdict is StepVerdict.LOST}))
+
+    @property
+    def torn(self) -> tuple[VersionId, ...]:
+        """Versions that were begun after all that was ever whole, and never came to be whole, oldest first."""
+        torn = (group for group, verdict in self.verdicts.items() if verdict is StepVerdict.TORN)
+        return tuple(sorted(group for group in torn if self.newest_whole is None or group > self.newest_whole))
+
+    def explain(self) -> str:
+        """One line per candidate, newest first."""
+        verdicts = {**(dict.fromkeys(self.lost, StepVerdict.LOST) if self.chosen is None else {}), **self.verdicts}
+        lines = [
+            f"step {group.version} (epoch {group.epoch}): {verdict.value}{self._missing(group)}"
+            for group, verdict in sorted(verdicts.items(), key=lambda item: _order(item[0]), reverse=True)
+        ]
+        for tier in self.unreachable:
+            why = f": {self.reasons[tier]}" if tier in self.reasons else ""
+            lines.append(f"{tier.value} tier: could not be asked{why}")
+        lines += [describe_forgotten(self.forgotten)] if self.forgotten is not None else []
+        return "; ".join(lines) or "nothing is saved in any tier"
+
+    def describe(self, group: VersionId) -> str:
+        """What became of a step that is lost."""
+        return f"it {StepVerdict.LOST.value}{self._missing(group)}"
+
+    def _missing(self, group: VersionId) -> str:
+        torn = self.incomplete.get(group)
+        if torn is None and self.verdicts.get(group) is StepVerdict.TORN:
+            return ", a rank left its part out and what the others had was given up"
+        if torn is None:
+            return ", nobody has any part" if group in self.lost else ""
+        saved = f", saved {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(torn.saved_ns / 1e9))}" * bool(torn.saved_ns)
+        if torn.parts >= UNKNOWN_PART_COUNT:
+            return saved
+        count = torn.parts - len(torn.found)
+        first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _NAMED)
+        more = f" and {count - _NAMED} more" if count > _NAMED else ""
+        nobody = "nobody who answered" if self.verdicts.get(group) is StepVerdict.UNKNOWN else "nobody"
+        return f"{saved}, {nobody} has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
+
+
+def resolve_step(
+    candidates: Sequence[Candidate],
+    *,
+    step: int | None = None,
+    quarantined: Collection[VersionId] = (),
+    reluctant: Collection[VersionId] = (),
+    unreachable: Collection[Tier] | Mapping[Tier, str] = (),
+    once_whole: VersionId | None = None,
+    torn: Collection[VersionId] = (),
+    forgotten: ExpiredJob | None = None,
+) -> Resolution:
+    """The newest whole step, or the newest attempt at ``step`` when one is named.
+
+    ``unreachable`` may say why; what is not whole without those is neither torn nor lost then.
+    ``once_whole`` is the newest version that somebody knows to have been whole: where it
+    is not, it is lost. ``torn`` ones were given up because a rank left its part out.
+    ``forgotten`` says when and why memory was given back.
+
+    Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
+    where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
+    there is no other.
+    """
+    known = {one.group for one in candidates if one.whole} | ({once_whole} if once_whole is not None else set())
+    if step is not None and once_whole is not None and once_whole.version != step:
+        once_whole = None
+    if step is not None and forgotten is not None and forgotten.newest.version < step:
+        forgotten = None
+    verdicts: dict[VersionId, StepVerdict] = {}
+    left = []
+    quarantined = frozenset(quarantined)
+    branches = IncarnationBranches(candidates if step is None else (), quarantined)
+    for candidate in candidates:
+        verdict = _rejection(candidate, branches, step, quarantined)
+        if verdict is StepVerdict.TORN and once_whole is not None and candidate.group == once_whole:
+            verdict = StepVerdict.LOST
+        if verdict in (StepVerdict.TORN, StepVerdict.LOST) and unreachable and candidate.group not in torn:
+            verdict = StepVerdict.UNKNOWN  # who could not be asked may have the parts that are missing
+        if verdict is None:
+            left.append(candidate)
+        else:
+            verdicts[candidate.group] = verdict
+    verdicts |= {
+        one: StepVerdict.TORN for one in sorted(torn)[-_NAMED:] if one not in verdicts and step in (None, one.version)
+    }
+    left.sort(key=lambda candidate: (candidate.group not in reluctant, _order(candidate.group)), reverse=True)
+    for number, candidate in enumerate(left):
+        other = StepVerdict.RELUCTANT if candidate.group in reluctant else StepVerdict.OLDER
+        verdicts[candidate.group] = other if number else StepVerdict.CHOSEN
+    cut = (StepVerdict.TORN, StepVerdict.LOST, StepVerdict.UNKNOWN)
+    incomplete = {one.group: one for one in candidates if verdicts[one.group] in cut}
+    return Resolution(
+        left[0] if left else None,
+        verdicts,
+        tuple(tier for tier in Tier if tier in unreachable),
+        tuple(left[1:]),
+        incomplete,
+        once_whole,
+        max(known, default=None),
+        forgotten,
+        dict(unreachable) if isinstance(unreachable, Mapping) else {},
+    )
+
+
+def describe_forgotten(forgotten: ExpiredJob) -> str:
+    """What became of a job's memory."""
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(forgotten.at_ns / 1e9))
+    return (
+        f"what memory had of {forgotten.job}, up to step {forgotten.newest.version}, was forgotten at {at} because "
+        f"{forgotten.reason}"
+    )
+
+
+def elect_step(votes: Sequence[Collection[VersionId]], *, reluctant: Collection[VersionId] = ()) -> VersionId | None:
+    """The newest step that every rank can load, rather one that none is ``reluctant`` to load; each vote has all that
+    one rank can.
+    """
+    common = set(votes[0]).intersection(*votes[1:]) if votes else set()
+    return max(common, key=lambda group: (group not in reluctant, _order(group)), default=None)
+
+
+def _rejection(
+    candidate: Candidate, branches: IncarnationBranches, step: int | None, quarantined: Collection[VersionId]
+) -> StepVerdict | None:
+    group = candidate.group
+    if step is not None and group.version != step:
+        return StepVerdict.OTHER_STEP
+    if not candidate.whole:
+        return StepVerdict.DAMAGED if candidate.damaged else StepVerdict.TORN
+    if group in quarantined:
+        return StepVerdict.QUARANTINED
+    if branches.leave(candidate.group):
+        return StepVerdict.SUPERSEDED
+    return None
+
+
+class IncarnationBranches:
+    """Where incarnations branched off, as whole steps that may be loaded say."""
+
+    def __init__(self, candidates: Iterable[Candidate], quarantined: Collection[VersionId] = ()) -> None:
+        lowest: dict[int, int] = {}
+        for one in candidates:
+            if one.base is not None and one.whole and one.group not in quarantined:
+                lowest[one.group.epoch] = min(one.base, lowest.get(one.group.epoch, one.base))
+        self._epochs = sorted(lowest)
+        bases = [lowest[epoch] for epoch in self._epochs]
+        self._lowest = list(itertools.accumulate(reversed(bases), min))[::-1]
+        """For each epoch the lowest base of it and of all later ones."""
+
+    def leave(self, group: VersionId) -> bool:
+        """Whether an incarnation branched off before this step, and after its epoch."""
+        later = bisect.bisect_right(self._epochs, group.epoch)
+        return later < len(self._epochs) and self._lowest[later] < group.version
+
+
+def _order(group: VersionId) -> tuple[int, int, int, str]:
+    return group.version, group.epoch, group.attempt, group.incarnation

@@ -1,0 +1,1 @@
+"""From a chosen step to live tensors: index, verified reads, execution, and proof of the result."""

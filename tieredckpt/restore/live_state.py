@@ -1,0 +1,202 @@
+"""The live state after a restore, read again and compared with the evidence entry by entry."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from peerstore.server.store_api import Store
+from tieredckpt.restore.proof import (
+    ABSENT_REASON,
+    LoadEvidence,
+    RestoreProof,
+    RestoreProver,
+    inner_tensors,
+    target_lookup,
+    tensor_bytes,
+)
+from tieredckpt.restore.verified_reads import PinnedShards
+from tieredckpt.tensors.state_dict import archive_object, flatten_state, resolve_stateful
+
+log = logging.getLogger(__name__)
+
+
+class RestoredState:
+    """A state after a restore, asked again what it is made of."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        evidence: LoadEvidence,
+        store: Store,
+        unproven: Collection[str],
+        chooses: Callable[[object], bool],
+    ) -> None:
+        """``chooses`` says whether a part of the state takes some of what was saved only."""
+        self._state = state
+        self._evidence = evidence
+        self._store = store
+        self._unproven = unproven
+        self._chooses = chooses
+        self._flat: dict[str, Any] = {}
+        self.proof = RestoreProof()
+        """What was compared so far."""
+
+    def prove(self) -> None:
+        """Compare everything with what was saved."""
+        mute: dict[str, str] = dict.fromkeys(self._unproven, "as said")
+        self._flat = self._asked(sorted(self._state), mute)
+        skip = {}
+        if mute or any(map(self._chooses, self._state.values())):
+            skip = {fqn: why for fqn in self._names() if (why := self._why_not(fqn, mute))}
+        pinned = PinnedShards(self._store, self._evidence.step.group)
+        try:
+            self.proof = RestoreProver(self._evidence, target_lookup(self._flat), pinned).run(skip)
+        finally:
+            pinned.release()
+        compare_objects(self._evidence, self._flat, skip, self.proof)
+
+    def give_up(self, why: str) -> None:
+        """Nothing is known of any entry."""
+        self.proof = RestoreProof(left_out=dict.fromkeys(self._names(), why))
+
+    def _names(self) -> Iterator[str]:
+        yield from (brought.fqn for brought in self._evidence.brought)
+        yield from self._evidence.objects
+
+    def _why_not(self, fqn: str, mute: Mapping[str, str]) -> str:
+        top = self._top_of(fqn)
+        if top in mute:
+            return mute[top]
+        if fqn not in self._flat and self._chooses(self._state.get(top)):
+            return "taken by who chooses what to restore"
+        return ""
+
+    def _top_of(self, fqn: str) -> str:
+        """The name in the state itself, which may have dots."""
+        end = fqn.find(".")
+        while end >= 0:
+            if fqn[:end] in self._state:
+                return fqn[:end]
+            end = fqn.find(".", end + 1)
+        return fqn
+
+    def _asked(self, names: Sequence[str], mute: dict[str, str]) -> dict[str, Any]:
+        """In an order that is the same on every rank."""
+        flattened: dict[str, Any] = {}
+        for name in names:
+            if name not in self._state or name in mute:
+                continue
+            value = self._state[name]
+            if type(value) is torch.Tensor:
+                flattened[name] = value
+                continue
+            try:
+                flattened.update(flatten_state(resolve_stateful({name: value})))
+            except Exception as error:
+                log.warning("the state_dict() of %s failed after it was restored", name, exc_info=True)
+                mute[name] = f"its state_dict() failed: {error!r}"
+        return flattened
+
+    @property
+    def doubtful(self) -> list[str]:
+        """Names in the state of which something is not what was saved, as it seems."""
+        return sorted({self._top_of(fqn) for fqn in self.proof.wrong})
+
+    def ask_again(self, names: Sequence[str]) -> None:
+        """What says something else whenever it is asked (a clock, a counter of its own) cannot be compared."""
+        other = self._asked(names, dict.fromkeys(self._unproven, ""))
+        for fqn in [*self.proof.wrong]:
+            there = fqn in self._flat
+            if there != (fqn in other) or (there and _equal(self._flat[fqn], other[fqn]) is False):
+                del self.proof.wrong[fqn]
+                self.proof.left_out[fqn] = "says something else whenever it is asked"
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+def compare_objects(
+    evidence: LoadEvidence, live: Mapping[str, Any], skip: Mapping[str, str], proof: RestoreProof
+) -> None:
+    for fqn, data in evidence.objects.items():
+        if fqn in skip:
+            proof.left_out[fqn] = skip[fqn]
+        elif data is None:
+            proof.left_out[fqn] = "an object of more than 4 MiB"
+        elif fqn not in live:
+            if any(name.startswith(f"{fqn}.") for name in live):
+                proof.left_out[fqn] = "is taken apart into its entries now"
+            else:
+                proof.wrong[fqn] = ABSENT_REASON
+        else:
+            same = object_matches(live[fqn], data)
+            if same is None:
+                proof.left_out[fqn] = f"a {type(live[fqn]).__name__} that cannot be compared"
+            elif same:
+                proof.objects += 1
+            else:
+                proof.wrong[fqn] = f"is {_shown(live[fqn])}, saved was {_shown(_loaded(data))}"
+
+
+def object_matches(live: Any, data: bytes) -> bool | None:
+    """Whether an object is what was saved; ``None`` where its class cannot tell."""
+    try:
+        saved = _loaded(data)
+        same = _equal(live, saved)
+        # NaNs are not equal, in whatever class, and the same all the same.
+        return True if same is not True and archive_object(live) == archive_object(saved) else same
+    except Exception:  # noqa: BLE001 - whatever the object's own comparison or pickling raises
+        return None
+
+
+def _loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)  # the same bytes that were looked at, and loaded, before
+
+
+def _equal(a: Any, b: Any) -> bool | None:
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return tensors_match(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and _all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and _all(map(_equal, a, b))
+    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:  # noqa: PLR0124 - both are NaN
+        return True
+    equal = a == b
+    if not isinstance(equal, bool):
+        equal = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+    kind: Any = type(a)
+    tells = kind.__eq__ is not object.__eq__ or kind is not type(b)
+    return equal if equal or tells else None
+
+
+def _all(answers: Iterable[bool | None]) -> bool | None:
+    unknown = False
+    for answer in answers:
+        if answer is False:
+            return False
+        unknown |= answer is None
+    return None if unknown else True
+
+
+def tensors_match(a: Any, b: Any) -> bool | None:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return False
+    own, other = inner_tensors(a), inner_tensors(b)
+    if not own or not other:
+        return None
+    return list(map(tensor_bytes, own)) == list(map(tensor_bytes, other))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

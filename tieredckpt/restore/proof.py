@@ -1,0 +1,574 @@
+"""Evidence of a load, and its comparison with the live tensors.
+
+While it reads, a load keeps what its bytes can be told by (:class:`LoadEvidence`). Where most of a shard goes into this
+process that is the seal itself: the checksums of the shard's chunks, taken when it was saved. What is cut otherwise,
+converted, or comes from other tiers has a digest of what was put into the target. After everybody's
+``load_state_dict`` the state is asked again what it is made of, and its memory is hashed, in the copying threads, piece
+by piece in the order of the shard (:class:`RestoreProof`): the same whatever the sharding was, and is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.format.manifest import ShardIndex
+from tieredckpt.format.slice_boxes import Box, ByteRun, byte_runs, full_box
+from tieredckpt.resolve_step import Tier
+from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece, chunk_ranges
+from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck
+from tieredckpt.tensors.slot_copy import Copier, memory_at_address
+from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_contiguous_in_memory
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 256 << 20
+"""Of what has to be brought together before it can be hashed (from a device, out of strides)."""
+_BLOCK_BYTES = 4 << 20
+_RUN_BYTES = 64 << 10
+"""Runs that are shorter on average are told by a digest of all of them."""
+_LARGEST_OBJECT = 4 << 20
+_EXPLAINED = 5
+_COMPARED_WITH = 64
+ABSENT_REASON = "is not in the live state any more"
+
+
+SealedRun = tuple[int, int, int, int]
+"""Where in a shard bytes are, how many, the number of who has them, and where in that."""
+
+
+class CopiedBox(NamedTuple):
+    """A digest of what was put into a part of a target."""
+
+    box: Box | None
+    """Relative to the target; ``None``: all of it."""
+    digest: bytes
+
+
+@dataclass(slots=True)
+class LoadedItem:
+    """What one read item has brought, and what its bytes can be told by."""
+
+    fqn: str
+    item: ReadItem
+    box: Box
+    dtype: torch.dtype
+    number: int
+    """How many were brought before it."""
+    sealed: list[TensorPiece] = field(default_factory=list)
+    copied: list[CopiedBox] = field(default_factory=list)
+
+
+class LoadEvidence:
+    """What a load has brought to one rank."""
+
+    def __init__(self, step: RankReadPlan, copier: Copier) -> None:
+        self.step = step
+        self.copier = copier
+        self.brought: list[LoadedItem] = []
+        self.objects: dict[str, bytes | None] = {}
+        """``None``: too large to be kept."""
+        self.moves: defaultdict[int, list[SealedRun]] = defaultdict(list)
+        """What can be told by the seal, for each shard."""
+        self._by_seal = _mostly_whole(step)
+
+    def begin(self, item: ReadItem, box: Box, target: torch.Tensor) -> LoadedItem:
+        brought = LoadedItem(item.storage_index.fqn, item, box, target.dtype, len(self.brought))
+        self.brought.append(brought)
+        return brought
+
+    def sealed(self, brought: LoadedItem, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
+        """Whether what these runs bring can be told by the seal of their shard: it is remembered then."""
+        if piece.part not in self._by_seal:
+            return False
+        if len(found) > 1 and (len(found) - 1) * _RUN_BYTES > sum(run.size_bytes for run in found):
+            return False
+        brought.sealed.append(piece)
+        moves, index = self.moves[piece.part], brought.number
+        for source, target, size_bytes in found:
+            moves.append((base + source, size_bytes, index, target))
+        return True
+
+    def copied(self, parts: Sequence[tuple[LoadedItem, Box | None, torch.Tensor]]) -> None:
+        """Remember what was put into these tensors, just now."""
+        digests = tensor_digests([tensor for _, _, tensor in parts], self.copier)
+        for (brought, box, _), digest in zip(parts, digests, strict=True):
+            brought.copied.append(CopiedBox(box, digest))
+
+    def has_object(self, fqn: str, data: bytes) -> None:
+        self.objects[fqn] = data if len(data) <= _LARGEST_OBJECT else None
+
+
+def _mostly_whole(step: RankReadPlan) -> set[int]:
+    """Shards in this node's memory of whose chunks this rank reads about half or more."""
+    ranges: defaultdict[int, list[ByteRange]] = defaultdict(list)
+    wanted: defaultdict[int, int] = defaultdict(int)
+    for pieces in step.pieces.values():
+        for piece in pieces:
+            if piece.item < 0 and step.tier(piece.part) is Tier.MEMORY:
+                span = step.tensor_range(piece)
+                ranges[piece.part].append(span)
+                alone = piece.box == piece.entry.box
+                wanted[piece.part] += span.stop - span.start if alone else piece.box.volume * piece.entry.itemsize
+    found = set()
+    for part, some in ranges.items():
+        size = step.shards[part].chunk_bytes
+        touched = sum(stop - first for first, stop in chunk_ranges(some, size)) * size
+        if touched <= 2 * wanted[part] + 4 * size:
+            found.add(part)
+    return found
+
+
+@dataclass
+class RestoreProof:
+    """What was compared after a restore, and what came of it."""
+
+    size_bytes: int = 0
+    """Of live tensors that are what was saved."""
+    objects: int = 0
+    """Python objects that are."""
+    seconds: float = 0.0
+    share: float = 0.0
+    """Of the time that the restore took."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Entries that could not be compared, and why."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Entries that are not what was saved, and what they are instead."""
+
+    @property
+    def entries_left_out(self) -> int:
+        return len(self.left_out)
+
+
+FindTarget = Callable[[ReadItem], torch.Tensor | None]
+
+
+def load_planner_is_transparent(planner: LoadPlanner) -> bool:
+    """Whether the planner gives the state's own tensors, however often it is asked."""
+    kind: Any = type(planner)
+    return issubclass(kind, DefaultLoadPlanner) and all(
+        getattr(kind, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+    )
+
+
+def target_lookup(live: Mapping[str, Any]) -> FindTarget:
+    """Looks a read item's target up in a flat state, as DCP's planner does; ``None`` where there is none."""
+
+    def find(item: ReadItem) -> torch.Tensor | None:
+        index = item.dest_index
+        value = live.get(index.fqn)
+        if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+            try:
+                value = find_state_dict_object({index.fqn: value}, index)
+            except (ValueError, KeyError, IndexError):
+                return None
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.shape != item.lengths:
+            try:
+                value = narrow_tensor_by_index(value.detach(), item.dest_offsets, item.lengths)
+            except (RuntimeError, IndexError):
+                return None
+        return value
+
+    return find
+
+
+class RestoreProver:
+    """Compares live tensors with what a load has brought."""
+
+    def __init__(self, evidence: LoadEvidence, find: FindTarget, pinned: PinnedShards) -> None:
+        self._evidence = evidence
+        self._step = evidence.step
+        self._find = find
+        self._pinned = pinned
+        self._proof = RestoreProof()
+        self._seen: list[tuple[LoadedItem, torch.Tensor]] = []
+        self._live: list[torch.Tensor | None] = [None] * len(evidence.brought)
+        """Those of which something can be told by a seal."""
+        self._wrong: dict[str, tuple[LoadedItem, torch.Tensor | None, str]] = {}
+
+    def run(self, skip: Mapping[str, str]) -> RestoreProof:
+        """Everything but what ``skip`` says, by name, why it is not compared."""
+        proof = self._proof
+        copied: list[tuple[LoadedItem, torch.Tensor]] = []
+        for brought in self._evidence.brought:
+            if skip and brought.fqn in skip:
+                proof.left_out[brought.fqn] = skip[brought.fqn]
+                continue
+            live = self._find(brought.item)
+            if live is None:
+                self._wrong[brought.fqn] = brought, None, ABSENT_REASON
+                continue
+            if live.dtype != brought.dtype:
+                self._converted(brought, live)
+                continue
+            self._seen.append((brought, live))
+            if brought.copied:
+                copied.append((brought, live))
+            if brought.sealed:
+                self._live[brought.number] = live
+        self._compare_copied(copied)
+        for part, moves in self._evidence.moves.items():
+            self._compare_sealed(part, moves)
+        for brought, _ in self._seen:
+            if brought.fqn not in self._wrong and brought.fqn not in proof.left_out:
+                proof.size_bytes += brought.box.volume * brought.dtype.itemsize
+        for number, (fqn, (brought, live, what)) in enumerate(self._wrong.items()):
+            proof.left_out.pop(fqn, None)
+            proof.wrong[fqn] = what
+            if number < _EXPLAINED and live is not None and not what:
+                try:
+                    proof.wrong[fqn] = self._what_it_is(brought, live)
+                except Exception as error:  # noqa: BLE001 - that it is wrong is known, whatever cannot be looked at
+                    log.info("what %s is instead cannot be said: %s", fqn, error)
+        return proof
+
+    # -- what was told by digests ---------------------------------------------------------------------------------
+
+    def _compare_copied(self, entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> None:
+        for window in _windows(entries):
+            parts = [(brought, live, one) for brought, live in window for one in brought.copied]
+            digests = tensor_digests([_part(live, one.box) for _, live, one in parts], self._evidence.copier)
+            for (brought, live, one), digest in zip(parts, digests, strict=True):
+                if not digest or not one.digest:
+                    self._proof.left_out[brought.fqn] = f"a {type(live).__name__} whose elements cannot be looked at"
+                elif digest != one.digest:
+                    self._wrong.setdefault(brought.fqn, (brought, live, ""))
+
+    # -- what the seal tells --------------------------------------------------------------------------------------
+
+    def _compare_sealed(self, part: int, moves: Sequence[SealedRun]) -> None:
+        live = self._live
+        moves = sorted(move for move in moves if live[move[2]] is not None)
+        if not moves:
+            return
+        shard = self._step.shards[part]
+        try:
+            fd = self._pinned.open(shard)
+        except TieredCheckpointError as error:
+            log.info("%s", error)
+            fd = -1
+        seal = struct.unpack(f"<{len(shard.checksums) // 8}Q", shard.checksums)
+        bad: list[_Chunk] = []
+        unread: list[_Chunk] = []
+
+        def compare(chunk: _Chunk) -> None:
+            got = chunk.digest(fd, shard)
+            if got is None:
+                unread.append(chunk)
+            elif got != seal[chunk.number]:
+                bad.append(chunk)
+
+        for chunks in _chunk_windows(moves, shard.chunk_bytes, _Views(live)):
+            self._evidence.copier.each(chunks, compare, len(chunks) * shard.chunk_bytes)
+        for chunk in unread:
+            for index in chunk.owners:
+                self._proof.left_out[self._evidence.brought[index].fqn] = "its shard is not in memory any more"
+        if bad:
+            self._find_wrong(shard, fd, bad)
+
+    def _find_wrong(self, shard: ShardIndex, fd: int, bad: Sequence[_Chunk]) -> None:
+        """Which of the entries in these chunks differ: the shard is good, or it is not what it was when it was read."""
+        size = shard.chunk_bytes
+        spans = [ByteRange(c.number * size, min((c.number + 1) * size, shard.size_bytes)) for c in bad]
+        found = self._looked_at(shard, fd, spans)
+        for index in sorted({index for chunk in bad for index in chunk.owners}):
+            brought, live = self._evidence.brought[index], self._live[index]
+            assert live is not None  # noqa: S101 - chunks are made of what is there
+            if found is not ShardCheck.GOOD:
+                what = f"or another entry beside it: their shard in memory is {found.value} since it was verified"
+                self._wrong.setdefault(brought.fqn, (brought, live, what))
+            elif not self._is_in_slot(brought, live, shard.key.part, fd):
+                self._wrong.setdefault(brought.fqn, (brought, live, ""))
+
+    def _looked_at(self, shard: ShardIndex, fd: int, spans: Sequence[ByteRange]) -> ShardCheck:
+        if fd < 0:
+            return ShardCheck.GONE
+        try:
+            return self._pinned.verify(shard, spans)
+        except TieredCheckpointError as error:
+            log.warning("%s", error)
+            return ShardCheck.UNREADABLE
+
+    def _is_in_slot(self, brought: LoadedItem, live: torch.Tensor, part: int, fd: int) -> bool:
+        there = flat_in_memory(live)
+        view = tensor_memory(there)
+        for base, run in self._runs(brought, part):
+            if _read(fd, base + run.source, run.size_bytes) != view[run.target : run.target + run.size_bytes]:
+                return False
+        return True
+
+    def _runs(self, brought: LoadedItem, part: int) -> Iterator[tuple[int, ByteRun]]:
+        for piece in brought.sealed:
+            if piece.part == part:
+                base = self._step.start(piece)
+                for run in byte_runs(piece.box, piece.entry.box, brought.box, piece.entry.itemsize):
+                    yield base, run
+
+    # -- what is there instead ------------------------------------------------------------------------------------
+
+    def _converted(self, brought: LoadedItem, live: torch.Tensor) -> None:
+        """An optimizer may keep a moment in another type than was saved: it is what was saved, converted."""
+        saved = self._saved(brought)
+        what = f"is {str(live.dtype).removeprefix('torch.')} now, {str(brought.dtype).removeprefix('torch.')} when read"
+        if saved is None or live.layout is not torch.strided:
+            self._proof.left_out[brought.fqn] = what
+        elif tensor_bytes(saved.to(live.dtype)) == tensor_bytes(live):
+            self._proof.size_bytes += live.nbytes
+        else:
+            self._wrong[brought.fqn] = brought, live, f"{what}, and not what was saved"
+
+    def _saved(self, brought: LoadedItem) -> torch.Tensor | None:
+        """The tensor as its shards in memory have it; ``None`` where that cannot be known any more."""
+        if brought.copied or not brought.sealed:
+            return None
+        saved = torch.empty(brought.box.sizes, dtype=brought.dtype)
+        view = tensor_memory(saved)
+        for part in {piece.part for piece in brought.sealed}:
+            shard = self._step.shards[part]
+            try:
+                spans = [self._step.tensor_range(piece) for piece in brought.sealed if piece.part == part]
+                if self._pinned.verify(shard, spans) is not ShardCheck.GOOD:
+                    return None
+                fd = self._pinned.open(shard)
+                for base, run in self._runs(brought, part):
+                    view[run.target : run.target + run.size_bytes] = _read(fd, base + run.source, run.size_bytes)
+            except (TieredCheckpointError, OSError):
+                return None
+        return saved
+
+    def _what_it_is(self, brought: LoadedItem, live: torch.Tensor) -> str:
+        if live.layout is not torch.strided:
+            return ""
+        if not has_ordinary_dispatch(live):
+            return ""
+        for other, where in self._seen:
+            if other.fqn == brought.fqn or where.layout is not torch.strided or not has_ordinary_dispatch(where):
+                continue
+            if where.numel() and where.data_ptr() == live.data_ptr():
+                return f"is the same memory as {other.fqn}"
+        there = tensor_bytes(live)
+        if not there.strip(b"\0"):
+            return "is all zeros"
+        candidates = [
+            one
+            for one in self._evidence.brought
+            if one is not brought and (one.box.sizes, one.dtype) == (brought.box.sizes, brought.dtype)
+        ]
+        for one in candidates[:_COMPARED_WITH]:
+            saved = self._saved(one)
+            if saved is not None:
+                equal = tensor_bytes(saved) == there
+            else:
+                equal = [c.digest for c in one.copied if c.box in (None, full_box(one.box.sizes))] == tensor_digests(
+                    [live], self._evidence.copier
+                )
+            if equal:
+                return f"has what was saved as {one.fqn}"
+        return ""
+
+
+class _Views:
+    """The bytes of tensors; those that do not lie in order are brought together, and let go of again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._tensors = tensors
+        self._flat: dict[int, int] = {}
+        self._made: dict[int, torch.Tensor] = {}
+        self.made_bytes = 0
+
+    def address_of(self, index: int) -> int:
+        address = self._flat.get(index)
+        if address is not None:
+            return address
+        if index in self._made:
+            return self._made[index].data_ptr()
+        tensor = self._tensors[index]
+        assert tensor is not None  # noqa: S101 - who asks has looked
+        if is_contiguous_in_memory(tensor) and has_ordinary_dispatch(tensor):
+            address = self._flat[index] = tensor.data_ptr()
+            return address
+        made = self._made[index] = flat_in_memory(tensor)
+        self.made_bytes += made.nbytes
+        return made.data_ptr()
+
+    def let_go(self, *, but: int = -1) -> None:
+        self._made = {index: made for index, made in self._made.items() if index == but}
+        self.made_bytes = 0
+
+
+class _Chunk:
+    """One chunk of a shard: where its bytes are in live memory. What is not there is read from the shard."""
+
+    __slots__ = ("number", "segments")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.segments: list[tuple[int, memoryview, int]] = []
+        """Where in the shard, the bytes, whose they are."""
+
+    @property
+    def owners(self) -> set[int]:
+        return {index for _, _, index in self.segments}
+
+    def digest(self, fd: int, shard: ShardIndex) -> int | None:
+        """As the seal has it; ``None`` when what is missing cannot be read."""
+        at = self.number * shard.chunk_bytes
+        stop = min(at + shard.chunk_bytes, shard.size_bytes)
+        start, view, _ = self.segments[0]
+        if start == at and len(view) == stop - at:
+            return xxhash.xxh3_64_intdigest(view)
+        state = xxhash.xxh3_64()
+        try:
+            for start, view, _ in self.segments:
+                if at < start:
+                    state.update(_read(fd, at, start - at))
+                state.update(view)
+                at = start + len(view)
+            if at < stop:
+                state.update(_read(fd, at, stop - at))
+        except OSError:
+            return None
+        return state.intdigest()
+
+
+def _chunk_windows(moves: Sequence[SealedRun], size: int, views: _Views) -> Iterator[list[_Chunk]]:
+    """``moves``, in their order, by chunks. Bytes that several entries have are in as many chunks of that number."""
+    while moves:
+        later, end = [], 0
+        chunks: list[_Chunk] = []
+        chunk = _Chunk(-1)
+        for move in moves:
+            start, left, index, offset = move
+            if start < end:
+                later.append(move)
+                continue
+            end = start + left
+            address = views.address_of(index) + offset
+            while left:
+                number = start // size
+                if number != chunk.number:
+                    if views.made_bytes > _WINDOW_BYTES:
+                        yield chunks
+                        chunks = []
+                        views.let_go(but=index)
+                    chunk = _Chunk(number)
+                    chunks.append(chunk)
+                count = min(left, (number + 1) * size - start)
+                chunk.segments.append((start, memory_at_address(address, count), index))
+                start, left, address = start + count, left - count, address + count
+        yield chunks
+        views.let_go()
+        moves = later
+
+
+def _read(fd: int, start: int, size: int) -> bytes:
+    if fd < 0:
+        raise OSError("not open")
+    found = os.pread(fd, size, start)
+    while len(found) < size:
+        more = os.pread(fd, size - len(found), start + len(found))
+        if not more:
+            raise OSError(f"the file ends {size - len(found)} bytes early")
+        found += more
+    return found
+
+
+# -- bytes of tensors ---------------------------------------------------------------------------------------------
+
+
+def flat_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in order, in this process's memory: itself, or a copy."""
+    if is_contiguous_in_memory(tensor) and has_ordinary_dispatch(tensor):
+        return tensor.detach()
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def tensor_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor, for as long as somebody has it."""
+    return memory_at_address(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    tensor = flat_in_memory(tensor)
+    return bytes(tensor_memory(tensor))
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Plain tensors that are all there is to ``tensor``; none where that cannot be said."""
+    tensor = tensor.detach()
+    wraps: Any = tensor
+    if is_traceable_wrapper_subclass(wraps):
+        names, _ = wraps.__tensor_flatten__()
+        return [part for name in names for part in inner_tensors(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [flat_in_memory(tensor.indices()), flat_in_memory(tensor.values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [flat_in_memory(one) for one in (tensor.crow_indices(), tensor.col_indices(), tensor.values())]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [flat_in_memory(one) for one in (tensor.ccol_indices(), tensor.row_indices(), tensor.values())]
+    if tensor.layout is not torch.strided or tensor.is_nested or not has_ordinary_dispatch(tensor):
+        return []
+    return [flat_in_memory(tensor.int_repr() if tensor.is_quantized else tensor)]
+
+
+def tensor_digests(tensors: Sequence[torch.Tensor], copier: Copier) -> list[bytes]:
+    """Of each tensor's elements in order; nothing for those that cannot be looked at."""
+    kept, jobs = [], []
+    found: list[list[int]] = []
+    for tensor in tensors:
+        parts = inner_tensors(tensor)
+        kept.append(parts)
+        sums: list[int] = []
+        found.append(sums)
+        for part in parts:
+            view = tensor_memory(part)
+            for start in range(0, max(1, len(view)), _BLOCK_BYTES):
+                jobs.append((sums, len(sums), view[start : start + _BLOCK_BYTES]))
+                sums.append(0)
+
+    def one(job: tuple[list[int], int, memoryview]) -> None:
+        sums, number, view = job
+        sums[number] = xxhash.xxh3_64_intdigest(view)
+
+    copier.each(jobs, one, sum(len(view) for _, _, view in jobs))
+    return [struct.pack(f"<{len(sums)}Q", *sums) for sums in found]
+
+
+def _part(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+    if box is None or tensor.layout is not torch.strided:
+        return tensor
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if tensor.size(axis) != size:
+            tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+def _windows(entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> Iterator[list[tuple[LoadedItem, torch.Tensor]]]:
+    window: list[tuple[LoadedItem, torch.Tensor]] = []
+    size = 0
+    for one in entries:
+        window.append(one)
+        size += one[0].box.volume * one[0].dtype.itemsize
+        if size >= _WINDOW_BYTES:
+            yield window
+            window, size = [], 0
+    if window:
+        yield window

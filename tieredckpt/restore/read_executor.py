@@ -1,0 +1,417 @@
+"""One rank's reads: from each piece's nearest copy into its tensor, through pinned buffers to devices.
+
+What belongs on a device goes through registered buffers: some threads fill one while the device empties the other.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from peerstore.peers.range_reader import ReadTarget
+from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
+from tieredckpt.format.slice_boxes import Box, ByteRun, byte_runs, relative_box, split_box
+from tieredckpt.resolve_step import Tier
+from tieredckpt.restore.proof import LoadedItem, LoadEvidence
+from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
+from tieredckpt.restore.verified_reads import PinnedShards, read_durable_shard
+from tieredckpt.session.session import Session
+from tieredckpt.tensors.device import DeviceCopy, accelerator
+from tieredckpt.tensors.safe_objects import check_safe_object
+from tieredckpt.tensors.slot_copy import MemoryCopy, StagingBuffers, memory_at_address
+from tieredckpt.tensors.state_dict import (
+    dtype_from_name,
+    dtype_name,
+    has_ordinary_dispatch,
+    is_plain_tensor,
+    is_writable_in_place,
+    require_materialized,
+)
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 256 << 20
+_MOVED_BYTES = 32 << 20
+"""Of what was fetched, so much is copied to its place at a time."""
+_Wanted = list[tuple[ByteRange, int]]
+_ALIGNED = 64
+"""Elements of any type may begin there."""
+
+
+class _DeviceRead(NamedTuple):
+    """A piece and the tensor on a device that has room for it."""
+
+    piece: TensorPiece
+    base: int
+    """Where its entry begins in the shard."""
+    target: torch.Tensor
+    wanted: Box
+    """What ``target`` is of the whole tensor."""
+    place: torch.device
+
+
+class _Batch:
+    """What goes through one buffer, and where from."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        """Of what is used of the buffer."""
+        self.near: defaultdict[int, list[MemoryCopy]] = defaultdict(list)
+        self.far: defaultdict[int, _Wanted] = defaultdict(list)
+        self.copies: defaultdict[torch.device, list[DeviceCopy]] = defaultdict(list)
+
+
+@runtime_checkable
+class TensorTaker(Protocol):
+    """A planner that has no template: where more than type and shape was saved, it gets the tensor as it was."""
+
+    def take_tensor(self, fqn: str, tensor: torch.Tensor) -> None: ...
+
+
+class ReadExecutor:
+    """One rank's reads of one step."""
+
+    def __init__(
+        self,
+        session: Session,
+        step: RankReadPlan,
+        pinned: PinnedShards,
+        planner: LoadPlanner,
+        *,
+        cast: bool,
+        trust: bool,
+        evidence: LoadEvidence | None = None,
+    ) -> None:
+        self._session = session
+        self._cast = cast
+        self._trust = trust
+        self._step = step
+        self._pinned = pinned
+        self._planner = planner
+        self._evidence = evidence
+        self._to_note: list[tuple[LoadedItem, Box | None, torch.Tensor]] = []
+        """What the evidence is to have digests of, once it is there."""
+        self._begun: set[int] = set()
+        """Where targets begin that are filled together."""
+        self._near: dict[int, list[MemoryCopy]] = defaultdict(list)
+        """For shards in memory: which bytes (by their place in the shard) go to which address."""
+        self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
+        """For shards on other nodes and in the durable tier: which bytes go to which address."""
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets that are filled from a buffer of their own at the end, and the buffer."""
+        self._device = accelerator()
+        self._on_devices: list[_DeviceRead] = []
+        self._buffers: StagingBuffers | None = None
+        self._done: list[tuple[ReadItem, torch.Tensor]] = []
+        self.bytes_by_tier: dict[str, int] = defaultdict(int)
+        self.bytes_by_node: dict[str, int] = defaultdict(int)
+        """What came from the memory of each other node."""
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        try:
+            self._run(items)
+        finally:
+            if self._buffers is not None:
+                self._buffers.close()
+
+    def _run(self, items: Sequence[ReadItem]) -> None:
+        size = 0
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._load_object(item)
+                continue
+            target = self._planner.resolve_tensor(item)
+            if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
+                target = target.detach()
+            self._plan_tensor(item, target)
+            self._done.append((item, target))
+            size += target.numel() * target.element_size()
+            if size >= _WINDOW_BYTES:
+                self._flush()
+                size = 0
+        self._flush()
+
+    def _load_object(self, item: ReadItem) -> None:
+        """Planners unpickle what they are given, so that is looked at first."""
+        data = self._object(item.storage_index.fqn)
+        if not self._trust:
+            check_safe_object(item.storage_index.fqn, data)
+        if self._evidence is not None:
+            self._evidence.has_object(item.storage_index.fqn, data)
+        self._planner.load_bytes(item, io.BytesIO(data))
+
+    def _flush(self) -> None:
+        self._bring(self._near, self._far)
+        if self._on_devices:
+            self._fill_devices()
+        for target, buffer in self._after:
+            target.copy_(buffer)
+        if self._evidence is not None:
+            self._evidence.copied(self._to_note)
+        self._to_note = []
+        self._begun.clear()
+        for item, target in self._done:
+            self._planner.commit_tensor(item, target)
+        self._after, self._done, self._on_devices = [], [], []
+        self._near.clear()
+        self._far.clear()
+
+    def _bring(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> None:
+        """Bytes of shards to addresses of this process, from wherever they are."""
+        copier = self._session.copier
+        for part, moves in near.items():
+            try:
+                copier.read(self._pinned.file(part), moves)
+            except OSError as error:
+                raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
+        for part, wanted in self._pull(far).items():
+            self._fetch(part, wanted)
+
+    def _fill_devices(self) -> None:
+        """A buffer full after the other. Returns when the devices have everything."""
+        buffers = self._buffers = self._buffers or StagingBuffers(self._device, self._on_devices[0].place)
+        buffer, batch = buffers.next(), _Batch()
+        for one in self._on_devices:
+            entry = one.piece.entry
+            dtype = dtype_from_name(entry.dtype)
+            near = self._step.tier(one.piece.part) is Tier.MEMORY
+            for box in split_box(one.piece.box, buffers.size_bytes // entry.itemsize):
+                size = box.volume * entry.itemsize
+                if batch.end + size > buffers.size_bytes:
+                    self._send(buffers, batch)
+                    buffer, batch = buffers.next(), _Batch()
+                at, part = batch.end, one.piece.part
+                for run in byte_runs(box, entry.box, box, entry.itemsize):
+                    source, address = one.base + run.source, buffer.address + at + run.target
+                    if near:
+                        batch.near[part].append(MemoryCopy(address, source, run.size_bytes))
+                    else:
+                        batch.far[part].append((ByteRange(source, source + run.size_bytes), address))
+                target = _narrow(one.target, relative_box(box, one.wanted))
+                batch.copies[one.place].append(DeviceCopy(target, buffer.tensor(at, dtype, box.sizes)))
+                batch.end += -(-size // _ALIGNED) * _ALIGNED
+        self._send(buffers, batch)
+        buffers.finish()
+
+    def _send(self, buffers: StagingBuffers, batch: _Batch) -> None:
+        self._bring(batch.near, batch.far)
+        buffers.send(batch.copies)
+
+    def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
+        fqn, wanted = item.storage_index.fqn, read_item_box(item)
+        if tuple(target.shape) != wanted.sizes:
+            raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
+        if is_plain_tensor(target):
+            require_materialized(fqn, target)
+        place = self._device.place_of(target)
+        if place is not None and not (is_plain_tensor(target) and has_ordinary_dispatch(target)):
+            place = None  # what its elements are made of is known to its class alone
+        bytewise = place is None and is_writable_in_place(target)
+        if bytewise and not target.is_inference():
+            increment_version(target)  # autograd has to see that what it kept of it is gone
+        brought = None
+        if self._evidence is not None:
+            if target.layout is torch.strided and target.numel() and has_ordinary_dispatch(target):
+                if target.data_ptr() in self._begun:  # bound twice: what is there is noted before it is filled again
+                    self._flush()
+                self._begun.add(target.data_ptr())
+            brought = self._evidence.begin(item, wanted, target)
+        for piece in self._step.pieces[fqn, wanted]:
+            self._check_dtype(fqn, piece.entry.dtype, target)
+            self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
+
+    def _plan_piece(
+        self,
+        piece: TensorPiece,
+        target: torch.Tensor,
+        wanted: Box,
+        brought: LoadedItem | None,
+        *,
+        place: torch.device | None,
+        bytewise: bool,
+    ) -> None:
+        step, entry = self._step, piece.entry
+        near = step.tier(piece.part) is Tier.MEMORY
+        if piece.item >= 0:
+            saved = self._from_archive(piece)
+            if isinstance(self._planner, TensorTaker) and piece.box.sizes == entry.shape:
+                self._planner.take_tensor(entry.fqn, saved)
+            else:
+                _put(target, relative_box(piece.box, wanted), saved, entry.fqn)
+                self._note(brought, piece, target, wanted)
+            return
+        if near:
+            self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
+        base = step.start(piece)
+        alike = dtype_name(target.dtype) == entry.dtype
+        if place is not None:
+            if piece.box.volume:
+                self._on_devices.append(_DeviceRead(piece, base, target, wanted, place))
+            found = list(byte_runs(piece.box, entry.box, wanted, entry.itemsize)) if alike and near else []
+            if not found or not self._is_sealed(brought, piece, base, found):
+                self._note(brought, piece, target, wanted)
+            return
+        simple = bytewise and alike
+        if near and not simple:
+            source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
+            _narrow(target, relative_box(piece.box, wanted)).copy_(_narrow(source, relative_box(piece.box, entry.box)))
+            self._note(brought, piece, target, wanted)
+            return
+        frame, whole = wanted, target
+        if not simple:
+            buffer = torch.empty(piece.box.sizes, dtype=dtype_from_name(entry.dtype))
+            self._after.append((_narrow(target, relative_box(piece.box, wanted)), buffer))
+            target, frame = buffer, piece.box
+        address = target.data_ptr()
+        found = list(byte_runs(piece.box, entry.box, frame, entry.itemsize))
+        if not near or not self._is_sealed(brought, piece, base, found):
+            self._note(brought, piece, whole, wanted)
+        if near:
+            self._near[piece.part].extend(
+                MemoryCopy(address + run.target, base + run.source, run.size_bytes) for run in found
+            )
+            return
+        for run in found:
+            at = base + run.source
+            self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+
+    def _is_sealed(self, brought: LoadedItem | None, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
+        """Whether what was brought can be told by the seal of its shard."""
+        return brought is not None and self._evidence is not None and self._evidence.sealed(brought, piece, base, found)
+
+    def _note(self, brought: LoadedItem | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
+        if brought is not None:
+            box = relative_box(piece.box, wanted) if target.layout is torch.strided else None
+            part = target if box is None else _narrow(target, box)
+            self._to_note.append((brought, box, part))
+
+    def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
+        kind = dtype_from_name(dtype)
+        size = Box(sizes, sizes).volume * kind.itemsize
+        if not size:
+            return torch.empty(sizes, dtype=kind)
+        view = self._pinned.view(part)[start : start + size]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes through it
+            return torch.frombuffer(view, dtype=torch.uint8).view(kind).view(sizes)
+
+    def _pull(self, far: Mapping[int, _Wanted]) -> dict[int, _Wanted]:
+        """What other nodes have of it, straight to where it is to be; the rest is the answer: the durable tier's."""
+        step = self._step
+        near = {part: wanted for part, wanted in far.items() if step.tier(part) is Tier.PEER}
+        left = {part: wanted for part, wanted in far.items() if part not in near}
+        failed = self._pull_targets(
+            {
+                part: [ReadTarget(first, last, memory_at_address(at, last - first)) for (first, last), at in wanted]
+                for part, wanted in near.items()
+            }
+        )
+        return {**left, **{part: near[part] for part in failed}}
+
+    def _pull_targets(self, targets: Mapping[int, Sequence[ReadTarget]]) -> list[int]:
+        """Fill ``targets`` from other nodes; the answer is the parts that have to come from the durable tier."""
+        step = self._step
+        left, by_node = self._session.peers.read(targets, step.shards, step.sources, step.found)
+        for node, count in by_node.items():
+            self.bytes_by_node[node] += count
+            self.bytes_by_tier[Tier.PEER.value] += count
+        return left
+
+    def _fetch(self, part: int, wanted: _Wanted) -> None:
+        shard = self._step.shards[part]
+        self.bytes_by_tier[Tier.DURABLE.value] += sum(last - first for (first, last), _ in wanted)
+        order = sorted(wanted)
+        begun, at = list[tuple[ByteRange, int]](), 0
+        moves: list[MemoryCopy] = []
+        kept: list[memoryview] = []
+        size = 0
+        for found in read_durable_shard(self._session.durable_store(), shard, [one for one, _ in order]):
+            stop = found.start + len(found.data)
+            address = _address(found.data)
+            while at < len(order) and order[at][0].start < stop:
+                begun.append(order[at])
+                at += 1
+            for (first, last), target in begun:
+                low, high = max(first, found.start), min(last, stop)
+                if low < high:
+                    moves.append(MemoryCopy(target + low - first, address + low - found.start, high - low))
+            begun = [one for one in begun if one[0].stop > stop]
+            kept.append(found.data)
+            size += len(found.data)
+            if size >= _MOVED_BYTES:
+                self._session.copier.move(moves)
+                moves, kept, size = [], [], 0
+        self._session.copier.move(moves)
+
+    def _object(self, fqn: str) -> bytes:
+        return self._item(*self._step.object(fqn))
+
+    def _item(self, part: int, span: ByteRange) -> bytes:
+        if self._step.tier(part) is Tier.MEMORY:
+            self.bytes_by_tier[Tier.MEMORY.value] += span.stop - span.start
+            return bytes(self._pinned.view(part)[span.start : span.stop])
+        if self._step.tier(part) is Tier.PEER:
+            data = bytearray(span.stop - span.start)  # no larger than its shard, whose layout has been checked
+            if not self._pull_targets({part: [ReadTarget(span.start, span.stop, memoryview(data))]}):
+                return bytes(data)
+        self.bytes_by_tier[Tier.DURABLE.value] += span.stop - span.start
+        out = bytearray()  # grown by what is there: its claimed size is not to be trusted with memory
+        for found in read_durable_shard(self._session.durable_store(), self._step.shards[part], [span]):
+            low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
+            out += found.data[low - found.start : high - found.start]
+        return bytes(out)
+
+    def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
+        saved = torch.load(
+            io.BytesIO(self._item(piece.part, self._step.archive_range(piece))), map_location="cpu", weights_only=True
+        )
+        if not isinstance(saved, torch.Tensor):
+            raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
+        return _narrow(saved, relative_box(piece.box, piece.entry.box))
+
+    def _check_dtype(self, fqn: str, saved: str, target: torch.Tensor) -> None:
+        if not self._cast and saved != dtype_name(target.dtype):
+            raise MismatchError(
+                f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor "
+                'of the same type, or pass on_dtype_mismatch="cast" to TieredReader (by URL: tiered://JOB?cast=1)'
+            )
+
+
+def read_item_box(item: ReadItem) -> Box:
+    """What a read item wants, in global coordinates: independent of how the step it was planned against is cut."""
+    index: MetadataIndex = item.storage_index
+    start = index.offset if index.offset is not None else (0,) * len(item.lengths)
+    return Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), tuple(item.lengths))
+
+
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if tensor.size(axis) != size:
+            tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+def _address(data: memoryview) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def _put(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
+    """Copy a tensor out of an archive: unlike others it has a layout, which the target may or may not share."""
+    if target.layout is torch.strided:
+        _narrow(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
+    elif target.layout is saved.layout:
+        with torch.no_grad():
+            target.resize_as_sparse_(saved).copy_(saved)
+    else:
+        raise MismatchError(f"{fqn} was saved as {saved.layout} and is to be loaded into {target.layout}")

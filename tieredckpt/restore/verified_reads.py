@@ -1,0 +1,228 @@
+"""Bytes of stored shards, verified by checksum before use, from memory or the object store."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+
+from peerstore import checksums
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError, ShardUnreadableError
+from peerstore.server.store_api import Store
+from peerstore.shard_records import Pin, VersionId
+from peerstore.store.arena import FileMapping
+from tieredckpt.durable.object_store import ObjectStore
+from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
+from tieredckpt.format.manifest import ShardIndex, decompress_chunk
+from tieredckpt.restore.step_index import ByteRange, chunk_ranges
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 32 << 20
+
+
+class VerifiedBytes(NamedTuple):
+    """Bytes of a shard from ``start`` on that were compared with their checksums."""
+
+    start: int
+    data: memoryview
+
+
+class ShardCheck(enum.Enum):
+    """What a look at a shard in this node's memory has found."""
+
+    GOOD = "good"
+    GONE = "given up while it was looked for"
+    DAMAGED = "damaged"
+    UNREADABLE = "kept, but cannot be read for now"
+
+
+class PinnedShards:
+    """Shards of one step in this node's memory, kept in place while they are read."""
+
+    def __init__(self, store: Store, group: VersionId) -> None:
+        self._store = store
+        self.group = group
+        self._pins: dict[int, Pin] = {}
+        self._maps: dict[int, FileMapping] = {}
+        self._checked: dict[int, set[tuple[int, int]]] = {}
+
+    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> ShardCheck:
+        """Pin the shard and have its bytes in ``ranges`` compared with their checksums."""
+        part = shard.key.part
+        wanted = chunk_ranges(ranges, shard.chunk_bytes)
+        try:
+            if part not in self._pins:
+                self._pins[part] = self._store.pin(shard.key)
+            done = self._checked.setdefault(part, set())
+            for chunks in wanted:
+                if chunks not in done:
+                    if self._store.verify(shard.key, chunks):
+                        return ShardCheck.DAMAGED
+                    done.add(chunks)
+        except ShardNotFoundError:
+            return ShardCheck.GONE
+        except ShardDamagedError:
+            return ShardCheck.DAMAGED
+        except ShardUnreadableError as error:
+            log.warning("%s", error)
+            return ShardCheck.UNREADABLE
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"{shard.key} cannot be verified: {error}") from error
+        return ShardCheck.GOOD
+
+    def open(self, shard: ShardIndex) -> int:
+        """The shard's file, pinned if it was not. :class:`TierUnavailableError` when it is gone or cannot be read."""
+        part = shard.key.part
+        if part not in self._pins:
+            try:
+                self._pins[part] = self._store.pin(shard.key)
+            except PeerStoreError as error:
+                raise TierUnavailableError(f"{shard.key} cannot be read again: {error}") from error
+        return self._pins[part].fd
+
+    def file(self, part: int) -> int:
+        """The shard as an open file: reading a byte once costs less than mapping its page first."""
+        return self._pins[part].fd
+
+    def view(self, part: int) -> memoryview:
+        return self._mapping(part).view
+
+    def _mapping(self, part: int) -> FileMapping:
+        known = self._maps.get(part)
+        if known is None:
+            pin = self._pins[part]
+            try:
+                known = self._maps[part] = FileMapping(pin.fd, pin.record.size_bytes)
+            except (OSError, ValueError) as error:
+                raise TierUnavailableError(f"{pin.record.key} cannot be mapped: {error}") from error
+        return known
+
+    def release(self) -> bool:
+        """Let go of everything; False when a shard was not held all the time, so that what was read is unproven."""
+        held = True
+        for mapping in self._maps.values():
+            with contextlib.suppress(BufferError):  # somebody's view is collected later
+                mapping.close()
+        for pin in self._pins.values():
+            pin.close()
+            try:
+                held &= self._store.unpin(pin.id)
+            except PeerStoreError:
+                held = False
+        self._maps.clear()
+        self._pins.clear()
+        self._checked.clear()
+        return held
+
+
+def read_durable_shard(store: ObjectStore, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Iterator[VerifiedBytes]:
+    """The chunks that hold ``ranges``, window by window, so that memory stays bounded whatever is asked for."""
+    places = _places(shard)
+    window: list[tuple[int, int]] = []
+    size = 0
+    for first, stop in chunk_ranges(ranges, shard.chunk_bytes):
+        step = max(1, _WINDOW_BYTES // shard.chunk_bytes)
+        for start in range(first, stop, step):
+            chunks = (start, min(stop, start + step))
+            window.append(chunks)
+            size += (chunks[1] - chunks[0]) * shard.chunk_bytes
+            if size >= _WINDOW_BYTES:
+                yield from _window(store, shard, window, places)
+                window, size = [], 0
+    if window:
+        yield from _window(store, shard, window, places)
+
+
+def damaged_chunks(store: ObjectStore, shard: ShardIndex, advance: Callable[[int], None] = lambda _: None) -> list[int]:
+    """Read all of a shard's object and compare it with its checksums; the chunks that differ or are not there.
+
+    An object that is not there at all is an error: that is another finding than damage.
+    """
+    count = checksums.chunk_count(shard.size_bytes, shard.chunk_bytes)
+    step = max(1, _WINDOW_BYTES // shard.chunk_bytes)
+    places = _places(shard)
+    bad: list[int] = []
+    for first in range(0, count, step):
+        stop = min(count, first + step)
+        if _differs(store, shard, (first, stop), places):
+            bad += [chunk for chunk in range(first, stop) if _differs(store, shard, (chunk, chunk + 1), places)]
+        advance(min(stop * shard.chunk_bytes, shard.size_bytes) - first * shard.chunk_bytes)
+    return bad
+
+
+def _differs(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int], places: Sequence[int]) -> bool:
+    bad: list[int] = []
+    try:
+        (buffer,) = store.get_ranges(shard.object, [_stored(chunks, places)])
+    except CheckpointDamagedError:  # the object ends early
+        return True
+    _verified(shard, chunks, buffer, bad)
+    return bool(bad)
+
+
+def _window(
+    store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]], places: Sequence[int]
+) -> Iterator[VerifiedBytes]:
+    for again in (False, True):
+        buffers = store.get_ranges(shard.object, [_stored(chunks, places) for chunks in window])
+        bad: list[int] = []
+        found = [_verified(shard, chunks, buffer, bad) for chunks, buffer in zip(window, buffers, strict=True)]
+        if not bad:
+            yield from found
+            return
+        # The object may be good and the way to it bad: it is asked for once more before it is called damaged.
+        log.warning(
+            "%s: chunk %d of %s differs%s", shard.key, bad[0], shard.object, " again" if again else ", asking again"
+        )
+    raise CheckpointDamagedError(
+        f"{shard.key}: {len(bad)} chunks of {shard.object} in {store.url} are not what was saved, first: {bad[0]}"
+    )
+
+
+def _places(shard: ShardIndex) -> Sequence[int]:
+    """Where each chunk begins in the object, and where the last one ends."""
+    if shard.encoding == "zstd":
+        return [*itertools.accumulate(shard.frames, initial=0)]
+    return [*range(0, shard.size_bytes, shard.chunk_bytes), shard.size_bytes]
+
+
+def _stored(chunks: tuple[int, int], places: Sequence[int]) -> tuple[int, int]:
+    last = len(places) - 1  # who asks for what is behind it gets too little, and so damage
+    return places[min(chunks[0], last)], places[min(chunks[1], last)]
+
+
+def _verified(shard: ShardIndex, chunks: tuple[int, int], buffer: Buffer, bad: list[int]) -> VerifiedBytes:
+    first, stop = chunks
+    start = first * shard.chunk_bytes
+    size = min(stop * shard.chunk_bytes, shard.size_bytes) - start
+    data = memoryview(buffer).cast("B")
+    if shard.encoding == "zstd":
+        data = memoryview(_unpacked(shard, chunks, data, bad))
+    if len(data) != size:
+        bad.extend(range(first, stop))
+        return VerifiedBytes(start, data)
+    expected = shard.checksums[8 * first : 8 * stop]
+    bad.extend(first + chunk for chunk in checksums.mismatched_chunks(data, expected, chunk_bytes=shard.chunk_bytes))
+    return VerifiedBytes(start, data)
+
+
+def _unpacked(shard: ShardIndex, chunks: tuple[int, int], data: memoryview, bad: list[int]) -> bytes:
+    import zstandard
+
+    out, at = [], 0
+    for chunk in range(*chunks):
+        size = min(shard.chunk_bytes, shard.size_bytes - chunk * shard.chunk_bytes)
+        frame = data[at : at + shard.frames[chunk]]
+        at += shard.frames[chunk]
+        try:
+            out.append(decompress_chunk(frame, size))
+        except zstandard.ZstdError:
+            bad.append(chunk)
+            return b""
+    return b"".join(out)

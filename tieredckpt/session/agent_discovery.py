@@ -1,0 +1,303 @@
+"""Exchange of the agents' addresses between a job's nodes, through the ranks' store."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from peerstore.errors import PeerStoreError
+from peerstore.membership.topology import MemberList, PeerNode, member_list
+from peerstore.message_codec import from_json
+from peerstore.settings import JobPeersConfig
+from peerstore.transport.authentication import generate_secret
+from tieredckpt.agent.agent_api import KnownPeers
+from tieredckpt.agent.peer_config import (
+    DISCOVERY_OFF,
+    DISCOVERY_WORLD,
+    configured_peer_plan,
+    is_unreplicated,
+    peer_secret,
+    replication_settings,
+)
+from tieredckpt.errors import SettingsError, TierUnavailableError
+from tieredckpt.session.session import Session
+from tieredckpt.settings import PeerSettings, is_local_rank_zero, local_world_size
+
+log = logging.getLogger(__name__)
+
+_WITHIN = timedelta(seconds=120)
+_SILENT_S = 30.0
+"""How long nodes that the job went on with are waited for by one that it went on without."""
+_LOOK_AGAIN_S = 0.5
+
+
+class _PeerPlanOffer(msgspec.Struct, frozen=True):
+    """What the first rank tells all others."""
+
+    roster: MemberList | None
+    secret: bytes
+    """Where none is configured: the store asks nobody who he is, so everybody who reaches it can read this."""
+    problem: str = ""
+    unreachable: str = ""
+    """Which ranks cannot reach their node's agent, and why."""
+    one_agent: bool = False
+    """There is only one node, whatever the launcher says."""
+    nonce: bytes = b""
+    proof: bytes = b""
+    """Where one is configured: of ``nonce`` and the nodes, and only who has the same secret can have made it."""
+
+
+class _NodeHello(msgspec.Struct, frozen=True):
+    """What the first rank of a node tells the first rank of all."""
+
+    node: PeerNode | None
+    version: int | None
+    """Of the list of nodes it knows from an earlier world of the job; ``None``: it was in none."""
+    problem: str = ""
+    """Why it does not know its node."""
+
+
+def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
+    """Have this node's agent know those of the job's other nodes, to which it says what is whole, and where it keeps
+    copies, as the settings say. Whether there are copies.
+
+    ``restoring``: also nodes that no rank is on any more may be read from, while they are there: where several leave
+    at once, a shard and all its copies may be on those. Before the next save they are let go of, so that nothing new is
+    kept there, and nobody's quorum depends on them.
+    """
+    peer = session.settings.peer
+    if peer.discovery == DISCOVERY_OFF:
+        return False
+    try:
+        plan = (
+            _plan_of_world(session, peer, restoring)
+            if peer.discovery == DISCOVERY_WORLD
+            else configured_peer_plan(peer)
+        )
+        if plan is not None:
+            session.join(plan)
+            first = peer.discovery == DISCOVERY_WORLD and is_local_rank_zero()
+            session.renew = partial(_renewed, session) if first else None
+        return plan is not None and not is_unreplicated(peer)
+    except PeerStoreError as error:
+        raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
+
+
+def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
+    """The nodes of all ranks, told through the store that the ranks met at; ``None`` on a single node."""
+    local = local_world_size()
+    if not dist.is_initialized() or local == 0:
+        return None
+    if local == dist.get_world_size():
+        return _plan_of_last(session, peer, restoring)
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
+    rank = dist.get_rank()
+    prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # not what an earlier attempt has said
+    known, guest, error = None, None, None
+    try:
+        me = session.node.me() if is_local_rank_zero() else None
+        if me is not None:
+            store.set(f"{prefix}/here/{me.id}", "1")
+        known = _acquaintance(session, restoring, partial(_is_here, store, prefix)) if is_local_rank_zero() else None
+        guest = None if me is None else _NodeHello(me, known.version if known is not None else None)
+    except PeerStoreError as problem:  # the others wait for what this rank says
+        error, guest = problem, _NodeHello(None, None, f"rank {rank}: {problem}")
+    store.set(f"{prefix}/{rank}", _text(guest))
+    if rank == 0:
+        guests = _guests(store, prefix)
+        lost = "; ".join(guest.problem for guest in guests.values() if guest.problem)
+        teller = -1 if lost else _teller(guests)
+        store.set(f"{prefix}/teller", str(teller))
+        if lost:
+            store.set(f"{prefix}/all", _text(_PeerPlanOffer(None, b"", unreachable=lost)))
+    if error is not None:
+        raise error
+    if known is not None and _told(store, f"{prefix}/teller") == str(rank).encode():
+        if peer.secret:
+            known = msgspec.structs.replace(known, secret=b"")
+        store.set(f"{prefix}/known", _text(known))
+    if rank == 0 and not lost:
+        newest = None
+        if teller >= 0:
+            newest = from_json(_told(store, f"{prefix}/known"), KnownPeers)
+        store.set(
+            f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, session.job, restoring=restoring))
+        )
+    invitation = from_json(_told(store, f"{prefix}/all"), _PeerPlanOffer)
+    if not peer.secret:
+        _forget(store, prefix)
+    if invitation.unreachable:
+        raise TierUnavailableError(invitation.unreachable)
+    if invitation.problem:
+        raise SettingsError(invitation.problem)
+    session.one_agent = invitation.one_agent
+    if invitation.roster is None:
+        return None
+    return JobPeersConfig(_agreed(invitation, peer, session.job), replication_settings(peer), roster=invitation.roster)
+
+
+def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
+    """The secret, as it is configured here or as it was told."""
+    mine = peer_secret(peer) if peer.secret else b""
+    if not mine and invitation.proof:
+        raise SettingsError(
+            "peer.secret: the first rank's node has one, and this node has none: configure the same on all nodes"
+        )
+    if not mine:
+        _warn_of_open_secret(job)
+        return invitation.secret
+    if not hmac.compare_digest(invitation.proof, _proof(mine, job, invitation)):
+        raise SettingsError(
+            "peer.secret: this node's is not the first rank's, or somebody else has changed the list of nodes on its "
+            "way: configure the same secret on all nodes"
+        )
+    return mine
+
+
+@functools.cache  # once is enough: ranks meet in every world
+def _warn_of_open_secret(job: str) -> None:
+    log.warning(
+        "%s: peer.secret is not set, so its nodes share one through torch.distributed's store, which does not "
+        "authenticate: whoever reaches that store while they meet can read and replace the copies that they keep for "
+        "each other. On a shared network set peer.secret=file:/path (TIEREDCKPT_PEER_SECRET) on all nodes",
+        job,
+    )
+
+
+def _proof(secret: bytes, job: str, invitation: _PeerPlanOffer) -> bytes:
+    """That who made this list of nodes knows the secret; of another purpose than what the agents prove."""
+    said = (b"tieredckpt invitation 1", job.encode(), invitation.nonce, _text(invitation.roster).encode())
+    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in said), "sha256")
+
+
+def _forget(store: torch.distributed.Store, prefix: str) -> None:
+    """The last rank that has read the secret takes it out of the store, where that can."""
+    if store.add(f"{prefix}/read", 1) % dist.get_world_size() == 0:
+        for key in ("all", "known"):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                store.delete_key(f"{prefix}/{key}")
+
+
+def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
+    """On a single node: ``None``, unless it knows others from an earlier world. Those may be read from, no more.
+
+    Also where none of them lives: what the job's quorum is counted from is this node alone from now on.
+    """
+    known = _acquaintance(session, restoring)
+    me = session.node.me() if known is not None else None
+    if known is None or me is None or restoring:
+        return None
+    return JobPeersConfig(known.secret, replication_settings(peer), roster=member_list(time.time_ns(), [me]))
+
+
+def _acquaintance(
+    session: Session, restoring: bool, is_here: Callable[[str], bool] = lambda _node: False
+) -> KnownPeers | None:
+    """What this node knows of the job. Where that went on without it, on nodes that are away just now, they are waited
+    for: a job that begins here meanwhile begins from an older step than it has.
+
+    ``is_here`` says of a node that a rank of this very world is on it: the two meet here, and not before.
+    """
+    known = session.node.acquaintance(session.job)
+    if not restoring or known is None:
+        return known
+    deadline = time.monotonic() + _SILENT_S
+    waited_for = ""
+    while known is not None and (silent := ", ".join(node for node in known.silent if not is_here(node))):
+        if time.monotonic() >= deadline:
+            log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
+            return known
+        if silent != waited_for:
+            log.warning(
+                "%s went on without this node, on %s: waiting up to %.0f s for that", session.job, silent, _SILENT_S
+            )
+            waited_for = silent
+        time.sleep(_LOOK_AGAIN_S)
+        known = session.node.acquaintance(session.job)
+    return known
+
+
+def _is_here(store: torch.distributed.Store, prefix: str, node: str) -> bool:
+    return store.check([f"{prefix}/here/{node}"])
+
+
+def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
+    """This node's agent has begun again: say where it listens now, and hear where those of the other nodes do."""
+    me = session.node.me()
+    if plan.roster is None or me is None or not dist.is_initialized():
+        return plan
+    store, prefix = dist.distributed_c10d._get_default_store(), f"tieredckpt/{session.job}/nodes/at"
+    try:
+        store.set(f"{prefix}/{me.id}", _text(me))
+        nodes = [
+            from_json(store.get(f"{prefix}/{node.id}"), PeerNode) if store.check([f"{prefix}/{node.id}"]) else node
+            for node in plan.roster.nodes
+        ]
+    except RuntimeError as error:  # the next world says it anyway
+        log.warning("%s: where this node's agent listens now was not told: %s", session.job, error)
+        return plan
+    if tuple(sorted(nodes)) == plan.roster.nodes:
+        return plan
+    return msgspec.structs.replace(plan, roster=member_list(time.time_ns(), nodes))
+
+
+def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _NodeHello]:
+    """The nodes, by their first rank."""
+    found = {
+        rank: from_json(_told(store, f"{prefix}/{rank}"), _NodeHello | None) for rank in range(dist.get_world_size())
+    }
+    return {rank: guest for rank, guest in found.items() if guest is not None}
+
+
+def _teller(guests: Mapping[int, _NodeHello]) -> int:
+    """Whose knowledge of earlier worlds counts: of the one with the newest list of nodes; -1: nobody has any."""
+    knowing = {rank: guest.version for rank, guest in guests.items() if guest.version is not None}
+    return max(knowing, key=lambda rank: (knowing[rank], -rank), default=-1)
+
+
+def _told(store: torch.distributed.Store, key: str) -> bytes:
+    store.wait([key], _WITHIN)
+    return store.get(key)
+
+
+def _text(message: object) -> str:
+    return msgspec.json.encode(message).decode()
+
+
+def _invite(
+    guests: Sequence[_NodeHello], known: KnownPeers | None, peer: PeerSettings, job: str, *, restoring: bool
+) -> _PeerPlanOffer:
+    """What the first rank makes of everybody's node."""
+    nodes: dict[str, PeerNode] = {}
+    for node in (guest.node for guest in guests if guest.node is not None):
+        if node.id in nodes and nodes[node.id] != node:
+            both = f"{nodes[node.id].address} and {node.address}"
+            return _PeerPlanOffer(
+                None, b"", f"agent.node: {both} are both called {node.id}: give each node its own name"
+            )
+        nodes[node.id] = node
+    if restoring and known is not None:
+        nodes = {**{node.id: node for node in known.nodes}, **nodes}
+    if len(nodes) < 2 and (known is None or restoring):
+        return _PeerPlanOffer(None, b"", one_agent=bool(nodes))
+    roster = member_list(time.time_ns(), nodes.values())
+    if not peer.secret:
+        return _PeerPlanOffer(roster, known.secret if known is not None and known.secret else generate_secret())
+    try:
+        secret = peer_secret(peer)
+    except SettingsError as error:
+        return _PeerPlanOffer(None, b"", str(error))
+    told = _PeerPlanOffer(roster, b"", nonce=secrets.token_bytes(16))
+    return msgspec.structs.replace(told, proof=_proof(secret, job, told))

@@ -1,0 +1,1 @@
+"""Tensors, devices and state dicts as bytes; the only code that copies them."""

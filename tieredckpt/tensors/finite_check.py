@@ -1,0 +1,82 @@
+"""Check of a staged state for NaN and infinity, in the background, from the slot it was staged in.
+
+Element types next to each other are summed in one operation: a sum of finite numbers that is not finite has overflowed,
+and only then is it looked at tensor by tensor. Small floats (float8 and narrower) are not looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tieredckpt.errors import NonFiniteStateError
+from tieredckpt.format.shard_layout import Layout, TensorEntry
+from tieredckpt.tensors.slot_copy import MappedSlot
+from tieredckpt.tensors.state_dict import dtype_from_name
+
+_SUMMED = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+_NAMED = 3
+_AT_ONCE = 1 << 20
+"""Elements that are compared one by one at a time, which takes memory."""
+
+
+class FiniteChecker:
+    """What of a job's state is infinite on purpose (a mask, a best loss) is so when this process first saves."""
+
+    def __init__(self) -> None:
+        self._meant: frozenset[str] | None = None
+
+    def check(self, memory: MappedSlot, layout: Layout, what: str) -> None:
+        """Raise for tensors that have NaN, or infinities and had none before. ``what`` names the step and the rank."""
+        found = {entry.fqn: kind for entry, kind in _not_finite(memory, layout)}
+        if self._meant is None:
+            self._meant = frozenset(name for name, kind in found.items() if kind == "inf")
+        wrong = [f"{name} ({kind})" for name, kind in found.items() if kind == "nan" or name not in self._meant]
+        if wrong:
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise NonFiniteStateError(
+                f"{what}: not finite: {', '.join(wrong[:_NAMED])}{more}. It is not saved, and the last finite "
+                "step stays the newest: restore that. If these are meant to be so, set memory.nonfinite=save "
+                "(TIEREDCKPT_MEMORY_NONFINITE)"
+            )
+
+
+def _not_finite(memory: MappedSlot, layout: Layout) -> Iterator[tuple[TensorEntry, str]]:
+    header = layout.header_bytes
+    for dtype, entries in _runs(layout.tensors):
+        start, end = entries[0].start, entries[-1].start + entries[-1].size_bytes
+        if not _is_infinite(memory.tensor(header + start, dtype, ((end - start) // dtype.itemsize,))):
+            continue
+        for entry in entries:
+            one = memory.tensor(header + entry.start, dtype, (entry.size_bytes // dtype.itemsize,))
+            if _is_infinite(one):
+                kinds = {kind for part in one.split(_AT_ONCE) if (kind := _kind(part))}
+                if kinds:
+                    yield entry, "nan" if "nan" in kinds else "inf"
+
+
+def _runs(tensors: Sequence[TensorEntry]) -> Iterator[tuple[torch.dtype, list[TensorEntry]]]:
+    """Tensors of one type, one right behind the other."""
+    for name, group in itertools.groupby(tensors, key=lambda entry: entry.dtype):
+        if name not in _SUMMED:
+            continue
+        run: list[TensorEntry] = []
+        for entry in group:
+            if run and entry.start != run[-1].start + run[-1].size_bytes:
+                yield dtype_from_name(name), run
+                run = []
+            run.append(entry)
+        yield dtype_from_name(name), run
+
+
+def _is_infinite(tensor: torch.Tensor) -> bool:
+    """Whether the sum of its elements is not finite."""
+    return not bool(tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize == 2 else None).isfinite())
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if bool(tensor.isnan().any()):
+        return "nan"
+    return "inf" if bool(tensor.isinf().any()) else ""

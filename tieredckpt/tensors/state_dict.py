@@ -1,0 +1,288 @@
+"""A state dict as DCP sees it: flattened names, fingerprints, local tensors and their bytes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tieredckpt.errors import CheckpointDamagedError, UsageError
+from tieredckpt.format.shard_layout import TensorEntry
+from tieredckpt.tensors.safe_objects import warn_unsafe_object
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The type of that name, or :class:`CheckpointDamagedError` when this torch has none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointDamagedError(f"this torch ({torch.__version__}) has no element type {name!r}")
+    return found
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether type, shape and bytes are all there is to it."""
+    return (
+        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and not _is_wrapper(tensor)
+    )
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is a subclass that keeps its elements somewhere else, be it one that says where or not."""
+    says: bool = is_traceable_wrapper_subclass(tensor)
+    if says or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return says
+    return not has_ordinary_dispatch(tensor) and not _has_storage(tensor)
+
+
+def has_ordinary_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether operations on it are torch's own."""
+    kind = type(tensor)
+    return kind is torch.Tensor or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+
+
+def is_contiguous_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in this process's memory, in order, as they are to be saved."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_writable_in_place(target: torch.Tensor) -> bool:
+    """Whether writing bytes to where it lies is all that its ``copy_`` would do, but for the version it counts."""
+    return (
+        has_ordinary_dispatch(target)
+        and target.layout is torch.strided
+        and not target.is_quantized
+        and is_contiguous_in_memory(target)
+    )
+
+
+def require_materialized(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a plain tensor whose elements are not in memory: to read from or write to there would end the process."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and isinstance(tensor, FakeTensor):
+        raise UsageError(f"{name} is a fake tensor, a shape without elements: use the real one")
+    try:
+        address, has = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # kept by a device's own means, or by a subclass
+        address = has = 0
+    if address and has >= (needs := _last_byte(tensor)):
+        return
+    if not tensor.numel() or (tensor.device.type != "cpu" and has_ordinary_dispatch(tensor)):
+        return
+    if tensor._is_zerotensor():
+        why = "is a zero tensor of autograd's, without elements: use a real one (torch.zeros)"
+    elif address:
+        why = f"has {has} bytes of memory and needs {needs}: some of it was freed (untyped_storage().resize_)"
+    else:
+        why = "has no memory: it was freed (untyped_storage().resize_(0)), or its class keeps its elements elsewhere"
+    raise UsageError(f"{name} {why}")
+
+
+def _last_byte(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        last = tensor.nbytes
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    before = tensor.storage_offset()
+    return int(before * tensor.element_size() + last) if before else int(last)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def compact_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy where its storage holds more than its own elements (a pickle takes storages whole)."""
+    try:
+        larger = tensor.untyped_storage().nbytes() != tensor.nbytes
+    except (RuntimeError, NotImplementedError):  # a sparse one has several; a wrapper has none
+        return tensor
+    return tensor.clone() if larger else tensor
+
+
+def private_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in this process's memory, of the same kind, that shares nothing with ``tensor``."""
+    shards, tensor = tensor_shards(tensor), tensor.detach()
+    if is_plain_tensor(tensor):
+        tensor = tensor.to(device="cpu", memory_format=torch.contiguous_format, copy=True)
+    else:
+        tensor = tensor.clone().cpu()
+    return with_shards(tensor, shards)
+
+
+class TensorShards(NamedTuple):
+    """What a tensor says of the larger one that it has slices of (``CheckpointableTensor``, from torch 2.14 on)."""
+
+    global_shape: tuple[int, ...]
+    global_offsets: tuple[tuple[int, ...], ...]
+    local_offsets: tuple[tuple[int, ...], ...]
+    local_sizes: tuple[tuple[int, ...], ...]
+
+
+_HAS_SHARDS = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
+
+
+def tensor_shards(tensor: torch.Tensor) -> TensorShards | None:
+    """Its shards, where this torch asks tensors for them and this one answers."""
+    if not _HAS_SHARDS or not all(hasattr(tensor, name) for name in TensorShards._fields):
+        return None
+    return TensorShards(*(getattr(tensor, name) for name in TensorShards._fields))
+
+
+def with_shards(tensor: torch.Tensor, shards: TensorShards | None) -> torch.Tensor:
+    """``tensor``, saying so of itself."""
+    if shards is not None:
+        for name, value in shards._asdict().items():
+            setattr(tensor, name, value)
+    return tensor
+
+
+Fingerprint = tuple[Any, ...]
+
+
+def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by their dotted names: the same names and leaves as ``dcp``'s ``flatten_state_dict``."""
+    flat: dict[str, Any] = {}
+
+    def visit(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                visit(f"{prefix}.{key}", inner)
+        elif isinstance(value, list) and not _is_leaf(value):
+            for index, inner in enumerate(value):
+                visit(f"{prefix}.{index}", inner)
+        elif prefix in flat:
+            raise UsageError(f"two values of the state are called {prefix!r} once their keys are joined by dots")
+        else:
+            flat[prefix] = value
+
+    for key, value in state.items():
+        visit(str(key), value)
+    return flat
+
+
+def _is_leaf(values: list[Any]) -> bool:
+    """A list is taken apart only when a tensor or a mapping is somewhere in it."""
+    for value in values:
+        if isinstance(value, torch.Tensor | Mapping):
+            return False
+        if isinstance(value, list) and not _is_leaf(value):
+            return False
+    return True
+
+
+def resolve_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with ``Stateful`` objects replaced by their state dicts."""
+    return {key: value.state_dict() if _is_stateful(value) else value for key, value in state.items()}
+
+
+def _is_stateful(value: Any) -> TypeGuard[Stateful]:
+    # Asking a protocol takes 10 µs; thousands of tensors at the top of a state are asked at every step.
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def state_fingerprint(flat: Mapping[str, Any]) -> list[Fingerprint]:
+    """What a save plan depends on: equal fingerprints give equal plans."""
+    return [(name, *_shape_of(value)) for name, value in flat.items()]
+
+
+def _shape_of(value: Any) -> Fingerprint:
+    if type(value) is DTensor:
+        local = value._local_tensor
+        return value.shape, value.dtype, local.shape, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        kind = None if type(value) in (torch.Tensor, torch.nn.Parameter) else type(value)
+        return value.shape, value.dtype, kind, value.layout, tensor_shards(value)
+    return ()
+
+
+def local_tensor(flat: Mapping[str, Any], entry: TensorEntry) -> torch.Tensor:
+    """The tensor of ``entry`` that this process holds; refuses one whose elements are nowhere."""
+    value = flat[entry.fqn]
+    found: Any = value._local_tensor if type(value) is DTensor else value
+    if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.shape != entry.box.sizes:
+        found = find_state_dict_object({entry.fqn: value}, MetadataIndex(entry.fqn, torch.Size(entry.box.offsets)))
+        if not isinstance(found, torch.Tensor):
+            raise UsageError(f"{entry.fqn} was a tensor when the save was planned and is a {type(found).__name__} now")
+        if found.numel() != entry.box.volume:
+            raise UsageError(
+                f"{entry.fqn} was planned with {entry.box.sizes} elements and has {tuple(found.shape)} now"
+            )
+    require_materialized(entry.fqn, found)
+    return found
+
+
+class ObjectArchiveCache:
+    """``torch.save`` archives of Python objects, kept while the objects stay the same.
+
+    Most of a state's objects (hyper-parameters, counters) do not change from step to step, and an archive costs
+    far more than a comparison.
+    """
+
+    def __init__(self, *, trusted: bool = False) -> None:
+        self._trusted = trusted
+        self._kept: dict[str, tuple[bytes, bytes]] = {}
+
+    def archive(self, name: str, value: Any) -> bytes:
+        token = _token(value)
+        kept = self._kept.get(name)
+        if kept is not None and token is not None and kept[0] == token:
+            return kept[1]
+        try:
+            data = archive_object(value)
+        except Exception as error:  # whatever the object's own pickling raises
+            raise UsageError(f"{name} is a {type(value).__name__} that cannot be pickled: {error}") from error
+        if token is not None:
+            self._kept[name] = (token, data)
+        elif not self._trusted:
+            warn_unsafe_object(name, data)
+        return data
+
+
+def archive_object(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        value = compact_storage(value)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _token(value: Any) -> bytes | None:
+    """Bytes that change when a small plain value changes; ``None`` for everything that cannot be compared so."""
+    if not _is_plain_value(value, 100):
+        return None
+    return pickle.dumps(value, protocol=4)
+
+
+def _is_plain_value(value: Any, budget: int) -> bool:
+    if value is None or type(value) in (bool, int, float, complex):
+        return True
+    if type(value) in (str, bytes):
+        return len(value) <= 4096
+    if type(value) in (list, tuple) and len(value) <= budget:
+        return all(_is_plain_value(inner, budget // 4) for inner in value)
+    if type(value) is dict and len(value) <= budget:
+        return all(_is_plain_value(k, 0) and _is_plain_value(v, budget // 4) for k, v in value.items())
+    return False
+
+
+StateDict = dict[str, Any]
