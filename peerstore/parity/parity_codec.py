@@ -22,17 +22,12 @@ handed out that was not compared with a checksum taken when the shard was sealed
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from fractions import Fraction
-from math import comb
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from peerstore import message_codec
 from peerstore.checksums import chunk_checksum, chunk_count
 from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError
 from peerstore.membership.topology import NodeId, validate_node_id
@@ -139,32 +134,6 @@ class ParityRecord(msgspec.Struct, frozen=True):
         return self.stripe.parity(self.keeper).size_bytes
 
 
-class Rebuild(NamedTuple):
-    """A lost shard that the survivors can rebuild."""
-
-    stripe: Stripe
-    member: NodeId
-    """Whose shard it is."""
-    shards: tuple[NodeId, ...]
-    """Whose own shards are read for it."""
-    parities: tuple[NodeId, ...]
-    """Whose parities are read for it. One that is asked for the record only, where the shard has no bytes."""
-
-
-class Recovery(NamedTuple):
-    rebuilds: tuple[Rebuild, ...]
-    gone: tuple[tuple[Stripe, NodeId], ...]
-    """Lost shards that parity does not bring back."""
-
-
-class Redundancy(NamedTuple):
-    """A group of nodes that shares its fate with no other: a parity group, a mirror pair, a ring of three."""
-
-    nodes: int
-    tolerates: int
-    """How many of them may be lost, whichever they are: 1 with parity, all but one with mirrors of every shard."""
-
-
 def split_segments(
     member: NodeId, members: tuple[NodeId, ...], size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[ParitySegment, ...]:
@@ -182,75 +151,6 @@ def split_segments(
         )
         for number, (first, end) in enumerate(itertools.pairwise(cuts))
     )
-
-
-def stripes(shards: Mapping[NodeId, Iterable[ShardRecord]]) -> tuple[Stripe, ...]:
-    """One version's shards in one group, member by member: everybody's first part together, everybody's second, ..."""
-    members = tuple(sorted(shards))
-    ordered = [sorted(shards[member], key=lambda shard: shard.key) for member in members]
-    return tuple(
-        Stripe(number, members, tuple(own[number] if number < len(own) else None for own in ordered))
-        for number in range(max(map(len, ordered), default=0))
-    )
-
-
-def decode_parity(data: bytes | bytearray) -> ParityRecord:
-    """A record that came from somewhere else, or a :class:`RequestError` that says what is wrong with it."""
-    if len(data) > message_codec.MAX_FRAME_BYTES:
-        raise RequestError(
-            f"a parity's record of {len(data)} bytes is above the limit of {message_codec.MAX_FRAME_BYTES}"
-        )
-    return message_codec.decode_message(data, ParityRecord)
-
-
-def recoverable(lost: Collection[NodeId], stripes: Iterable[Stripe]) -> Recovery:
-    """What becomes of the shards of the ``lost`` nodes.
-
-    No order of rebuilding saves more: where two lost segments meet in one parity, each needs the other.
-    """
-    rebuilds, gone = [], []
-    for stripe in stripes:
-        for member, shard in zip(stripe.members, stripe.shards, strict=True):
-            if member in lost and shard is not None:
-                rebuild = _rebuild(stripe, member, lost)
-                if rebuild is None:
-                    gone.append((stripe, member))
-                else:
-                    rebuilds.append(rebuild)
-    return Recovery(tuple(rebuilds), tuple(gone))
-
-
-def memory_overhead(stripes: Iterable[Stripe]) -> float:
-    """Bytes of parity per byte of shard: 1/g for equal shards that are large against a chunk, more for unequal ones."""
-    kept = own = 0
-    for stripe in stripes:
-        kept += sum(stripe.parity(member).size_bytes for member in stripe.members)
-        own += sum(shard.size_bytes for shard in stripe.shards if shard is not None)
-    return kept / own if own else 0.0
-
-
-def loss_probability(groups: Iterable[Redundancy], lost: int) -> Fraction:
-    """How likely ``lost`` nodes, any as likely as any other, cost some group more of its nodes than it tolerates.
-
-    Exact. For m parity groups of n nodes it is 1 - C(m, k) n^k / C(mn, k).
-    """
-    total, harmless = 0, [1] + [0] * lost  # harmless[k]: ways to lose k of the nodes so far and no bytes
-    for group in groups:
-        total += group.nodes
-        ways = [comb(group.nodes, count) for count in range(min(group.tolerates, lost) + 1)]
-        harmless = [sum(ways[i] * harmless[k - i] for i in range(min(k, len(ways) - 1) + 1)) for k in range(lost + 1)]
-    if not 0 <= lost <= total:
-        raise RequestError(f"{lost} of {total} nodes cannot be lost")
-    return 1 - Fraction(harmless[lost], comb(total, lost))
-
-
-def _rebuild(stripe: Stripe, member: NodeId, lost: Collection[NodeId]) -> Rebuild | None:
-    keepers = {segment.keeper for segment in stripe.segments(member) if segment.size_bytes}
-    sources = {segment.member for keeper in keepers for segment in stripe.parity(keeper).segments} - {member}
-    alive = [other for other in stripe.members if other not in lost]
-    if not alive or not (keepers | sources).isdisjoint(lost):
-        return None
-    return Rebuild(stripe, member, tuple(sorted(sources)), tuple(sorted(keepers)) or (alive[0],))
 
 
 def _check_stripe(stripe: Stripe) -> None:
@@ -282,19 +182,16 @@ def _named(shards: list[ShardRecord]) -> str:
 BytesLike = bytes | bytearray | memoryview
 ReadBytes = Callable[[int, int], BytesLike]
 
-_XOR_STEP_BYTES = 16 << 10  # integers of this size are XORed fastest
-
 
 def xor_into(target: bytearray | memoryview, source: BytesLike) -> None:
     """``target ^= source``, for the length of ``source``."""
     if len(source) > len(target):
         raise RequestError(f"{len(source)} bytes do not fit {len(target)}")
-    numpy = _numpy()
-    if numpy is None:
-        _xor_integers(target, source)
-    elif source:
-        view = numpy.frombuffer(target, numpy.uint8, len(source))
-        numpy.bitwise_xor(view, numpy.frombuffer(source, numpy.uint8), out=view)
+    if source:
+        import numpy as np  # here, so that an agent without parities does not load it
+
+        view = np.frombuffer(target, np.uint8, len(source))
+        np.bitwise_xor(view, np.frombuffer(source, np.uint8), out=view)
 
 
 def encode_parity(
@@ -310,14 +207,6 @@ def encode_parity(
     return (
         (inside, _mixed([source for source in sources if inside < len(source.chunks)], inside))
         for inside in range(chunk_count(parity.size_bytes, stripe.chunk_bytes))
-    )
-
-
-def rebuild_parity(record: ParityRecord, shards: Mapping[NodeId, ReadBytes]) -> Iterator[tuple[int, bytearray]]:
-    """The chunks of a parity that was lost, in order, bit for bit as it was."""
-    return (
-        (inside, _expected(record, inside, whole))
-        for inside, whole in encode_parity(record.stripe, record.keeper, shards)
     )
 
 
@@ -415,12 +304,6 @@ def _mixed(sources: list[_Source], inside: int) -> bytearray:
     return whole
 
 
-def _expected(record: ParityRecord, inside: int, whole: bytearray) -> bytearray:
-    if chunk_checksum(whole) != _checksum(record.checksums, inside):
-        raise ShardDamagedError(f"{record}: chunk {inside} is not what the shards in it give, though each is intact")
-    return whole
-
-
 def _rebuilt(lost: ShardRecord, index: int, inside: int, sources: list[_Source]) -> bytearray:
     inputs = [(source, source.fetch(inside)) for source in sources if inside < len(source.chunks)]
     size = min(lost.chunk_bytes, lost.size_bytes - index * lost.chunk_bytes)
@@ -455,22 +338,3 @@ def _agreed(member: NodeId, parities: Iterable[ParityRecord]) -> tuple[dict[Node
 
 def _checksum(checksums: bytes, index: int) -> int:
     return int.from_bytes(checksums[8 * index : 8 * index + 8], "little")
-
-
-@functools.cache
-def _numpy() -> ModuleType | None:
-    """Tens of times faster, but not required by torch, and nothing an agent without parities should load."""
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    return np
-
-
-def _xor_integers(target: bytearray | memoryview, source: BytesLike) -> None:
-    with memoryview(target) as into, memoryview(source) as other:
-        for start in range(0, len(other), _XOR_STEP_BYTES):
-            piece = other[start : start + _XOR_STEP_BYTES]
-            stop = start + len(piece)
-            mixed = int.from_bytes(into[start:stop], "little") ^ int.from_bytes(piece, "little")
-            into[start:stop] = mixed.to_bytes(len(piece), "little")

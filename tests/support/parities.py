@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from peerstore import checksums
 from peerstore.membership.topology import NodeId
-from peerstore.parity.parity_codec import ParityRecord, encode_parity, stripes
+from peerstore.parity.parity_codec import ParityRecord, Stripe, encode_parity
 from peerstore.shard_records import ShardKey, ShardRecord
 
 
@@ -20,10 +20,11 @@ class Kept:
 
     def __init__(self, shards, *, chunk_bytes=4):
         records = {
-            NodeId(node): [] if data is None else [shard_record(8 * place, data, chunk_bytes=chunk_bytes)]
+            NodeId(node): None if data is None else shard_record(8 * place, data, chunk_bytes=chunk_bytes)
             for place, (node, data) in enumerate(shards.items())
         }
-        (self.stripe,) = stripes(records)
+        members = tuple(sorted(records))
+        self.stripe = Stripe(0, members, tuple(records[member] for member in members))
         self.shards = {NodeId(node): bytearray(data) for node, data in shards.items() if data is not None}
         self.parities, self.records = {}, {}
         for keeper in self.stripe.members:

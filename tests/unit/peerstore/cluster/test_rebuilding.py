@@ -13,23 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerstore.errors import PeerUnreachableError, RequestError, ShardDamagedError, ShardNotFoundError
-from peerstore.parity import parity_codec
-from peerstore.parity.parity_codec import decode_shard, encode_parity, rebuild_parity, recoverable, xor_into
+from peerstore.parity.parity_codec import decode_shard, encode_parity, xor_into
 from tests.support.parities import Kept, kept, nodes
 
 untimed = settings(deadline=None)  # a busy machine is no failure
-
-
-@contextlib.contextmanager
-def xor_by(name):
-    """``integers`` as on a machine without numpy."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "integers":
-            patch.setattr(parity_codec, "_numpy", lambda: None)
-        yield
-
-
-ways = st.sampled_from(["numpy", "integers"])
 
 
 def rebuilt(group, member, lost=None, chunks=None):
@@ -47,14 +34,13 @@ def whole(chunks):
 
 
 @untimed
-@given(kept(), ways)
-def test_any_one_lost_shard_and_parity_come_back(group, way):
-    with xor_by(way):
-        for lost in group.stripe.members:
-            if lost in group.shards:
-                assert whole(rebuilt(group, lost)) == group.shards[lost]
-            again = list(rebuild_parity(group.records[lost], group.shard_readers({lost})))
-            assert whole([(index, bytes(data)) for index, data in again]) == group.parities[lost]
+@given(kept())
+def test_any_one_lost_shard_and_parity_come_back(group):
+    for lost in group.stripe.members:
+        if lost in group.shards:
+            assert whole(rebuilt(group, lost)) == group.shards[lost]
+        again = list(encode_parity(group.stripe, lost, group.shard_readers({lost})))
+        assert whole([(index, bytes(data)) for index, data in again]) == group.parities[lost]
 
 
 def test_what_the_lost_node_kept_itself_does_not_matter():
@@ -68,21 +54,16 @@ def test_what_the_lost_node_kept_itself_does_not_matter():
 
 @untimed
 @given(kept(), st.data())
-def test_what_is_said_to_be_recoverable_is_and_nothing_else(group, data):
+def test_a_shard_comes_back_where_what_it_is_made_of_is_left_and_nowhere_else(group, data):
     lost = data.draw(st.sets(st.sampled_from(group.stripe.members), min_size=1))
-    recovery = recoverable(lost, [group.stripe])
-    assert {r.member for r in recovery.rebuilds} | {m for _, m in recovery.gone} == lost & group.shards.keys()
-    for found in recovery.rebuilds:
-        others = set(group.stripe.members) - {*found.shards, *found.parities}
-        shards = group.shard_readers(set(group.stripe.members) - set(found.shards))
-        kept_by = group.parity_readers(set(group.stripe.members) - set(found.parities))
-        records = group.parity_records(set(group.stripe.members) - set(found.parities))
-        assert found.member in others
-        got = [(index, bytes(data)) for index, data in decode_shard(found.member, records, shards, kept_by)]
-        assert whole(got) == group.shards[found.member]
-    for _, member in recovery.gone:
-        with pytest.raises(ShardNotFoundError):
-            rebuilt(group, member, lost)
+    for member in lost & group.shards.keys():
+        keepers = {segment.keeper for segment in group.stripe.segments(member) if segment.size_bytes}
+        mixed = {one.member for keeper in keepers for one in group.stripe.parity(keeper).segments} - {member}
+        if lost < set(group.stripe.members) and (keepers | mixed).isdisjoint(lost):
+            assert whole(rebuilt(group, member, lost)) == group.shards[member]
+        else:
+            with pytest.raises(ShardNotFoundError):
+                rebuilt(group, member, lost)
 
 
 @untimed
@@ -122,27 +103,24 @@ def test_chunks_that_are_not_there_are_refused(chunks):
 
 
 @untimed
-@given(kept(), ways, st.data())
-def test_a_flipped_bit_anywhere_never_gives_wrong_bytes(group, way, data):
+@given(kept(), st.data())
+def test_a_flipped_bit_anywhere_never_gives_wrong_bytes(group, data):
     lost = data.draw(st.sampled_from(sorted(group.shards)))
     right = group.shards[lost]
     inputs = [held for of in (group.shards, group.parities) for node, held in of.items() if node != lost and held]
     if inputs:
         flip(data, data.draw(st.sampled_from(inputs)))
     got = []
-    with xor_by(way):
-        found = decode_shard(
-            lost, group.parity_records({lost}), group.shard_readers({lost}), group.parity_readers({lost})
-        )
-        with contextlib.suppress(ShardDamagedError):
-            got.extend(bytes(chunk) for _, chunk in found)
+    found = decode_shard(lost, group.parity_records({lost}), group.shard_readers({lost}), group.parity_readers({lost}))
+    with contextlib.suppress(ShardDamagedError):
+        got.extend(bytes(chunk) for _, chunk in found)
     size = group.stripe.chunk_bytes
     assert got == [right[i * size : (i + 1) * size] for i in range(len(got))]
 
 
 @untimed
-@given(st.integers(2, 6), st.integers(1, 3), ways, st.data())
-def test_a_flipped_bit_in_an_input_is_found_and_named(count, chunks, way, data):
+@given(st.integers(2, 6), st.integers(1, 3), st.data())
+def test_a_flipped_bit_in_an_input_is_found_and_named(count, chunks, data):
     size = 4 * chunks * (count - 1)  # no padding: every byte of every input but the lost one's own segments counts
     group = Kept({name: data.draw(st.binary(min_size=size, max_size=size)) for name in nodes(count)})
     lost, bad = data.draw(st.permutations(group.stripe.members))[:2]
@@ -154,7 +132,7 @@ def test_a_flipped_bit_in_an_input_is_found_and_named(count, chunks, way, data):
         held, name = group.parities[bad], str(group.records[bad])
         at = data.draw(st.integers(0, len(held) - 1))
     held[at] ^= 1 << data.draw(st.integers(0, 7))
-    with xor_by(way), pytest.raises(ShardDamagedError) as error:
+    with pytest.raises(ShardDamagedError) as error:
         rebuilt(group, lost)
     assert str(error.value).endswith(f"damaged is chunk {at // 4} of {name}")
 
@@ -172,19 +150,8 @@ def test_no_parity_is_made_of_damaged_bytes(count, data):
     group.shards[bad][at] ^= 1
     keeper = next(s.keeper for s in group.stripe.segments(bad) if s.start <= at < s.stop)
     name = f"chunk {at // 4} of {group.stripe.shard(bad).key} on {bad}"
-    for make in (
-        lambda: encode_parity(group.stripe, keeper, group.shard_readers()),
-        lambda: rebuild_parity(group.records[keeper], group.shard_readers()),
-    ):
-        with pytest.raises(ShardDamagedError, match=re.escape(name)):
-            list(make())
-
-
-def test_a_parity_whose_record_is_of_other_bytes_is_not_handed_out():
-    group = Kept({name: bytes(40) for name in nodes(3)})
-    record = msgspec.structs.replace(group.records["n0"], checksums=bytes(len(group.records["n0"].checksums)))
-    with pytest.raises(ShardDamagedError, match="parity 0 of job/3 on n0: chunk 0"):
-        list(rebuild_parity(record, group.shard_readers()))
+    with pytest.raises(ShardDamagedError, match=re.escape(name)):
+        list(encode_parity(group.stripe, keeper, group.shard_readers()))
 
 
 def test_intact_inputs_that_do_not_belong_together_are_told_as_such():
@@ -268,41 +235,17 @@ def test_parities_of_different_stripes_are_refused():
 
 
 @untimed
-@given(st.binary(max_size=100), st.binary(max_size=100), ways, st.booleans())
-def test_xor_is_xor(one, two, way, as_view):
+@given(st.binary(max_size=100), st.binary(max_size=100), st.booleans())
+def test_xor_is_xor(one, two, as_view):
     short, long = sorted((one, two), key=len)
     target = bytearray(long)
-    with xor_by(way):
-        xor_into(memoryview(target) if as_view else target, short)
+    xor_into(memoryview(target) if as_view else target, short)
     assert bytes(target) == bytes(a ^ b for a, b in itertools.zip_longest(long, short, fillvalue=0))
-
-
-@pytest.mark.parametrize("way", ["numpy", "integers"])
-def test_xor_in_many_steps(way):
-    one, two = (bytes((number * number + start) % 251 for number in range(100_003)) for start in (1, 2))
-    target = bytearray(one)
-    with xor_by(way):
-        xor_into(target, two)
-        assert target == bytes(a ^ b for a, b in zip(one, two, strict=True))
-        xor_into(target, two)
-    assert target == one
 
 
 def test_xor_of_more_than_fits_is_refused():
     with pytest.raises(RequestError):
         xor_into(bytearray(3), b"four")
-
-
-def test_a_machine_without_numpy_falls_back(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    parity_codec._numpy.cache_clear()
-    try:
-        target = bytearray(b"\x0f\xf0")
-        xor_into(target, b"\xff")
-        assert parity_codec._numpy() is None
-        assert target == b"\xf0\xf0"
-    finally:
-        parity_codec._numpy.cache_clear()
 
 
 def test_nobody_loads_numpy_who_makes_no_parity():
@@ -319,7 +262,7 @@ def test_memory_is_bounded_by_a_chunk_per_member():
     try:
         for _ in decode_shard(lost, group.parity_records({lost}), *readers):
             pass
-        for _ in rebuild_parity(group.records[lost], readers[0]):
+        for _ in encode_parity(group.stripe, lost, readers[0]):
             pass
         peak = tracemalloc.get_traced_memory()[1]
     finally:
