@@ -13,9 +13,6 @@ import msgspec
 from peerstore.errors import InvalidNameError
 
 JobName = NewType("JobName", str)
-Epoch = NewType("Epoch", int)
-Version = NewType("Version", int)
-Part = NewType("Part", int)
 
 MAX_NUMBER = 1 << 62
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]

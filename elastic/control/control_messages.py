@@ -38,7 +38,6 @@ MAX_RANK_MESSAGE_BYTES = 64 << 10
 MAX_NODES = 16_384
 """Of a job. A message names each of them once at the most, with 128 bytes for a name."""
 MAX_NODE_MESSAGE_BYTES = 16 << 20
-MAX_TEXT = 2000
 
 
 class RankPhase(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -131,7 +131,6 @@ def source_checksum(source: ReshardSource, advance: AdvanceBytes) -> WholeChecks
     return combine_checksums([RankChecksum(parts)])
 
 
-LayoutName = Literal["fsdp", "whole"]
 MAX_RESHARD_RANKS = 1 << 16
 
 

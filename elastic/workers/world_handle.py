@@ -266,12 +266,6 @@ class World:
         """Whether it is known by then that this world has lost a rank."""
         return self._gate.wait_broken(within_s)
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Until who has not stopped is stopped; ``None`` when nothing is wanted, or not in a hurry."""
-        notice = self._plane.notice()
-        return None if notice is None else notice.deadline_s
-
     def _stop(self, seal: SealFunction | None) -> None:
         self._record.stops()
         notice = self._notice()

@@ -300,17 +300,6 @@ def state_holders(world: WorldState) -> list[NodeMember]:
     return [member for member in here if member.epoch >= max(met, 0)]
 
 
-def expendable(world: WorldState, count: int, avoid: Collection[str] = ()) -> tuple[str, ...]:
-    """Whom to give back where the cluster leaves the choice: who has no rank, then offenders, then the last ranks."""
-    standby = [member for member in available_members(world) if not member.placed]
-    placed = [member for member in available_members(world) if member.placed]
-    last_first = (
-        *reversed(members_by_preference(standby, world, avoid)),
-        *reversed(members_by_preference(placed, world, avoid)),
-    )
-    return tuple(member.node for member in last_first[:count])
-
-
 def recent_faults(offences: tuple[NodeFault, ...], policy: ScalingPolicy, now_s: float) -> tuple[NodeFault, ...]:
     return tuple(offence for offence in offences if now_s < offence.at_s + policy.eval_period_s)
 

@@ -262,7 +262,6 @@ class S3RankBlob:
         pass
 
 
-DEFAULT_URL = "http://ai-toolkit-gossip-headless.aws-hyperpod.svc.cluster.local:9200"
 _MOST_STEPS = 1000
 _MOST_JSON_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20

@@ -14,7 +14,6 @@ from peerstore.commit_protocol import MAX_ABORTED_VERSIONS, MAX_RETAINED_VERSION
 from peerstore.membership.swim import GossipMessage
 from peerstore.shard_records import ResumePoint, RetentionMark, ShardInfo, ShardKey, ShardRecord, VersionId
 
-PEER_PROTOCOL = 1
 MAX_RANGES_PER_READ = 4096
 """Ranges in one read: enough to fill a message, few enough to check first."""
 MAX_BLOBS_PER_REQUEST = 1024

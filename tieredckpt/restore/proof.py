@@ -149,10 +149,6 @@ class RestoreProof:
     wrong: dict[str, str] = field(default_factory=dict)
     """Entries that are not what was saved, and what they are instead."""
 
-    @property
-    def entries_left_out(self) -> int:
-        return len(self.left_out)
-
 
 FindTarget = Callable[[ReadItem], torch.Tensor | None]
 

@@ -10,7 +10,7 @@ from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import ItemLocation, NodeAgentAPI, PeerSource, StepDescription
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, ShardIndex
-from tieredckpt.format.shard_layout import ItemEntry, Layout, TensorEntry, check_nested_paths
+from tieredckpt.format.shard_layout import Layout, TensorEntry, check_nested_paths
 from tieredckpt.format.slice_boxes import Box, Tiling
 from tieredckpt.resolve_step import Tier
 
@@ -147,9 +147,6 @@ class StepIndex:
         shard, layout = self.shards[part], self.layouts[part]
         start = layout.header_bytes + layout.item_starts(shard.meta.item_sizes)[number]
         return ByteRange(start, start + shard.meta.item_sizes[number])
-
-    def item_entry(self, part: int, number: int) -> ItemEntry:
-        return self.layouts[part].items[number]
 
     def tier(self, part: int) -> Tier:
         """Where a shard is read from."""

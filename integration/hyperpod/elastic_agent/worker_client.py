@@ -157,10 +157,6 @@ class AgentWorker:
         self._channel.say(ipc.MSG_JOB_FAULT, **said)
         self._channel.flush(_SEND_TIMEOUT_S)
 
-    def tell_data(self, rank: int, data: str) -> None:
-        """It comes back to all workers, with the others', at the next start."""
-        self._channel.say(ipc.MSG_JOB_DATA, rank=rank, data=data)
-
     def label(self, labels: Mapping[str, str]) -> None:
         """What the operator is to know of this rank's health."""
         self._channel.say(ipc.MSG_RANK_LABELS, labels=dict(labels))

@@ -36,7 +36,7 @@ from elastic.world.world_state import (
     Tick,
     WorldPhase,
 )
-from elastic.world.world_transition import expendable, keep_node_ranks
+from elastic.world.world_transition import keep_node_ranks
 from tests.worlds.told import Told
 
 FOUR = ScalingPolicy(
@@ -767,12 +767,6 @@ def test_who_is_named_an_offender_from_outside_is_avoided_too():
 def test_who_stays_keeps_its_seat_and_who_is_new_fills_the_first_that_are_free(places, chosen, nodes):
     members = [NodeMember(node, 1, number, placed=node in places) for number, node in enumerate(chosen)]
     assert keep_node_ranks(members, tuple(places)) == tuple(nodes)
-
-
-def test_who_has_no_rank_is_the_first_to_be_given_back_then_offenders_then_the_last_ranks():
-    job = Told(FOUR, "abcd")
-    job.joins("e")
-    assert expendable(job.world, 3, {"a"}) == ("e", "a", "d")
 
 
 def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():

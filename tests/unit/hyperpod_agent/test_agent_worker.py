@@ -201,12 +201,10 @@ def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both
     assert len(said["message"]) < 10_000
 
 
-def test_data_and_labels_are_passed_on(both):
+def test_labels_are_passed_on(both):
     worker, agent = both
-    worker.tell_data(8, "its address")
     worker.label({"health": "good"})
-    data, labels = agent.hear(), agent.hear()
-    assert (data["type"], data["rank"], data["data"]) == ("job_data", 8, "its address")
+    labels = agent.hear()
     assert (labels["type"], labels["labels"]) == ("rank_labels", {"health": "good"})
 
 
