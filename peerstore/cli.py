@@ -15,7 +15,7 @@ import msgspec
 
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.server.store_client import Client, connect_to_agent
-from peerstore.server.store_server import daemonize, run_agent
+from peerstore.server.store_server import daemonize, serve_store
 from peerstore.settings import AgentPaths, StoreSettings, default_agent_paths
 from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_size
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace, place: AgentPaths) -> int:
     start_agent_process(args)
-    run_agent(place, store_settings_from_args(args), version=_version(), linger_s=args.linger_s)
+    serve_store(place, store_settings_from_args(args), version=_version(), linger_s=args.linger_s)
     return EXIT_OK
 
 

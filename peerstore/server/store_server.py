@@ -347,7 +347,7 @@ def daemonize() -> None:
         os._exit(0)
 
 
-def run_agent(
+def serve_store(
     place: AgentPaths,
     settings: StoreSettings,
     *,

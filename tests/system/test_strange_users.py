@@ -19,7 +19,7 @@ from peerstore.daemon_process import process_identity
 from peerstore.errors import PeerRefusedError
 from peerstore.server.agent_launcher import connect_or_launch_agent
 from peerstore.server.store_client import Client, connect_to_agent
-from peerstore.server.store_server import run_agent
+from peerstore.server.store_server import serve_store
 from peerstore.settings import AgentPaths, StoreSettings
 from peerstore.shard_records import ShardKey
 from tests.support.leaks import own_name
@@ -72,7 +72,7 @@ def trap():
     def lie_in_wait():
         peerstore.server.store_server._peer = everybody
         place.directory.mkdir(mode=0o700)
-        run_agent(place, StoreSettings(budget="64MiB"), version="trap")
+        serve_store(place, StoreSettings(budget="64MiB"), version="trap")
 
     with process_of(ATTACKER, lie_in_wait) as attacker:
         deadline = time.monotonic() + 60

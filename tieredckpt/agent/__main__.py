@@ -16,8 +16,7 @@ from peerstore.cli import add_serve_arguments, start_agent_process, store_settin
 from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import load_node_labels, validate_node_id
 from peerstore.server.node_peers import NodeIdentity, NodePeers
-from peerstore.server.store_server import AgentExtension
-from peerstore.server.store_server import run_agent as serve
+from peerstore.server.store_server import AgentExtension, serve_store
 from peerstore.settings import AgentPaths, parse_budget
 from peerstore.store.node_store import NodeStore
 from tieredckpt.agent.agent_http import StatusSource, serve_metrics
@@ -93,7 +92,9 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
             )
 
     os.nice(args.nice)
-    serve(place, store_settings_from_args(args), version=installed_version(), linger_s=args.linger_s, extend=extend)
+    serve_store(
+        place, store_settings_from_args(args), version=installed_version(), linger_s=args.linger_s, extend=extend
+    )
 
 
 def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettingsWatcher | None:

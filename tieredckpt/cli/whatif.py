@@ -28,7 +28,7 @@ from tieredckpt.whatif.redundancy import (
     LostStep,
     ReadSource,
     ResumeOutlook,
-    failure_domains,
+    cluster_failure_domains,
     find_failure_domain,
     worst_first,
 )
@@ -69,7 +69,7 @@ def whatif_command(
         name = resolve_job_name(sight, job)
         with screen.waiting(f"looking at the nodes of {name}"):
             view, foresight = open_loss_analysis(sight, name)
-        known = failure_domains(view)
+        known = cluster_failure_domains(view)
         if each:
             return _each(screen, view, worst_first([foresight.after([one]) for one in known]))
         wanted = list(dict.fromkeys(find_failure_domain(text, known) for text in lost))

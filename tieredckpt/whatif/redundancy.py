@@ -29,7 +29,7 @@ class FailureDomain:
         return f"{self.level}:{self.name}"
 
 
-def failure_domains(view: ClusterStatus) -> tuple[FailureDomain, ...]:
+def cluster_failure_domains(view: ClusterStatus) -> tuple[FailureDomain, ...]:
     """Every node alone, then every failure domain, the innermost level first.
 
     Domains are nested, as for placement: rack r1 of zone a is another one than r1 of zone b. Where that happens they

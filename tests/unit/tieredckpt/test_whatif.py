@@ -12,7 +12,7 @@ from tieredckpt.whatif.redundancy import (
     QuorumAfterLoss,
     ReadSource,
     ResumeOutlook,
-    failure_domains,
+    cluster_failure_domains,
     find_failure_domain,
     worst_first,
 )
@@ -23,7 +23,7 @@ NOT_COVERED = lambda _group, _parts: False  # noqa: E731
 def foresee(seen, said=None, covers=NOT_COVERED, **more):
     """``foresee(view)("node:n1", "rack:r2")``: the outcome of losing both at once."""
     foresight = LossAnalysis(seen, said or survey(), covers, **more)
-    known = failure_domains(seen)
+    known = cluster_failure_domains(seen)
 
     def lose(*names):
         outcome = foresight.after([find_failure_domain(name, known) for name in names])
@@ -227,16 +227,16 @@ def test_what_a_quorum_means_is_said():
 
 def test_domains_are_nested():
     seen = view(node("n0", "rack=r1,zone=a"), node("n1", "rack=r1,zone=b"), node("n2", "rack=r2,zone=b,power=x"))
-    assert [str(one) for one in failure_domains(seen)] == [
+    assert [str(one) for one in cluster_failure_domains(seen)] == [
         *("node:n0", "node:n1", "node:n2"),
         *("rack:a/r1", "rack:b/r1", "rack:r2"),
         *("zone:a", "zone:b"),
         "power:x",
     ]
-    assert find_failure_domain("zone:b", failure_domains(seen)).nodes == ("n1", "n2")
-    assert find_failure_domain("rack:b/r1", failure_domains(seen)).nodes == ("n1",)
+    assert find_failure_domain("zone:b", cluster_failure_domains(seen)).nodes == ("n1", "n2")
+    assert find_failure_domain("rack:b/r1", cluster_failure_domains(seen)).nodes == ("n1",)
     with pytest.raises(UsageError, match="more than one, say which: rack:a/r1, rack:b/r1"):
-        find_failure_domain("rack:r1", failure_domains(seen))
+        find_failure_domain("rack:r1", cluster_failure_domains(seen))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_domains_are_nested():
 )
 def test_an_unknown_name_is_an_error_that_names_what_there_is(name, said):
     with pytest.raises(UsageError, match=said):
-        find_failure_domain(name, failure_domains(PAIRS))
+        find_failure_domain(name, cluster_failure_domains(PAIRS))
 
 
 def test_the_worst_comes_first():

@@ -1,0 +1,104 @@
+"""Fail when a public name of the packages has two meanings, or cannot be found by its name.
+
+- A public class or function has its name alone over all packages; so has a module.
+- A module is named by a noun. A gerund does not say what the module holds.
+- A command of ``tieredckpt`` and ``elastic`` is in the file of its name.
+
+``TWICE``, ``GERUNDS`` and ``ELSEWHERE`` list the exceptions with their reasons. One that nothing needs fails the check.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
+TWICE = {
+    "__init__": "a package",
+    "__main__": "a program",
+    "errors": "the errors of its package",
+    "settings": "the only module of its package that reads the environment",
+    "testing": "what its package gives to tests",
+    "main": "a program's entry point",
+    "elastic_event_detected": "HyperPod's import path of the same function",
+}
+GERUNDS = {
+    "testing": "what the field calls it",
+    "framing": "what the field calls it",
+    "training": "the training loop of a fine-tuning job",
+}
+COMMANDS = {"tieredckpt/cli/__init__.py": "_COMMANDS", "elastic/cli/__init__.py": "_OWN"}
+ELSEWHERE = {
+    "tieredckpt demo": "one line; the demo is a package",
+    "tieredckpt unpin": "the other half of pin",
+    "elastic join": "elastic run on one more node",
+    "elastic coordinator": "elastic run without a node",
+    "elastic status": "one request to the coordinator",
+    "elastic resize": "one request to the coordinator",
+    "elastic leave": "one request to the coordinator",
+    "elastic stop": "one request to the coordinator",
+    "elastic inject": "one request to the coordinator",
+}
+
+
+def public_names(path: Path) -> set[str]:
+    """Return the public classes and functions that the module defines."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return {one.name for one in body if isinstance(one, kinds) and not one.name.startswith("_")}
+
+
+def commands(path: Path, table: str) -> dict[str, str]:
+    """Return the module of each command in the table of that name."""
+    for one in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and one.targets[0].id == table:
+            return {name: place.partition(":")[0] for name, place in ast.literal_eval(one.value).items()}
+    raise LookupError(f"{path} has no table {table}")
+
+
+def findings(root: Path) -> Iterator[str]:
+    """Yield one line for each name that breaks a rule, and for each exception that nothing needs."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    names: dict[str, set[str]] = defaultdict(set)
+    gerunds: set[str] = set()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            place = str(path.relative_to(root))
+            modules[path.stem].add(place)
+            if path.stem.endswith("ing"):
+                gerunds.add(path.stem)
+                if path.stem not in GERUNDS:
+                    yield f"{place}: name the module by a noun"
+            for name in public_names(path):
+                names[name].add(place)
+    twice = {}
+    for found in (modules, names):
+        twice |= {name: places for name, places in found.items() if len(places) > 1}
+    for name in sorted(twice.keys() - TWICE.keys()):
+        yield f"{name} stands in {len(twice[name])} places: {', '.join(sorted(twice[name]))}"
+    elsewhere: set[str] = set()
+    for file, table in COMMANDS.items():
+        program = file.partition("/")[0]
+        for command, module in commands(root / file, table).items():
+            if module.rpartition(".")[2] != command.replace("-", "_"):
+                elsewhere.add(f"{program} {command}")
+                if f"{program} {command}" not in ELSEWHERE:
+                    yield f"{file}: `{program} {command}` is in {module}; put it into a module of its name"
+    lists = ("TWICE", TWICE, twice.keys()), ("GERUNDS", GERUNDS, gerunds), ("ELSEWHERE", ELSEWHERE, elsewhere)
+    for kind, listed, used in lists:
+        for name in sorted(listed.keys() - used):
+            yield f"{kind} lists {name!r}, and nothing needs it"
+
+
+def main() -> int:
+    found = list(findings(Path()))
+    for one in found:
+        print(one, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
