@@ -2,11 +2,11 @@
 
 ::
 
-    cli ──> control ──> world          who is in the job (never imports torch)
-    workers ──> control                a rank's loop through the worlds
-    batch ──> samples, gradients       who computes what of a step, in which order, and its exact sum
-    rates, prepared, reshard           the learning rate, batches made ahead, checkpoints cut anew
-    rootless, inject, demo             a store without a root, faults on purpose, the whole story
+    cli ──> supervisor, coordinator ──> control ──> world     who is in the job (never imports torch)
+    workers ──> rendezvous, control                           a rank's loop through the worlds
+    batch_scaling ──> samples, gradients                      who computes what of a step, its order and exact sum
+    batch_cache, reshard, schedulers                          prepared batches, resharded checkpoints, Slurm
+    fault_injection, demo                                     faults on purpose, and a proof that losses stay equal
 
 Nothing here imports torch until it is needed.
 """

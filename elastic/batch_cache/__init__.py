@@ -1,9 +1,8 @@
 """Prepared batches in shared memory: one copy per node, mapped by every rank.
 
-``layout`` is what a batch looks like as bytes, ``batches`` turn tensors into it and back; a ``folder`` has them by
-index, its ``tally`` says how many bytes there are, ``room`` decides what is given up and ``keeping`` writes.
-:class:`BatchCache` is all of that; :class:`PrefetchIterator` fills it ``ahead`` of its reader, with ``workers`` where a
-thread is not enough; ``loader`` and ``module`` are for who has a ``DataLoader`` or a data module already.
+``batch_format`` turns tensors into bytes and back. ``cache_directory`` stores batches by index, counts their bytes and
+evicts. ``cache`` has :class:`BatchCache`, which combines both; ``prefetch`` fills it ahead of its reader, with worker
+processes where a thread is too slow. ``cached_loader`` serves a ``DataLoader`` or a data module.
 """
 
 from elastic.batch_cache.cache import BatchCache, remove_job_batches

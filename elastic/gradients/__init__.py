@@ -2,8 +2,7 @@
 
 ::
 
-    share ──> exact ──> replicated, hooked (DDP), sharded (FSDP2, HSDP) ──> exchange ──> tree
-                  └──> norm
+    exact_gradients ──> ddp_reducer (DDP), fsdp_reducer (FSDP2, HSDP) ──> reduction
 """
 
 from elastic.gradients.exact_gradients import ExactGradients, MicrobatchPass, StepTotal

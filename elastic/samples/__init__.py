@@ -2,9 +2,9 @@
 
 ::
 
-    permutation ──> order ──> course ──> feed ──> lines ──> loader
-     of a range    (seed,     steps,     this     worker    steps and
-                   epoch)     cursor     rank's   processes microbatches
+    sample_schedule ──> data_loader, sampler     (seed, epoch, position) ──> a rank's samples ──> microbatches
+    sample_audit                                 proof that each sample was used exactly once
+    rng                                          random numbers keyed by seed, step and microbatch
 """
 
 from __future__ import annotations

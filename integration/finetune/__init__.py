@@ -2,11 +2,9 @@
 
 ::
 
-    command    `elastic finetune`: checks, starts `elastic run`, shows how far it is
-    worker     a rank: also under torchrun and hyperpodrun, as -m integration.finetune.worker
-    options    words of both ──> job        what is to be done, all of it said
-    corpus ──> encoding ──> samples         lines ──> tokens with weights ──> microbatches, prepared once a node
-    models, training, exporting             sharded, trained in any world, written for from_pretrained
+    finetune_cli ──> finetune_job     `elastic finetune`: checks the job, starts `elastic run`, shows progress
+    worker ──> training               a rank, also under torchrun and hyperpodrun: -m integration.finetune.worker
+    inputs, model                     lines ──> tokens with weights ──> microbatches; sharding and export
 
-Transformers is needed by the ranks only (extra ``finetune``); torch is imported by them alone.
+Only the ranks need Transformers (extra ``finetune``); only they import torch.
 """

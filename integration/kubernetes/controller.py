@@ -1,4 +1,4 @@
-"""The controller process: kopf watches, a work queue with one task per job, the command line.
+"""The controller process: watches, a work queue with one task per job, the command line.
 
 Watches keep what is known of jobs, pods, Workloads and nodes; what changes wakes the job it is about. Each job has a
 thread of its own, and its agents' calls a bound of their own: what one job waits for no other one does. No finalizers

@@ -1,5 +1,5 @@
 """The live state of a fault's survivors: recorded at step boundaries, handed to the next world.
 
-``noting`` remembers where the state of a boundary is; ``keeping`` has it until it is given or not needed; ``choosing``
-says which step the survivors have whole between them; ``giving`` saves that step in the new world.
+``boundary_recorder`` remembers where the state of a boundary is. ``survivor_state`` keeps it until it is saved or
+superseded. ``survivor_choice`` chooses the newest step that the survivors hold completely.
 """

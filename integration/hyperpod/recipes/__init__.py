@@ -2,12 +2,11 @@
 
 ::
 
-    document  a YAML file that remembers what was read of it        recipe    what a recipe says
-    sizes, checkpoints, recovery, training                          one concern each, all of them values
-    plan      batch and learning rate at every number of nodes      launch    words for `elastic run` and hyperpodrun
-    resource  the HyperPodPyTorchJob                                command   `elastic recipe`
+    yaml_document ──> recipe     a YAML file that remembers which keys were read, and the values of a recipe
+    recipe_plan                  batch and learning rate at every number of nodes, and the job's command and resource
+    recipe_cli                   `elastic recipe`
 
-Keys that say nothing about any of this belong to others: they are left alone, and named.
+Keys that nothing here reads are left alone and named.
 """
 
 from integration.hyperpod.recipes.recipe import Recipe, read_recipe

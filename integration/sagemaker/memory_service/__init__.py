@@ -2,8 +2,9 @@
 
 ::
 
-    POST shard ──> limits ──> a slot of the arena ──> sealed ──> copies on other nodes' agents
-    GET shard  ──> this node's slot, else the other nodes that have it, compared with the seal before it leaves
-    what is listed and what is kept follow from what all nodes hold (views.py, retention.py) and from what was said of
-    namespaces (registry.py); each shard is a version of its own of one job that has no trainers
+    POST shard ──> limits ──> a slot of the arena ──> sealed ──> replicas on other nodes' agents
+    GET shard  ──> this node's slot, else another node that has it, compared with the seal before it leaves
+
+What is listed and what is evicted follow from what all nodes hold (``namespace_inventory``) and from each namespace's
+settings (``namespaces``). Each shard is a version of its own of one job without trainers.
 """
