@@ -12,8 +12,7 @@ from elastic.coordinator.world_reconciler import NodeRecord, WorldReconciler
 from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.world import world_state
 from elastic.world.world_state import WorldState
-from tieredckpt.event_log import EventLog
-from tieredckpt.event_log import event_types as ev
+from tieredckpt.event_log import EventLog, event_types
 
 
 def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
@@ -88,7 +87,7 @@ class WorldEventRecorder:
     def __init__(self, ledger: EventLog, job: str, *, again: bool, wall: Callable[[], float] = time.time) -> None:
         self._ledger, self._job, self._wall = ledger, job, wall
         self._seen: set[tuple[str, int, int, float | None]] = set()
-        ledger.write(ev.ProcessBegan(wall(), job, EVENT_LOG_NAME, again=again))
+        ledger.write(event_types.ProcessBegan(wall(), job, EVENT_LOG_NAME, again=again))
 
     def saw(
         self,
@@ -104,22 +103,24 @@ class WorldEventRecorder:
         for one in blamed:
             self._fault(desk, before.epoch, one, at, now)
         if breaking is not None and not blamed and desk.world.restarts > before.restarts:
-            self._ledger.write(ev.FaultEvent(at, before.epoch, reason=breaking.reason))
+            self._ledger.write(event_types.FaultEvent(at, before.epoch, reason=breaking.reason))
         for action in actions:
             if isinstance(action, world_state.FormWorld):
                 self._formed(action, at)
             elif isinstance(action, world_state.PauseWorld):
                 want = "stop" if action.stop else "resize"
-                notice = ev.StopRequested(at, action.epoch, want, action.reason, _asker(event), action.deadline_s - now)
+                notice = event_types.StopRequested(
+                    at, action.epoch, want, action.reason, _asker(event), action.deadline_s - now
+                )
                 self._ledger.write(notice)
 
     def ended(self, over: ExitReason, reason: str) -> None:
-        self._ledger.write(ev.ProcessEnded(self._wall(), self._job, EVENT_LOG_NAME, over.value, reason))
+        self._ledger.write(event_types.ProcessEnded(self._wall(), self._job, EVENT_LOG_NAME, over.value, reason))
         self._ledger.close()
 
     def _formed(self, form: world_state.FormWorld, at: float) -> None:
         self._ledger.write(
-            ev.WorldFormed(
+            event_types.WorldFormed(
                 at,
                 form.epoch,
                 len(form.nodes) * form.nproc,
@@ -140,15 +141,17 @@ class WorldEventRecorder:
             if key not in self._seen:  # it is said again with everything else that happens there
                 self._seen.add(key)
                 kind = "late" if event.reason == _LATE else "process"
-                self._ledger.write(ev.FaultEvent(at, epoch, event.node, event.local_rank, kind, event.reason, since))
+                self._ledger.write(
+                    event_types.FaultEvent(at, epoch, event.node, event.local_rank, kind, event.reason, since)
+                )
         elif isinstance(event, world_state.NodeLost | world_state.NodeLeft):
             seen = desk.nodes.get(event.node)
             since = None if seen is None else at - max(0.0, now - seen.heard_at)
-            self._ledger.write(ev.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
+            self._ledger.write(event_types.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
         elif isinstance(event, world_state.RankFault):
-            self._ledger.write(ev.FaultEvent(at, epoch, event.node, event.local_rank, "error", event.reason))
+            self._ledger.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "error", event.reason))
         elif isinstance(event, world_state.HangDetected):
-            self._ledger.write(ev.FaultEvent(at, epoch, event.node, event.local_rank, "hang", event.reason))
+            self._ledger.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "hang", event.reason))
 
 
 def _single(event: world_state.WorldEvent) -> Iterator[world_state.WorldEvent]:

@@ -16,8 +16,7 @@ from elastic.control.control_plane import RankAssignment
 from elastic.errors import JobFailedError
 from elastic.settings import is_supervised
 from peerstore.daemon_process import process_start_time
-from tieredckpt.event_log import EventLog, NullEventLog, event_log_from_environ
-from tieredckpt.event_log import event_types as ev
+from tieredckpt.event_log import EventLog, NullEventLog, event_log_from_environ, event_types
 
 _COORDINATOR = "coordinator"
 
@@ -37,7 +36,7 @@ class RankTimeline:
         # A process that comes a second time was not started for it.
         self._launched = own_start_time() if ledger.place.epoch < 0 else None
         self._has_begun = False
-        self._at = ev.STAGE_GROUPS
+        self._at = event_types.STAGE_GROUPS
         """The stage it is in, on its way to a first step."""
         self._waiting: float | None = None
         self._boundary: float | None = None
@@ -69,11 +68,11 @@ class RankTimeline:
         if where.reached is not None:
             self._stage(self._at, where.reached, known or now)
         if known is not None:
-            self._stage(ev.STAGE_ABORT, known, now)
+            self._stage(event_types.STAGE_ABORT, known, now)
         elif self._stopping is not None:
             sealed = self._sealed or now
-            self._stage(ev.STAGE_SEAL, self._stopping, sealed)
-            self._stage(ev.STAGE_LEAVE, sealed, now)
+            self._stage(event_types.STAGE_SEAL, self._stopping, sealed)
+            self._stage(event_types.STAGE_LEAVE, sealed, now)
         self._known.clear()
         self._boundary = self._stopping = self._sealed = where.reached = None
         self._waiting = now
@@ -90,36 +89,36 @@ class RankTimeline:
             self._begin(place, supervised=supervised, now=now)
         waiting = now if self._waiting is None else self._waiting
         if self._launched is not None:
-            self._stage(ev.STAGE_LAUNCH, self._launched, waiting)
+            self._stage(event_types.STAGE_LAUNCH, self._launched, waiting)
             self._launched = None
-        self._stage(ev.STAGE_RENDEZVOUS, waiting, now)
+        self._stage(event_types.STAGE_RENDEZVOUS, waiting, now)
         self._is_first = True
         self._loss = self._tokens = self._samples = None
         where = self._ledger.place
         where.epoch, where.rank, where.reached, where.next_step = self._epoch, self._rank, now, 0
-        self._at = ev.STAGE_GROUPS
+        self._at = event_types.STAGE_GROUPS
 
     def grouped(self) -> None:
         """It is in the groups of its world."""
         self._reach()
-        self._at = ev.STAGE_LOADER
+        self._at = event_types.STAGE_LOADER
 
     def given(self, anything: bool) -> None:
         """Survivors of a fault have said what they still have, where they were asked."""
         if anything:
-            self._at = ev.STAGE_HYDRATE
+            self._at = event_types.STAGE_HYDRATE
             self._reach()
-        self._at = ev.STAGE_LOADER
+        self._at = event_types.STAGE_LOADER
 
     def _begin(self, place: RankAssignment, *, supervised: bool, now: float) -> None:
         began = now if self._launched is None else self._launched
-        self._ledger.write(ev.ProcessBegan(began, self._job, node=self._node, local_rank=self._local_rank))
+        self._ledger.write(event_types.ProcessBegan(began, self._job, node=self._node, local_rank=self._local_rank))
         self._leads = place.rank == 0 and not supervised
         if self._leads:
             again = place.restarts > 0
-            self._ledger.write(ev.ProcessBegan(began, self._job, _COORDINATOR, again=again, node=self._node))
+            self._ledger.write(event_types.ProcessBegan(began, self._job, _COORDINATOR, again=again, node=self._node))
             self._ledger.write(
-                ev.WorldFormed(
+                event_types.WorldFormed(
                     now,
                     self._epoch,
                     place.world_size,
@@ -163,11 +162,11 @@ class RankTimeline:
             return
         if self._is_first:
             self._is_first = False
-            self._stage(ev.STAGE_FIRST_STEP, began, now)
+            self._stage(event_types.STAGE_FIRST_STEP, began, now)
         if self._rank == 0:
             took = max(0.0, now - began)
             said = (self._loss, self._tokens, self._samples, self._not_finite)
-            self._ledger.write(ev.StepEvent(self._epoch, 0, step, began, took, *said))
+            self._ledger.write(event_types.StepEvent(self._epoch, 0, step, began, took, *said))
             self._loss = self._tokens = self._samples = None
             self._not_finite = ""
 
@@ -177,7 +176,7 @@ class RankTimeline:
         """The world is broken: so this rank has heard, or sees."""
         now = time.time()
         if self._known.setdefault(self._epoch, now) is now:
-            self._stage(ev.STAGE_DETECT, now, now)
+            self._stage(event_types.STAGE_DETECT, now, now)
 
     def stops(self) -> None:
         """All ranks stand at the step at which they were asked to stop; what they hold is to be sealed."""
@@ -191,10 +190,10 @@ class RankTimeline:
         """Its part is over."""
         now = time.time()
         if self._stopping is not None:
-            self._stage(ev.STAGE_SEAL, self._stopping, self._sealed or now)
-        self._ledger.write(ev.ProcessEnded(now, self._job, "rank", how, words, self._node, self._local_rank))
+            self._stage(event_types.STAGE_SEAL, self._stopping, self._sealed or now)
+        self._ledger.write(event_types.ProcessEnded(now, self._job, "rank", how, words, self._node, self._local_rank))
         if self._leads:
-            self._ledger.write(ev.ProcessEnded(now, self._job, _COORDINATOR, how, words, self._node))
+            self._ledger.write(event_types.ProcessEnded(now, self._job, _COORDINATOR, how, words, self._node))
         self._ledger.close()
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -209,7 +208,9 @@ class RankTimeline:
 
     def _stage(self, name: str, began: float, ended: float) -> None:
         took = max(0.0, ended - began)
-        self._ledger.write(ev.StageEvent(self._epoch, self._rank, name, began, took, self._node, self._local_rank))
+        self._ledger.write(
+            event_types.StageEvent(self._epoch, self._rank, name, began, took, self._node, self._local_rank)
+        )
 
 
 def open_rank_timeline() -> RankTimeline:

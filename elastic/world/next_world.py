@@ -154,8 +154,6 @@ def _lost(turn: WorldTransition, event: NodeLost | NodeLeft) -> None:
     member = turn.world.members.get(event.node)
     if member is None or event.life < member.life:
         turn.world.gone[event.node] = max(event.life, turn.world.gone.get(event.node, -1))
-        if member is None:
-            return
         return
     turn.lose(member, event.reason, blame=isinstance(event, NodeLost), life=event.life)
 

@@ -23,7 +23,7 @@ from integration.kubernetes.pods import node_health_status
 
 Object = Mapping[str, Any]
 Changed = Callable[[str, str], None]
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _JOBS_S = 30.0
 """Pods that are listed before the jobs are listed once more for each of them."""
 _UNHEARD_S = 5.0
@@ -253,7 +253,7 @@ class NodeHealthCache:
     def _note(self, name: str, said: str) -> None:
         if self.said.get(name, "") == said:
             return
-        _log.info("node %s: %s is %s", name, NODE_HEALTH_STATUS_LABEL, said or "not there any more")
+        log.info("node %s: %s is %s", name, NODE_HEALTH_STATUS_LABEL, said or "not there any more")
         if said:
             self.said[name] = said
         else:

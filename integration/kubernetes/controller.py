@@ -28,7 +28,7 @@ from integration.kubernetes.reconciler import JobReconciler
 from peerstore.daemon_process import handle_signals
 from peerstore.network_addresses import split_address
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _Key = tuple[str, str]
 _END_S = 5.0
 """So long passes that are under way may take to end."""
@@ -95,9 +95,9 @@ class JobController:
         except ResourceConflictError:
             return 0.1  # somebody has written: the next pass reads it
         except ApiServerError as error:
-            _log.warning("job %s/%s: %s", *key, error)
-        except Exception:  # noqa: BLE001 - the top of a job's thread: the others go on, and this one is tried again
-            _log.exception("job %s/%s: this pass has failed", *key)
+            log.warning("job %s/%s: %s", *key, error)
+        except Exception:  # the top of a job's thread: the others go on, and this one is tried again
+            log.exception("job %s/%s: this pass has failed", *key)
         return self._retry_s
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from integration.kubernetes.errors import ApiServerError, ApiServerUnreachableError, ExpiredError, ResourceNotFoundError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 Object = Mapping[str, Any]
@@ -294,15 +294,15 @@ class Informer:
                 self._watch(self._since)
             return
         except ExpiredError:
-            _log.info("%s: what changed meanwhile is not known any more, all is listed again", self._what.path)
+            log.info("%s: what changed meanwhile is not known any more, all is listed again", self._what.path)
             self._since = None
         except ResourceNotFoundError:
             self._since = None
             self._follower.is_not_there()
         except ApiServerError as error:
-            _log.warning("%s is not heard of at present: %s", self._what.path, error)
-        except Exception:  # noqa: BLE001 - the top of a thread: nobody else would take it up again
-            _log.exception("%s is not heard of at present", self._what.path)
+            log.warning("%s is not heard of at present: %s", self._what.path, error)
+        except Exception:  # the top of a thread: nobody else would take it up again
+            log.exception("%s is not heard of at present", self._what.path)
             self._since = None
         self._follower.is_followed = False
         self._pause()

@@ -78,7 +78,7 @@ from integration.kubernetes.resource_status import (
     status_differs,
 )
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _BUSY_S = 0.2
 """Until the next look while something is going on: agents do what they are told at once, and nobody says so."""
 _PODS, _WORKLOADS = "PodRefused", "WorkloadRefused"
@@ -209,7 +209,7 @@ class JobReconciler:
         for pod in pods:
             name = pod["metadata"]["name"]
             if name in queued.plan.asked_back and name not in decision.state.members and not is_terminating(pod):
-                _log.info("pod %s goes: its workload is not admitted any more", name)
+                log.info("pod %s goes: its workload is not admitted any more", name)
                 self._cluster.delete_pod(pod)
         try:
             queued.settle(job)
@@ -221,7 +221,7 @@ class JobReconciler:
 
     def _act(self, decision: OperatorDecision, pods: Sequence[KubeObject], addresses: Mapping[str, str]) -> None:
         for name, problem in self._agents.tell_all(decision.actions, addresses).items():
-            _log.warning("pod %s: %s", name, problem)
+            log.warning("pod %s: %s", name, problem)
         named = {pod["metadata"]["name"]: pod for pod in pods}
         for action in decision.actions:
             if (
@@ -229,7 +229,7 @@ class JobReconciler:
                 and (pod := named.get(action.pod))
                 and not is_terminating(pod)
             ):
-                _log.info("pod %s goes: %s", action.pod, action.reason)
+                log.info("pod %s goes: %s", action.pod, action.reason)
                 # One that is lost has nothing to say goodbye to.
                 self._cluster.delete_pod(pod, grace_s=1 if isinstance(action, ReplacePod) else None)
 
@@ -247,7 +247,7 @@ class JobReconciler:
                 pod = build_pod(job, seat, nodes=nodes, avoid=decision.wanted.avoid, grant=grant)
                 self._cluster.create_pod(pod)
             except ResourceConflictError:
-                _log.info("pod %s is there already", seat.pod_name(job["metadata"]["name"]))  # the next pass sees it
+                log.info("pod %s is there already", seat.pod_name(job["metadata"]["name"]))  # the next pass sees it
             except ApiServerRefusedError as refused:  # a quota, or a template that is none
                 self._complain(job, _PODS, str(refused))
                 return
@@ -257,7 +257,7 @@ class JobReconciler:
     def _complain(self, job: KubeObject, reason: str, problem: str) -> None:
         """Once, as long as it stays the same."""
         if self._refusals.note(job, reason, problem):
-            _log.warning("job %s: %s", job["metadata"]["name"], problem)
+            log.warning("job %s: %s", job["metadata"]["name"], problem)
             self._cluster.say(job, reason, problem, warning=True)
 
     def _tidy(self, job: KubeObject, spec: JobSpec, state: JobState, pods: Sequence[KubeObject]) -> ReconcileResult:
@@ -280,16 +280,16 @@ class JobReconciler:
 
     def _tell_people(self, job: KubeObject, decision: OperatorDecision) -> None:
         for event in decision.events:
-            _log.info("%s: %s", event.reason, event.message)
+            log.info("%s: %s", event.reason, event.message)
             try:
                 self._cluster.say(job, event.reason, event.message, warning=event.warning)
             except ApiServerError as error:
-                _log.warning("an event could not be posted: %s", error)
+                log.warning("an event could not be posted: %s", error)
 
     def _leave_alone(self, job: KubeObject, problem: str) -> None:
         if is_marked_invalid(job, problem):
             return
-        _log.warning("job %s is left alone: %s", job["metadata"]["name"], problem)
+        log.warning("job %s is left alone: %s", job["metadata"]["name"], problem)
         self._cluster.write_status(job, invalid_spec_status(job, problem, self._clock()))
         self._cluster.say(job, "InvalidSpec", problem, warning=True)
 
@@ -316,7 +316,7 @@ class QueuedJob:
         for workload, status in self.plan.statuses:
             self.kueue.write_workload_status(workload, status)
         for workload in self.plan.delete:
-            _log.info("workload %s goes", workload["metadata"]["name"])
+            log.info("workload %s goes", workload["metadata"]["name"])
             self.kueue.delete_workload(workload)
         for step in self.plan.create:
             self._create(job, step)
@@ -341,7 +341,7 @@ class QueuedJob:
         try:
             self.kueue.create_workload(build_workload(job, step, self.kueue.version, named, priority))
         except ResourceConflictError:
-            _log.info("workload %s is there already", step.name)  # the next pass sees it
+            log.info("workload %s is there already", step.name)  # the next pass sees it
 
 
 class KueueQueue:

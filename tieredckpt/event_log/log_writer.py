@@ -34,7 +34,7 @@ from typing import Protocol
 
 import msgspec
 
-from tieredckpt.event_log import event_types as ev
+from tieredckpt.event_log import event_types
 from tieredckpt.event_log.event_types import FileOpened, LogEvent
 
 log = logging.getLogger(__name__)
@@ -222,26 +222,26 @@ def stdout_events_enabled(environ: Mapping[str, str]) -> bool:
     return environ.get(STDOUT_EVENTS_ENV, "") == "1" and environ.get("LOCAL_RANK", "0") == "0"
 
 
-def stdout_line(event: ev.LogEvent) -> str:
+def stdout_line(event: event_types.LogEvent) -> str:
     """One line, without its end; "" for events that are not said."""
-    if isinstance(event, ev.StepEvent):
+    if isinstance(event, event_types.StepEvent):
         loss = "" if event.loss is None else f" loss={event.loss:g}"
         return f"tieredckpt step={event.step} seconds={event.seconds:.3f}{loss}"
-    if isinstance(event, ev.SaveEvent):
+    if isinstance(event, event_types.SaveEvent):
         return f"tieredckpt save step={event.step} state={event.state} blocked_seconds={event.seconds:.3f}"
-    if isinstance(event, ev.RestoreEvent):
+    if isinstance(event, event_types.RestoreEvent):
         return f"tieredckpt restore step={event.step} mode={event.mode} seconds={event.seconds:.3f}"
-    if isinstance(event, ev.StageEvent) and event.name == ev.STAGE_FIRST_STEP:
+    if isinstance(event, event_types.StageEvent) and event.name == event_types.STAGE_FIRST_STEP:
         return f"tieredckpt first-step epoch={event.epoch} seconds={event.seconds:.3f}"
-    if isinstance(event, ev.StageEvent) and event.name == ev.STAGE_DETECT:
+    if isinstance(event, event_types.StageEvent) and event.name == event_types.STAGE_DETECT:
         return f"tieredckpt broken epoch={event.epoch}"
-    if isinstance(event, ev.ProcessEnded) and event.who == "rank":
+    if isinstance(event, event_types.ProcessEnded) and event.who == "rank":
         words = " ".join(event.words.split())
         return f"tieredckpt ended how={event.how.replace(' ', '-')}" + (f" {words}" if words else "")
     return ""
 
 
-def print_event(event: ev.LogEvent) -> None:
+def print_event(event: event_types.LogEvent) -> None:
     """One system call, so that lines are whole; where nobody listens nothing happens."""
     words = stdout_line(event)
     if words:
