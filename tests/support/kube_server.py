@@ -198,6 +198,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
         kube = Kube(f"https://127.0.0.1:{secure}", keys / "apiserver.crt", _ADMIN, folder)
         stack.callback(kube.close)
         _until_ready(kube)
+        until(lambda: kube.find("/api/v1/namespaces/default"), "the default namespace is there", _START_S)
         config = f"--kubeconfig={kube.kubeconfig(folder / 'kubeconfig')}"
         quiet: Sequence[str] = ("--bind-address=127.0.0.1", "--port=0", "--leader-elect=false", config)
         stack.enter_context(
