@@ -3,44 +3,26 @@
 ::
 
     ElasticError
-    ├── PolicyError                 a policy or a plan is impossible: the message names the field and the limit; fix it
-    │   ├── prepared.BatchKindError     a batch that the cache cannot keep
-    │   └── prepared.CachePlaceError    a directory for it that somebody else may enter
-    ├── ControlPlaneUnavailableError            unknown: the control plane could not be asked; retry
-    │   └── RefusedError                it was asked and says no (wrong secret, a member of an old epoch): do not retry
-    ├── StaleEpochError             what was said belongs to a world of the past: wait for the new one
-    ├── ControlDeadlineError               a rank did not get to where all others are within the time given
-    ├── samples.CursorError         going on here would repeat or leave out samples
-    ├── samples.StepError           steps are taken in an order in which samples could get lost unnoticed
-    ├── samples.WorkersLostError    processes that read samples died; nothing committed is affected
-    ├── prepared.CacheFullError     no room for a prepared batch
-    ├── prepared.PrepareError       what makes a batch raised, for this one
-    ├── NonFiniteLossError          a loss that no rank may use: the step is dropped by all of them
-    ├── UnhealthyProcessError              this process is not fit for another world: it ends, and a new one takes its
-    seat └── JobFailedError                 the job cannot go on; says after what, and how to resume
+    ├── PolicyError                   a policy or a plan is impossible: the message names the field and the limit
+    │   ├── UnsupportedBatchError     the cache cannot keep this batch: convert it in ``prepare``
+    │   └── CacheDirectoryError       another user may enter the cache's directory: name another one
+    ├── ControlPlaneUnavailableError  unknown: the control plane did not answer; retry
+    │   └── ControlPlaneRefusedError  it refused (wrong secret, a member of an old epoch): do not retry
+    ├── StaleEpochError               the call belongs to an earlier world: wait for the next one
+    ├── ControlDeadlineError          a rank did not reach the others within the given time
+    ├── CursorError                   going on from this cursor would repeat or skip samples
+    ├── StepOrderError                the loop takes a step before the last one was committed: fix the loop
+    ├── DataWorkersLostError          processes that read samples died; iterating again starts new ones
+    ├── CacheFullError                the cache was required, and the batch does not fit: enlarge it
+    ├── PrepareError                  the user's ``prepare`` raised; its error is the cause, the batch is named
+    ├── NonFiniteLossError            all ranks drop a step whose loss is not finite
+    ├── UnhealthyProcessError         this process is unfit for another world: it ends, and a new one replaces it
+    └── JobFailedError                the job cannot go on; the message says why, and how to resume
 
-    WorldChanged (BaseException)    not an error: the world of this attempt has ended, the train function is left
+    WorldChanged (BaseException)      no error: the world of this attempt has ended, the train function returns
 
-::
-
-    ElasticError
-    ├── PolicyError                 (elastic.errors) no such order, plan or dataset: the message says what to change
-    ├── CursorError                 a saved cursor belongs to other data or another order: use those, or allow it
-    ├── StepOrderError                   the loop takes steps out of turn (a step that was not committed): fix the loop
-    └── DataWorkersLostError            processes that read samples died; iterating again starts new ones
-
-What a dataset raises reaches the caller as it is, with the worker's traceback in its message.
-
-::
-
-    ElasticError
-    ├── PolicyError
-    │   ├── UnsupportedBatchError          a batch has something in it that cannot be kept: convert it in ``prepare``
-    │   └── CacheDirectoryError         the directory is not this user's own: name another one
-    ├── CacheFullError              the cache was required, and the batch does not fit: enlarge it
-    └── PrepareError                the user's ``prepare`` raised; its error is the cause, the batch is named
-
-A batch that is absent or damaged is neither: it is prepared (again), and counted.
+What a dataset raises reaches the caller with the worker's traceback in its message. A batch that is absent from the
+cache, or damaged in it, raises nothing: it is prepared again and counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Process identity and peer credentials, the open-file limit, and signals delivered to a thread.
 
 Python runs a handler between any two steps of the main thread, also inside another handler. One that takes a lock
-(``Event.set``, ``JobCondition.notify``) waits for itself when the step it interrupted has that lock.
+(``Event.set``, ``Condition.notify``) waits for itself when the step it interrupted has that lock.
 """
 
 from __future__ import annotations

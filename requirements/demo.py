@@ -88,7 +88,7 @@ class Environment:
         pinned = [word for name in packages for word in ("-c", str(_HERE / name))]
         self._pip(*pinned, "-r", str(_HERE / "demo.txt"), "-e", str(ROOT))
         # Several processes import these modules at the same time, and more slowly while there is no bytecode.
-        modules = "elastic.cli, elastic.control.supervisor, elastic.demo.trainer, tieredckpt.agent.__main__"
+        modules = "elastic.cli, elastic.supervisor.supervisor, elastic.demo.fsdp_trainer, tieredckpt.agent.__main__"
         run(str(self.python), "-c", f"import sys; sys.dont_write_bytecode = False; import {modules}")
 
     def _pip(self, *words: str) -> None:

@@ -127,7 +127,9 @@ class _Held:
             self._set("lr", group["lr"] * factor)
         if validated_kappa(kappa) != 1:
             if "eps" not in group or not ("betas" in group or "alpha" in group):
-                raise PolicyError("AdamSqrtLRRule scales betas and eps, this optimizer has none: use Sqrt or Linear")
+                raise PolicyError(
+                    "AdamSqrtLRRule scales betas and eps, this optimizer has none: use SqrtLRRule or LinearLRRule"
+                )
             if "betas" in group:
                 pairs = enumerate(group["betas"], start=1)
                 self._set("betas", tuple(scaled_beta(f"beta{n}", beta, kappa) for n, beta in pairs))

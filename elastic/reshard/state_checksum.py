@@ -1,11 +1,11 @@
-"""StateChecksum: a checksum of a whole state that does not depend on its sharding.
+"""A checksum of a whole state that does not depend on its sharding.
 
 Each rank adds up what it holds, the ranks' sums are added, and the same state gives the same number on one rank, on a
 thousand, before a save and after a load into another sharding::
 
-    before = checksum(state).combined()
+    before = state_checksum(state).combined()
     dcp.save(...); ...; dcp.load(...)              # at another world size
-    checksum(other).combined().must_equal(before)
+    state_checksum(other).combined().must_equal(before)
 
 ::
 

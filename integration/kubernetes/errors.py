@@ -3,11 +3,11 @@
 ::
 
     ApiServerError
-    ├── ApiServerUnreachableError   nothing is known: the same again later
-    ├── ResourceConflictError      somebody else has written since it was read: read again, decide again
-    ├── ResourceNotFoundError        it is not there (any more)
-    ├── ExpiredError       what changed since then is not known any more: list again
-    └── RefusedError       it will not be done, however often it is asked for
+    ├── ApiServerUnreachableError   unknown: retry later
+    ├── ResourceConflictError       another client wrote after the read: read again, decide again
+    ├── ResourceNotFoundError       the resource does not exist, or no longer
+    ├── ExpiredError                the server has forgotten the changes since then: list again
+    └── ApiServerRefusedError       the server refuses: do not retry
 """
 
 from __future__ import annotations
