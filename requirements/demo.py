@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _HERE = ROOT / "requirements"
 _OLDEST_PYTHON = (3, 10)
+COMPILED = ("elastic.cli", "elastic.supervisor.supervisor", "elastic.demo.fsdp_trainer", "tieredckpt.agent.__main__")
+"""Several processes import these modules at the same time, and more slowly while there is no bytecode."""
 
 
 def main(words: list[str] | None = None) -> None:
@@ -87,9 +89,7 @@ class Environment:
         say("Installing tieredckpt and its dependencies (0.1 GB; less than a minute once downloaded) ...")
         pinned = [word for name in packages for word in ("-c", str(_HERE / name))]
         self._pip(*pinned, "-r", str(_HERE / "demo.txt"), "-e", str(ROOT))
-        # Several processes import these modules at the same time, and more slowly while there is no bytecode.
-        modules = "elastic.cli, elastic.supervisor.supervisor, elastic.demo.fsdp_trainer, tieredckpt.agent.__main__"
-        run(str(self.python), "-c", f"import sys; sys.dont_write_bytecode = False; import {modules}")
+        run(str(self.python), "-c", f"import sys; sys.dont_write_bytecode = False; import {', '.join(COMPILED)}")
 
     def _pip(self, *words: str) -> None:
         """Install; on a terminal pip shows its progress. Compiling only what is imported halves the CPU time."""

@@ -38,6 +38,10 @@ def commands(script, tmp_path, monkeypatch):
     return found
 
 
+def test_the_modules_that_it_compiles_exist(script):
+    assert [name for name in script.COMPILED if importlib.util.find_spec(name) is None] == []
+
+
 def update(script, tmp_path, monkeypatch, torch, **options):
     monkeypatch.setattr(script, "torch_version", lambda: torch)
     script.Environment(tmp_path / "env").update(**options)
