@@ -272,9 +272,9 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
             grace_s=options["grace"],
             ledger=str(names.event_log_directory(logs)),
         )
-        place.address_file.unlink(missing_ok=True)
         place.end_file.unlink(missing_ok=True)
-        if leads:
+        if leads:  # another node of this machine may start after the coordinator has written its address
+            place.address_file.unlink(missing_ok=True)
             InjectionRecord(place.directory).forget()
         leader = _coordinator_task(place, record, options) if leads else None
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
