@@ -122,9 +122,7 @@ class Watchdog:
 
     def lost(self, error: str, handle: Callable[[], None]) -> None:
         log.error("watchdog: %s", error)
-        self._thread = threading.Thread(target=self._run, args=(handle,), name="nccl-like-watchdog", daemon=True)
-        _threads.add(self._thread)
-        self._thread.start()
+        self._thread = _start("nccl-like-watchdog", self._run, handle)
 
     def _run(self, handle: Callable[[], None]) -> None:
         with self.starting:
@@ -153,6 +151,8 @@ class NcclLike(dist.ProcessGroup):
         self._aborted = threading.Event()
         self._garbage = torch.Generator().manual_seed(1000 + rank)
         self.watchdog = Watchdog()
+        self.communicator: threading.Thread | None = None
+        """It holds the group until its communicator is aborted or has lost a peer."""
 
     def __del__(self) -> None:
         self.watchdog.join()
@@ -246,9 +246,7 @@ class NcclLike(dist.ProcessGroup):
                     self._inner = inner
                     if not self._aborted.is_set():
                         _LIVE.add(self)
-                thread = threading.Thread(target=self._communicate, name="nccl-like", daemon=True)
-                _threads.add(thread)
-                thread.start()
+                self.communicator = _start("nccl-like", self._communicate)
                 return
         except RuntimeError as error:
             log.warning("a communicator cannot be made: %s", error)
@@ -390,6 +388,20 @@ class NcclLike(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+def _start(name: str, run: Callable[..., None], *given: Any) -> threading.Thread:
+    """A thread that the end of the test joins."""
+    thread = threading.Thread(target=run, args=given, name=name, daemon=True)
+    with _lock:
+        thread.start()
+        _threads.add(thread)
+    return thread
+
+
+def _running() -> list[threading.Thread]:
+    with _lock:
+        return [thread for thread in _threads if thread.is_alive()]
+
+
 def _handle(lost: weakref.ref[NcclLike]) -> None:
     """After the sleep of the watchdog: what ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` orders."""
     handling = os.environ.get(_HANDLING, "3")
@@ -428,7 +440,8 @@ def forgotten() -> Iterator[None]:
                 one._end()
         close_gloo_connections()
         _released.set()
-        for thread in list(_threads):
-            thread.join()
+        while running := _running():
+            for thread in running:  # one may have started another meanwhile
+                thread.join()
         deadlocked.clear()
         _released = threading.Event()

@@ -113,6 +113,7 @@ def asleep(monkeypatch):
     pair[0].allreduce([torch.ones(1)])
     close_gloo_connections()
     assert pair[0].watchdog.asleep.wait(_PATIENCE_S)
+    pair[0].communicator.join(_PATIENCE_S)  # from here on the list alone holds the group
     return pair
 
 

@@ -113,8 +113,8 @@ def test_no_world_is_told_before_its_number_is_in_the_record() -> None:
         says = NodeStatus(1, "n0", 1, 1, births=1, ready=True, store="n0:1")
         channel.send(end.encode(says))
         until(lambda: "n0" in coordinator.desk.nodes)
-        coordinator._post(lambda: coordinator.desk.__dict__.update(gathering=False))
-        coordinator._post(lambda: setattr(coordinator.desk, "world", replace(coordinator.desk.world, epoch=5)))
+        desk, world = coordinator.desk, replace(coordinator.desk.world, epoch=5)
+        coordinator._post(lambda: desk.__dict__.update(gathering=False, world=world))  # at once: else world -1 is told
         until(lambda: coordinator._elector._election.epoch == 5)
         assert leadership.read().epoch == -1
         channel.send(end.encode(replace(says, number=2)))

@@ -21,6 +21,7 @@ RANK = """
 import json, multiprocessing, queue, signal, subprocess, sys
 
 heard, done = [], queue.SimpleQueue()  # which a handler may put into while it is waited for
+dies = () if sys.argv[1] == "ours" else ("spawn", "exec")  # of the signal: told to end, it could do so before that
 
 def say_and_wait(there, end):
     there.set()
@@ -31,7 +32,7 @@ def started(how):
         words = [sys.executable, "-c", "input(print(flush=True) or '')"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process.stdout.readline()
-        return lambda: process.communicate(b"end") and process.returncode
+        return process.wait if how in dies else lambda: process.communicate(b"end") and process.returncode
     context = multiprocessing.get_context(how)
     there, (reading, writing) = context.Event(), context.Pipe(duplex=False)
     process = context.Process(target=say_and_wait, args=(there, reading))
@@ -39,10 +40,8 @@ def started(how):
     there.wait()
     reading.close()
     def ended():
-        try:
+        if how not in dies:
             writing.send(None)
-        except BrokenPipeError:
-            pass
         process.join()
         return process.exitcode
     return ended
