@@ -32,13 +32,13 @@ class LateController:
     def __init__(self, story: Story) -> None:
         self._story = story
         self._cluster = CachedApiClient(ApiServerClient(story.client), [""], lambda *_: None)
+        self._indexes = dict(zip(_KINDS, (self._cluster._jobs[""], self._cluster._pods[""]), strict=True))
         self._heard = {}
         for kind, informer in zip(_KINDS, self._cluster.informers(), strict=True):
-            informer.step()
+            index, informer._wait = self._indexes[kind], lambda _: None
+            while not index.is_followed:  # a list that fails is asked for again
+                informer.step()
             self._heard[kind] = story.api.version
-        self._indexes = dict(zip(_KINDS, (self._cluster._jobs[""], self._cluster._pods[""]), strict=True))
-        for index in self._indexes.values():
-            index.is_followed = True
         self._passing = JobReconciler(
             self._cluster, story.agents, health={}, clock=lambda: story.now_s, settings={"silent_s": 1e6}
         )
@@ -109,6 +109,7 @@ _HAPPENS = st.tuples(
     [("pass", 0, 1), ("kubelets", 0, 1), ("pods", 0, 5), *[("pass", 0, 1)] * 4, ("hyperpodpytorchjobs", 1, 5)]
     + [("pass", 1, 1)] * 3
 )
+@example([("fails", 0, 2), ("fails", 0, 5), ("new", 0, 1), ("new", 1, 1)])
 def test_late_watches_lose_no_pod_make_none_twice_and_restart_nothing(client_and_api, happens):
     api, client = client_and_api
     api.clear()
