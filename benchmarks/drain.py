@@ -127,7 +127,7 @@ def run_steps(rank: int, scene: Scene) -> list[dict[str, Any]]:
 
 
 def _busy(checkpointer: Checkpointer) -> bool:
-    return any(view.state in ("waiting", "running") for view in checkpointer.session.node.drains(JOB))
+    return any(view.state in ("waiting", "running") for view in checkpointer.session.agent.drain_status(JOB))
 
 
 def _timed(step: Callable[[], None]) -> float:

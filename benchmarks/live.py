@@ -69,11 +69,11 @@ def noting(tensors: int) -> dict[str, float]:
     with track_step_boundaries() as held:
         step_of(state)
         noter, steps = BoundaryRecorder("job", load_settings()), iter(range(1 << 30))
-        noter.note(state, next(steps))
+        noter.record(state, next(steps))
 
         def note() -> None:
-            held.stepped = True
-            noter.note(state, next(steps))
+            held.optimizer_stepped = True
+            noter.record(state, next(steps))
 
         count = sum(isinstance(one, torch.Tensor) for one in flatten_state(resolve_stateful(state)).values())
         note_s = [timeit.timeit(note, number=5) / 5 for _ in range(20)]
@@ -113,9 +113,9 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
                 step_of(state)
                 ckpt.save(state, 1)
                 dist.barrier()
-            held.hold()
+            held.retain_after_fault()
             if not lives or rank == 1:
-                held.drop()
+                held.clear()
             del state
             _leave()
             _enter(folder, rank)
@@ -123,7 +123,7 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
             began = time.perf_counter()
             hydrate_from_survivors(held, dist.distributed_c10d._get_default_store(), rank, 2)
             seconds["give"] = time.perf_counter() - began
-            held.enter(turn)
+            held.enter_world(turn)
             state = state_of(layers, WIDTH)
             with Checkpointer(job, every=1000) as ckpt:
                 dist.barrier()
@@ -136,7 +136,7 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
             )
             found.append(seconds)
             _leave()
-            held.end()
+            held.end_world()
     close_sessions()
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))

@@ -46,7 +46,7 @@ def open_node(scene: Scene, number: int) -> Session:
 
 
 def address_of(session: Session) -> PeerNode:
-    node = session.node.me()
+    node = session.agent.this_node()
     if node is None:
         raise RuntimeError(f"the agent in {session.settings.agent_directory} does not listen for others")
     return node

@@ -61,7 +61,7 @@ class Pair:
     def settle(self) -> None:
         """Until this node knows that everything has its copies: what is older may go then."""
         deadline = time.monotonic() + _SETTLE_S
-        while not self._checkpointer.session.node.durability(self._key).settled:
+        while not self._checkpointer.session.agent.replication_status(self._key).settled:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"step {self._steps} is not settled after {_SETTLE_S:.0f} s")
             time.sleep(0.005)
@@ -75,7 +75,7 @@ class Pair:
     def found(self) -> State:
         """On the other node: its copy, read as the safetensors file it is, from that node's own memory."""
         key = msgspec.structs.replace(self._key, part=0)
-        store = self._checkpointer.session.node.store
+        store = self._checkpointer.session.agent.store
         pin = store.pin(key)  # raises when it is not there, sealed and verified
         try:
             return tensors_in(Path(f"/proc/self/fd/{pin.fd}"), pin.record.size_bytes)

@@ -26,7 +26,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 3 no agent answers."""
     args = _parser().parse_args(argv)
-    place = AgentPaths(args.dir, named=True) if args.dir else default_agent_paths()
+    place = AgentPaths(args.dir, explicit=True) if args.dir else default_agent_paths()
     try:
         return int(args.run(args, place))
     except RequestError as error:
@@ -108,7 +108,9 @@ def _serve(args: argparse.Namespace, place: AgentPaths) -> int:
 
 def _status(args: argparse.Namespace, place: AgentPaths) -> int:
     try:
-        with contextlib.closing(Client(lambda: connect_to_agent(place.socket, named=place.named), retry_s=0)) as client:
+        with contextlib.closing(
+            Client(lambda: connect_to_agent(place.socket, named=place.explicit), retry_s=0)
+        ) as client:
             status = client.status()
     except AgentUnreachableError as error:
         print(f"peerstore: {error}", file=sys.stderr)

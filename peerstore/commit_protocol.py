@@ -49,195 +49,209 @@ class JobVersions:
 
     epoch: int = 0
     incarnation: str = ""
-    marks: dict[VersionId, tuple[int, ...]] = field(default_factory=dict)
+    committed: dict[VersionId, tuple[int, ...]] = field(default_factory=dict)
     """Versions that are whole, as this node was told, with the parts that were here then."""
     damaged: set[VersionId] = field(default_factory=set)
     """Versions that lost a part here: nobody's word makes them whole again, only the part itself does."""
-    lost: dict[VersionId, set[int]] = field(default_factory=dict)
+    lost_parts: dict[VersionId, set[int]] = field(default_factory=dict)
     """The parts they lost, as far as this node has seen it."""
-    guarded: bool = False
+    requires_replication: bool = False
     """Copies are kept on other nodes: only a settled version makes older ones superfluous."""
-    settled: VersionId | None = None
-    base: ResumePoint | None = None
+    replicated: VersionId | None = None
+    resume_point: ResumePoint | None = None
     """The version the job went on from: of the past before it, that one and what is settled are still needed."""
-    kept: dict[VersionId, RetentionMark] = field(default_factory=dict)
+    retention: dict[VersionId, RetentionMark] = field(default_factory=dict)
     """What was said of versions that are not to be given up for newer ones."""
     dropped: set[VersionId] = field(default_factory=set)
     """Versions that were given up by name lately: nobody's word brings them back."""
-    torn: dict[VersionId, set[int]] = field(default_factory=dict)
+    aborted: dict[VersionId, set[int]] = field(default_factory=dict)
     """Versions of which a part was left out, and the parts that writers of this node have left out."""
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def call_whole(self, group: VersionId, here: Collection[int]) -> bool:
+    def mark_committed(self, group: VersionId, here: Collection[int]) -> bool:
         """Every part of it is sealed somewhere; ``here`` are those on this node."""
-        if group in self.marks or group in self.damaged or group in self.torn or group in self.dropped:
+        if group in self.committed or group in self.damaged or group in self.aborted or group in self.dropped:
             return False
-        if self.base is not None and self.base.leaves(group):
+        if self.resume_point is not None and self.resume_point.abandons(group):
             return False
-        self.marks[group] = tuple(sorted(here))
+        self.committed[group] = tuple(sorted(here))
         return True
 
-    def tidy(self, here: Callable[[VersionId], Collection[int]]) -> None:
+    def prune(self, here: Callable[[VersionId], Collection[int]]) -> None:
         """Forget of what was whole and has nothing here any more, but for the newest."""
-        newest = max(self.marks, default=None)
-        self.marks = {group: parts for group, parts in self.marks.items() if group == newest or here(group)}
+        newest = max(self.committed, default=None)
+        self.committed = {group: parts for group, parts in self.committed.items() if group == newest or here(group)}
 
-    def settle(self, group: VersionId) -> bool:
+    def mark_replicated(self, group: VersionId) -> bool:
         """Every part of it has the copies it was to have."""
-        if group in self.dropped or group in self.torn or (self.base is not None and self.base.leaves(group)):
+        if (
+            group in self.dropped
+            or group in self.aborted
+            or (self.resume_point is not None and self.resume_point.abandons(group))
+        ):
             return False  # whoever says so has not heard what the job went on from
-        if self.settled is not None and group <= self.settled:
+        if self.replicated is not None and group <= self.replicated:
             return False
-        self.settled = group
+        self.replicated = group
         return True
 
-    def leave_out(self, group: VersionId, part: int, here: Collection[int]) -> bool:
+    def abort_part(self, group: VersionId, part: int, here: Collection[int]) -> bool:
         """A writer of this node will never seal its part: the version is torn.
 
         Not where the part is here, or was: its writer has not heard that it was sealed.
         """
-        if part in here or part in self.lost.get(group, ()):
+        if part in here or part in self.lost_parts.get(group, ()):
             return False
-        before = group in self.torn and part in self.torn[group]
-        self.tear([group])
-        if before or group not in self.torn:
+        before = group in self.aborted and part in self.aborted[group]
+        self.mark_aborted([group])
+        if before or group not in self.aborted:
             return False
-        self.torn[group].add(part)
+        self.aborted[group].add(part)
         return True
 
-    def tear(self, groups: Iterable[VersionId]) -> list[VersionId]:
+    def mark_aborted(self, groups: Iterable[VersionId]) -> list[VersionId]:
         """A part of these was left out somewhere: they will never be whole. Those of them that are news."""
-        news = [group for group in groups if group not in self.torn and not self.vouched(group)]
-        self.torn |= {group: set() for group in news}
-        self.torn = {group: self.torn[group] for group in sorted(self.torn)[-MAX_ABORTED_VERSIONS:]}
-        return [group for group in news if group in self.torn]
+        news = [group for group in groups if group not in self.aborted and not self.is_committed(group)]
+        self.aborted |= {group: set() for group in news}
+        self.aborted = {group: self.aborted[group] for group in sorted(self.aborted)[-MAX_ABORTED_VERSIONS:]}
+        return [group for group in news if group in self.aborted]
 
-    def lose(self, group: VersionId, part: int) -> None:
+    def lose_part(self, group: VersionId, part: int) -> None:
         """A part of it turned out damaged here, or is gone."""
-        self.marks.pop(group, None)
-        self.lost.setdefault(group, set()).add(part)
+        self.committed.pop(group, None)
+        self.lost_parts.setdefault(group, set()).add(part)
         self.damaged = set(sorted(self.damaged | {group})[-MAX_REMEMBERED_VERSIONS:])
 
-    def mend(self, group: VersionId, part: int) -> bool:
+    def repair_part(self, group: VersionId, part: int) -> bool:
         """A part that was lost here has been fetched from another node."""
-        lost = self.lost.get(group, set())
+        lost = self.lost_parts.get(group, set())
         lost.discard(part)
-        if group not in self.lost or lost:
+        if group not in self.lost_parts or lost:
             return False
-        del self.lost[group]
+        del self.lost_parts[group]
         self.damaged.discard(group)
         return True
 
     def drop(self, groups: Collection[VersionId] | None, now_ns: int) -> bool:
         """These versions (all, when none is named) are given up by name, whoever called them whole."""
-        vouched = {*self.marks, *([self.settled] if self.settled is not None else [])}
-        news = bool(vouched | self.kept.keys() if groups is None else (vouched | self.kept.keys()) & {*groups})
+        vouched = {*self.committed, *([self.replicated] if self.replicated is not None else [])}
+        news = bool(
+            vouched | self.retention.keys() if groups is None else (vouched | self.retention.keys()) & {*groups}
+        )
         gone = vouched if groups is None else set(groups)
         self.dropped = set(sorted(self.dropped | gone)[-MAX_REMEMBERED_VERSIONS:])
         if groups is None:
-            self.kept.clear()
-        for group in gone & self.kept.keys():
-            if self.kept[group].kept:
-                self.kept[group] = self.said(group, kept=False, now_ns=now_ns)
-        self.marks = {group: parts for group, parts in self.marks.items() if group not in gone}
-        self.settled = None if self.settled in gone else self.settled
+            self.retention.clear()
+        for group in gone & self.retention.keys():
+            if self.retention[group].retained:
+                self.retention[group] = self.new_retention_mark(group, kept=False, now_ns=now_ns)
+        self.committed = {group: parts for group, parts in self.committed.items() if group not in gone}
+        self.replicated = None if self.replicated in gone else self.replicated
         return news
 
-    def said(self, group: VersionId, *, kept: bool, now_ns: int) -> RetentionMark:
+    def new_retention_mark(self, group: VersionId, *, kept: bool, now_ns: int) -> RetentionMark:
         """What is said of it here and now: later than all that was heard of it, whatever the clocks of others say."""
-        known = self.kept.get(group)
+        known = self.retention.get(group)
         return RetentionMark(group, kept, now_ns if known is None else max(now_ns, known.at_ns + 1))
 
-    def keep(self, said: Collection[RetentionMark], whole: Callable[[], Collection[VersionId]] = tuple) -> bool:
+    def apply_retention(
+        self, said: Collection[RetentionMark], whole: Callable[[], Collection[VersionId]] = tuple
+    ) -> bool:
         """These stay, whatever is newer, or do not have to any more; :class:`TooManyRetainedError` if they are too
         many.
 
         Versions are counted, not attempts: one that is ``whole`` releases those before it, as it does to be torn.
         """
-        news = {one.group: one for one in said if one.at_ns > self.kept.get(one.group, one).at_ns}
-        news |= {one.group: one for one in said if one.group not in self.kept and one.group not in self.dropped}
+        news = {one.version_id: one for one in said if one.at_ns > self.retention.get(one.version_id, one).at_ns}
+        news |= {
+            one.version_id: one
+            for one in said
+            if one.version_id not in self.retention and one.version_id not in self.dropped
+        }
         if not news:
             return False
-        after = self.kept | news
-        asked = {one.group for one in after.values() if one.kept}
-        for group in asked - retained_versions(asked - self.torn.keys(), whole()):
+        after = self.retention | news
+        asked = {one.version_id for one in after.values() if one.retained}
+        for group in asked - retained_versions(asked - self.aborted.keys(), whole()):
             after[group] = RetentionMark(group, False, after[group].at_ns + 1)
-        stay = sorted((one for one in after.values() if one.kept), key=lambda one: one.at_ns)
-        versions = dict.fromkeys(one.group.version for one in stay)
+        stay = sorted((one for one in after.values() if one.retained), key=lambda one: one.at_ns)
+        versions = dict.fromkeys(one.version_id.version for one in stay)
         if len(versions) > MAX_RETAINED_VERSIONS or len(stay) > MAX_RETAINED_ATTEMPTS:
             raise TooManyRetainedError([*versions])
-        over = sorted((one for one in after.values() if not one.kept), key=lambda one: -one.at_ns)
-        self.kept = {one.group: one for one in (*stay, *over[: 2 * MAX_RETAINED_VERSIONS - len(stay)])}
+        over = sorted((one for one in after.values() if not one.retained), key=lambda one: -one.at_ns)
+        self.retention = {one.version_id: one for one in (*stay, *over[: 2 * MAX_RETAINED_VERSIONS - len(stay)])}
         return True
 
-    def go_on_from(self, base: ResumePoint, here: Collection[int]) -> None:
+    def resume_from(self, base: ResumePoint, here: Collection[int]) -> None:
         """The job goes on from a version: what was called whole or settled after it is of a past that it left."""
-        self.base = base
-        self.marks = {group: parts for group, parts in self.marks.items() if not base.leaves(group)}
-        if self.settled is not None and base.leaves(self.settled):
-            self.settled = base.group
-        if base.group not in self.damaged:
-            self.marks.setdefault(base.group, tuple(sorted(here)))
-        self.torn.pop(base.group, None)  # it was loaded, so what was left out of it is in what was there
+        self.resume_point = base
+        self.committed = {group: parts for group, parts in self.committed.items() if not base.abandons(group)}
+        if self.replicated is not None and base.abandons(self.replicated):
+            self.replicated = base.version_id
+        if base.version_id not in self.damaged:
+            self.committed.setdefault(base.version_id, tuple(sorted(here)))
+        self.aborted.pop(base.version_id, None)  # it was loaded, so what was left out of it is in what was there
 
     # -- is it whole --------------------------------------------------------------------------------------------------
 
-    def vouched(self, group: VersionId) -> bool:
+    def is_committed(self, group: VersionId) -> bool:
         """Whether it is whole as far as this node was told, wherever its parts are."""
-        return group in self.marks or group == self.settled
+        return group in self.committed or group == self.replicated
 
-    def whole(self, here: Mapping[VersionId, Collection[int]], parts: Mapping[VersionId, int]) -> set[VersionId]:
+    def committed_here(
+        self, here: Mapping[VersionId, Collection[int]], parts: Mapping[VersionId, int]
+    ) -> set[VersionId]:
         """The versions that are whole, by what was verified here."""
-        return committed_versions(here, parts, self.marks)
+        return committed_versions(here, parts, self.committed)
 
-    def is_newer(self, whole: VersionId) -> bool:
+    def would_be_newest(self, whole: VersionId) -> bool:
         """Whether it would be the newest whole version that this node knows of, and is not given up by name."""
-        return whole not in self.dropped and all(whole > known for known in self.marks)
+        return whole not in self.dropped and all(whole > known for known in self.committed)
 
-    def once_whole(self) -> VersionId | None:
+    def last_committed(self) -> VersionId | None:
         """The newest version that is known to have been whole, whether it is still there or not."""
-        return max({*self.marks, *([self.settled] if self.settled is not None else [])}, default=None)
+        return max({*self.committed, *([self.replicated] if self.replicated is not None else [])}, default=None)
 
     # -- may it go ----------------------------------------------------------------------------------------------------
 
-    def safe(self, whole: Collection[VersionId], mending: VersionId | None = None) -> VersionId | None:
+    def rollback_target(self, whole: Collection[VersionId], mending: VersionId | None = None) -> VersionId | None:
         """The version that the job can always go back to: what is older may be given up.
 
         Not one that lost a part here, except to take in a part of that very version again (``mending``): without a slot
         for it the version would stay damaged, nothing else would be given up either, and the job could not go on.
         """
-        if not self.guarded:
+        if not self.requires_replication:
             return max(whole, default=None)
-        return self.settled if self.settled not in self.damaged or self.settled == mending else None
+        return self.replicated if self.replicated not in self.damaged or self.replicated == mending else None
 
-    def stays(self, whole: Collection[VersionId]) -> set[VersionId]:
+    def retained(self, whole: Collection[VersionId]) -> set[VersionId]:
         """What is not given up for newer ones, because somebody said so."""
-        return retained_versions([one.group for one in self.kept.values() if one.kept], whole)
+        return retained_versions([one.version_id for one in self.retention.values() if one.retained], whole)
 
     def needed(self, whole: Collection[VersionId]) -> set[VersionId]:
         """What is not given up for lack of room: whole versions, and of the past only what can be gone back to."""
-        if not self.guarded or self.base is None:
+        if not self.requires_replication or self.resume_point is None:
             return set(whole)
-        back = {self.base.group, self.settled or self.base.group}
-        asked = {one.group for one in self.kept.values() if one.kept and one.group in whole}
-        return {group for group in whole if group.epoch >= self.base.before} | back | asked
+        back = {self.resume_point.version_id, self.replicated or self.resume_point.version_id}
+        asked = {one.version_id for one in self.retention.values() if one.retained and one.version_id in whole}
+        return {group for group in whole if group.epoch >= self.resume_point.first_current_epoch} | back | asked
 
-    def horizon(self) -> int:
+    def oldest_active_epoch(self) -> int:
         """What incarnations before this one left unfinished is given up when room is short."""
-        return max(self.epoch, self.base.before if self.base is not None else 0)
+        return max(self.epoch, self.resume_point.first_current_epoch if self.resume_point is not None else 0)
 
-    def wanted(self, group: VersionId) -> bool:
+    def is_needed(self, group: VersionId) -> bool:
         """Whether somebody may still need it, or a part of it."""
-        return group not in self.torn and is_needed(
-            group, epoch=self.epoch, settled=self.settled, whole=self.vouched(group), base=self.base
+        return group not in self.aborted and is_needed(
+            group, epoch=self.epoch, settled=self.replicated, whole=self.is_committed(group), base=self.resume_point
         )
 
     def may_still_write(self, group: VersionId) -> bool:
         """Whether a slot of an older incarnation is filled with what counts: a copy of what is whole, on its way."""
-        return group.epoch >= self.epoch or self.vouched(group)
+        return group.epoch >= self.epoch or self.is_committed(group)
 
-    def is_near(self, epoch: int) -> bool:
+    def is_plausible_epoch(self, epoch: int) -> bool:
         """Whether the job can have come so far since this node heard of it."""
         return epoch <= self.epoch + MAX_EPOCH_LEAD
 
@@ -276,8 +290,8 @@ def is_needed(
     """
     if settled is not None and group <= settled:
         return group == settled
-    if base is not None and group.epoch < base.before:
-        return group == base.group
+    if base is not None and group.epoch < base.first_current_epoch:
+        return group == base.version_id
     return group.epoch >= epoch or whole
 
 
@@ -356,14 +370,14 @@ class ReportedShard(Protocol):
     @property
     def key(self) -> _Key: ...
     @property
-    def mine(self) -> bool: ...
+    def is_owner(self) -> bool: ...
     @property
-    def lacking(self) -> int: ...
+    def missing(self) -> int: ...
 
 
 class _Key(Protocol):
     @property
-    def group(self) -> VersionId: ...
+    def version_id(self) -> VersionId: ...
     @property
     def part(self) -> int: ...
 
@@ -417,7 +431,7 @@ class PartsTally:
     def _is_whole(self, group: VersionId) -> bool:
         return group in self._said and self._said[group].whole
 
-    def torn(self) -> tuple[VersionId, ...]:
+    def newly_aborted(self) -> tuple[VersionId, ...]:
         """Versions of which a part was left out, when that is news."""
         news = tuple(sorted(group for group, told in self._torn.items() if not told))
         self._torn = dict.fromkeys(sorted(self._torn)[-MAX_REMEMBERED_VERSIONS:], True)
@@ -425,7 +439,7 @@ class PartsTally:
             self._said.pop(group, None)
         return news
 
-    def complete(self, *, me: str, living: Collection[str], life: Callable[[str], int]) -> CommitDecision:
+    def newly_complete(self, *, me: str, living: Collection[str], life: Callable[[str], int]) -> CommitDecision:
         """The newest versions all of whose parts are sealed, or protected, when that is news."""
         sealed, safe = [], []
         for group, said in self._said.items():
@@ -448,7 +462,7 @@ class PartsTally:
             del self._said[newest]
         return CommitDecision(_newer(newest, max(sealed, default=None)), newest)
 
-    def forget_until(self, settled: VersionId) -> None:
+    def drop_until(self, settled: VersionId) -> None:
         self._said = {group: said for group, said in self._said.items() if group > settled}
 
 
@@ -474,7 +488,7 @@ class CommitReports:
         self._tally = PartsTally()
         self._reported: dict[VersionId, tuple[str, PartsReport]] = {}
 
-    def unreported(
+    def pending(
         self,
         standings: Iterable[ReportedShard],
         parts_of: Mapping[VersionId, int],
@@ -489,8 +503,8 @@ class CommitReports:
         self._reported = {group: told for group, told in self._reported.items() if settled is None or group > settled}
         mine: dict[VersionId, tuple[list[int], list[int]]] = {}
         for one in standings:
-            if one.mine:
-                mine.setdefault(one.key.group, ([], []))[bool(one.lacking)].append(one.key.part)
+            if one.is_owner:
+                mine.setdefault(one.key.version_id, ([], []))[bool(one.missing)].append(one.key.part)
         torn = {group: parts for group, parts in (left_out or {}).items() if parts}
         in_all = {**{group: note.parts_in_all for group, (_, note) in self._reported.items()}, **parts_of}
         notes = []
@@ -504,14 +518,14 @@ class CommitReports:
                 )
         return teller, [note for note in notes if self._reported.get(note.group) != (teller, note)]
 
-    def reported(self, teller: str, note: PartsReport) -> None:
+    def mark_reported(self, teller: str, note: PartsReport) -> None:
         self._reported[note.group] = (teller, note)
 
-    def count(self, note: PartsReport) -> None:
+    def add(self, note: PartsReport) -> None:
         """A node says which parts it answers for, and how they are kept."""
         self._tally.add(note)
 
-    def complete(
+    def decide(
         self, *, living: Collection[str], life: Callable[[str], int], settled: VersionId | None, quorum: bool
     ) -> CommitDecision:
         """What follows from all that was said, as far as it is news.
@@ -520,7 +534,7 @@ class CommitReports:
         this one would give up. What was told is kept until the others are back. One word is enough for what is torn.
         """
         if settled is not None:
-            self._tally.forget_until(settled)
-        torn = self._tally.torn()
-        done = self._tally.complete(me=self._me, living=living, life=life) if quorum else CommitDecision()
+            self._tally.drop_until(settled)
+        torn = self._tally.newly_aborted()
+        done = self._tally.newly_complete(me=self._me, living=living, life=life) if quorum else CommitDecision()
         return CommitDecision(done.whole, done.settled, torn)

@@ -31,13 +31,13 @@ class ProcessIdentity(NamedTuple):
     """A process, told apart from a later one that was given the same number."""
 
     pid: int
-    started: int
+    start_time: int
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it still runs. One that cannot be seen counts as alive: of another namespace, or for now."""
         try:
-            return self.pid <= 0 or process_start_time(self.pid) == self.started
+            return self.pid <= 0 or process_start_time(self.pid) == self.start_time
         except OSError:
             return True
 
@@ -131,10 +131,10 @@ class OpenFileGuard:
         self._limit = limit
         self._lock = threading.Lock()
         self._known = (-1.0, 0)
-        self.refused = 0
+        self.rejected = 0
 
     def counters(self) -> dict[str, float]:
-        return {"files_open": self._count(), "files_limit": self._limit(), "refused_busy": self.refused}
+        return {"files_open": self._count(), "files_limit": self._limit(), "refused_busy": self.rejected}
 
     def check(self, what: str) -> None:
         """:class:`AgentBusyError` when ``what`` had better come again."""
@@ -148,7 +148,7 @@ class OpenFileGuard:
             used = self._known[1]
             if used < enough:
                 return
-            self.refused += 1
+            self.rejected += 1
         raise AgentBusyError(
             f"{what}: this agent has {used} of {most} files open and takes on nothing more for now. Ask again; if it "
             "lasts, raise its limit (ulimit -Hn, LimitNOFILE=) or look for who holds connections to it"

@@ -85,7 +85,7 @@ class AgentHello(msgspec.Struct, frozen=True):
 class AgentRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     op: str
     body: msgspec.Raw
-    left_s: float = math.inf
+    remaining_s: float = math.inf
     """How long the client waits for the answer."""
 
 

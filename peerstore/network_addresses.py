@@ -216,7 +216,7 @@ class PathMonitor:
         self._rates: dict[str, float] = {}
         self._warned: set[str] = set()
 
-    def took(self, node: str, address: str, size_bytes: int, seconds: float) -> None:
+    def record_transfer(self, node: str, address: str, size_bytes: int, seconds: float) -> None:
         """So many bytes went to ``node`` without a limit on them."""
         if size_bytes < _LEAST_BYTES or seconds <= 0:
             return
@@ -226,9 +226,9 @@ class PathMonitor:
             self._rates[node] = rate if before is None else (1 - _EWMA_WEIGHT) * before + _EWMA_WEIGHT * rate
             known = node in self._warned
         if not known:
-            self._judge(node, address)
+            self._warn_if_slow(node, address)
 
-    def _judge(self, node: str, address: str) -> None:
+    def _warn_if_slow(self, node: str, address: str) -> None:
         try:
             interface, link = self._link(address)
         except (PeerStoreError, OSError) as error:
@@ -241,7 +241,7 @@ class PathMonitor:
                 self._warned.add(node)
 
     @property
-    def rates(self) -> dict[str, float]:
+    def bytes_per_s(self) -> dict[str, float]:
         """Bytes per second to each node, as measured last."""
         with self._lock:
             return dict(self._rates)

@@ -43,7 +43,7 @@ class RateLimiter:
         # An eighth of a second at most, so that waiting threads notice a cancel and servers see no idle connection.
         limited = int(min(SEND_SLICE_BYTES, max(_SMALLEST_SLICE_BYTES, rate / 8)))
         self.slice_bytes = limited if rate else SEND_SLICE_BYTES
-        """How much to send between two calls of ``take``."""
+        """How much to send between two calls of ``acquire``."""
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -51,15 +51,15 @@ class RateLimiter:
         self._waited_s = 0.0
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         return self._bucket is not None
 
     @property
-    def waited_s(self) -> float:
+    def throttled_s(self) -> float:
         """What the limit has cost so far, summed over the threads that waited."""
         return self._waited_s
 
-    def take(self, size_bytes: int, sleep: Callable[[float], object] | None = None) -> None:
+    def acquire(self, size_bytes: int, sleep: Callable[[float], object] | None = None) -> None:
         """Return when ``size_bytes`` may be sent."""
         if self._bucket is None:
             return

@@ -55,7 +55,7 @@ class AgentPaths:
     """The directory of one node agent: arena, socket, lock and log."""
 
     directory: Path
-    named: bool = False
+    explicit: bool = False
     """An operator has chosen the directory: root may use the agent of the user it belongs to."""
 
     @property
@@ -71,7 +71,7 @@ class AgentPaths:
         return self.directory / "launch.lock"
 
     @property
-    def watch_lock(self) -> Path:
+    def watchdog_lock(self) -> Path:
         return self.directory / "watch.lock"
 
     @property
@@ -83,7 +83,7 @@ def default_agent_paths(environ: Mapping[str, str] = os.environ) -> AgentPaths:
     """``$PEERSTORE_DIR``, or this user's own directory on the machine's shared memory."""
     named = environ.get("PEERSTORE_DIR")
     default = Path("/dev/shm") / f"peerstore-{os.getuid()}"  # noqa: S108
-    return AgentPaths(Path(named) if named else default, named=bool(named))
+    return AgentPaths(Path(named) if named else default, explicit=bool(named))
 
 
 def parse_budget(text: str, *, memory_bytes: int | None = None) -> int:
@@ -130,20 +130,20 @@ class BlobAccess(msgspec.Struct, frozen=True):
     def is_common(self, name: str) -> bool:
         return name.startswith(self.common)
 
-    def readable(self, name: str) -> str:
+    def check_readable(self, name: str) -> str:
         """``name``, or :class:`RequestError`."""
         if not validate_blob_name(name).startswith((*self.common, *self.own)):
-            raise RequestError(f"blob {name} is this node's own: nodes share {self._shown}")
+            raise RequestError(f"blob {name} is this node's own: nodes share {self._described}")
         return name
 
-    def writable(self, name: str, by: str) -> str:
+    def check_writable(self, name: str, by: str) -> str:
         """``name`` where node ``by`` may put it, or :class:`RequestError`."""
         if not self.is_common(validate_blob_name(name)) and name not in {first + by for first in self.own}:
-            raise RequestError(f"blob {name} is not for node {by} to change: nodes share {self._shown}")
+            raise RequestError(f"blob {name} is not for node {by} to change: nodes share {self._described}")
         return name
 
     @property
-    def _shown(self) -> str:
+    def _described(self) -> str:
         return ", ".join(f"{first}*" for first in (*self.common, *self.own)) or "none"
 
 
@@ -169,7 +169,7 @@ class ReplicationSettings(msgspec.Struct, frozen=True):
     """Whether versions make older ones superfluous; not where their owner gives them up by name."""
 
     @property
-    def guarded(self) -> bool:
+    def requires_replication(self) -> bool:
         """Whether other nodes' memory is to hold something before an older version may go."""
         return self.mode == "parity" or self.copies > 1
 
@@ -191,6 +191,6 @@ class JobPeersConfig(msgspec.Struct, frozen=True):
         if not 1 <= self.settings.group <= MAX_PARITY_GROUP:
             raise RequestError(f"group={self.settings.group}: a parity protects 1 to {MAX_PARITY_GROUP} nodes' shards")
 
-    def like(self, other: JobPeersConfig) -> bool:
+    def same_except_members(self, other: JobPeersConfig) -> bool:
         """Whether only who belongs to the job differs."""
         return (self.secret, self.settings) == (other.secret, other.settings)

@@ -83,11 +83,11 @@ class ShardKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     no part of the version, and nobody who counts parts is shown it."""
 
     @property
-    def group(self) -> VersionId:
+    def version_id(self) -> VersionId:
         return VersionId(self.epoch, self.version, self.attempt, self.incarnation)
 
     @property
-    def seat(self) -> int:
+    def slot_part(self) -> int:
         """Whose slots it may use: a part's are its writer's, those below 0 are for parities."""
         return -1 - self.part if self.kind else self.part
 
@@ -115,27 +115,27 @@ class ShardRecord(msgspec.Struct, frozen=True):
 class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
     """The version a job went on from. Of two that are said, the one with the later ``order`` counts.
 
-    The processes that loaded it say so first, as a ``turn`` within the incarnation that was there before them, and the
-    incarnation that they become says it again when it begins (turn 0).
+    The processes that loaded it say so first, as a ``sequence`` number within the incarnation that was there before
+    them, and the incarnation that they become says it again when it begins (number 0).
     """
 
     epoch: NonNegativeInt
     incarnation: str
-    turn: NonNegativeInt
-    group: VersionId
+    sequence: NonNegativeInt
+    version_id: VersionId
 
     @property
     def order(self) -> tuple[int, str, int]:
-        return self.epoch, self.incarnation, self.turn
+        return self.epoch, self.incarnation, self.sequence
 
     @property
-    def before(self) -> int:
+    def first_current_epoch(self) -> int:
         """Incarnations with lower numbers are of the past that this speaks of."""
-        return self.epoch + (self.turn > 0)
+        return self.epoch + (self.sequence > 0)
 
-    def leaves(self, group: VersionId) -> bool:
+    def abandons(self, group: VersionId) -> bool:
         """Whether the job has left this version behind."""
-        return group.epoch < self.before and group > self.group
+        return group.epoch < self.first_current_epoch and group > self.version_id
 
 
 class SlotState(str, enum.Enum):
@@ -219,8 +219,8 @@ class DamageReport(msgspec.Struct, frozen=True):
 class RetentionMark(msgspec.Struct, frozen=True, array_like=True):
     """Somebody said that a version is to be kept, or not any more. What was said last counts."""
 
-    group: VersionId
-    kept: bool
+    version_id: VersionId
+    retained: bool
     at_ns: int
 
 

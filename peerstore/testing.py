@@ -77,20 +77,20 @@ class MemoryNetwork:
         """Once so many bytes more were sent this way, the channel that sent the last of them breaks."""
         self._change(source, target, both=False, drop_after=size_bytes)
 
-    def flip(self, source: str, target: str, *, payload: int = 0, byte: int = 0, bit: int = 0) -> None:
+    def flip_bit(self, source: str, target: str, *, payload: int = 0, byte: int = 0, bit: int = 0) -> None:
         """One bit of a payload arrives turned; ``payload`` counts those that begin from now on, from 0."""
         with self._lock:
             way = self._way(source, target)
             way.flips[way.payloads + payload] = (byte, bit)
 
-    def lose(self, node: str) -> None:
+    def kill_node(self, node: str) -> None:
         """The node is gone at once: its channels break and nobody listens there, until it listens again."""
         with self._lock:
             for address in [at for at, listener in self._listeners.items() if listener.node == node]:
                 del self._listeners[address]
             for pipe, nodes in list(self._between.items()):
                 if node in nodes:
-                    pipe.tear(f"{node} is gone")
+                    pipe.reset(f"{node} is gone")
 
     def _change(self, source: str, target: str, *, both: bool, **changes: object) -> None:
         with self._lock:
@@ -146,7 +146,7 @@ class MemoryNetwork:
             far = PipeStream(into, out, self._clock, self._lock)
             peer = f"{node}:{next(self._ports)}"
             channels = self._channel(far, back, peer, timeout_s), self._channel(here, there, address, timeout_s)
-        if not listener.serving.take(lambda: channels[0], peer):
+        if not listener.serving.serve(lambda: channels[0], peer):
             raise PeerUnreachableError(f"{address} cannot be reached: it has too many connections")
         return channels[1]
 
@@ -156,7 +156,7 @@ class MemoryNetwork:
 
 def _tear(*pipes: Pipe) -> None:
     for pipe in pipes:
-        pipe.tear("the connection was reset")
+        pipe.reset("the connection was reset")
 
 
 class MemoryChannel(FramedChannel):
@@ -187,7 +187,7 @@ class MemoryListener:
 
     def close(self) -> None:
         self._network.unlisten(self)
-        self.serving.end()
+        self.serving.close()
 
 
 class MemoryTransport:
@@ -258,11 +258,11 @@ class Pipe:
         self._ended = True
         self.wake()
 
-    def ignore(self) -> None:
+    def stop_reading(self) -> None:
         self._deaf = True
         self.wake()
 
-    def tear(self, why: str) -> None:
+    def reset(self, why: str) -> None:
         self._broken = self._broken or why
         self.wake()
 
@@ -380,7 +380,7 @@ class PipeStream:
     def shut(self) -> None:
         with self._lock:
             self._out.end()
-            self._into.ignore()
+            self._into.stop_reading()
 
     def close(self) -> None:
         """Nothing but memory is held."""

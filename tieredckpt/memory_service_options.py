@@ -28,24 +28,24 @@ class MemoryServiceOptions:
     copies: int = 2
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         return self.address != MEMORY_SERVICE_OFF
 
     @property
-    def place(self) -> tuple[str, int]:
+    def host_and_port(self) -> tuple[str, int]:
         """Host and port of an address that has no problem."""
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
     def problems(self) -> list[tuple[str, str]]:
         """What cannot be: the setting's name, and why."""
-        if not self.on:
+        if not self.enabled:
             return []
         _, colon, port = self.address.rpartition(":")
         if not colon or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
             return [("memory_service", f"{self.address!r} is neither HOST:PORT nor off")]
         found = []
-        if self.auth == "off" and not is_loopback_host(self.place[0]):
+        if self.auth == "off" and not is_loopback_host(self.host_and_port[0]):
             text = (
                 "without a token whoever reaches the address may read and delete everything: listen on 127.0.0.1, "
                 "or say so with memory_service_auth=open"
@@ -125,7 +125,7 @@ def memory_service_options_of(args: argparse.Namespace) -> MemoryServiceOptions:
 
 def memory_service_arguments(options: MemoryServiceOptions) -> list[str]:
     """The same options as words of a command."""
-    if not options.on:
+    if not options.enabled:
         return []
     words = ["--memory-service", options.address, "--memory-service-auth", options.auth]
     words += ["--memory-service-copies", str(options.copies)]

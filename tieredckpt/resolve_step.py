@@ -36,7 +36,7 @@ class Candidate:
     """How many parts a whole one has."""
     found: Mapping[int, tuple[Tier, ...]]
     """The parts that were seen, and where."""
-    base: int | None = None
+    base_step: int | None = None
     """The step its incarnation was restored from, when it said so."""
     covered: bool = False
     """The parts that were seen hold the whole state although some are missing."""
@@ -45,7 +45,7 @@ class Candidate:
     saved_ns: int = 0
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.covered or len(self.found) >= self.parts
 
     @property
@@ -62,7 +62,7 @@ class StepVerdict(str, enum.Enum):
     UNKNOWN = "not whole in what could be asked"
     DAMAGED = "damaged"
     QUARANTINED = "quarantined"
-    RELUCTANT = "loads of it ended their process on this node"
+    AVOIDED = "loads of it ended their process on this node"
     SUPERSEDED = "of a past that the job has left"
     OTHER_STEP = "not the step asked for"
 
@@ -79,9 +79,9 @@ class Resolution:
     """Whole steps to fall back to, best first."""
     incomplete: Mapping[VersionId, Candidate] = field(default_factory=dict)
     """Steps that are not whole, of which parts are there."""
-    once_whole: VersionId | None = None
+    newest_known_complete: VersionId | None = None
     """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
-    newest_whole: VersionId | None = None
+    newest_complete: VersionId | None = None
     """The newest version that is whole or was, whichever step was asked for."""
     forgotten: ExpiredJob | None = None
     """When and why this node gave back what it had."""
@@ -96,7 +96,11 @@ class Resolution:
     @property
     def lost(self) -> tuple[VersionId, ...]:
         """Versions that were whole, and of which nobody has all parts now, oldest first; where all could be asked."""
-        gone = {self.once_whole} if self.once_whole is not None and self.once_whole not in self.verdicts else set()
+        gone = (
+            {self.newest_known_complete}
+            if self.newest_known_complete is not None and self.newest_known_complete not in self.verdicts
+            else set()
+        )
         if self.unreachable:
             gone = set()
         return tuple(sorted(gone | {group for group, verdict in self.verdicts.items() if verdict is StepVerdict.LOST}))
@@ -105,7 +109,7 @@ class Resolution:
     def torn(self) -> tuple[VersionId, ...]:
         """Versions that were begun after all that was ever whole, and never came to be whole, oldest first."""
         torn = (group for group, verdict in self.verdicts.items() if verdict is StepVerdict.TORN)
-        return tuple(sorted(group for group in torn if self.newest_whole is None or group > self.newest_whole))
+        return tuple(sorted(group for group in torn if self.newest_complete is None or group > self.newest_complete))
 
     def explain(self) -> str:
         """One line per candidate, newest first."""
@@ -162,7 +166,7 @@ def resolve_step(
     where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
     there is no other.
     """
-    known = {one.group for one in candidates if one.whole} | ({once_whole} if once_whole is not None else set())
+    known = {one.group for one in candidates if one.is_complete} | ({once_whole} if once_whole is not None else set())
     if step is not None and once_whole is not None and once_whole.version != step:
         once_whole = None
     if step is not None and forgotten is not None and forgotten.newest.version < step:
@@ -186,7 +190,7 @@ def resolve_step(
     }
     left.sort(key=lambda candidate: (candidate.group not in reluctant, _order(candidate.group)), reverse=True)
     for number, candidate in enumerate(left):
-        other = StepVerdict.RELUCTANT if candidate.group in reluctant else StepVerdict.OLDER
+        other = StepVerdict.AVOIDED if candidate.group in reluctant else StepVerdict.OLDER
         verdicts[candidate.group] = other if number else StepVerdict.CHOSEN
     cut = (StepVerdict.TORN, StepVerdict.LOST, StepVerdict.UNKNOWN)
     incomplete = {one.group: one for one in candidates if verdicts[one.group] in cut}
@@ -226,11 +230,11 @@ def _rejection(
     group = candidate.group
     if step is not None and group.version != step:
         return StepVerdict.OTHER_STEP
-    if not candidate.whole:
+    if not candidate.is_complete:
         return StepVerdict.DAMAGED if candidate.damaged else StepVerdict.TORN
     if group in quarantined:
         return StepVerdict.QUARANTINED
-    if branches.leave(candidate.group):
+    if branches.supersede(candidate.group):
         return StepVerdict.SUPERSEDED
     return None
 
@@ -241,14 +245,14 @@ class IncarnationBranches:
     def __init__(self, candidates: Iterable[Candidate], quarantined: Collection[VersionId] = ()) -> None:
         lowest: dict[int, int] = {}
         for one in candidates:
-            if one.base is not None and one.whole and one.group not in quarantined:
-                lowest[one.group.epoch] = min(one.base, lowest.get(one.group.epoch, one.base))
+            if one.base_step is not None and one.is_complete and one.group not in quarantined:
+                lowest[one.group.epoch] = min(one.base_step, lowest.get(one.group.epoch, one.base_step))
         self._epochs = sorted(lowest)
         bases = [lowest[epoch] for epoch in self._epochs]
         self._lowest = list(itertools.accumulate(reversed(bases), min))[::-1]
         """For each epoch the lowest base of it and of all later ones."""
 
-    def leave(self, group: VersionId) -> bool:
+    def supersede(self, group: VersionId) -> bool:
         """Whether an incarnation branched off before this step, and after its epoch."""
         later = bisect.bisect_right(self._epochs, group.epoch)
         return later < len(self._epochs) and self._lowest[later] < group.version

@@ -88,7 +88,7 @@ class AgentSettings:
     """Copies of every shard in memory in all, the first node's included (1 to 3)."""
 
     @property
-    def served(self) -> MemoryServiceOptions:
+    def memory_service_options(self) -> MemoryServiceOptions:
         return MemoryServiceOptions(
             self.memory_service,
             self.memory_service_auth,
@@ -210,7 +210,7 @@ class Settings:
 
     @property
     def agent_place(self) -> AgentPaths:
-        return AgentPaths(self.agent_directory, named=bool(self.agent.directory))
+        return AgentPaths(self.agent_directory, explicit=bool(self.agent.directory))
 
     @property
     def agent_directory(self) -> Path:
@@ -446,7 +446,7 @@ def _bad_agent(agent: AgentSettings) -> list[_Problem]:
     host, _, port = agent.http.rpartition(":")
     if agent.http not in ("socket", "off") and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         problems.append((("agent.http",), f"{agent.http!r} is neither socket, HOST:PORT nor off"))
-    problems += [((f"agent.{key}",), text) for key, text in agent.served.problems()]
+    problems += [((f"agent.{key}",), text) for key, text in agent.memory_service_options.problems()]
     if agent.directory and (not agent.directory.startswith("/") or "\0" in agent.directory):
         # The agent does not run where the trainer does.
         problems.append((("agent.directory",), f"{agent.directory!r} is not an absolute path"))

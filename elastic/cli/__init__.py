@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ElasticExit.OK
     except (TieredCheckpointError, CommandError) as error:  # of commands that end as tieredckpt's do
-        return int(screen.failed(error))
+        return int(screen.report_error(error))
     except (ElasticError, PeerStoreError, OSError) as error:
         return screen.ended_by(error)
 

@@ -105,7 +105,7 @@ def batch_plan_command(*, rank: int | None, as_json: bool, recipe: Path | None, 
     screen.as_json = as_json
     screen.result(value, lambda out: _show(out, plans, rank))
     for each in wrong:
-        screen.note(str(each))
+        screen.info(str(each))
     return 1 if wrong else 0
 
 

@@ -76,7 +76,7 @@ def reshard_command(
     with open_source(parse_source_url(source), settings) as opened:
         cut = _cut(opened, ranks, layout, like, settings)
         with open_target(place, opened.step, settings, force=force) as destination:
-            done = run(opened, destination, cut, screen.progress)
+            done = run(opened, destination, cut, screen.progress_bar)
             name, step = destination.name, destination.step
     value = {
         "source": opened.name,

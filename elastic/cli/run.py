@@ -368,7 +368,7 @@ def coordinator_command(
     while over is ExitReason.DISMISSED:  # another one leads
         log.warning("%s", end_message(reason))
         over, reason = run_coordinator(task, known)
-    screen.note(end_message(f"{over.value}: {reason}"))
+    screen.info(end_message(f"{over.value}: {reason}"))
     return EXIT_STATUS[over]
 
 
@@ -392,7 +392,7 @@ def _launch(
     def known(address: str) -> None:
         if leader is not None or is_noted:
             place.write(msgspec.structs.replace(record, coordinator=address))
-        screen.note(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
+        screen.info(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
 
     began = since_boot(), time.time_ns()
     launcher = JobLauncher(
@@ -413,7 +413,7 @@ def _launch(
         words = (place.last_words() if leader is not None else "") or words
         if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
             steps = resumable_steps([supervisor_environ(task) for task in nodes if task.agent], began_ns(*began))
-            screen.note(_resuming(end_message(words, describe_resumable(steps)), screen.words))
+            screen.info(_resuming(end_message(words, describe_resumable(steps)), screen.words))
         if leader is not None or is_noted:
             place.remove()
         for task in nodes:
@@ -421,9 +421,9 @@ def _launch(
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
     if leader is None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
-        screen.note(_resuming("", screen.words))
+        screen.info(_resuming("", screen.words))
     if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
-        screen.note(requeue_job(requeue))
+        screen.info(requeue_job(requeue))
     return status
 
 

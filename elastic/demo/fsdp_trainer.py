@@ -150,12 +150,12 @@ def train_reference(steps: int, tell: DemoEventWriter) -> None:
 
 def _only_device() -> torch.device:
     device = accelerator()
-    return device.current() if device.count() else torch.device("cpu")
+    return device.current() if device.device_count() else torch.device("cpu")
 
 
 def _share_device() -> None:
     """Let the ranks of all simulated nodes use one GPU, with deterministic kernels."""
-    if not accelerator().count():
+    if not accelerator().device_count():
         return
     os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # NCCL rejects two ranks of one host on one device
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -107,7 +107,7 @@ def _span(box: Box, shape: tuple[int, ...]) -> int:
 def disjoint_boxes(name: str, form: CheckpointTensor) -> list[Box]:
     """The tensor's own pieces, without what is there twice; an error when they are not all of it."""
     tiling = Tiling(full_box(form.shape))
-    found = [common for _, box in form.pieces for common in tiling.lay(box)]
+    found = [common for _, box in form.pieces for common in tiling.add(box)]
     if tiling.missing:
         raise CheckpointDamagedError(f"{name}: nothing holds {tiling.missing[0]} of {form.shape}")
     return found

@@ -129,7 +129,7 @@ class PlainSource:
         for _, stored in form.pieces:
             if not tiling.missing:
                 break
-            for common in tiling.lay(stored):
+            for common in tiling.add(stored):
                 found = _cut(self._chunk(name, stored), relative_box(common, stored))
                 if common == box:
                     return found.contiguous()

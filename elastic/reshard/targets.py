@@ -83,7 +83,7 @@ class DurableTarget:
         self.name = f"{store.url}/{location.job}/step-{step}"
         listing = self._catalog.listing(fresh=True)
         self._old = sorted(group for group in listing.manifests if group.version == step)
-        if step in listing.plain:
+        if step in listing.plain_steps:
             raise UsageError(f"{self.name} is a plain DCP checkpoint: choose another job's name")
         if self._old and not force:
             raise UsageError(f"{self.name} exists; --force replaces it")
@@ -312,12 +312,12 @@ def _of_job(sight: TierClient, location: Location, name: str) -> ReshardSource:
     job, survey = location.job, sight.survey(location.job)
     plain = max((step for step in survey.plain if location.step in (None, step)), default=None)
     try:
-        view = sight.chosen(location, survey)
+        view = sight.choose_attempt(location, survey)
     except CheckpointNotFoundError:
         if plain is None:
             raise
         view = None
     if plain is not None and (view is None or view.group.version < plain):
-        return PlainSource(name, plain_reader(sight.durable(job), job, plain, trust_objects=True), plain)
+        return PlainSource(name, plain_reader(sight.durable_settings(job), job, plain, trust_objects=True), plain)
     assert view is not None  # noqa: S101 - one of the two was found
     return TieredSource(name, source_of(sight, job, view.group))

@@ -85,7 +85,7 @@ class preserved_rng:  # noqa: N801 - read as in: with kept()
         self._spare = _spares.pop() if _spares else np.random.MT19937()
         np.random.set_bit_generator(self._spare)  # type: ignore[attr-defined]
         device = accelerator()
-        if device.in_use() and (on_device := device.generator()) is not None:
+        if device.is_initialized() and (on_device := device.default_generator()) is not None:
             self.on_device = on_device
             self._device_state = on_device.get_state()
 
@@ -168,7 +168,7 @@ def _generators() -> bytearray:
     if kind != "MT19937":
         raise TypeError(f"numpy.random draws from a {kind}, and only the usual MT19937 can be kept")
     device = accelerator()
-    on_device = device.generator() if device.in_use() else None
+    on_device = device.default_generator() if device.is_initialized() else None
     drawn = b"" if on_device is None else on_device.get_state().numpy().tobytes()
     parts = (
         _PYTHON.pack(version, *words, float("nan") if spare is None else spare),
@@ -188,7 +188,7 @@ def _set_generators(data: bytes) -> None:
     at += _NUMPY.size
     (device_bytes,) = _LENGTH.unpack_from(data, at)
     at += _LENGTH.size
-    on_device = accelerator().generator() if device_bytes else None
+    on_device = accelerator().default_generator() if device_bytes else None
     if on_device is not None:
         on_device.set_state(torch.frombuffer(bytearray(data[at : at + device_bytes]), dtype=torch.uint8))
     torch.set_rng_state(torch.frombuffer(bytearray(data[at + _DEVICE_BYTES :]), dtype=torch.uint8))

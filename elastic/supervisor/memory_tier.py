@@ -55,14 +55,14 @@ class MemoryTierProcess:
                 connect_or_launch_agent, place, agent_command(settings), environ=with_import_path(self._environ)
             )
             try:
-                connect_to_agent(place.socket, named=place.named).close()
+                connect_to_agent(place.socket, named=place.explicit).close()
             except PeerStoreError:
                 self._mine = place
             if self._job is not None and self._job in place.directory.parents:
                 self._mine = place
                 self._began_ns = 0  # all it has is of this job, also what was sealed under an earlier supervisor
             launch().close()
-            agent_watchdogs.begin(place, launch, partial(replace_hung_agent, place))
+            agent_watchdogs.acquire(place, launch, partial(replace_hung_agent, place))
             self._place = place
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
@@ -74,7 +74,7 @@ class MemoryTierProcess:
             return
         try:
             with contextlib.closing(
-                Client(partial(connect_to_agent, place.socket, named=place.named), retry_s=0.0)
+                Client(partial(connect_to_agent, place.socket, named=place.explicit), retry_s=0.0)
             ) as client:
                 client.call("cut_off", IsolateRequest(seconds), type(None))
         except PeerStoreError as error:
@@ -99,7 +99,7 @@ class MemoryTierProcess:
         """Whoever else needs the agent says so."""
         place, self._place = self._place, None
         if place is not None:
-            agent_watchdogs.end(place)
+            agent_watchdogs.release(place)
 
     @property
     def stays(self) -> Path | None:
@@ -156,7 +156,7 @@ def release_job_memory(environ: Mapping[str, str], since_ns: int) -> bool:
 
 def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -> bool:
     """Whether nobody takes part in it."""
-    facts = agent.store.inventory(job)
+    facts = agent.store.list_shards(job)
     if any(fact.sealed_ns >= since_ns for fact in facts):
         _wait_while(lambda: _is_used(agent, job), min(deadline, time.monotonic() + _GOODBYE_S))
         _wait_while(lambda: _is_uploading(agent, job) and not _is_used(agent, job), deadline)
@@ -164,10 +164,10 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
         if _is_uploading(agent, job):
             why = "it is being uploaded still"
         else:
-            why = reason_to_keep(held, agent.survey(job, fresh=True))
+            why = reason_to_keep(held, agent.list_steps(job, fresh=True))
         if not why:
             # By name: what somebody saves from here on is not among them.
-            agent.store.forget(job, sorted(held.groups))
+            agent.store.delete_versions(job, sorted(held.groups))
         elif held.groups and not held.used:
             log.warning("what is in memory of %s stays in %s: %s", job, agent.place.directory, why)
     return not _is_used(agent, job)
@@ -179,12 +179,12 @@ def _wait_while(holds: Callable[[], bool], deadline: float) -> None:
 
 
 def _is_uploading(agent: NodeAgentClient, job: str) -> bool:
-    return any(one.state in ("waiting", "running") for one in agent.drains(job))
+    return any(one.state in ("waiting", "running") for one in agent.drain_status(job))
 
 
 def _held(agent: NodeAgentClient, job: str) -> JobMemory:
-    groups = {fact.key.group for fact in agent.store.inventory(job)}
-    return JobMemory(groups, groups & agent.store.kept(job), _is_used(agent, job))
+    groups = {fact.key.version_id for fact in agent.store.list_shards(job)}
+    return JobMemory(groups, groups & agent.store.retained(job), _is_used(agent, job))
 
 
 def _is_used(agent: NodeAgentClient, job: str) -> bool:
@@ -232,7 +232,7 @@ def _on_node(settings: Settings, since_ns: int) -> dict[str, int]:
             for one in agent.store.status().jobs
             if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
         ]
-        surveys = {job: agent.survey(job, fresh=True) for job in jobs}
+        surveys = {job: agent.list_steps(job, fresh=True) for job in jobs}
     finally:
         agent.close()
     return {

@@ -57,15 +57,15 @@ class DeviceHealthCheck:
         from tieredckpt.tensors.device import accelerator
 
         device = accelerator()
-        if not device.in_use():
+        if not device.is_initialized():
             return
         place = device.current()  # asked here: a new thread's is the first one, whichever this rank has
         run_within(self._limit_s, lambda: device.synchronize(place), f"the device {place}")
         if self._most_left_bytes is None:
             return
         gc.collect()
-        device.release_cached()
-        left_bytes = device.allocated_bytes()
+        device.empty_cache()
+        left_bytes = device.memory_allocated()
         if self._baseline_bytes is None:
             self._baseline_bytes = left_bytes
         more_bytes = left_bytes - self._baseline_bytes
@@ -193,7 +193,7 @@ def _on_every_thread(clear: Callable[[], None]) -> None:
 
     clear()
     device = accelerator()
-    if device.in_use():
+    if device.is_initialized():
         with contextlib.suppress(RuntimeError):  # a device that is broken computes nothing any more
             on_device = torch.ones(1, device=device.current(), requires_grad=True)
             There.apply(on_device).backward()  # type: ignore[no-untyped-call]
@@ -257,13 +257,13 @@ class SurvivorRecovery:
         if any(one.failed for one in found) and world.is_broken(self._settle_s):
             raise WorldChanged("another rank was lost before it had what survivors gave")
         world.hydration = found[0] if found else None
-        self._keeper.enter(world.epoch, silent=silent)
+        self._keeper.enter_world(world.epoch, silent=silent)
 
     def leave(self, *, sealed: bool) -> None:
         """The world was left; ``sealed``: with nothing that is not safe."""
         if self._keeper is None:
             return
         if sealed:
-            self._keeper.end()
+            self._keeper.end_world()
         else:
-            self._keeper.hold()
+            self._keeper.retain_after_fault()

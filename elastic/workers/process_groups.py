@@ -98,8 +98,8 @@ class ProcessGroups:
         """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
         place = self._assignment
         device = accelerator()
-        if device.count():
-            device.make_current(place.local_rank % device.count())
+        if device.device_count():
+            device.set_current(place.local_rank % device.device_count())
         if self.is_silent:
             disable_nccl_watchdog(os.environ)
         dist.init_process_group(

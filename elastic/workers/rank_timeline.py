@@ -34,7 +34,7 @@ class RankTimeline:
         self._known: dict[int, float] = {}
         """When it was known of a world that it is over."""
         # A process that comes a second time was not started for it.
-        self._launched = own_start_time() if ledger.place.epoch < 0 else None
+        self._launched = own_start_time() if ledger.position.epoch < 0 else None
         self._has_begun = False
         self._at = event_types.STAGE_GROUPS
         """The stage it is in, on its way to a first step."""
@@ -64,9 +64,9 @@ class RankTimeline:
     def waits(self) -> None:
         """It has left whatever world it was in, and waits for the next."""
         now = time.time()
-        known, where = self._known.pop(self._epoch, None), self._ledger.place
-        if where.reached is not None:
-            self._stage(self._at, where.reached, known or now)
+        known, where = self._known.pop(self._epoch, None), self._ledger.position
+        if where.stage_began_at is not None:
+            self._stage(self._at, where.stage_began_at, known or now)
         if known is not None:
             self._stage(event_types.STAGE_ABORT, known, now)
         elif self._stopping is not None:
@@ -74,7 +74,7 @@ class RankTimeline:
             self._stage(event_types.STAGE_SEAL, self._stopping, sealed)
             self._stage(event_types.STAGE_LEAVE, sealed, now)
         self._known.clear()
-        self._boundary = self._stopping = self._sealed = where.reached = None
+        self._boundary = self._stopping = self._sealed = where.stage_began_at = None
         self._waiting = now
 
     def placed(self, place: RankAssignment) -> None:
@@ -94,8 +94,8 @@ class RankTimeline:
         self._stage(event_types.STAGE_RENDEZVOUS, waiting, now)
         self._is_first = True
         self._loss = self._tokens = self._samples = None
-        where = self._ledger.place
-        where.epoch, where.rank, where.reached, where.next_step = self._epoch, self._rank, now, 0
+        where = self._ledger.position
+        where.epoch, where.rank, where.stage_began_at, where.next_step = self._epoch, self._rank, now, 0
         self._at = event_types.STAGE_GROUPS
 
     def grouped(self) -> None:
@@ -134,14 +134,14 @@ class RankTimeline:
     @property
     def next_step(self) -> int:
         """After what was restored in this world: for loops that count steps themselves."""
-        return self._ledger.place.next_step
+        return self._ledger.position.next_step
 
     def begins(self, step: int) -> None:
         """The next step begins. Only the first of a world looks at the clock: all others begin where one ended."""
-        self._ledger.place.begun = step
+        self._ledger.position.newest_begun_step = step
         if self._boundary is None:
             self._boundary = self._reach()
-            self._ledger.place.reached = None
+            self._ledger.position.stage_began_at = None
 
     def reports(self, loss: SupportsFloat | None, tokens: int | None, samples: int | None) -> None:
         """What the script says of the step it is in. Only the first rank's words are written."""
@@ -200,10 +200,10 @@ class RankTimeline:
 
     def _reach(self) -> float:
         """The end of the stage it is in."""
-        now, where = time.time(), self._ledger.place
-        if where.reached is not None:
-            self._stage(self._at, where.reached, now)
-            where.reached = now
+        now, where = time.time(), self._ledger.position
+        if where.stage_began_at is not None:
+            self._stage(self._at, where.stage_began_at, now)
+            where.stage_began_at = now
         return now
 
     def _stage(self, name: str, began: float, ended: float) -> None:

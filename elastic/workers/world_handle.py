@@ -114,9 +114,9 @@ class World:
         from tieredckpt.tensors.device import accelerator
 
         device = accelerator()
-        if not device.count():
+        if not device.device_count():
             return torch.device("cpu")
-        return torch.device(device.type, self.local_rank % device.count())
+        return torch.device(device.type, self.local_rank % device.device_count())
 
     @property
     def epoch(self) -> int:
@@ -319,7 +319,7 @@ def newest_step_sealed_here() -> int:
 def _note(ckpt: Checkpointer | NullCheckpointer, state: TrainState | Callable[[], TrainState], step: int) -> None:
     """Also where the train function saves seldom. What is made by calling is noted by who saves, alone."""
     if not callable(state):
-        ckpt.note(state, step)
+        ckpt.record_boundary(state, step)
 
 
 def resolve_mesh_shape(size: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def convert_command(
     with contextlib.closing(_open(where, settings, token)) as opened:
         written = SageMakerFormatSource(newest_checkpoint([opened], where.step), trust_objects=trust_objects)
         with contextlib.closing(written), open_target(place, written.step, settings, force=force) as destination:
-            done = reshard_checkpoint(written, destination, _cut(written, ranks), screen.progress)
+            done = reshard_checkpoint(written, destination, _cut(written, ranks), screen.progress_bar)
             passed = written.checkpoint.passed_over
             name = destination.name
     value = {
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen.err.print("interrupted")
         return ExitCode.INTERRUPTED
     except (TieredCheckpointError, PeerStoreError, OSError) as error:
-        return int(screen.failed(error))
+        return int(screen.report_error(error))
 
 
 if __name__ == "__main__":

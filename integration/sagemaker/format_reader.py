@@ -318,7 +318,7 @@ class SageMakerFormatSource:
         out: torch.Tensor | None = None
         tiling = Tiling(box)
         for chunk in tensor.chunks:
-            for common in tiling.lay(chunk.box):
+            for common in tiling.add(chunk.box):
                 found = _cut(self._chunk(name, chunk, dtype), relative_box(common, chunk.box))
                 if common == box:
                     return found.contiguous()

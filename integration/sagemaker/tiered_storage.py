@@ -80,7 +80,7 @@ class SageMakerTieredStorageWriter(TieredWriter):
         """Whether the step is in the durable tier by now."""
         if not self._to_s3 or self.record is None:
             return False
-        view = self.session.node.wait_durable(self._location.job, self.record.key.group, 0.0)
+        view = self.session.agent.wait_durable(self._location.job, self.record.key.version_id, 0.0)
         return view is not None and view.state == "done"
 
     def wait_for_s3(self, timeout_s: float = 600.0) -> None:
@@ -88,7 +88,7 @@ class SageMakerTieredStorageWriter(TieredWriter):
         if not self._to_s3 or self.record is None:
             raise SageMakerTieredStorageConfigError(f"step {self.step} was not saved with save_to_s3")
         with sagemaker_errors():
-            view = self.session.node.wait_durable(self._location.job, self.record.key.group, timeout_s)
+            view = self.session.agent.wait_durable(self._location.job, self.record.key.version_id, timeout_s)
         if view is None or view.state != "done":
             said = "nobody knows of it" if view is None else view.error or view.state
             raise S3TierUnreachableError(f"step {self.step} is not durable: {said}")

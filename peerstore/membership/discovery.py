@@ -35,14 +35,14 @@ _NEXT_LABEL = re.compile(r"/(?=[^/=]+=)")
 class Discovery(Protocol):
     """Who belongs to a job.
 
-    - ``roster`` asks anew each time and returns all nodes of the job, never some of them and never none.
+    - ``member_list`` asks anew each time and returns all nodes of the job, never some of them and never none.
     - :class:`~peerstore.errors.UnavailableError`: not known right now (not there, half-written, no answer). Ask again,
       and keep to the last roster until then.
     - :class:`~peerstore.errors.RequestError`: what it says cannot be right, and will not be until somebody corrects it.
     - The version rises when the nodes change. Two nodes that were told the same have the same roster.
     """
 
-    def roster(self) -> MemberList: ...
+    def member_list(self) -> MemberList: ...
 
 
 class StaticMembers:
@@ -56,7 +56,7 @@ class StaticMembers:
             )
         self._roster = member_list(1, map(_static_member, entries))
 
-    def roster(self) -> MemberList:
+    def member_list(self) -> MemberList:
         return self._roster
 
 
@@ -104,7 +104,7 @@ class HeadlessServiceDns:
         self._lock = threading.Lock()
         self._last: MemberList | None = None
 
-    def roster(self) -> MemberList:
+    def member_list(self) -> MemberList:
         try:
             addresses = set(self._resolve(self._name, self._port))
         except (OSError, UnicodeError) as error:
@@ -176,7 +176,7 @@ class MembersFile:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
-    def roster(self) -> MemberList:
+    def member_list(self) -> MemberList:
         told = _read_json(self._path, _MembersFileContent)
         try:
             return member_list(told.version, map(_from_file, told.nodes))
@@ -205,7 +205,7 @@ class PodResourceConfig:
         self._path = Path(path)
         self._port = port
 
-    def roster(self) -> MemberList:
+    def member_list(self) -> MemberList:
         told = _read_json(self._path, _PodResources)
         if len(told.ips) > _MOST_RANKS:
             raise RequestError(f"{self._path} has {len(told.ips)} ranks, more than any job of HyperPod's")

@@ -50,25 +50,25 @@ class MemberUpdate(msgspec.Struct, frozen=True, array_like=True):
     """What one node says of another."""
 
     node: PeerNode
-    number: NonNegativeInt
+    generation: NonNegativeInt
     """The subject's own count of its lives and refutations. Only the subject raises it."""
-    standing: MemberState
+    state: MemberState
 
-    def beats(self, other: MemberUpdate) -> bool:
+    def supersedes(self, other: MemberUpdate) -> bool:
         """A higher number wins; with one number the worse news does. A total order: all who hear both agree."""
-        if self.number != other.number:
-            return self.number > other.number
-        if self.standing is not other.standing:
-            return _WEIGHT[self.standing] > _WEIGHT[other.standing]
+        if self.generation != other.generation:
+            return self.generation > other.generation
+        if self.state is not other.state:
+            return _WEIGHT[self.state] > _WEIGHT[other.state]
         return self.node > other.node
 
 
 class GossipMessage(msgspec.Struct, frozen=True, array_like=True):
     """What travels with a ping and with the answer to one."""
 
-    rumours: tuple[MemberUpdate, ...]
-    roster: MemberListVersion | None
-    """Which roster the sender has. Rosters themselves are asked for: see ``SwimMembership.wanted``."""
+    updates: tuple[MemberUpdate, ...]
+    list_version: MemberListVersion | None
+    """Which roster the sender has. Rosters themselves are asked for: see ``SwimMembership.newer_list_holder``."""
     fence: FencingToken
 
 
@@ -90,7 +90,7 @@ class BroadcastQueue:
         """Something changed about ``subject``."""
         self._move(subject, 0)
 
-    def told(self, subject: NodeId) -> None:
+    def mark_sent(self, subject: NodeId) -> None:
         """Somebody was told the latest about ``subject``, or knew it."""
         if subject in self._times:
             self._move(subject, self._times[subject] + 1)
@@ -100,7 +100,7 @@ class BroadcastQueue:
         fresh = itertools.chain.from_iterable(map(reversed, self._fresh))
         picked = list(itertools.islice((subject for subject in fresh if subject not in leave_out), count))
         for subject in picked:
-            self.told(subject)
+            self.mark_sent(subject)
         seen = {*picked, *leave_out}
         rest = (subject for subject in self._in_turn() if subject not in seen)
         return picked + list(itertools.islice(rest, count - len(picked)))
@@ -134,7 +134,7 @@ class MembershipSettings:
     dead_after_s: float = 5.0
     """How long a suspected node has to refute it in a job of up to 32 nodes. Larger ones get more, as news takes
     longer: twice that for 1,024 nodes."""
-    neighbours: int = 3
+    ring_neighbours: int = 3
     """How many living nodes each node watches, and is watched by."""
     gossip_max: int = 48
     """How many nodes one message tells about."""
@@ -144,34 +144,34 @@ class MembershipSettings:
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise RequestError(f"{name}={seconds}: write a number of seconds above 0")
-        for name, least in (("suspect_after", 1), ("neighbours", 1), ("gossip_max", 4)):
+        for name, least in (("suspect_after", 1), ("ring_neighbours", 1), ("gossip_max", 4)):
             if getattr(self, name) < least:
                 raise RequestError(f"{name}={getattr(self, name)}: write a number from {least} on")
 
 
 @dataclass(slots=True)
 class MemberRecord:
-    listed: PeerNode
+    configured: PeerNode
     """As the roster has it."""
-    patience: int
-    rumour: MemberUpdate | None = None
-    since: float = 0.0
+    miss_limit: int
+    update: MemberUpdate | None = None
+    state_since: float = 0.0
     heard_at: float = -math.inf
     """When it spoke to this node itself."""
     misses: int = 0
-    accused: bool = False
+    suspected_here: bool = False
     """Suspected by this node, which has had no answer from it since."""
 
     @property
-    def standing(self) -> MemberState:
-        return self.rumour.standing if self.rumour else MemberState.DEAD
+    def state(self) -> MemberState:
+        return self.update.state if self.update else MemberState.DEAD
 
     @property
     def node(self) -> PeerNode:
         """As it describes itself, and where it says nothing as the roster does."""
-        if self.rumour is None:
-            return self.listed
-        said, listed = self.rumour.node, self.listed
+        if self.update is None:
+            return self.configured
+        said, listed = self.update.node, self.configured
         return PeerNode(
             said.id,
             said.address or listed.address,
@@ -194,13 +194,13 @@ def describe_members(me: NodeId | None, others: Mapping[NodeId, MemberRecord], n
     """Whom a node sees and whom not, for people. ``me`` is ``None`` when it does not belong to the job itself."""
     seen, missing = ([me] if me is not None else []), []
     for name, member in sorted(others.items()):
-        if member.standing is MemberState.ALIVE:
+        if member.state is MemberState.ALIVE:
             seen.append(name)
-        elif member.rumour is None:
+        elif member.update is None:
             missing.append(f"{name} (never seen)")
         else:
-            what = "suspected" if member.standing is MemberState.SUSPECT else "dead"
-            missing.append(f"{name} ({what} for {max(0.0, now - member.since):.0f} s)")
+            what = "suspected" if member.state is MemberState.SUSPECT else "dead"
+            missing.append(f"{name} ({what} for {max(0.0, now - member.state_since):.0f} s)")
     total = len(others) + (me is not None)
     text = f"sees {len(seen)} of {total} nodes: {_listed(sorted(seen)) or 'none'}"
     if missing:
@@ -250,9 +250,10 @@ class _Newer(NamedTuple):
 class SwimMembership:
     """One job's nodes as seen from ``me``.
 
-    Every ``heartbeat_s`` call :meth:`tick` and send what it returns. The receiver gives what it got to :meth:`heard`
-    and answers with :meth:`gossip_for` the sender; the answer is for :meth:`answered` and :meth:`heard`. ``number``
-    must be higher in each life of the node than in the one before (the time it started, in microseconds).
+    Every ``heartbeat_s`` call :meth:`tick` and send what it returns. The receiver gives what it got to
+    :meth:`receive_gossip` and answers with :meth:`gossip_for` the sender; the answer is for :meth:`ping_acked` and
+    :meth:`receive_gossip`. ``number`` must be higher in each life of the node than in the one before (the time it
+    started, in microseconds).
     """
 
     def __init__(self, me: PeerNode, number: int, settings: MembershipSettings | None = None, *, seed: int = 0) -> None:
@@ -272,7 +273,7 @@ class SwimMembership:
         self._missing: set[NodeId] = set()
         """Who was missed since others were asked last."""
         self._suspects: set[NodeId] = set()
-        self._came_of: dict[NodeId, tuple[float, bool]] = {}
+        self._recent_probes: dict[NodeId, tuple[float, bool]] = {}
         """Of the last nodes that were believed alive and pinged: when, and whether they answered."""
         self._now: float | None = None
         self._awake_at = -math.inf
@@ -287,27 +288,27 @@ class SwimMembership:
         now = self._arrive(now)
         for name in [name for name, sent in self._sent.items() if now - sent.at >= self.settings.ping_timeout_s]:
             self._missed(now, name)
-        for name in [name for name in self._suspects if now - self._members[name].since >= self._dead_after_s]:
-            rumour = self._members[name].rumour
+        for name in [name for name in self._suspects if now - self._members[name].state_since >= self._dead_after_s]:
+            rumour = self._members[name].update
             if rumour is not None:
-                self._believe(now, MemberUpdate(rumour.node, rumour.number, MemberState.DEAD))
+                self._apply_update(now, MemberUpdate(rumour.node, rumour.generation, MemberState.DEAD))
         watched = self._watched()
         pings = []
         for name in [*watched, *self._strangers(watched)]:
             member = self._members[name]
-            self._sent[name] = _Sent(now, member.standing is MemberState.ALIVE)
+            self._sent[name] = _Sent(now, member.state is MemberState.ALIVE)
             pings.append(PingToSend(member.node, self.gossip_for(name)))
         return tuple(pings)
 
-    def meet(self, now: float) -> tuple[PingToSend, ...]:
+    def ping_new_members(self, now: float) -> tuple[PingToSend, ...]:
         """Whom to ping at once, since the roster is new: the next ones on the ring that nobody has seen.
 
         Until they answer there may be no quorum, and nobody knows whether they live: that need not take a period.
         """
         now = self._arrive(now)
-        unseen = [name for name in self._ring if self._members[name].rumour is None and name not in self._sent]
+        unseen = [name for name in self._ring if self._members[name].update is None and name not in self._sent]
         pings = []
-        for name in unseen[: self.settings.neighbours + 1]:
+        for name in unseen[: self.settings.ring_neighbours + 1]:
             self._sent[name] = _Sent(now, believed=False)
             pings.append(PingToSend(self._members[name].node, self.gossip_for(name)))
         return tuple(pings)
@@ -317,39 +318,39 @@ class SwimMembership:
         for name in nodes:
             self._sent.pop(name, None)
 
-    def queued(self, nodes: Iterable[NodeId]) -> None:
-        """The pings to these are not on their way yet: until :meth:`sending` they cannot be late."""
+    def pings_queued(self, nodes: Iterable[NodeId]) -> None:
+        """The pings to these are not on their way yet: until :meth:`ping_sent` they cannot be late."""
         for name in nodes:
             if name in self._sent:
                 self._sent[name] = self._sent[name]._replace(at=math.inf)
 
-    def sending(self, now: float, node: NodeId) -> None:
+    def ping_sent(self, now: float, node: NodeId) -> None:
         """The ping to ``node`` goes out now."""
         now = self._arrive(now)
         if node in self._sent:
             self._sent[node] = self._sent[node]._replace(at=now)
 
-    def indirect(self) -> tuple[IndirectPingToSend, ...]:
+    def indirect_pings(self) -> tuple[IndirectPingToSend, ...]:
         """Whom others are to ping, because it did not answer this node: it may be the way there that is bad."""
         missing = [name for name in self._missing if name in self._members]
         self._missing.clear()
         helpers = [
             name
             for name in self._ring
-            if self._members[name].standing is MemberState.ALIVE and not self._members[name].misses
+            if self._members[name].state is MemberState.ALIVE and not self._members[name].misses
         ]
         asked = []
         for name in missing:
-            if self._members[name].standing is MemberState.ALIVE and self._members[name].misses:
+            if self._members[name].state is MemberState.ALIVE and self._members[name].misses:
                 some = self._random.sample(helpers, min(_HELPERS, len(helpers)))
                 asked += [IndirectPingToSend(self._members[helper].node, name) for helper in some]
         return tuple(asked)
 
-    def vouched(self, now: float, node: NodeId) -> None:
+    def indirect_ack(self, now: float, node: NodeId) -> None:
         """Another one has reached ``node``, which did not answer this one."""
         now = self._arrive(now)
         member = self._members.get(node)
-        if member is not None and member.standing is MemberState.ALIVE:
+        if member is not None and member.state is MemberState.ALIVE:
             member.misses = 0
             self._sample(now, node, answered=True)
 
@@ -357,27 +358,27 @@ class SwimMembership:
         """What to tell ``node``: about this node, what is said about itself, and the latest."""
         told = [self._me]
         about = self._members.get(node)
-        if about is not None and about.rumour is not None:
-            told.append(about.rumour)
+        if about is not None and about.update is not None:
+            told.append(about.update)
         picked = self._news.pick(self.settings.gossip_max - len(told), leave_out=(node, self._me.node.id))
-        told += [rumour for name in picked if (rumour := self._members[name].rumour) is not None]
+        told += [rumour for name in picked if (rumour := self._members[name].update) is not None]
         return GossipMessage(tuple(told), self._mark, self.fence)
 
-    def heard(self, now: float, sender: NodeId, gossip: GossipMessage) -> None:
+    def receive_gossip(self, now: float, sender: NodeId, gossip: GossipMessage) -> None:
         """``sender`` said this, in a ping or in an answer. Late, doubled and reordered messages do no harm."""
         now = self._arrive(now)
         self.advance_fence(gossip.fence)
-        if gossip.roster is not None:
-            self._compare(now, sender, gossip.roster)
+        if gossip.list_version is not None:
+            self._compare(now, sender, gossip.list_version)
         if sender in self._members:
             self._members[sender].heard_at = now
-        for rumour in gossip.rumours:
+        for rumour in gossip.updates:
             if rumour.node.id == self._me.node.id:
                 self._refute(rumour)
             elif rumour.node.id in self._members:
-                self._believe(now, self._as_hearsay(now, rumour))
+                self._apply_update(now, self._limit_to_suspect(now, rumour))
 
-    def answered(self, now: float, node: NodeId) -> None:
+    def ping_acked(self, now: float, node: NodeId) -> None:
         """``node`` answered a ping, however late."""
         now = self._arrive(now)
         sent = self._sent.pop(node, None)
@@ -385,19 +386,19 @@ class SwimMembership:
             self._sample(now, node, answered=True)
         member = self._members.get(node)
         if member is not None:
-            member.misses, member.accused, member.patience = 0, False, self.settings.suspect_after
+            member.misses, member.suspected_here, member.miss_limit = 0, False, self.settings.suspect_after
             member.heard_at = now
 
-    def failed(self, now: float, node: NodeId) -> None:
+    def ping_failed(self, now: float, node: NodeId) -> None:
         """``node`` could not be pinged. A ping of which nothing is said counts as failed after ``ping_timeout_s``."""
         now = self._arrive(now)
         if node in self._sent:
             self._missed(now, node)
 
-    def set_roster(self, now: float, roster: MemberList) -> bool:
+    def set_member_list(self, now: float, roster: MemberList) -> bool:
         """``roster`` was discovered, or sent by a peer. Whether it is newer than the one before, and now in use."""
         self._arrive(now)
-        mark = roster.mark
+        mark = roster.list_version
         if self._mark is not None and mark <= self._mark:
             return False
         if self._newer is not None and self._newer.mark <= mark:
@@ -406,12 +407,12 @@ class SwimMembership:
         for node in roster.nodes:
             if node.id != self._me.node.id:
                 member = before.get(node.id) or MemberRecord(node, self.settings.suspect_after)
-                member.listed = node
+                member.configured = node
                 self._members[node.id] = member
         self._ring = ring_order(self._me.node.id, self._members)
         self._news = BroadcastQueue(self._ring, begin=self._random.randrange(len(self._ring) + 1))
         for name, member in self._members.items():
-            if member.rumour is not None:
+            if member.update is not None:
                 self._news.add(name)
         self._suspects &= self._members.keys()
         self._sent = {name: sent for name, sent in self._sent.items() if name in self._members}
@@ -430,25 +431,25 @@ class SwimMembership:
     # -- what is to be known ------------------------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
+    def generation(self) -> int:
         """This node's own number by now."""
-        return self._me.number
+        return self._me.generation
 
     @property
-    def roster(self) -> MemberList | None:
+    def member_list(self) -> MemberList | None:
         """The newest one known here, for whoever asks for it; ``None`` when none is known yet."""
         return self._roster
 
     @property
-    def wanted(self) -> NodeId | None:
-        """A node that has a newer roster: ask it, and hand what it sends to :meth:`set_roster`."""
+    def newer_list_holder(self) -> NodeId | None:
+        """A node that has a newer roster: ask it, and hand what it sends to :meth:`set_member_list`."""
         return self._newer.teller if self._newer is not None else None
 
     @property
-    def living(self) -> tuple[PeerNode, ...]:
+    def alive(self) -> tuple[PeerNode, ...]:
         """The roster's nodes that are alive or only suspected, by id. Placement starts from these."""
         if self._living is None or self._living[0] != self.changes:
-            nodes = [member.node for member in self._members.values() if member.standing is not MemberState.DEAD]
+            nodes = [member.node for member in self._members.values() if member.state is not MemberState.DEAD]
             if self._belongs:
                 nodes.append(self._me.node)
             self._living = self.changes, tuple(sorted(nodes))
@@ -461,36 +462,36 @@ class SwimMembership:
         member = self._members.get(name)
         if member is None:
             return None
-        return member.listed if member.standing is MemberState.DEAD else member.node
+        return member.configured if member.state is MemberState.DEAD else member.node
 
-    def standing(self, node: NodeId) -> MemberState | None:
+    def state_of(self, node: NodeId) -> MemberState | None:
         """``None`` for who does not belong to the job. A node nobody has seen yet is as good as dead."""
         if node == self._me.node.id:
             return MemberState.ALIVE if self._belongs else None
         member = self._members.get(node)
-        return None if member is None else member.standing
+        return None if member is None else member.state
 
-    def life(self, node: NodeId) -> int:
+    def generation_of(self, node: NodeId) -> int:
         """The number ``node`` has given itself, as far as it is known here. It rises with each of its lives, so while
         it stays the same the node has not lost what it had.
         """
         if node == self._me.node.id:
-            return self._me.number
+            return self._me.generation
         member = self._members.get(node)
-        return member.rumour.number if member is not None and member.rumour is not None else 0
+        return member.update.generation if member is not None and member.update is not None else 0
 
     @property
-    def quorum(self) -> bool:
-        """Whether this node sees enough of the roster alive to decide for the job. See :meth:`MemberList.quorum`.
+    def has_quorum(self) -> bool:
+        """Whether this node sees enough of the roster alive to decide for the job. See :meth:`MemberList.has_quorum`.
 
         As fresh as failure detection: a side that was just cut off needs a few periods to notice. What must not
         happen on two sides even then has to be acknowledged by a quorum of nodes, one by one.
         """
-        return not self._objection()
+        return not self._why_no_quorum()
 
-    def explain(self) -> str:
+    def explain_quorum(self) -> str:
         """Why there is a quorum or none, in words."""
-        objection = self._objection()
+        objection = self._why_no_quorum()
         if self._roster is None:
             return objection
         return describe_members(self._me.node.id if self._belongs else None, self._members, self._now or 0.0, objection)
@@ -505,7 +506,7 @@ class SwimMembership:
     def _dead_after_s(self) -> float:
         return self.settings.dead_after_s * max(1.0, math.log2(len(self._members) + 1) / 5)
 
-    def _objection(self) -> str:
+    def _why_no_quorum(self) -> str:
         if self._roster is None:
             return "nobody has said yet which nodes belong to the job"
         if not self._belongs:
@@ -513,8 +514,8 @@ class SwimMembership:
         if self._newer is not None:
             return f"{self._newer.teller} has roster {self._newer.mark.version}, this is {self._roster.version}"
         if self._enough is None or self._enough[0] != self.changes:  # asked for with every report of thousands of nodes
-            alive = {name for name, member in self._members.items() if member.standing is MemberState.ALIVE}
-            self._enough = self.changes, self._roster.quorum({self._me.node.id, *alive})
+            alive = {name for name, member in self._members.items() if member.state is MemberState.ALIVE}
+            self._enough = self.changes, self._roster.has_quorum({self._me.node.id, *alive})
         if not self._enough[1]:
             return "that is no quorum"
         now = self._now or 0.0
@@ -528,17 +529,17 @@ class SwimMembership:
         But it notices soon that most of those it asks do not answer.
         """
         oldest = now - _SAMPLE_PERIODS * self.settings.heartbeat_s
-        answers = [answered for at, answered in self._came_of.values() if at >= oldest]
+        answers = [answered for at, answered in self._recent_probes.values() if at >= oldest]
         missing = answers.count(False)
         if missing > 2 and 2 * missing > len(answers) + 1:
             return f"{missing} of the last {len(answers)} it pinged did not answer"
         return ""
 
     def _sample(self, now: float, name: NodeId, *, answered: bool) -> None:
-        self._came_of.pop(name, None)
-        self._came_of[name] = now, answered
-        if len(self._came_of) > _SAMPLE:
-            del self._came_of[next(iter(self._came_of))]
+        self._recent_probes.pop(name, None)
+        self._recent_probes[name] = now, answered
+        if len(self._recent_probes) > _SAMPLE:
+            del self._recent_probes[next(iter(self._recent_probes))]
 
     def _arrive(self, now: float) -> float:
         """``now`` as it counts here: never backwards, and after a leap everybody has as much time as before it."""
@@ -547,11 +548,11 @@ class SwimMembership:
             now = max(now, before)
         elif before is not None:
             for member in self._members.values():
-                member.since = now if member.standing is MemberState.SUSPECT else member.since + (now - before)
+                member.state_since = now if member.state is MemberState.SUSPECT else member.state_since + (now - before)
                 member.misses = 0
                 member.heard_at += now - before
             self._sent.clear()
-            self._came_of.clear()
+            self._recent_probes.clear()
             self._awake_at = now + (self.settings.suspect_after + 2) * period + self.settings.ping_timeout_s
         self._now = now
         if self._newer is not None and now - self._newer.at > self.settings.dead_after_s:
@@ -563,19 +564,19 @@ class SwimMembership:
         alive: list[NodeId] = []
         suspects: list[NodeId] = []
         for name in self._ring:
-            standing = self._members[name].standing
+            standing = self._members[name].state
             if standing is MemberState.ALIVE:
                 alive.append(name)
-            elif standing is MemberState.SUSPECT and len(suspects) < self.settings.neighbours:
+            elif standing is MemberState.SUSPECT and len(suspects) < self.settings.ring_neighbours:
                 suspects.append(name)
-            if len(alive) == self.settings.neighbours:
+            if len(alive) == self.settings.ring_neighbours:
                 break
         return [name for name in alive + suspects if name not in self._sent]
 
     def _strangers(self, watched: list[NodeId]) -> list[NodeId]:
         """Random others of the roster: one, or more while few are known to live."""
         known = {*watched, *self._sent}
-        count = max(1, self.settings.neighbours + 1 - len(known))
+        count = max(1, self.settings.ring_neighbours + 1 - len(known))
         drawn = self._random.sample(self._ring, min(len(self._ring), count + len(known)))
         return [name for name in drawn if name not in known][:count]
 
@@ -585,39 +586,39 @@ class SwimMembership:
             self._sample(now, name, answered=False)
         member.misses += 1
         self._missing.add(name)
-        if member.misses >= member.patience and member.rumour is not None and member.standing is MemberState.ALIVE:
-            member.misses, member.accused = 0, True
-            self._believe(now, MemberUpdate(member.rumour.node, member.rumour.number, MemberState.SUSPECT))
+        if member.misses >= member.miss_limit and member.update is not None and member.state is MemberState.ALIVE:
+            member.misses, member.suspected_here = 0, True
+            self._apply_update(now, MemberUpdate(member.update.node, member.update.generation, MemberState.SUSPECT))
 
-    def _believe(self, now: float, rumour: MemberUpdate) -> None:
+    def _apply_update(self, now: float, rumour: MemberUpdate) -> None:
         member = self._members[rumour.node.id]
-        before = member.rumour
-        if before is not None and not rumour.beats(before):
-            if not before.beats(rumour):
-                self._news.told(rumour.node.id)
+        before = member.update
+        if before is not None and not rumour.supersedes(before):
+            if not before.supersedes(rumour):
+                self._news.mark_sent(rumour.node.id)
             return
-        member.rumour, member.since = rumour, now
-        if rumour.standing is MemberState.ALIVE and member.accused:
+        member.update, member.state_since = rumour, now
+        if rumour.state is MemberState.ALIVE and member.suspected_here:
             # Others reach it and this node does not: the path is bad, not the node. Accuse it less often.
-            member.accused = False
-            member.patience = min(2 * member.patience, _PATIENCE * self.settings.suspect_after)
-        (self._suspects.add if rumour.standing is MemberState.SUSPECT else self._suspects.discard)(rumour.node.id)
+            member.suspected_here = False
+            member.miss_limit = min(2 * member.miss_limit, _PATIENCE * self.settings.suspect_after)
+        (self._suspects.add if rumour.state is MemberState.SUSPECT else self._suspects.discard)(rumour.node.id)
         self._news.add(rumour.node.id)
         self.changes += 1
 
-    def _as_hearsay(self, now: float, rumour: MemberUpdate) -> MemberUpdate:
+    def _limit_to_suspect(self, now: float, rumour: MemberUpdate) -> MemberUpdate:
         """Of a node that has just spoken to this one nobody else's word makes more than a suspect: it may refute it,
         and what is not refuted becomes its death in time.
         """
         silent_s = self.settings.suspect_after * self.settings.heartbeat_s + self.settings.ping_timeout_s
-        if rumour.standing is MemberState.DEAD and now - self._members[rumour.node.id].heard_at <= silent_s:
-            return msgspec.structs.replace(rumour, standing=MemberState.SUSPECT)
+        if rumour.state is MemberState.DEAD and now - self._members[rumour.node.id].heard_at <= silent_s:
+            return msgspec.structs.replace(rumour, state=MemberState.SUSPECT)
         return rumour
 
     def _refute(self, rumour: MemberUpdate) -> None:
         """Whatever is said about this node beyond what it says itself, it says louder."""
-        if rumour.number > self._me.number or (rumour.number == self._me.number and rumour != self._me):
-            self._me = MemberUpdate(self._me.node, rumour.number + 1, MemberState.ALIVE)
+        if rumour.generation > self._me.generation or (rumour.generation == self._me.generation and rumour != self._me):
+            self._me = MemberUpdate(self._me.node, rumour.generation + 1, MemberState.ALIVE)
             self.changes += 1  # what it has told others they count no more
 
     def _compare(self, now: float, sender: NodeId, mark: MemberListVersion) -> None:

@@ -44,7 +44,7 @@ class PeerNode(msgspec.Struct, frozen=True, order=True):
     memory_bytes: int = 0
     """Its arena's budget; 0 when it is not known, which counts as much as any other."""
 
-    def label(self, level: str) -> str:
+    def failure_domain(self, level: str) -> str:
         """Its failure domain at ``level``. A node nobody labelled fails alone."""
         return next((name for known, name in self.labels if known == level), f"node:{self.id}")
 
@@ -177,14 +177,14 @@ class FailureDomains:
 
     order: tuple[NodeId, ...]
     """In hash order, the order in which all decisions look at nodes."""
-    points: Mapping[NodeId, int]
+    hashes: Mapping[NodeId, int]
     levels: tuple[Mapping[NodeId, str], ...]
 
     @property
     def innermost(self) -> Mapping[NodeId, str]:
         return self.levels[-1]
 
-    def apart(self, one: NodeId, other: NodeId) -> int:
+    def levels_apart(self, one: NodeId, other: NodeId) -> int:
         """At how many levels two nodes are in different domains."""
         return sum(names[one] != names[other] for names in self.levels)
 
@@ -205,7 +205,7 @@ def failure_domains(nodes: Collection[PeerNode], levels: Sequence[str]) -> Failu
     nested = []
     for depth, level in enumerate(levels, start=1):
         for node in nodes:
-            name = node.label(level) if depth == len(levels) else dict(node.labels).get(level, "")
+            name = node.failure_domain(level) if depth == len(levels) else dict(node.labels).get(level, "")
             paths[node.id] += f"\x1e{name}"
         nested.append(dict(paths))
     return FailureDomains(tuple(sorted(points, key=lambda node: (points[node], node))), points, tuple(nested))
@@ -255,11 +255,11 @@ class MemberList(msgspec.Struct, frozen=True):
                 raise RequestError(f"node {one.id!r} {what}: a roster names each node once, in the order of the ids")
 
     @property
-    def mark(self) -> MemberListVersion:
+    def list_version(self) -> MemberListVersion:
         digest = hashlib.blake2b(msgspec.msgpack.encode(self.nodes), digest_size=8).hexdigest()
         return MemberListVersion(self.version, len(self.nodes), digest)
 
-    def quorum(self, seen: Collection[NodeId]) -> bool:
+    def has_quorum(self, seen: Collection[NodeId]) -> bool:
         """Whether ``seen`` may decide for all: more than half, or exactly half and the lowest id among them.
 
         Two disjoint sets of nodes never both may. That holds for one roster: while two sides of a partition were
@@ -290,11 +290,11 @@ class NodePartitions:
             cut.setdefault(self._number(stable_hash(node)), []).append((stable_hash(node), node))
         self._members = {number: tuple(node for _, node in sorted(cut[number])) for number in sorted(cut)}
 
-    def of(self, node: str) -> tuple[str, ...]:
+    def partition_of(self, node: str) -> tuple[str, ...]:
         """All members of the district in which ``node`` is, or would be."""
         return self._members.get(self._number(stable_hash(node)), ())
 
-    def beyond(self, node: str) -> list[tuple[str, ...]]:
+    def other_partitions(self, node: str) -> list[tuple[str, ...]]:
         """The members of every other district, in the order in which ``node`` asks them to be its lookout.
 
         Each node begins with another member, so that as many ask the one as the other.
@@ -314,11 +314,11 @@ class DelegateCandidates:
         self._gone = gone
         self._next = self._lookouts()
 
-    def next(self) -> str | None:
+    def next_delegate(self) -> str | None:
         """The next lookout; ``None`` when nobody else is asked."""
         return next(self._next, None)
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Nobody there is any use as a lookout."""
         self._next = iter(())
 

@@ -83,9 +83,9 @@ class Stripe(msgspec.Struct, frozen=True):
         return next(shard.chunk_bytes for shard in self.shards if shard is not None)
 
     def shard(self, member: NodeId) -> ShardRecord | None:
-        return self.shards[self.place(member)]
+        return self.shards[self.index_of(member)]
 
-    def place(self, member: NodeId) -> int:
+    def index_of(self, member: NodeId) -> int:
         if member not in self.members:
             raise RequestError(f"node {member} is not in the parity group {', '.join(self.members)}")
         return self.members.index(member)
@@ -97,7 +97,7 @@ class Stripe(msgspec.Struct, frozen=True):
 
     def parity(self, keeper: NodeId) -> ParityLayout:
         """What ``keeper`` keeps. Its own shard has no part in it."""
-        place = self.place(keeper)
+        place = self.index_of(keeper)
         sent = [
             self.segments(member)[(place - other - 1) % len(self.members)]
             for other, member in enumerate(self.members)
@@ -169,7 +169,7 @@ def _check_stripe(stripe: Stripe) -> None:
         validate_stored_record(shard)
         if shard.chunk_bytes > CHUNK_BYTES:
             raise RequestError(f"{shard.key}: chunks of {shard.chunk_bytes} bytes, parities take up to {CHUNK_BYTES}")
-    if len({(shard.key.job, shard.key.group, shard.parts, shard.chunk_bytes) for shard in shards}) > 1:
+    if len({(shard.key.job, shard.key.version_id, shard.parts, shard.chunk_bytes) for shard in shards}) > 1:
         raise RequestError(f"not of one version, or not in chunks of one size: {_named(shards)}")
     if len({shard.key.part for shard in shards}) < len(shards):
         raise RequestError(f"one shard on two nodes: {_named(shards)}. Copies are no parts of a stripe")

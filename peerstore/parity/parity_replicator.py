@@ -83,8 +83,8 @@ class ParityReplicator:
     ) -> None:
         self._store = store
         self._job = job
-        self._tending = tending
-        self.protection = protection
+        self._membership = tending
+        self.policy = protection
         self._sight = sight
         self._clock = clock
         self._changed = threading.Condition()
@@ -111,13 +111,13 @@ class ParityReplicator:
         self._news = True
         self._stop = threading.Event()
         self.totals = ReplicationTotals()
-        self._reports = CommitReports(tending.me.id)
-        self.settlement = CommitTracker(
+        self._reports = CommitReports(tending.this_node.id)
+        self.commit_tracker = CommitTracker(
             store, job, tending, reports=self._reports, totals=self.totals, changed=self._changed
         )
-        self.paths = PathMonitor()
+        self.path_monitor = PathMonitor()
         """Parities are made of what is read, not sent: nothing is measured here."""
-        self.sending: tuple[ReplicationTask, int] | None = None
+        self.in_flight: tuple[ReplicationTask, int] | None = None
         self.rebuilt = 0
         """Lost shards that this node has made again."""
         self._thread = threading.Thread(target=self._run, name="peerstore-share", daemon=True)
@@ -132,9 +132,9 @@ class ParityReplicator:
         if self._thread.ident is not None:
             self._thread.join(deadlines.remaining_s(SHUTDOWN_GRACE_S))
             if self._thread.is_alive():
-                self._tending.hang_up()
+                self._membership.close_connections()
                 self._thread.join()
-        self.settlement.close()
+        self.commit_tracker.close()
 
     def wake(self) -> None:
         """Something changed: a shard was sealed, a node came or went, somebody told something."""
@@ -147,21 +147,21 @@ class ParityReplicator:
     @property
     def members(self) -> tuple[str, ...]:
         """This node's group, as of now; nobody when it is alone."""
-        return self._members(self._tending.living)
+        return self._members(self._membership.alive)
 
     @property
     def partners(self) -> tuple[str, ...]:
         """Who keeps parities of what this node writes."""
-        return tuple(member for member in self.members if member != self._tending.me.id)
+        return tuple(member for member in self.members if member != self._membership.this_node.id)
 
     def _members(self, living: Mapping[str, PeerNode]) -> tuple[str, ...]:
-        me = self._tending.me.id
-        found = parity_groups(living.values(), self.protection.group + 1, levels=self.protection.levels)
+        me = self._membership.this_node.id
+        found = parity_groups(living.values(), self.policy.group + 1, levels=self.policy.levels)
         return next((tuple(group) for group in found if me in group), ())
 
-    def standings(self) -> list[ReplicationStatus]:
+    def statuses(self) -> list[ReplicationStatus]:
         """How well every shard that this node answers for is kept; a sealed parity counts as one copy more."""
-        living = self._tending.living
+        living = self._membership.alive
         members = self._members(living)
         return [self._standing(fact, members, living) for fact in self._mine(living)]
 
@@ -169,8 +169,8 @@ class ParityReplicator:
         key = fact.key
         with self._changed:
             more = sum(node in living for node in self._holding(key))
-            others = [member for member in members if member != self._tending.me.id]
-            said = [self._stake(member, key.group, members) for member in others]
+            others = [member for member in members if member != self._membership.this_node.id]
+            said = [self._stake(member, key.version_id, members) for member in others]
             kept = sum(stake is not None and key.part in stake.kept for stake in said)
             refused = sum(stake is not None and key.part in stake.refused for stake in said)
         if more:  # as good as a mirror
@@ -182,76 +182,80 @@ class ParityReplicator:
     def _stake(self, member: str, group: VersionId, members: tuple[str, ...]) -> _Asked | None:
         """What a member said that still holds."""
         asked = self._asked.get((member, group))
-        holds = asked is not None and asked.members == members and asked.life == self._tending.life(member)
+        holds = asked is not None and asked.members == members and asked.life == self._membership.generation_of(member)
         return asked if holds else None
 
     def _mine(self, living: Collection[str]) -> list[ShardInfo]:
         """The shards this node answers for: its own, and copies of which it is the first living holder."""
-        me = self._tending.me.id
+        me = self._membership.this_node.id
         found = []
-        for fact in self._store.copies.facts(self._job):
+        for fact in self._store.replicas.list_shards(self._job):
             there = [node for node in fact.holders if node in living]
-            if (not there or there[0] == me) and self._store.copies.wanted(self._job, fact.key.group):
+            if (not there or there[0] == me) and self._store.replicas.is_needed(self._job, fact.key.version_id):
                 found.append(fact)
         return found
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
         """The living nodes that are known to hold a shard of this node, this one first."""
-        living = self._tending.living
+        living = self._membership.alive
         with self._changed:
             there = sorted(self._holding(key))
-        return (self._tending.me, *(living[node] for node in there if node in living))
+        return (self._membership.this_node, *(living[node] for node in there if node in living))
 
     def _holding(self, key: ShardKey) -> list[str]:
         """Who has said that it holds the shard, and has not started again since."""
-        return [node for node, then in self._holders.get(key, {}).items() if self._tending.life(node) <= then]
+        return [
+            node for node, then in self._holders.get(key, {}).items() if self._membership.generation_of(node) <= then
+        ]
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
         """How many copies a shard is as good as, and in how many domains: what may be lost is one less."""
-        living = self._tending.living
+        living = self._membership.alive
         members = self._members(living)
         fact = next((fact for fact in self._mine(living) if fact.key == key), None)
         if fact is None:
-            return len(self.holders(key)), len({node.label(level) for node in self.holders(key)})
+            return len(self.holders(key)), len({node.failure_domain(level) for node in self.holders(key)})
         copies = self._standing(fact, members, living).copies
-        apart = {living[member].label(level) for member in members if member in living}
+        apart = {living[member].failure_domain(level) for member in members if member in living}
         return copies, 1 if copies < 2 or len(apart) < len(members) else copies
 
-    def trouble(self, key: ShardKey) -> str:
+    def last_errors(self, key: ShardKey) -> str:
         """Why a shard is not protected, as far as it is known."""
         with self._changed:
-            return next((a.why for (_, group), a in self._asked.items() if group == key.group and a.why), "")
+            return next((a.why for (_, group), a in self._asked.items() if group == key.version_id and a.why), "")
 
-    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Until ``ready`` says so; it is asked again after everything that changes."""
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 
     @property
-    def busy(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether something is to be protected, or to be made again, that can be."""
-        lost = self._missing(self._keeping.kept(), self._tending.living)
-        return any(one.lacking for one in self.standings()) or any(one.heirs[0] == self._tending.me.id for one in lost)
+        lost = self._missing(self._keeping.stored(), self._membership.alive)
+        return any(one.missing for one in self.statuses()) or any(
+            one.rebuilders[0] == self._membership.this_node.id for one in lost
+        )
 
     @property
-    def kept(self) -> list[StoredParity]:
+    def stored_parities(self) -> list[StoredParity]:
         """The parities on this node."""
-        return self._keeping.kept()
+        return self._keeping.stored()
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
-    def striped(self, sender: str, note: StripeReport) -> ParityStatus:
+    def handle_stripe_report(self, sender: str, note: StripeReport) -> ParityStatus:
         """A member of the group says what it has; the answer is what it may count on."""
-        if self._keeping.told(sender, note):
+        if self._keeping.record_report(sender, note):
             for part in note.parts.values():
                 key = ShardKey(
                     self._job, note.group.version, note.group.epoch, note.group.incarnation, note.group.attempt, part
                 )
-                self.confirm(key, sender, note.life or self._tending.life(sender))
+                self.confirm_holder(key, sender, note.life or self._membership.generation_of(sender))
             self.wake()
-        return self._keeping.stake(sender, note.group, note.members)
+        return self._keeping.status_for(sender, note.group, note.members)
 
-    def staked(self, sender: str, stake: ParityStatus) -> None:
+    def handle_parity_status(self, sender: str, stake: ParityStatus) -> None:
         """A member of the group says what it keeps."""
         with self._changed:
             asked = self._asked.get((sender, stake.group))
@@ -260,22 +264,22 @@ class ParityReplicator:
                 asked.said += 1
         self.wake()
 
-    def confirm(self, key: ShardKey, node: str, life: int) -> None:
+    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen, in this one of its lives, to hold a shard that is here or in a parity here."""
         with self._changed:
             self._holders[key][node] = max(life, self._holders[key].get(node, life))
             self._changed.notify_all()
 
     @property
-    def protected(self) -> set[ShardKey]:
+    def protected_keys(self) -> set[ShardKey]:
         """What is in the parities on this node."""
-        return {shard.key for one in self._keeping.kept() for shard in one.shards.values()}
+        return {shard.key for one in self._keeping.stored() for shard in one.shards.values()}
 
     def rebuild(self, shard: ShardRecord, holders: tuple[str, ...] = ()) -> bool:
         """Have a shard here again that nobody has any more, out of parities; False when it is here already."""
-        kept = self._keeping.kept()
-        near = {member for one in kept if one.fact.group == shard.key.group for member in one.members}
-        nodes = {node for node in near | set(self.members) if node in self._tending.living}
+        kept = self._keeping.stored()
+        near = {member for one in kept if one.info.group == shard.key.version_id for member in one.members}
+        nodes = {node for node in near | set(self.members) if node in self._membership.alive}
         return self._recovering.rebuild(shard, nodes, holders=holders, stopped=self._stop.is_set)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -293,15 +297,15 @@ class ParityReplicator:
         """One piece of work; whether there may be more."""
         with self._changed:
             self._news = False
-        living = self._tending.living
+        living = self._membership.alive
         members = self._members(living)
-        kept = self._keeping.kept()
-        if self._make_again(self._missing(kept, living), living):
+        kept = self._keeping.stored()
+        if self._rebuild_missing(self._missing(kept, living), living):
             return True
-        self._tell(members, living)
-        due, self._again_s = self._keeping.due(members, kept)
+        self._report_stripes(members, living)
+        due, self._again_s = self._keeping.pending_tasks(members, kept)
         made = self._make(due[0]) if due else False
-        self._keeping.tidy(self._keeping.kept() if made else kept)
+        self._keeping.prune(self._keeping.stored() if made else kept)
         facts = self._mine(living)
         standings = [self._standing(fact, members, living) for fact in facts]
         self._report(facts, standings, living)
@@ -310,15 +314,15 @@ class ParityReplicator:
     def _report(
         self, facts: Sequence[ShardInfo], standings: Sequence[ReplicationStatus], living: Mapping[str, PeerNode]
     ) -> None:
-        parts_of = {fact.key.group: fact.parts for fact in facts}
-        settled = self._store.copies.settled(self._job)
+        parts_of = {fact.key.version_id: fact.parts for fact in facts}
+        settled = self._store.replicas.newest_replicated(self._job)
         with self._changed:
-            life = self._tending.life(self._tending.me.id)
-            left_out = self._store.copies.left_out(self._job)
-            teller, notes = self._reports.unreported(
+            life = self._membership.generation_of(self._membership.this_node.id)
+            left_out = self._store.replicas.aborted_parts(self._job)
+            teller, notes = self._reports.pending(
                 standings, parts_of, living=living, settled=settled, life=life, left_out=left_out
             )
-        if self._later.get(teller, 0.0) <= self._clock() and not self.settlement.tell(teller, notes):
+        if self._later.get(teller, 0.0) <= self._clock() and not self.commit_tracker.report(teller, notes):
             self._later.setdefault(teller, self._clock() + PARITY_RETRY_S)
 
     def _rest(self) -> None:
@@ -335,30 +339,30 @@ class ParityReplicator:
 
     def _missing(self, kept: Collection[StoredParity], living: Collection[str]) -> list[LostShard]:
         """What is in parities here and neither here nor known to be held by somebody who lives."""
-        if self._tending.roster is None:  # nobody is known yet: that is not to say that they are gone
+        if self._membership.member_list is None:  # nobody is known yet: that is not to say that they are gone
             return []
-        here = {fact.key for fact in self._store.copies.facts(self._job)}
-        wanted = [one for one in kept if self._store.copies.wanted(self._job, one.fact.group)]
+        here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
+        wanted = [one for one in kept if self._store.replicas.is_needed(self._job, one.info.group)]
         with self._changed:
             found = lost_shards(
                 wanted,
                 living=living,
                 held=lambda key: key in here or any(node in living for node in self._holding(key)),
             )
-        return [one for one in found if self._tending.me.id in one.heirs]
+        return [one for one in found if self._membership.this_node.id in one.rebuilders]
 
-    def _make_again(self, missing: Sequence[LostShard], living: Collection[str]) -> bool:
+    def _rebuild_missing(self, missing: Sequence[LostShard], living: Collection[str]) -> bool:
         """Look for what is missing, and make one of those again that nobody has; whether one was made.
 
         Whose it is may say so itself, when it lives. Then the first heir looks, and each other one a while after the
         one before it: most often it is there by then.
         """
-        now, me = self._clock(), self._tending.me.id
+        now, me = self._clock(), self._membership.this_node.id
         before = self._missed
         self._missed = {}
         for one in missing:
             patience_s = _PATIENCE_S if one.member in living else 0.0
-            first = now + patience_s + _LOOK_S * one.heirs.index(me)
+            first = now + patience_s + _LOOK_S * one.rebuilders.index(me)
             self._missed[one.shard.key] = before.get(one.shard.key, first)
         due = [one for one in missing if self._missed[one.shard.key] <= now]
         if not due:
@@ -370,7 +374,7 @@ class ParityReplicator:
             self._missed[key] = self._clock() + _LOOK_S
             with self._changed:
                 owners = {one.member, *self._holders.get(key, {})}
-            if any(node in living and node in sight.silent for node in owners):  # it may have it
+            if any(node in living and node in sight.unreachable for node in owners):  # it may have it
                 self._missed[key] = self._clock() + PARITY_RETRY_S
             elif key not in held and is_first_rebuilder(one, me, sight.nodes) and self._rebuild_lost(one):
                 return True
@@ -392,31 +396,34 @@ class ParityReplicator:
 
     # -- what is to be protected --------------------------------------------------------------------------------------
 
-    def _tell(self, members: tuple[str, ...], living: Mapping[str, PeerNode]) -> None:
+    def _report_stripes(self, members: tuple[str, ...], living: Mapping[str, PeerNode]) -> None:
         """Say which stripes this node's shards are in, to those of the group who have not confirmed them."""
         facts = self._mine(living)
-        here = {fact.key for fact in self._store.copies.facts(self._job)}
-        wanted = self._store.copies.wanted
-        known = {k: n for k, n in self._numbers.items() if k in here or wanted(self._job, k.group)}
+        here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
+        wanted = self._store.replicas.is_needed
+        known = {k: n for k, n in self._numbers.items() if k in here or wanted(self._job, k.version_id)}
         self._numbers = {**known, **assign_stripe_numbers(facts, known)}
         told: dict[VersionId, dict[int, int]] = defaultdict(dict)
         for fact in facts:
-            told[fact.key.group][self._numbers[fact.key]] = fact.key.part
+            told[fact.key.version_id][self._numbers[fact.key]] = fact.key.part
         with self._changed:
             self._asked = {(who, group): asked for (who, group), asked in self._asked.items() if group in told}
-            for key in [key for key in self._holders if key not in here and not wanted(self._job, key.group)]:
+            for key in [key for key in self._holders if key not in here and not wanted(self._job, key.version_id)]:
                 del self._holders[key]
         for group in sorted(told):
             for member in members:
-                if member != self._tending.me.id:
-                    self._ask(
-                        member, StripeReport(group, members, told[group], self._tending.life(self._tending.me.id))
+                if member != self._membership.this_node.id:
+                    self._send_report(
+                        member,
+                        StripeReport(
+                            group, members, told[group], self._membership.generation_of(self._membership.this_node.id)
+                        ),
                     )
 
-    def _ask(self, member: str, note: StripeReport) -> None:
+    def _send_report(self, member: str, note: StripeReport) -> None:
         now = self._clock()
         asked = self._asked.get((member, note.group))
-        life = self._tending.life(member)
+        life = self._membership.generation_of(member)
         if asked is not None and (asked.members, asked.parts, asked.life, asked.mine) == (
             note.members,
             note.parts,
@@ -436,7 +443,7 @@ class ParityReplicator:
             said = fresh.said
             self._asked[member, note.group] = fresh  # before it is asked: it may say more before it has answered
         try:
-            stake = self._tending.peer(member).call("striped", note, ParityStatus, timeout_s=5.0)
+            stake = self._membership.client_for(member).call("striped", note, ParityStatus, timeout_s=5.0)
         except (PeerStoreError, OSError) as error:
             log.debug("job %s: %s was not told of version %d: %s", self._job, member, note.group.version, error)
             self._later[member] = now + PARITY_RETRY_S
@@ -444,7 +451,7 @@ class ParityReplicator:
                 fresh.at, fresh.why = float("-inf"), f"{member}: {error}"
             return
         if fresh.said == said:
-            self.staked(member, stake)
+            self.handle_parity_status(member, stake)
 
     def _make(self, due: ParityTask) -> bool:
         began = self._clock()

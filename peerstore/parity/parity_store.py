@@ -61,7 +61,7 @@ class _Told:
 class ParityTask:
     """A parity that is to be made."""
 
-    group: VersionId
+    version_id: VersionId
     number: int
     members: tuple[str, ...]
     parts: dict[str, int]
@@ -86,9 +86,9 @@ class ParityStore:
     ) -> None:
         self._store = store
         self._job = job
-        self._tending = tending
+        self._membership = tending
         self._pace = pace
-        self._puller = RangeReader(tending.peer, streams=streams)
+        self._puller = RangeReader(tending.client_for, streams=streams)
         self._blobs_of = blobs_of
         self._fetch_blob = fetch_blob
         self._patience_s = patience_s
@@ -107,7 +107,7 @@ class ParityStore:
 
     # -- what the members say -----------------------------------------------------------------------------------------
 
-    def told(self, sender: str, note: StripeReport) -> bool:
+    def record_report(self, sender: str, note: StripeReport) -> bool:
         """A member says what it has; whether that is news."""
         if (
             len(note.members) > MAX_PARITY_MEMBERS
@@ -117,7 +117,7 @@ class ParityStore:
             raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
         if sender not in note.members:
             raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
-        told = _Told(note.members, dict(note.parts), note.life or self._tending.life(sender))
+        told = _Told(note.members, dict(note.parts), note.life or self._membership.generation_of(sender))
         with self._lock:
             versions = self._told[sender]
             before = versions.get(note.group)
@@ -129,9 +129,9 @@ class ParityStore:
             self._news_at[note.group] = self._clock()
             return True
 
-    def stake(self, sender: str, group: VersionId, members: tuple[str, ...]) -> ParityStatus:
+    def status_for(self, sender: str, group: VersionId, members: tuple[str, ...]) -> ParityStatus:
         """What a member may count on here."""
-        kept = [one for one in self.kept() if one.fact.group == group and one.members == members]
+        kept = [one for one in self.stored() if one.info.group == group and one.members == members]
         kept = self._useful(kept)
         with self._lock:
             said = {member: versions[group] for member, versions in self._current().items() if group in versions}
@@ -141,7 +141,7 @@ class ParityStore:
         there = {
             part
             for one in kept
-            for member, part in one.fact.parts.items()
+            for member, part in one.info.parts.items()
             if member == sender or (member in said and part in said[member].parts.values())
         }
         refused = tuple(part for number, part in mine.items() if number in full and part not in there)
@@ -156,7 +156,7 @@ class ParityStore:
             current = self._current()
             found = []
             for one in kept:
-                group = one.fact.group
+                group = one.info.group
                 at = {
                     member: versions[group].parts.values() for member, versions in current.items() if group in versions
                 }
@@ -164,7 +164,7 @@ class ParityStore:
                 elsewhere = {part for parts in at.values() for part in parts}
                 if all(
                     part in at[member] if member in at else member not in told and part not in elsewhere
-                    for member, part in one.fact.parts.items()
+                    for member, part in one.info.parts.items()
                 ):
                     found.append(one)
         return found
@@ -176,7 +176,7 @@ class ParityStore:
         """
         now, found = self._clock(), dict[str, dict[VersionId, _Told]]()
         for member, versions in self._told.items():
-            life = self._tending.life(member)
+            life = self._membership.generation_of(member)
             known, until = self._lives.get(member, (life, now))
             if known != life:
                 until = now + self._patience_s
@@ -186,25 +186,25 @@ class ParityStore:
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
-    def kept(self) -> list[StoredParity]:
+    def stored(self) -> list[StoredParity]:
         """The sealed parities of this node."""
         found = {}
-        for record in self._store.copies.parities(self._job):
+        for record in self._store.replicas.list_parities(self._job):
             known = self._read.get(record.key)
             try:
                 found[record.key] = known if known is not None else parse_stored_parity(record)
             except RequestError as error:
-                self._store.report(record.key, str(error))
+                self._store.report_damage(record.key, str(error))
         self._read = found
         return list(found.values())
 
-    def tidy(self, kept: Sequence[StoredParity]) -> None:
+    def prune(self, kept: Sequence[StoredParity]) -> None:
         """Let go of what is of no more use, and of what was told of versions nobody needs."""
         for key in superseded_parities(kept, self._useful(kept)):
-            self._store.copies.drop_parity(key)
+            self._store.replicas.delete_parity(key)
         with self._lock:
             old = {group for told in self._told.values() for group in told}
-            old = {group for group in old if not self._store.copies.wanted(self._job, group)}
+            old = {group for group in old if not self._store.replicas.is_needed(self._job, group)}
             for told in self._told.values():
                 for group in old & told.keys():
                     del told[group]
@@ -215,14 +215,14 @@ class ParityStore:
 
     # -- making -------------------------------------------------------------------------------------------------------
 
-    def due(self, members: tuple[str, ...], kept: Iterable[StoredParity]) -> tuple[list[ParityTask], float]:
+    def pending_tasks(self, members: tuple[str, ...], kept: Iterable[StoredParity]) -> tuple[list[ParityTask], float]:
         """What is to be made now, the oldest version first; and after how many seconds to look again."""
         now, useful = self._clock(), self._useful(kept)
         mine: dict[VersionId, set[int]] = defaultdict(set)
         parts_of: dict[VersionId, int] = {}
-        for fact in self._store.copies.facts(self._job):
-            mine[fact.key.group].add(fact.key.part)
-            parts_of[fact.key.group] = fact.parts
+        for fact in self._store.replicas.list_shards(self._job):
+            mine[fact.key.version_id].add(fact.key.part)
+            parts_of[fact.key.version_id] = fact.parts
         with self._lock:
             told = {member: versions for member, versions in self._current().items() if member in members}
             news_at = dict(self._news_at)
@@ -230,7 +230,7 @@ class ParityStore:
             ends = [until for _, until in self._lives.values() if until > now]
         found, again = [], min((until - now for until in (*later.values(), *ends)), default=float("inf"))
         for group in sorted({group for versions in told.values() for group in versions}):
-            if not self._store.copies.wanted(self._job, group):
+            if not self._store.replicas.is_needed(self._job, group):
                 continue
             numbers = {
                 member: versions[group].parts
@@ -240,8 +240,8 @@ class ParityStore:
             heard = mine[group] | {part for parts in numbers.values() for part in parts.values()}
             left_s = news_at.get(group, now) + self._patience_s - now
             complete = left_s <= 0 or len(heard) >= parts_of.get(group, 1 << 62)
-            there = [one.fact.parts for one in useful if one.fact.group == group and one.members == members]
-            me = self._tending.me.id
+            there = [one.info.parts for one in useful if one.info.group == group and one.members == members]
+            me = self._membership.this_node.id
             for number, parts in parities_to_make(me, members, numbers, there, complete=complete).items():
                 if (group, number) not in later:
                     found.append(ParityTask(group, number, members, parts))
@@ -252,11 +252,11 @@ class ParityStore:
     def make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
         """Make one parity and tell the members; the answer is how many bytes were read for it."""
         size = 0
-        which = (due.group, due.number)
+        which = (due.version_id, due.number)
         try:
             size = self._make(due, stopped)
         except (PeerStoreError, OSError) as error:
-            log.warning("job %s: no parity %d of version %d: %s", self._job, due.number, due.group.version, error)
+            log.warning("job %s: no parity %d of version %d: %s", self._job, due.number, due.version_id.version, error)
             now = self._clock()
             full = isinstance(error, ArenaFullError)
             with self._lock:
@@ -273,19 +273,19 @@ class ParityStore:
                 self._busy.pop(which, None)
                 self._full.discard(which)
         for member in due.parts:
-            note = self.stake(member, due.group, due.members)
+            note = self.status_for(member, due.version_id, due.members)
             try:
-                self._tending.peer(member).call("stake", note, type(None), timeout_s=5.0)
+                self._membership.client_for(member).call("stake", note, type(None), timeout_s=5.0)
             except (PeerStoreError, OSError) as error:  # it asks again by itself
                 log.debug("job %s: %s was not told of its parity: %s", self._job, member, error)
         return size
 
     @property
     def _me(self) -> NodeId:
-        return self._tending.me.id
+        return self._membership.this_node.id
 
     def _make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
-        records = {NodeId(member): self._record(member, due.group, part) for member, part in due.parts.items()}
+        records = {NodeId(member): self._record(member, due.version_id, part) for member, part in due.parts.items()}
         for member, record in records.items():
             self._take_blobs(member, record)
         members = tuple(NodeId(member) for member in due.members)
@@ -295,21 +295,23 @@ class ParityStore:
                 segment.member: ranges.reader(records[segment.member], [segment.member], stop=segment.stop)
                 for segment in stripe.parity(self._me).segments
             }
-            whole = self._store.copies.vouched(self._job, due.group)
+            whole = self._store.replicas.is_committed(self._job, due.version_id)
             write_parity(self._store, stripe, self._me, reads, whole=whole, stopped=stopped)
             return ranges.bytes_read
 
     def _record(self, member: str, group: VersionId, part: int) -> ShardRecord:
-        found: list[ShardRecord] = self._tending.peer(member).call("records", GetShardRecords(group), list[ShardRecord])
+        found: list[ShardRecord] = self._membership.client_for(member).call(
+            "records", GetShardRecords(group), list[ShardRecord]
+        )
         for record in found:
-            if record.key.job == self._job and record.key.group == group and record.key.part == part:
+            if record.key.job == self._job and record.key.version_id == group and record.key.part == part:
                 return record
         raise ShardNotFoundError(f"{member} told of part {part} of version {group.version}, and has it no more")
 
     def _take_blobs(self, member: str, record: ShardRecord) -> None:
         """What one needs beside the shard to make sense of it must not be lost with its node."""
         fact = ShardInfo(record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, False)
-        here = set(self._store.blobs(self._job))
+        here = set(self._store.list_blobs(self._job))
         for name in self._blobs_of(fact):
             if name not in here:
                 self._fetch_blob(name, (member,))
@@ -330,9 +332,9 @@ class ShardRebuilder:
     ) -> None:
         self._store = store
         self._job = job
-        self._tending = tending
+        self._membership = tending
         self._pace = pace
-        self._puller = RangeReader(tending.peer, streams=streams)
+        self._puller = RangeReader(tending.client_for, streams=streams)
         self._sight = sight
 
     def rebuild(
@@ -340,7 +342,7 @@ class ShardRebuilder:
     ) -> bool:
         """Have ``shard`` here again, out of parities on ``nodes``; False when it is here already."""
         began = time.monotonic()
-        parities, silent = self._parities(shard.key.group, nodes)
+        parities, silent = self._parities(shard.key.version_id, nodes)
         sources = self._sight().sources
         rows = parity_sets_for(shard.key, [kept for kept, _ in parities.values()], held=sources.__contains__)
         if not rows and silent:
@@ -380,14 +382,18 @@ class ShardRebuilder:
                 except RequestError as error:
                     log.error("job %s: %s has a parity that is none: %s", self._job, node, error)
                     continue
-                if parity.keeper == node and record.key.job == self._job and record.key.group == group:
+                if parity.keeper == node and record.key.job == self._job and record.key.version_id == group:
                     found[record.key] = (parity, record)
         return found, silent
 
     def _records(self, node: str, group: VersionId) -> list[ShardRecord]:
-        if node == self._tending.me.id:
-            return [record for record in self._store.copies.parities(self._job) if record.key.group == group]
-        found: list[ShardRecord] = self._tending.peer(node).call("parities", GetParities(group), list[ShardRecord])
+        if node == self._membership.this_node.id:
+            return [
+                record for record in self._store.replicas.list_parities(self._job) if record.key.version_id == group
+            ]
+        found: list[ShardRecord] = self._membership.client_for(node).call(
+            "parities", GetParities(group), list[ShardRecord]
+        )
         return found
 
     def _rebuild(
@@ -412,7 +418,9 @@ class ShardRebuilder:
             raise RequestError(f"{shard.key} is another shard in the parities of {', '.join(row[0].stripe.members)}")
         kept = {parity.keeper: record for parity, record in parities.values() if parity in row}
         many = len(beside) + len(kept)
-        with ShardSources(self._store, self._puller, self._pace, me=self._tending.me.id, sources=many) as ranges:
+        with ShardSources(
+            self._store, self._puller, self._pace, me=self._membership.this_node.id, sources=many
+        ) as ranges:
             shards = {
                 other: ranges.reader(record, sources[record.key])
                 for other, record in beside.items()

@@ -67,9 +67,9 @@ class StoredParity:
         }
 
     @property
-    def fact(self) -> ParityInfo:
+    def info(self) -> ParityInfo:
         parts = {str(member): shard.key.part for member, shard in self.shards.items()}
-        return ParityInfo(self.key.group, self.parity.stripe.number, self.members, self.parity.keeper, parts)
+        return ParityInfo(self.key.version_id, self.parity.stripe.number, self.members, self.parity.keeper, parts)
 
 
 # -- a parity as it is kept -------------------------------------------------------------------------------------------
@@ -109,9 +109,9 @@ def assign_stripe_numbers(facts: Iterable[ShardInfo], known: Mapping[ShardKey, i
     found = {}
     taken: dict[VersionId, set[int]] = defaultdict(set)
     for key, number in known.items():
-        taken[key.group].add(number)
+        taken[key.version_id].add(number)
     for fact in sorted(facts, key=lambda fact: (fact.sealed_ns, fact.key)):
-        used = taken[fact.key.group]
+        used = taken[fact.key.version_id]
         number = known.get(fact.key, -1)
         if number < 0:
             number = next(free for free in range(len(used) + 1) if free not in used)
@@ -159,8 +159,8 @@ def superseded_parities(kept: Collection[StoredParity], useful: Collection[Store
     found = []
     for one in kept:
         for other in useful:
-            same = one.fact.row == other.fact.row and one.key != other.key
-            if same and one.fact.parts.items() < other.fact.parts.items():
+            same = one.info.stripe_id == other.info.stripe_id and one.key != other.key
+            if same and one.info.parts.items() < other.info.parts.items():
                 found.append(one.key)
                 break
     return found
@@ -175,7 +175,7 @@ class LostShard(NamedTuple):
     shard: ShardRecord
     member: NodeId
     """Whose it was when the parity was made."""
-    heirs: tuple[NodeId, ...]
+    rebuilders: tuple[NodeId, ...]
     """Who could make it again, in the order in which they look for it: the others of that group that live."""
 
 
@@ -189,7 +189,7 @@ def lost_shards(
             if shard.key not in found and not held(shard.key):
                 heirs = tuple(other for other in one.members if other in living and other != member)
                 found[shard.key] = LostShard(shard, member, heirs)
-    return [found[key] for key in sorted(found, key=lambda key: (key.group, key.part))]
+    return [found[key] for key in sorted(found, key=lambda key: (key.version_id, key.part))]
 
 
 def is_first_rebuilder(lost: LostShard, me: str, nodes: Mapping[str, NodeInventory]) -> bool:
@@ -197,9 +197,9 @@ def is_first_rebuilder(lost: LostShard, me: str, nodes: Mapping[str, NodeInvento
     key = lost.shard.key
     keepers = [
         node
-        for node in lost.heirs
+        for node in lost.rebuilders
         if node == me
-        or any(fact.group == key.group and key.part in fact.parts.values() for fact in _parities(nodes.get(node)))
+        or any(fact.group == key.version_id and key.part in fact.parts.values() for fact in _parities(nodes.get(node)))
     ]
     return keepers[:1] == [me]
 
@@ -266,7 +266,7 @@ def rebuildable_parts(
         for member, part in fact.parts.items():
             others = {part for other, part in fact.parts.items() if other != member}
             if part not in there and others <= there:
-                row = (*fact.row, member, part)
+                row = (*fact.stripe_id, member, part)
                 keepers[row].add(fact.keeper)
     found: dict[VersionId, set[int]] = defaultdict(set)
     for (group, _, members, member, part), names in keepers.items():
@@ -281,8 +281,8 @@ def pending_recovery(nodes: Mapping[str, NodeInventory], silent: Collection[str]
     in_all: dict[VersionId, int] = {}
     for looked in nodes.values():
         for fact in looked.facts:
-            parts[fact.key.group].add(fact.key.part)
-            in_all[fact.key.group] = fact.parts
+            parts[fact.key.version_id].add(fact.key.part)
+            in_all[fact.key.version_id] = fact.parts
     newest = max(parts, default=None)
     if newest is not None and len(parts[newest]) >= in_all[newest]:
         return ""
@@ -370,8 +370,8 @@ class ShardSources:
 
         def fetch(start: int, stop: int) -> memoryview:
             data = memoryview(bytearray(stop - start))
-            self._pace.take(len(data))
-            pulled = self._puller.pull([ReadRequest(record, [ReadTarget(start, stop, data)], list(nodes))])
+            self._pace.acquire(len(data))
+            pulled = self._puller.read([ReadRequest(record, [ReadTarget(start, stop, data)], list(nodes))])
             if record.key in pulled.failed:
                 raise pulled.failed[record.key]
             self.bytes_read += len(data)
@@ -425,7 +425,7 @@ def write_parity(
             raise RequestError(f"{record.key}: what it is made of takes {len(record.meta)} bytes to tell")
         store.seal_parity(lease.id, record)
     except BaseException:
-        store.abandon(lease.id)
+        store.release(lease.id)
         raise
     return record
 
@@ -442,7 +442,7 @@ def write_rebuilt_shard(
     stopped: StopCheck,
 ) -> bool:
     """A lost shard, here again bit for bit, as a copy that ``holders`` have; False when it was here already."""
-    lease = store.begin_copy(shard, whole=True)
+    lease = store.begin_replica(shard, whole=True)
     if lease is None:
         return False
     try:
@@ -450,9 +450,9 @@ def write_rebuilt_shard(
         sums = _written(store, lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped=stopped)
         if sums != shard.checksums:
             raise ShardDamagedError(f"{shard.key} was rebuilt, but is not what was sealed")
-        store.seal_copy(lease.id, shard, holders)
+        store.seal_replica(lease.id, shard, holders)
     except BaseException:
-        store.abandon(lease.id)
+        store.release(lease.id)
         raise
     return True
 

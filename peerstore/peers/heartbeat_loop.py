@@ -44,10 +44,10 @@ class HeartbeatLoop:
         changed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.me = me
-        self._pass = credentials
+        self.this_node = me
+        self._credentials = credentials
         self._transport = transport
-        self._copies = copies
+        self._replicas = copies
         self._changed = changed
         self._clock = clock
         self._lock = threading.RLock()
@@ -55,10 +55,10 @@ class HeartbeatLoop:
         self._members = SwimMembership(me, time.time_ns() // 1000, settings or MembershipSettings(), seed=hash(me.id))
         self._discovery: Discovery | None = None
         self._discovered_at = float("-inf")
-        self._newcomers = PendingMembers(self._members.settings)
+        self._pending = PendingMembers(self._members.settings)
         self._peers: dict[str, PeerClient] = {}
         self._lived: set[str] = set()
-        self._flying: set[str] = set()
+        self._pings_in_flight: set[str] = set()
         """Nodes that a ping is on its way to."""
         self._unmet: set[str] = set()
         """Those of them that were to be met meanwhile: what they answer now may be of the roster before."""
@@ -66,23 +66,23 @@ class HeartbeatLoop:
         self._waited = False
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_PINGERS, thread_name_prefix="peerstore-ping")
-        self._hung_up = False
+        self._connections_closed = False
         self._thread = threading.Thread(target=self._run, name="peerstore-tend", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Nobody is called any more, and who waits for an answer has none."""
         with self._lock:
-            self._hung_up = True
+            self._connections_closed = True
             peers = list(self._peers.values())
         for peer in peers:
             peer.close()
 
     def close(self) -> None:
         self._stop.set()
-        self.hang_up()
+        self.close_connections()
         if self._thread.ident is not None:
             self._thread.join()
         self._pool.shutdown(cancel_futures=True)
@@ -90,81 +90,84 @@ class HeartbeatLoop:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def living(self) -> Mapping[str, PeerNode]:
+    def alive(self) -> Mapping[str, PeerNode]:
         """The nodes that take part, this one included, and those that were just announced and not met yet."""
         with self._lock:
-            if self._newcomers.awaited:
-                return self._newcomers.among(self._clock(), self._members.living or (self.me,))
+            if self._pending.any_pending:
+                return self._pending.alive_or_pending(self._clock(), self._members.alive or (self.this_node,))
             changes = self._members.changes
             if self._living[0] != changes:
-                self._living = changes, {node.id: node for node in self._members.living or (self.me,)}
+                self._living = changes, {node.id: node for node in self._members.alive or (self.this_node,)}
             return self._living[1]
 
     @property
-    def listed(self) -> list[str]:
+    def node_ids(self) -> list[str]:
         """The job's nodes, whether they live or not."""
         with self._lock:
-            roster = self._members.roster
-            return sorted({*self.living, *((node.id for node in roster.nodes) if roster is not None else ())})
+            roster = self._members.member_list
+            return sorted({*self.alive, *((node.id for node in roster.nodes) if roster is not None else ())})
 
     @property
-    def roster(self) -> MemberList | None:
+    def member_list(self) -> MemberList | None:
         with self._lock:
-            return self._members.roster
+            return self._members.member_list
 
-    def standing(self, node: str) -> str:
+    def state_of(self, node: str) -> str:
         with self._lock:
-            found = self._members.standing(NodeId(node))
+            found = self._members.state_of(NodeId(node))
             return found.value if found is not None else "stranger"
 
-    def life(self, node: str) -> int:
+    def generation_of(self, node: str) -> int:
         """What changes when a node starts again: it may have lost what it held."""
         with self._lock:
-            return self._members.life(NodeId(node))
+            return self._members.generation_of(NodeId(node))
 
     @property
-    def lives(self) -> Mapping[str, int]:
+    def generations(self) -> Mapping[str, int]:
         """The same of all nodes of the job, as of now."""
         with self._lock:
-            roster = self._members.roster
-            return {node.id: self._members.life(node.id) for node in roster.nodes} if roster is not None else {}
+            roster = self._members.member_list
+            return (
+                {node.id: self._members.generation_of(node.id) for node in roster.nodes} if roster is not None else {}
+            )
 
     @property
-    def knows(self) -> bool:
+    def is_converged(self) -> bool:
         """Whether it has heard of all others, or waited for them long enough, to say who lives and who does not."""
         with self._lock:
-            return self._newcomers.met(self._clock(), self._members.living)
+            return self._pending.all_resolved(self._clock(), self._members.alive)
 
-    def gone(self, node: str) -> bool:
+    def is_dead(self, node: str) -> bool:
         """Whether a node is dead, and not only one that was not met yet."""
         with self._lock:
-            return self.standing(node) == "dead" and not self._newcomers.waits_for(self._clock(), node)
+            return self.state_of(node) == "dead" and not self._pending.is_pending(self._clock(), node)
 
-    def explain(self) -> str:
+    def explain_quorum(self) -> str:
         with self._lock:
-            return self._members.explain()
+            return self._members.explain_quorum()
 
     @property
-    def quorum(self) -> bool:
+    def has_quorum(self) -> bool:
         with self._lock:
-            return self._members.quorum
+            return self._members.has_quorum
 
     def check_quorum(self) -> None:
         """Raise when this side of a partition must not let a new incarnation begin."""
         with self._lock:
-            if not self._members.quorum:
+            if not self._members.has_quorum:
                 raise NoQuorumError(
-                    f"job {self._pass.job} cannot go on from here: this node {self._members.explain()}. When the "
+                    f"job {self._credentials.job} cannot go on from here: this node "
+                    f"{self._members.explain_quorum()}. When the "
                     "others are gone for good, say so where the list of nodes comes from"
                 )
 
     def wait_quorum(self, timeout_s: float) -> bool:
         with self._seen:
             return self._seen.wait_for(
-                lambda: self._members.quorum or self._stop.is_set(), deadlines.remaining_s(timeout_s)
+                lambda: self._members.has_quorum or self._stop.is_set(), deadlines.remaining_s(timeout_s)
             )
 
-    def peer(self, node: str) -> PeerClient:
+    def client_for(self, node: str) -> PeerClient:
         """A node's agent, to be called."""
         with self._lock:
             address = self._address(node)
@@ -172,8 +175,8 @@ class HeartbeatLoop:
             if known is None or known.address != address:
                 if known is not None:
                     known.close()
-                known = self._peers[node] = PeerClient(self._transport, address, self._pass)
-                if self._hung_up:
+                known = self._peers[node] = PeerClient(self._transport, address, self._credentials)
+                if self._connections_closed:
                     known.close()
             return known
 
@@ -188,79 +191,79 @@ class HeartbeatLoop:
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
-    def follow(self, discovery: Discovery) -> None:
+    def set_discovery(self, discovery: Discovery) -> None:
         """Ask ``discovery`` who belongs to the job, now and from time to time."""
         with self._lock:
             self._discovery, self._discovered_at = discovery, float("-inf")
         self._discover()
 
-    def set_roster(self, roster: MemberList) -> None:
+    def set_member_list(self, roster: MemberList) -> None:
         with self._lock:
-            news = self._members.set_roster(self._clock(), roster)
+            news = self._members.set_member_list(self._clock(), roster)
             if news:
-                self._newcomers.announce(self._clock(), roster, self._members.living)
+                self._pending.announce(self._clock(), roster, self._members.alive)
         if news:
-            log.info("job %s: roster %d has %d nodes", self._pass.job, roster.version, len(roster.nodes))
+            log.info("job %s: roster %d has %d nodes", self._credentials.job, roster.version, len(roster.nodes))
             self._meet()
-            self._noticed()
+            self._notify_changed()
 
     def _meet(self) -> None:
         with self._lock:
-            pings = self._members.meet(self._clock())
-            flying = [ping.node.id for ping in pings if ping.node.id in self._flying]
+            pings = self._members.ping_new_members(self._clock())
+            flying = [ping.node.id for ping in pings if ping.node.id in self._pings_in_flight]
             self._members.unsent(flying)
             self._unmet.update(flying)
         self._send([ping for ping in pings if ping.node.id not in flying])
 
-    def pinged(self, sender: NodeId, ping: PingMessage) -> PingMessage:
+    def handle_ping(self, sender: NodeId, ping: PingMessage) -> PingMessage:
         before = self._members.changes
-        self._share()
+        self._publish_fence()
         with self._lock:
-            self._members.heard(self._clock(), sender, ping.gossip)
+            self._members.receive_gossip(self._clock(), sender, ping.gossip)
             answer = self._members.gossip_for(sender)
-        self._take_over(ping)
+        self._apply_ping(ping)
         if self._members.changes != before:
-            self._noticed()
+            self._notify_changed()
         return self._ping_with(answer)
 
     def _ping_with(self, gossip: GossipMessage) -> PingMessage:
-        return build_ping(gossip, self._copies, self._pass.job)
+        return build_ping(gossip, self._replicas, self._credentials.job)
 
-    def _share(self) -> None:
-        owner = self._copies.owner_of(self._pass.job)
+    def _publish_fence(self) -> None:
+        owner = self._replicas.current_incarnation(self._credentials.job)
         with self._lock:
             self._members.advance_fence(owner)
 
-    def _take_over(self, ping: PingMessage) -> None:
-        apply_ping(self._copies, self._pass.job, self.fence, ping)
+    def _apply_ping(self, ping: PingMessage) -> None:
+        apply_ping(self._replicas, self._credentials.job, self.fence, ping)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self.beat()
+            self.run_period()
             self._stop.wait(self._members.settings.heartbeat_s)
 
-    def beat(self) -> None:
+    def run_period(self) -> None:
         """One period: discover when it is time, ping, and see what came of it."""
         try:
             if self._clock() - self._discovered_at >= _DISCOVER_S:
                 self._discover()
-            self._share()
+            self._publish_fence()
             before = self._members.changes
             with self._lock:
                 pings = self._members.tick(self._clock())
-                indirect = self._members.indirect()
+                indirect = self._members.indirect_pings()
             self._send(pings)
             self._ask_others(indirect)
-            waited, self._waited = self._waited, self._newcomers.met(self._clock(), self._members.living)
+            waited, self._waited = self._waited, self._pending.all_resolved(self._clock(), self._members.alive)
             if self._members.changes != before or waited != self._waited:
-                self._noticed()
-            wanted = self._members.wanted
+                self._notify_changed()
+            wanted = self._members.newer_list_holder
             if wanted is not None:
                 self._pool.submit(self._fetch_roster, wanted)
         except Exception:  # the next period may be better
-            log.exception("job %s: watching the other nodes failed", self._pass.job)
+            log.exception("job %s: watching the other nodes failed", self._credentials.job)
 
     def _discover(self) -> None:
         with self._lock:
@@ -268,16 +271,16 @@ class HeartbeatLoop:
         if discovery is None:
             return
         try:
-            self.set_roster(discovery.roster())
+            self.set_member_list(discovery.member_list())
         except PeerStoreError as error:
-            log.warning("job %s: who belongs to it could not be found out: %s", self._pass.job, error)
+            log.warning("job %s: who belongs to it could not be found out: %s", self._credentials.job, error)
 
     def _send(self, pings: Iterable[PingToSend]) -> None:
         """Each counts from when its turn comes: one that waits behind others is not late. One at a time per node."""
         with self._lock:
-            due = [ping for ping in pings if ping.node.id not in self._flying]
-            self._flying |= {ping.node.id for ping in due}
-            self._members.queued([ping.node.id for ping in due])
+            due = [ping for ping in pings if ping.node.id not in self._pings_in_flight]
+            self._pings_in_flight |= {ping.node.id for ping in due}
+            self._members.pings_queued([ping.node.id for ping in due])
         with contextlib.suppress(RuntimeError):  # it is closed meanwhile, and nobody waits for an answer any more
             for ping in due:
                 self._pool.submit(self._ping, ping)
@@ -286,37 +289,37 @@ class HeartbeatLoop:
         node, before = ping.node.id, self._members.changes
         try:
             with self._lock:
-                self._members.sending(self._clock(), node)
+                self._members.ping_sent(self._clock(), node)
             answer = self._asked(node, ping.gossip)
         except (PeerStoreError, OSError) as error:
-            log.debug("job %s: %s did not answer: %s", self._pass.job, node, error)
+            log.debug("job %s: %s did not answer: %s", self._credentials.job, node, error)
             with self._lock:
-                self._members.failed(self._clock(), node)
+                self._members.ping_failed(self._clock(), node)
         else:
-            self._came(node, answer)
+            self._ping_acked(node, answer)
         finally:
             with self._lock:
-                self._flying.discard(node)
+                self._pings_in_flight.discard(node)
                 is_met = node not in self._unmet
                 self._unmet.discard(node)
         if not is_met:
             self._meet()
         if self._members.changes != before:
-            self._noticed()
+            self._notify_changed()
 
     def _asked(self, node: NodeId, gossip: GossipMessage) -> PingMessage:
         timeout_s = self._members.settings.ping_timeout_s
         within_s = max(_CONNECT_S, timeout_s)
-        answer: PingMessage = self.peer(node).call(
+        answer: PingMessage = self.client_for(node).call(
             "ping", self._ping_with(gossip), PingMessage, timeout_s=timeout_s, within_s=within_s
         )
         return answer
 
-    def _came(self, node: NodeId, answer: PingMessage) -> None:
+    def _ping_acked(self, node: NodeId, answer: PingMessage) -> None:
         with self._lock:
-            self._members.answered(self._clock(), node)
-            self._members.heard(self._clock(), node, answer.gossip)
-        self._take_over(answer)
+            self._members.ping_acked(self._clock(), node)
+            self._members.receive_gossip(self._clock(), node, answer.gossip)
+        self._apply_ping(answer)
 
     def _ask_others(self, asked: Iterable[IndirectPingToSend]) -> None:
         with contextlib.suppress(RuntimeError):
@@ -327,47 +330,47 @@ class HeartbeatLoop:
         helper, node = asked.helper.id, asked.node
         within_s = _CONNECT_S + self._members.settings.ping_timeout_s
         try:
-            reached = self.peer(helper).call(
+            reached = self.client_for(helper).call(
                 "ping_for", IndirectPing(node), bool, timeout_s=within_s, within_s=within_s
             )
         except (PeerStoreError, OSError) as error:  # of another release, or gone: nothing is known by it
-            log.debug("job %s: %s did not say whether %s lives: %s", self._pass.job, helper, node, error)
+            log.debug("job %s: %s did not say whether %s lives: %s", self._credentials.job, helper, node, error)
             return
         if reached:
             with self._lock:
-                self._members.vouched(self._clock(), node)
+                self._members.indirect_ack(self._clock(), node)
 
-    def reaches(self, node: NodeId) -> bool:
+    def can_reach(self, node: NodeId) -> bool:
         """Whether a node that did not answer another one answers this one."""
         with self._lock:
-            if node == self.me.id or self.standing(node) in ("stranger", "dead"):
-                return node == self.me.id
+            if node == self.this_node.id or self.state_of(node) in ("stranger", "dead"):
+                return node == self.this_node.id
             gossip = self._members.gossip_for(node)
         before = self._members.changes
         try:
-            self._came(node, self._asked(node, gossip))
+            self._ping_acked(node, self._asked(node, gossip))
         except (PeerStoreError, OSError):
             return False
         if self._members.changes != before:
-            self._noticed()
+            self._notify_changed()
         return True
 
     def _fetch_roster(self, node: NodeId) -> None:
         try:
-            self.set_roster(self.peer(node).call("roster", GetMemberList(), MemberList, timeout_s=5.0))
+            self.set_member_list(self.client_for(node).call("roster", GetMemberList(), MemberList, timeout_s=5.0))
         except (PeerStoreError, OSError) as error:
-            log.debug("job %s: %s did not tell its roster: %s", self._pass.job, node, error)
+            log.debug("job %s: %s did not tell its roster: %s", self._credentials.job, node, error)
 
-    def _noticed(self) -> None:
+    def _notify_changed(self) -> None:
         with self._seen:
             self._seen.notify_all()
-        self._hang_up()
+        self._close_dead_connections()
         self._changed()
 
-    def _hang_up(self) -> None:
+    def _close_dead_connections(self) -> None:
         """Nobody waits any longer for the answer of a node that is dead by now."""
         with self._lock:
-            before, self._lived = self._lived, {node.id for node in self._members.living}
+            before, self._lived = self._lived, {node.id for node in self._members.alive}
             gone = [self._peers.pop(node) for node in before - self._lived if node in self._peers]
         for peer in gone:
             peer.close()
@@ -375,20 +378,26 @@ class HeartbeatLoop:
 
 def build_ping(gossip: GossipMessage, copies: ReplicaStore, job: str) -> PingMessage:
     """Gossip, and what this node's store knows of the job."""
-    known = copies.decided(job)
+    known = copies.current_decision(job)
     return PingMessage(
-        gossip, known.settled, copies.active(job), copies.base(job), copies.kept(job), known.whole, known.torn
+        gossip,
+        known.settled,
+        copies.has_clients(job),
+        copies.resume_point(job),
+        copies.retention_marks(job),
+        known.whole,
+        known.torn,
     )
 
 
 def apply_ping(copies: ReplicaStore, job: str, fence: tuple[int, str], ping: PingMessage) -> None:
     """What others have learned, for this node's store."""
     if ping.base is not None:
-        copies.learn(job, ping.base)
-    if fence > copies.owner_of(job):
+        copies.learn_resume_point(job, ping.base)
+    if fence > copies.current_incarnation(job):
         copies.fence(job, *fence)
-    copies.decide(job, CommitDecision(ping.whole, ping.settled, ping.torn))
-    copies.keep(job, ping.kept)
+    copies.apply_decision(job, CommitDecision(ping.whole, ping.settled, ping.torn))
+    copies.apply_retention(job, ping.kept)
     if ping.active:
         copies.touch(job)
 
@@ -412,7 +421,7 @@ class PendingMembers:
         self._nodes = {node.id: node for node in roster.nodes if node.id not in seen}
         self._until = now + self._longest_s
 
-    def among(self, now: float, living: Collection[PeerNode]) -> dict[str, PeerNode]:
+    def alive_or_pending(self, now: float, living: Collection[PeerNode]) -> dict[str, PeerNode]:
         """The living, and the newcomers. Those that are met are none any more: they may die like any other."""
         found: dict[str, PeerNode] = {node.id: node for node in living}
         if self._nodes:
@@ -424,14 +433,14 @@ class PendingMembers:
         return found
 
     @property
-    def awaited(self) -> bool:
+    def any_pending(self) -> bool:
         """Whether anybody may be missing among the living."""
         return bool(self._nodes)
 
-    def met(self, now: float, living: Iterable[PeerNode]) -> bool:
+    def all_resolved(self, now: float, living: Iterable[PeerNode]) -> bool:
         """Whether all were met, or waited for long enough, to say who lives and who does not."""
         return not self._nodes or now >= self._until or not self._nodes.keys() - {node.id for node in living}
 
-    def waits_for(self, now: float, node: str) -> bool:
+    def is_pending(self, now: float, node: str) -> bool:
         """Whether a node that does not live by what is known may just not have been met yet."""
         return node in self._nodes and now < self._until

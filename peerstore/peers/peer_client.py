@@ -26,11 +26,11 @@ class PeerCredentials:
 
     def __init__(self, job: str, me: NodeId, secret: bytes) -> None:
         self.job = job
-        self.me = me
+        self.node_id = me
         self.secret = secret
 
     def __repr__(self) -> str:
-        return f"Pass(job={self.job!r}, me={self.me!r})"  # the secret is nobody's business
+        return f"Pass(job={self.job!r}, me={self.node_id!r})"  # the secret is nobody's business
 
 
 class PeerConnection:
@@ -39,11 +39,11 @@ class PeerConnection:
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
 
-    def tell(self, op: str, body: object, payload: Payload = ()) -> None:
+    def send(self, op: str, body: object, payload: Payload = ()) -> None:
         """A message that is not answered."""
         self._channel.send(_encode(op, body), payload)
 
-    def ask(
+    def call(
         self,
         op: str,
         body: object,
@@ -58,10 +58,10 @@ class PeerConnection:
 
         ``until`` is when even an answer that has begun is not waited for any longer.
         """
-        self.tell(op, body, payload)
-        return self.answer(op, result, into=into, timeout_s=timeout_s, until=until)
+        self.send(op, body, payload)
+        return self.receive_response(op, result, into=into, timeout_s=timeout_s, until=until)
 
-    def answer(
+    def receive_response(
         self,
         op: str,
         result: type[T] | Any,
@@ -103,7 +103,7 @@ class PeerClient:
     ) -> None:
         self.address = address
         self._transport = transport
-        self._pass = credentials
+        self._credentials = credentials
         self._connect_s = connect_s
         self._idle: list[PeerConnection] = []
         self._busy: set[PeerConnection] = set()
@@ -126,13 +126,13 @@ class PeerClient:
         limit_s = deadlines.remaining_s(math.inf if within_s is None else within_s)
         until = None if math.isinf(limit_s) else time.monotonic() + limit_s
         if self._idle:  # one that was kept may lead to an agent that was restarted since
-            with contextlib.suppress(PeerUnreachableError), self.line(until=until) as line:
-                return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
-        with self.line(fresh=True, until=until) as line:
-            return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
+            with contextlib.suppress(PeerUnreachableError), self.connection(until=until) as line:
+                return line.call(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
+        with self.connection(fresh=True, until=until) as line:
+            return line.call(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
 
     @contextlib.contextmanager
-    def line(self, *, fresh: bool = False, until: float | None = None) -> Iterator[PeerConnection]:
+    def connection(self, *, fresh: bool = False, until: float | None = None) -> Iterator[PeerConnection]:
         """A connection to oneself; one that failed is not used again."""
         with self._lock:
             line = self._idle.pop() if self._idle and not fresh else None
@@ -148,13 +148,13 @@ class PeerClient:
             line.close()
             raise
         except PeerStoreError:  # the other side's answer: the connection is as good as before
-            self._give_back(line)
+            self._return(line)
             raise
         except BaseException:
             line.close()
             raise
         else:
-            self._give_back(line)
+            self._return(line)
         finally:
             with self._lock:
                 self._busy.discard(line)
@@ -176,7 +176,11 @@ class PeerClient:
             left_s = _left(until)
             within_s = HANDSHAKE_TIMEOUT_S if left_s is None else min(HANDSHAKE_TIMEOUT_S, left_s)
             authenticate_to_server(
-                channel, job=self._pass.job, me=self._pass.me, secret=self._pass.secret, within_s=within_s
+                channel,
+                job=self._credentials.job,
+                me=self._credentials.node_id,
+                secret=self._credentials.secret,
+                within_s=within_s,
             )
         except BaseException:
             channel.close()
@@ -186,7 +190,7 @@ class PeerClient:
                 self._opening.discard(channel)
         return PeerConnection(channel)
 
-    def _give_back(self, line: PeerConnection) -> None:
+    def _return(self, line: PeerConnection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(line)

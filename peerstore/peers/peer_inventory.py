@@ -47,7 +47,7 @@ class JobInventory:
 
     nodes: Mapping[str, NodeInventory]
     """This node included."""
-    silent: Mapping[str, str]
+    unreachable: Mapping[str, str]
     """Nodes that could not be asked, and why."""
 
     @property
@@ -102,7 +102,7 @@ class InventoryService:
         split_from: int = PARTITION_MIN_NODES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tending = tending
+        self._membership = tending
         self._here = here
         self._seen = seen
         self._clock = clock
@@ -110,50 +110,52 @@ class InventoryService:
         self._unreached = NegativeCache(NEGATIVE_CACHE_S)
         self._split_from = split_from
         self._cut: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
-        self._near = SingleFlight(self._look_near, clock=clock)
-        self._turns = SingleFlight(self._look_around, clock=clock)
+        self._near = SingleFlight(self._collect_partition, clock=clock)
+        self._turns = SingleFlight(self._collect_job, clock=clock)
         self._stop = threading.Event()
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="peerstore-look")
-        self._afar = DelegateClient(tending, self._look_at_all)  # who asks lookouts never takes a thread from who looks
+        self._afar = DelegateClient(tending, self._query_nodes)  # who asks lookouts never takes a thread from who looks
 
     def close(self) -> None:
         self._stop.set()
         self._afar.close()
         self._lookers.shutdown(cancel_futures=True)
 
-    def sight(self, *, fresh: bool = False) -> JobInventory:
+    def get(self, *, fresh: bool = False) -> JobInventory:
         """What all nodes hold. Those that do not answer are named, not left out.
 
         ``fresh``: as of now, not as of a moment ago.
         """
-        return self._turns.next() if fresh else self._turns.recent(_RECENT_S)
+        return self._turns.run() if fresh else self._turns.cached(_RECENT_S)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What was seen is not so any more."""
-        self._turns.forget()
+        self._turns.invalidate()
         with self._lock:
-            self._unreached.keep(self._dead)
+            self._unreached.retain(self._dead)
 
-    def look_for(self, asked: GetPartitionInventory) -> PartitionInventory:
+    def serve_partition(self, asked: GetPartitionInventory) -> PartitionInventory:
         """What nodes of this node's district hold, for one of another. Who else is named is not looked for."""
-        me = self._tending.me.id
-        district = {me, *self._districts().of(me)}
+        me = self._membership.this_node.id
+        district = {me, *self._districts().partition_of(me)}
         silent = dict.fromkeys(asked.nodes, f"{me} does not look at it: it is in another district")
         wanted = [node for node in silent if node in district]
         if not wanted:
             return PartitionInventory({}, silent)
-        nodes, unsaid = self._near.next().told(wanted)
+        nodes, unsaid = self._near.run().told(wanted)
         return PartitionInventory(nodes, {node: why for node, why in (silent | unsaid).items() if node not in nodes})
 
-    def _look_around(self) -> JobInventory:
-        me = self._tending.me.id
-        lives = self._tending.lives  # as of before they were asked: who starts again meanwhile may lose what it said
-        beyond = self._districts().beyond(me)
+    def _collect_job(self) -> JobInventory:
+        me = self._membership.this_node.id
+        lives = (
+            self._membership.generations
+        )  # as of before they were asked: who starts again meanwhile may lose what it said
+        beyond = self._districts().other_partitions(me)
         if beyond:
-            near = self._afar.pool.submit(self._near.next)
-            found = {**self._afar.look(beyond, short_s=DEAD_NODE_TIMEOUT_S), **near.result().found}
+            near = self._afar.pool.submit(self._near.run)
+            found = {**self._afar.collect(beyond, short_s=DEAD_NODE_TIMEOUT_S), **near.result().found}
         else:
-            found = dict(self._near.next().found)
+            found = dict(self._near.run().found)
         nodes = {node: one for node, one in found.items() if isinstance(one, NodeInventory)}
         silent = {node: one for node, one in found.items() if isinstance(one, str)}
         for node, one in nodes.items():
@@ -162,13 +164,13 @@ class InventoryService:
         self._seen({node: one for node, one in nodes.items() if node != me}, lives)
         return JobInventory(nodes, silent)
 
-    def _look_near(self) -> _PartitionResult:
-        me = self._tending.me.id
-        others = [node for node in self._districts().of(me) if node != me]
-        return _PartitionResult({me: self._here(), **self._look_at_all(dict.fromkeys(others))})
+    def _collect_partition(self) -> _PartitionResult:
+        me = self._membership.this_node.id
+        others = [node for node in self._districts().partition_of(me) if node != me]
+        return _PartitionResult({me: self._here(), **self._query_nodes(dict.fromkeys(others))})
 
     def _districts(self) -> NodePartitions:
-        roster = self._tending.roster
+        roster = self._membership.member_list
         known, districts = self._cut
         if known is not roster:
             nodes = [node.id for node in roster.nodes] if roster is not None else []
@@ -176,19 +178,20 @@ class InventoryService:
             self._cut = (roster, districts)
         return districts
 
-    def _look_at_all(self, nodes: Mapping[str, float | None]) -> dict[str, InventoryOrError]:
+    def _query_nodes(self, nodes: Mapping[str, float | None]) -> dict[str, InventoryOrError]:
         """Those that are taken for dead come last: nobody waits for them who could be asked at once."""
         deadline = time.monotonic() + NODE_INVENTORY_TIMEOUT_S + _MARGIN_S
         order = sorted(nodes, key=self._dead)
         asked = {
-            node: self._lookers.submit(self._look_at, node, nodes[node] or NODE_INVENTORY_TIMEOUT_S) for node in order
+            node: self._lookers.submit(self._query_node, node, nodes[node] or NODE_INVENTORY_TIMEOUT_S)
+            for node in order
         }
         return {node: _by(deadline, future) for node, future in asked.items()}
 
-    def _look_at(self, node: str, within_s: float) -> InventoryOrError:
+    def _query_node(self, node: str, within_s: float) -> InventoryOrError:
         since = self._clock()
         try:
-            peer = self._tending.peer(node)
+            peer = self._membership.client_for(node)
             dead = self._dead(node)
             if dead and (why := self._remembered(node, peer.address)):
                 return why
@@ -204,17 +207,17 @@ class InventoryService:
             return str(error)
 
     def _dead(self, node: str) -> bool:
-        return self._tending.standing(node) == "dead"
+        return self._membership.state_of(node) == "dead"
 
     def _remembered(self, node: str, address: str) -> str:
         with self._lock:
-            return self._unreached.why(self._clock(), node, address)
+            return self._unreached.get(self._clock(), node, address)
 
     def _not_reached(self, node: str, why: str, took_s: float) -> None:
         if took_s >= _COSTLY_S and self._dead(node):
-            address = self._tending.peer(node).address
+            address = self._membership.client_for(node).address
             with self._lock:
-                self._unreached.add(self._clock(), node, address, why)
+                self._unreached.put(self._clock(), node, address, why)
 
 
 def _by(deadline: float, future: Future[InventoryOrError]) -> InventoryOrError:
@@ -244,7 +247,7 @@ class DelegateClient:
     def __init__(
         self, tending: HeartbeatLoop, look_at: Callable[[Mapping[str, float | None]], dict[str, InventoryOrError]]
     ) -> None:
-        self._tending = tending
+        self._membership = tending
         self._look_at = look_at
         """Looks at these nodes directly, each within so many seconds."""
         self.pool = ThreadPoolExecutor(_ASKERS, thread_name_prefix="peerstore-ask")
@@ -252,13 +255,13 @@ class DelegateClient:
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def look(self, districts: Iterable[Sequence[str]], *, short_s: float) -> dict[str, InventoryOrError]:
+    def collect(self, districts: Iterable[Sequence[str]], *, short_s: float) -> dict[str, InventoryOrError]:
         """All nodes of these districts, each in the order in which its members are asked to look.
 
         Where nobody looks its nodes are looked at from here. So are, for ``short_s``, those that a lookout did not
         reach and that live as far as this node knows: it may be the lookout's way that is bad, and not the node.
         """
-        errands = [DelegateCandidates(members, gone=self._tending.gone) for members in districts]
+        errands = [DelegateCandidates(members, gone=self._membership.is_dead) for members in districts]
         answers = _DelegateRound(self, errands).answers()
         found: dict[str, InventoryOrError] = {}
         directly: dict[str, float | None] = {}
@@ -268,13 +271,13 @@ class DelegateClient:
                 continue
             for node in errand.members:
                 found[node] = one = _said(answer, node)
-                if isinstance(one, str) and self._tending.standing(node) != "dead":
+                if isinstance(one, str) and self._membership.state_of(node) != "dead":
                     directly[node] = short_s
         return found | self._look_at(directly)
 
-    def ask(self, lookout: str, nodes: tuple[str, ...], within_s: float) -> PartitionInventory:
+    def ask_delegate(self, lookout: str, nodes: tuple[str, ...], within_s: float) -> PartitionInventory:
         asked = GetPartitionInventory(nodes[:MAX_NODES_PER_REQUEST])
-        found: PartitionInventory = self._tending.peer(lookout).call(
+        found: PartitionInventory = self._membership.client_for(lookout).call(
             "look_for", asked, PartitionInventory, within_s=within_s
         )
         return found
@@ -311,10 +314,10 @@ class _DelegateRound:
     def _ask_next(self, number: int) -> None:
         errand = self._errands[number]
         self._late_at.pop(number, None)
-        lookout = errand.next()
+        lookout = errand.next_delegate()
         if lookout is not None:
             now = time.monotonic()
-            future = self._afar.pool.submit(self._afar.ask, lookout, errand.members, self._deadline - now)
+            future = self._afar.pool.submit(self._afar.ask_delegate, lookout, errand.members, self._deadline - now)
             self._asked[future] = number
             self._late_at[number] = now + DELEGATE_HEDGE_S
 
@@ -323,7 +326,7 @@ class _DelegateRound:
             self._answers[number] = future.result()
         except (PeerStoreError, OSError, CancelledError) as error:
             if _knows_nothing_of_it(error):
-                self._errands[number].give_up()
+                self._errands[number].stop()
             self._ask_next(number)
             return
         self._late_at.pop(number, None)
@@ -369,10 +372,10 @@ class NegativeCache:
         self._longest_s = longest_s
         self._verdicts: dict[str, _NegativeEntry] = {}
 
-    def add(self, now: float, node: str, address: str, why: str) -> None:
+    def put(self, now: float, node: str, address: str, why: str) -> None:
         self._verdicts[node] = _NegativeEntry(now, address, why)
 
-    def why(self, now: float, node: str, address: str) -> str:
+    def get(self, now: float, node: str, address: str) -> str:
         """Why the node at this address was not reached a moment ago; empty when nothing is known."""
         found = self._verdicts.get(node)
         if found is None:
@@ -382,6 +385,6 @@ class NegativeCache:
             return ""
         return found.why
 
-    def keep(self, dead: Callable[[str], bool]) -> None:
+    def retain(self, dead: Callable[[str], bool]) -> None:
         """Forget those that are heard of again."""
         self._verdicts = {node: verdict for node, verdict in self._verdicts.items() if dead(node)}

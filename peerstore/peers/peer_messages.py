@@ -140,7 +140,7 @@ class ParityInfo(msgspec.Struct, frozen=True):
     """Which part of the version is in it, by member."""
 
     @property
-    def row(self) -> tuple[VersionId, int, tuple[str, ...]]:
+    def stripe_id(self) -> tuple[VersionId, int, tuple[str, ...]]:
         """The same for all parities of one stripe."""
         return self.group, self.number, self.members
 

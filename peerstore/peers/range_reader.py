@@ -129,7 +129,7 @@ class ReadableShard(Protocol):
 class ReadRequest:
     """What is wanted of one shard, and who has it, the preferred source first."""
 
-    record: ReadableShard
+    shard: ReadableShard
     targets: Sequence[ReadTarget]
     sources: Sequence[str]
 
@@ -141,7 +141,7 @@ class ReadResult:
     bytes_from: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[ShardKey, PeerStoreError] = field(default_factory=dict)
     """Shards of which something came from nobody, and the last reason."""
-    refused: list[tuple[str, ShardKey, str]] = field(default_factory=list)
+    rejected_replicas: list[tuple[str, ShardKey, str]] = field(default_factory=list)
     """Copies that were not what was sealed: who has them, and what was wrong."""
 
 
@@ -191,36 +191,36 @@ class PieceQueue:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self.report = ReadResult()
-        self.crash: BaseException | None = None
+        self.error: BaseException | None = None
         self._undone = len(self._pieces)
         for piece in self._pieces:
             self._offer(piece)
             for source in piece.sources:
                 self._left[source] += 1
 
-    def load(self) -> dict[str, int]:
+    def pieces_per_source(self) -> dict[str, int]:
         """How many pieces each source could serve."""
         return dict(self._left)
 
-    def delivered(self, source: str) -> int:
+    def bytes_from(self, source: str) -> int:
         with self._changed:
             return self.report.bytes_from.get(source, 0)
 
-    def wants(self, source: str) -> bool:
+    def wait_for_work(self, source: str) -> bool:
         """Once there is something that ``source`` may serve; False when there never will be."""
         with self._changed:
-            while self.crash is None and self._left[source]:
+            while self.error is None and self._left[source]:
                 if self._top(source) is not None:
                     return True
                 self._changed.wait()
             return False
 
-    def next(self, source: str, *, wait: bool, cut: Callable[[], object] = lambda: None) -> ReadPiece | None:
+    def take(self, source: str, *, wait: bool, cut: Callable[[], object] = lambda: None) -> ReadPiece | None:
         """A piece for ``source``: first what fewest others can serve, and what prefers it. May ``wait`` while some of
         its pieces are in other hands and may come back. ``split_span`` ends the connection that it is to come on.
         """
         with self._changed:
-            while self.crash is None and self._left[source]:
+            while self.error is None and self._left[source]:
                 piece = self._top(source)
                 if piece is not None:
                     heapq.heappop(self._free[source])
@@ -230,7 +230,7 @@ class PieceQueue:
                     return piece
                 if not wait:
                     return None
-                self._changed.wait(self._look_after(source))
+                self._changed.wait(self._take_from_slow_sources(source))
             return None
 
     def _top(self, source: str) -> ReadPiece | None:
@@ -246,7 +246,7 @@ class PieceQueue:
     def _passed_over(self, source: str, piece: ReadPiece) -> bool:
         return source in self._slow and any(other not in self._slow for other in piece.sources)
 
-    def _look_after(self, source: str) -> float | None:
+    def _take_from_slow_sources(self, source: str) -> float | None:
         """``source`` has nothing to do: take from slow ones what it would be done with sooner. When to look again."""
         if source in self._slow:
             return None
@@ -290,22 +290,22 @@ class PieceQueue:
                 self._offer(other)
         piece.cut()
 
-    def begin(self, streams: int) -> None:
+    def start_streams(self, streams: int) -> None:
         self._serving = streams
 
-    def end(self) -> None:
+    def stream_ended(self) -> None:
         """A stream takes nothing any more."""
         with self._changed:
             self._serving -= 1
             self._streaming.discard(threading.get_ident())
             self._changed.notify_all()
 
-    def entered(self) -> None:
+    def stream_connected(self) -> None:
         """This thread is connected."""
         with self._changed:
             self._streaming.add(threading.get_ident())
 
-    def left(self) -> None:
+    def stream_idle(self) -> None:
         """This thread has nothing in its hands any more."""
         with self._changed:
             self._streaming.discard(threading.get_ident())
@@ -315,17 +315,17 @@ class PieceQueue:
         """Until everything has come, or no stream is left. Who still tries to connect then is not waited for."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not self._serving or (self.crash is None and not self._undone and not self._streaming)
+                lambda: not self._serving or (self.error is None and not self._undone and not self._streaming)
             )
 
-    def let_go(self) -> None:
+    def release_targets(self) -> None:
         """Of all targets: whoever still tries to connect keeps none of them open."""
         with self._changed:
             self._pieces = []
             self._free.clear()
             self._away.clear()
 
-    def done(self, source: str, piece: ReadPiece) -> None:
+    def complete(self, source: str, piece: ReadPiece) -> None:
         with self._changed:
             took = self._clock() - piece.asked_at
             self._byte_s[source] = took / max(1, piece.size_bytes)
@@ -337,46 +337,46 @@ class PieceQueue:
                 self._left[other] -= 1
             self._changed.notify_all()
 
-    def put_back(self, piece: ReadPiece, *, without: str = "", because: PeerStoreError | None = None) -> None:
+    def requeue(self, piece: ReadPiece, *, without: str = "", because: PeerStoreError | None = None) -> None:
         with self._changed:
             self._came_back(piece)
             if because is not None:
-                self.report.failed[piece.wish.record.key] = because
-            self._strike(without, piece)
+                self.report.failed[piece.wish.shard.key] = because
+            self._remove_source(without, piece)
             self._offer(piece)
             self._changed.notify_all()
 
-    def refuse(self, source: str, piece: ReadPiece, error: ShardDamagedError) -> None:
+    def reject_replica(self, source: str, piece: ReadPiece, error: ShardDamagedError) -> None:
         """This source's copy of the shard is not asked for again."""
         log.error("%s has a damaged copy: %s", source, error)
         with self._changed:
-            key = piece.wish.record.key
-            self.report.refused.append((source, key, str(error)))
+            key = piece.wish.shard.key
+            self.report.rejected_replicas.append((source, key, str(error)))
             self.report.failed[key] = error
             self._came_back(piece)
             for other in self._pieces:
-                if other.wish.record.key == key:
-                    self._strike(source, other)
+                if other.wish.shard.key == key:
+                    self._remove_source(source, other)
             self._offer(piece)
             self._changed.notify_all()
 
-    def lose(self, source: str, error: PeerStoreError) -> None:
+    def drop_source(self, source: str, error: PeerStoreError) -> None:
         """This source does not answer any more."""
         log.warning("%s is not read from any more: %s", source, error)
         with self._changed:
             for piece in self._pieces:
-                if self._strike(source, piece):
-                    self.report.failed[piece.wish.record.key] = error
+                if self._remove_source(source, piece):
+                    self.report.failed[piece.wish.shard.key] = error
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
-            self.crash = self.crash or error
+            self.error = self.error or error
             self._changed.notify_all()
 
-    def give_up(self) -> None:
+    def finish(self) -> None:
         """What is left was delivered by nobody; reasons of shards that came in the end are forgotten."""
-        left = {piece.wish.record.key for piece in self._pieces if not piece.done}
+        left = {piece.wish.shard.key for piece in self._pieces if not piece.done}
         nobody = PeerUnreachableError("no node that is reached has it")
         self.report.failed = {key: self.report.failed.get(key, nobody) for key in left}
 
@@ -389,7 +389,7 @@ class PieceQueue:
         for place, source in enumerate(piece.sources):
             heapq.heappush(self._free[source], (len(piece.sources), place, next(self._numbers), piece))
 
-    def _strike(self, source: str, piece: ReadPiece) -> bool:
+    def _remove_source(self, source: str, piece: ReadPiece) -> bool:
         """``source`` does not serve it any more; whether it would have had to."""
         if piece.done or source not in piece.sources:
             return False
@@ -405,9 +405,9 @@ def _pieces(wish: ReadRequest) -> list[ReadPiece]:
     pieces: list[ReadPiece] = []
     spans: list[ReadSpan] = []
     size = 0
-    step = max(1, _PIECE_BYTES // wish.record.chunk_bytes) * wish.record.chunk_bytes
+    step = max(1, _PIECE_BYTES // wish.shard.chunk_bytes) * wish.shard.chunk_bytes
     for joined in coalesce_targets(wish.targets):
-        for span in split_span(joined, wish.record.chunk_bytes, step):
+        for span in split_span(joined, wish.shard.chunk_bytes, step):
             spans.append(span)
             size += span.stop - span.start
             if size >= _PIECE_BYTES or len(spans) >= _PIECE_RANGES:
@@ -429,21 +429,21 @@ class RangeReader:
         self._peer_of = peer_of
         self._streams = streams
 
-    def pull(self, wishes: Iterable[ReadRequest]) -> ReadResult:
+    def read(self, wishes: Iterable[ReadRequest]) -> ReadResult:
         board = PieceQueue(wishes)
         threads = [
             threading.Thread(target=self._serve, args=(board, source), name="peerstore-pull", daemon=True)
-            for source, count in board.load().items()
+            for source, count in board.pieces_per_source().items()
             for _ in range(min(self._streams, count))
         ]
-        board.begin(len(threads))
+        board.start_streams(len(threads))
         for thread in threads:
             thread.start()
         board.wait()
-        board.give_up()
-        board.let_go()
-        if board.crash is not None:
-            raise board.crash
+        board.finish()
+        board.release_targets()
+        if board.error is not None:
+            raise board.error
         return board.report
 
     def _serve(self, board: PieceQueue, source: str) -> None:
@@ -454,30 +454,30 @@ class RangeReader:
         try:
             self._serve_all(board, source)
         finally:
-            board.end()
+            board.stream_ended()
 
     def _serve_all(self, board: PieceQueue, source: str) -> None:
         fresh = False
         try:
             while True:
-                before = board.delivered(source)
+                before = board.bytes_from(source)
                 lost = self._serve_once(board, source, fresh=fresh)
-                board.left()
-                if lost is None or not board.wants(source):
+                board.stream_idle()
+                if lost is None or not board.wait_for_work(source):
                     return
-                if fresh and board.delivered(source) == before:
+                if fresh and board.bytes_from(source) == before:
                     raise lost
                 fresh = True
         except PeerStoreError as error:
-            board.lose(source, error)
+            board.drop_source(source, error)
         except BaseException as error:  # noqa: BLE001 - raised again by whoever pulls
             board.fail(error)
 
     def _serve_once(self, board: PieceQueue, source: str, *, fresh: bool) -> PeerUnreachableError | None:
         """Why the connection broke; nothing of what it was bringing is held by that any more."""
         try:
-            with self._peer_of(source).line(fresh=fresh) as line:
-                board.entered()
+            with self._peer_of(source).connection(fresh=fresh) as line:
+                board.stream_connected()
                 _Stream(board, source, line).run()
         except PeerUnreachableError as error:
             return PeerUnreachableError(str(error))
@@ -502,26 +502,26 @@ class _Stream:
             while True:
                 self._ask()
                 if self._asked:
-                    self._take()
+                    self._receive_next()
                 elif self._doubtful:
-                    self._judge()
+                    self._ask_holder_to_verify()
                 else:
                     return
         finally:
             for piece in [*self._asked, *(piece for piece, _ in self._doubtful)]:
-                self._board.put_back(piece)
+                self._board.requeue(piece)
 
     def _ask(self) -> None:
         while len(self._asked) < _AHEAD and not self._doubtful:
-            piece = self._board.next(self._source, wait=not self._asked, cut=self._line.close)
+            piece = self._board.take(self._source, wait=not self._asked, cut=self._line.close)
             if piece is None:
                 return
             self._asked.append(piece)
-            record = piece.wish.record
+            record = piece.wish.shard
             ranges = tuple((span.start, span.stop) for span in piece.spans)
-            self._line.tell("read", ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ranges))
+            self._line.send("read", ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ranges))
 
-    def _take(self) -> None:
+    def _receive_next(self) -> None:
         """The first of the pieces that were asked for: what comes, comes in that order."""
         piece = self._asked[0]
         try:
@@ -531,9 +531,9 @@ class _Stream:
         except (PeerUnreachableError, ProtocolError):
             raise
         except PeerStoreError as error:
-            self._board.put_back(piece, without=self._source, because=error)
+            self._board.requeue(piece, without=self._source, because=error)
         else:
-            self._board.done(self._source, piece)
+            self._board.complete(self._source, piece)
         self._asked.popleft()
 
     def _receive(self, piece: ReadPiece) -> None:
@@ -543,33 +543,35 @@ class _Stream:
             compared.append(_Comparison(piece, sent))
             return compared[0]
 
-        self._line.answer("read", RangeDigests, into=[view for span in piece.spans for view in span.views], watch=watch)
+        self._line.receive_response(
+            "read", RangeDigests, into=[view for span in piece.spans for view in span.views], watch=watch
+        )
         if compared[0].problem:
             raise ShardDamagedError(compared[0].problem)
 
-    def _judge(self) -> None:
+    def _ask_holder_to_verify(self) -> None:
         piece, error = self._doubtful[0]
         try:
             refused = self._source in piece.doubted or self._damaged_there(piece)
         except (PeerUnreachableError, ProtocolError):
             raise
         except PeerStoreError as problem:
-            self._board.put_back(piece, without=self._source, because=problem)
+            self._board.requeue(piece, without=self._source, because=problem)
         else:
             if refused:
-                self._board.refuse(self._source, piece, error)
+                self._board.reject_replica(self._source, piece, error)
             else:
                 log.warning("%s is asked again for what changed on the way: %s", self._source, error)
                 piece.doubted.add(self._source)
-                self._board.put_back(piece)
+                self._board.requeue(piece)
         self._doubtful.popleft()
 
     def _damaged_there(self, piece: ReadPiece) -> bool:
         """Have the holder look at its copy itself: it may be good and the way to it bad."""
-        size = piece.wish.record.chunk_bytes
+        size = piece.wish.shard.chunk_bytes
         chunks = tuple((span.start // size, -(-span.stop // size)) for span in piece.spans[:64])
         try:
-            damaged: bool = self._line.ask("suspect", VerifyChunks(piece.wish.record.key, chunks), bool)
+            damaged: bool = self._line.call("suspect", VerifyChunks(piece.wish.shard.key, chunks), bool)
         except ShardNotFoundError:  # it has looked, and dropped it
             return True
         return damaged
@@ -603,7 +605,7 @@ class _Expected(NamedTuple):
 
 
 def _expected(piece: ReadPiece, sent: RangeDigests) -> Iterator[_Expected]:
-    record = piece.wish.record
+    record = piece.wish.shard
     size, chunk_bytes = 0, record.chunk_bytes
     digests = iter(range(0, len(sent.digests), 8))
     for span in piece.spans:

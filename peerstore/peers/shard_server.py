@@ -54,7 +54,7 @@ class RangeServer:
         self._store = store
         self.sent_bytes = 0
 
-    def prepare(self, job: str, read: ReadRanges) -> RangeReply:
+    def open(self, job: str, read: ReadRanges) -> RangeReply:
         """Pin the shard, and have what is asked for ready to be sent."""
         if read.key.job != job:
             raise RequestError(f"{read.key} was asked for on a connection of job {job}")
@@ -67,14 +67,14 @@ class RangeServer:
             raise
         return RangeReply(self._store, pin, read)
 
-    def suspect(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> None:
+    def try_verify_chunks(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> None:
         """What was to be sent is not what was sealed: look again, and keep what cannot be looked at."""
         try:
-            self.suspected(key, chunks)
+            self.verify_chunks(key, chunks)
         except PeerStoreError as error:
             log.warning("%s was not looked at again: %s", key, error)
 
-    def suspected(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> bool:
+    def verify_chunks(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> bool:
         """Another node got something else than was sealed: look again; whether it is damaged here."""
         return any(self._store.verify(key, (first, stop)) for first, stop in chunks)
 
@@ -231,21 +231,21 @@ class ReplicaReceiver:
         self.reused_bytes = 0
         self.damaged_chunks = 0
 
-    def offer(self, job: str, sender: str, offer: OfferReplica) -> OfferReply:
+    def handle_offer(self, job: str, sender: str, offer: OfferReplica) -> OfferReply:
         record = offer.record
         if record.key.job != job:
             raise RequestError(f"{record.key} was offered on a connection of job {job}")
         if offer.base is not None:
-            self._store.copies.learn(job, offer.base)
-        blobs = tuple(name for name in offer.blobs if name not in set(self._store.blobs(job)))
-        lease = self._store.begin_copy(record, whole=offer.whole)
+            self._store.replicas.learn_resume_point(job, offer.base)
+        blobs = tuple(name for name in offer.blobs if name not in set(self._store.list_blobs(job)))
+        lease = self._store.begin_replica(record, whole=offer.whole)
         if lease is None:
-            self._store.copies.offered(record.key, offer.holders, me=self._me)
+            self._store.replicas.merge_holders(record.key, offer.holders, me=self._me)
             return OfferReply("", (), blobs)
         try:
             transfer = self._begin(sender, record, lease, offer.holders)
         except BaseException:
-            self._store.abandon(lease.id)
+            self._store.release(lease.id)
             raise
         # The next version will need the other slot of this part.
         self._store.reserve(job, record.key.part, lease.size_bytes)
@@ -255,7 +255,7 @@ class ReplicaReceiver:
             if not full:
                 self._transfers[name] = transfer
         if full:
-            self._store.abandon(lease.id)
+            self._store.release(lease.id)
             raise RequestError(f"{_MAX_TRANSFERS} copies are on their way to this node already")
         return OfferReply(name, _runs(transfer.done), blobs)
 
@@ -293,7 +293,7 @@ class ReplicaReceiver:
     def _reuse(self, transfer: _Transfer) -> None:
         """Fill in what an older version of the same part has: frozen layers, embeddings nobody looked up."""
         record = transfer.record
-        found = self._store.copies.like(record.key)
+        found = self._store.replicas.previous_version(record.key)
         if found is None:
             return
         older, fd = found
@@ -315,7 +315,9 @@ class ReplicaReceiver:
         except OSError as error:  # what could not be read is sent
             log.debug("%s: nothing more is taken over from an older version: %s", record.key, error)
 
-    def chunk(self, sender: str, name: str, number: int, channel: MessageChannel, payload_bytes: int) -> int | None:
+    def receive_chunk(
+        self, sender: str, name: str, number: int, channel: MessageChannel, payload_bytes: int
+    ) -> int | None:
         """Take one chunk off the connection; its number, when it is not what the record says."""
         transfer = self._of(sender, name)
         if transfer is None:  # taken back in between: the sender is told when it asks
@@ -332,7 +334,7 @@ class ReplicaReceiver:
             right = transfer.take(number)
         finally:
             if transfer.end(number):
-                self._store.abandon(transfer.lease.id)
+                self._store.release(transfer.lease.id)
         if right:
             return None
         self.damaged_chunks += 1
@@ -351,10 +353,10 @@ class ReplicaReceiver:
             if self._transfers.pop(name, None) is None:
                 raise LeaseLostError(f"transfer {name} was given up")
         try:
-            self._store.seal_copy(transfer.lease.id, transfer.record, holders_to_store(self._me, transfer.holders))
+            self._store.seal_replica(transfer.lease.id, transfer.record, holders_to_store(self._me, transfer.holders))
             failpoint("peer.committed")
         except BaseException:
-            self._store.abandon(transfer.lease.id)
+            self._store.release(transfer.lease.id)
             raise
         return transfer.record.key
 
@@ -366,7 +368,7 @@ class ReplicaReceiver:
         with self._lock:
             self._transfers.pop(name, None)
         if transfer.give_up():
-            self._store.abandon(transfer.lease.id)
+            self._store.release(transfer.lease.id)
 
     def _of(self, sender: str, name: str) -> _Transfer | None:
         with self._lock:
@@ -374,7 +376,7 @@ class ReplicaReceiver:
         return transfer if transfer is not None and transfer.sender == sender else None
 
     @property
-    def open(self) -> int:
+    def open_transfers(self) -> int:
         with self._lock:
             return len(self._transfers)
 
@@ -384,7 +386,7 @@ class ReplicaReceiver:
             maps, self._maps = self._maps, {}
         for transfer in transfers.values():
             transfer.view.release()
-            self._store.abandon(transfer.lease.id)
+            self._store.release(transfer.lease.id)
         for mapping in maps.values():
             with contextlib.suppress(BufferError):
                 mapping.close()

@@ -41,7 +41,7 @@ class SingleFlight(Generic[T]):
         self.waiting = 0
         """How many have asked and have no answer yet."""
 
-    def next(self) -> T:
+    def run(self) -> T:
         """What comes of a turn that begins from now on; :class:`UnavailableError` where who asks cannot wait for it."""
         with self._changed:
             begun = self._begun
@@ -53,7 +53,7 @@ class SingleFlight(Generic[T]):
                 if self._last is not None and self._found_after(begun):
                     return self._last[2]
                 self._working = True
-            return deadlines.run_within_deadline(self._turn, _late)
+            return deadlines.run_within_deadline(self._run_once, _late)
         finally:
             with self._changed:
                 self.waiting -= 1
@@ -61,7 +61,7 @@ class SingleFlight(Generic[T]):
     def _found_after(self, begun: int) -> bool:
         return self._last is not None and self._last[1] > begun
 
-    def _turn(self) -> T:
+    def _run_once(self) -> T:
         try:
             with self._changed:
                 self._begun = number = self._begun + 1
@@ -76,14 +76,14 @@ class SingleFlight(Generic[T]):
                 self._working = False
                 self._changed.notify_all()
 
-    def recent(self, within_s: float) -> T:
+    def cached(self, within_s: float) -> T:
         """What came of a turn that was begun within the last ``within_s``; else of the next."""
         with self._changed:
             if self._last is not None and self._clock() - self._last[0] < within_s:
                 return self._last[2]
-        return self.next()
+        return self.run()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What was found is not so any more."""
         with self._changed:
             self._last = None

@@ -53,35 +53,35 @@ class CommitTracker:
     ) -> None:
         self._store = store
         self._job = job
-        self._tending = tending
+        self._membership = tending
         self._reports = reports
         self._totals = totals
         self._changed = changed
         self._first: tuple[Mapping[str, object], str | None] = ({}, None)
         self._announcing = threading.Lock()
-        self._untold: dict[str, CommitDecision] = {}
+        self._undelivered: dict[str, CommitDecision] = {}
         """What nodes are to be told, whose turn has not come."""
         self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
 
-    def tell(self, teller: str, notes: Iterable[PartsReport]) -> bool:
+    def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
         """Tell the scribe which parts of which versions are here and have copies; whether it heard all of that."""
         heard = True
         for note in notes:
-            if self._told(teller, note):
+            if self._deliver(teller, note):
                 with self._changed:
-                    self._reports.reported(teller, note)
+                    self._reports.mark_reported(teller, note)
             else:
                 heard = False
-        self._look()  # somebody may answer by now for what a dead node did
+        self._decide()  # somebody may answer by now for what a dead node did
         return heard
 
-    def _told(self, teller: str, note: PartsReport) -> bool:
+    def _deliver(self, teller: str, note: PartsReport) -> bool:
         """Whether the scribe heard it: from here, or by way of others, so that one bad path holds up no version."""
-        me = self._tending.me.id
+        me = self._membership.this_node.id
         if teller == me:
-            self.settling(note)
+            self.handle_report(note)
             return True
-        others = [node for node in sorted(self._tending.living) if node not in (me, teller)]
+        others = [node for node in sorted(self._membership.alive) if node not in (me, teller)]
         for node in [teller, *others[:_MESSENGERS]]:
             try:
                 self._tell(node, note, timeout_s=_TOLD_S if node == teller else 2 * _TOLD_S)
@@ -92,53 +92,55 @@ class CommitTracker:
         return False
 
     def _tell(self, node: str, note: PartsReport, *, timeout_s: float) -> None:
-        self._tending.peer(node).call("settling", note, type(None), timeout_s=timeout_s)
+        self._membership.client_for(node).call("settling", note, type(None), timeout_s=timeout_s)
 
-    def settling(self, note: PartsReport) -> None:
+    def handle_report(self, note: PartsReport) -> None:
         """A node of the job says which parts it answers for. Raises when the scribe cannot be told."""
         with self._changed:
-            self._reports.count(note)
-        if not self._look():
-            teller = self._scribe()
-            if teller is not None and teller < self._tending.me.id:  # always down, so never in circles
+            self._reports.add(note)
+        if not self._decide():
+            teller = self._leader()
+            if teller is not None and teller < self._membership.this_node.id:  # always down, so never in circles
                 self._tell(teller, note, timeout_s=_TOLD_S)
 
-    def _scribe(self) -> str | None:
+    def _leader(self) -> str | None:
         """Thousands of nodes tell of one version: who the first of the living is is not found out for each."""
-        living = self._tending.living
+        living = self._membership.alive
         known, found = self._first
         if known is not living:
             found = commit_leader(living)
             self._first = living, found
         return found
 
-    def _look(self) -> bool:
+    def _decide(self) -> bool:
         """Whether something follows from what was told so far. Then all hear of it."""
-        living, settled = self._tending.living, self._store.copies.settled(self._job)
-        quorum = self._tending.quorum
+        living, settled = self._membership.alive, self._store.replicas.newest_replicated(self._job)
+        quorum = self._membership.has_quorum
         with self._changed:
-            found = self._reports.complete(living=living, life=self._tending.life, settled=settled, quorum=quorum)
+            found = self._reports.decide(
+                living=living, life=self._membership.generation_of, settled=settled, quorum=quorum
+            )
         if not found:
             return False
-        self.decided(found)
+        self.handle_decision(found)
         if found.settled is not None:
             failpoint("peer.settling")
-        self._announce(found, broadcast_targets(living, self._tending.me.id))
+        self._broadcast(found, broadcast_targets(living, self._membership.this_node.id))
         return True
 
-    def _announce(self, found: CommitDecision, nodes: Iterable[str]) -> None:
+    def _broadcast(self, found: CommitDecision, nodes: Iterable[str]) -> None:
         """Have these nodes told, several at a time: whoever reported the last part does not wait for all of them."""
         with self._announcing:
-            new = [node for node in nodes if node not in self._untold]
+            new = [node for node in nodes if node not in self._undelivered]
             for node in nodes:
-                self._untold[node] = self._untold.get(node, CommitDecision()) | found
+                self._undelivered[node] = self._undelivered.get(node, CommitDecision()) | found
         for node in new:
             with contextlib.suppress(RuntimeError):  # this agent ends, and the others hear it by the pings
                 self._tellers.submit(self._tell_decided, node)
 
     def _tell_decided(self, node: str) -> None:
         with self._announcing:
-            found = self._untold.pop(node)  # all that was decided while it waited for its turn
+            found = self._undelivered.pop(node)  # all that was decided while it waited for its turn
         try:
             try:
                 self._say(node, "decided", found)
@@ -149,15 +151,15 @@ class CommitTracker:
             log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
 
     def _say(self, node: str, what: str, body: object) -> None:
-        self._tending.peer(node).call(what, body, type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
+        self._membership.client_for(node).call(what, body, type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
 
     def close(self) -> None:
         self._tellers.shutdown(cancel_futures=True)
 
-    def decided(self, found: CommitDecision) -> None:
+    def handle_decision(self, found: CommitDecision) -> None:
         """What the scribe has come to: noted here, and what is given up for it goes."""
-        before = self._store.copies.settled(self._job)
-        self._store.copies.decide(self._job, found)
+        before = self._store.replicas.newest_replicated(self._job)
+        self._store.replicas.apply_decision(self._job, found)
         if found.settled is not None and (before is None or before < found.settled):
             self._totals.settled += 1
         with self._changed:

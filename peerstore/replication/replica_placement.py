@@ -62,7 +62,7 @@ class ReplicaPlacement:
                 kept[partner].append(node)
         return {node: tuple(kept[node]) for node in self.partners}
 
-    def keeps(self, node: NodeId) -> tuple[NodeId, ...]:
+    def replicas_on(self, node: NodeId) -> tuple[NodeId, ...]:
         """Whose copies ``node`` keeps."""
         return self._kept[node]
 
@@ -85,16 +85,16 @@ def place_replicas(
     if wanted < 1:
         return ReplicaPlacement(dict.fromkeys(sorted(where.order), ()))
     seats = ReplicaAssignment(where, wanted, memory_shares(nodes))
-    guests = seats.guests()
+    guests = seats.overflow_nodes()
     cells, left = domain_disjoint_cells([node for node in where.order if node not in guests], where, size=wanted + 1)
-    seats.ring(cells)
-    left = seats.seat(_ordered({*left, *guests}, where), distinct=wanted)
+    seats.assign_rings(cells)
+    left = seats.assign(_ordered({*left, *guests}, where), distinct=wanted)
     for distinct in range(wanted, 0, -1):  # fewer domains than copies, or no room in the others
         cells, left = _crowded_cells(left, guests, where, size=wanted + 1, distinct=distinct)
-        seats.ring(cells)
+        seats.assign_rings(cells)
         if distinct > 1:
-            left = seats.seat(_ordered(left, where), distinct=distinct - 1)
-    seats.complete(where.order, partners=wanted)
+            left = seats.assign(_ordered(left, where), distinct=distinct - 1)
+    seats.fill_up(where.order, partners=wanted)
     return ReplicaPlacement({node: _preferred(node, seats.partners[node], where) for node in sorted(where.order)})
 
 
@@ -108,14 +108,14 @@ def domain_disjoint_cells(
         last = level is where.innermost
         for distinct in range(size, size - 1 if last else 1, -1):
             made, left = make_cells(
-                left, size=size, distinct=distinct, colours=level, units=where.innermost, points=where.points
+                left, size=size, distinct=distinct, colours=level, units=where.innermost, points=where.hashes
             )
             if distinct == size:
-                made, left = absorb_leftover(made, left, size=size, colours=level, points=where.points)
+                made, left = absorb_leftover(made, left, size=size, colours=level, points=where.hashes)
             else:
                 made, left = _mix_in(made, left, where, level, size=size)
             cells += made
-    return absorb_leftover(cells, left, size=size, colours=where.innermost, points=where.points)
+    return absorb_leftover(cells, left, size=size, colours=where.innermost, points=where.hashes)
 
 
 def _mix_in(
@@ -130,7 +130,7 @@ def _mix_in(
             [node for node in left if level[node] == domain],
             size=size,
             colours=where.innermost,
-            points=where.points,
+            points=where.hashes,
         )
         known = [cell for cell in known if cell not in set(mixed)] + joined
         homeless += rest
@@ -144,19 +144,19 @@ def _crowded_cells(
     alone = {node: str(node) for node in left}
     members = [node for node in left if node not in guests]
     cells, rest = make_cells(
-        members, size=size, distinct=distinct, colours=where.innermost, units=alone, points=where.points
+        members, size=size, distinct=distinct, colours=where.innermost, units=alone, points=where.hashes
     )
     if distinct == 1:
-        cells, rest = absorb_leftover(cells, rest, size=size, colours=alone, points=where.points)
+        cells, rest = absorb_leftover(cells, rest, size=size, colours=alone, points=where.hashes)
     return cells, [*rest, *(node for node in left if node in guests)]
 
 
 def _ordered(nodes: Collection[NodeId], where: FailureDomains) -> list[NodeId]:
-    return sorted(nodes, key=lambda node: (where.points[node], node))
+    return sorted(nodes, key=lambda node: (where.hashes[node], node))
 
 
 def _preferred(node: NodeId, partners: Sequence[NodeId], where: FailureDomains) -> tuple[NodeId, ...]:
-    return tuple(sorted(partners, key=lambda partner: -where.apart(node, partner)))
+    return tuple(sorted(partners, key=lambda partner: -where.levels_apart(node, partner)))
 
 
 MAX_SHARE_FACTOR = 3
@@ -176,15 +176,15 @@ class ReplicaAssignment:
     partners: dict[NodeId, list[NodeId]] = field(default_factory=lambda: defaultdict(list))
     load: dict[NodeId, int] = field(default_factory=lambda: defaultdict(int))
 
-    def keep(self, node: NodeId, partner: NodeId) -> None:
+    def add(self, node: NodeId, partner: NodeId) -> None:
         self.partners[node].append(partner)
         self.load[partner] += 1
 
-    def ring(self, cells: Iterable[Cell]) -> None:
+    def assign_rings(self, cells: Iterable[Cell]) -> None:
         """In a cell everybody keeps the copies of those before it."""
         for cell in cells:
             for node, partner in self._links(self._mixed(cell)):
-                self.keep(node, partner)
+                self.add(node, partner)
 
     def _links(self, cell: Cell) -> list[tuple[NodeId, NodeId]]:
         return [
@@ -200,22 +200,22 @@ class ReplicaAssignment:
         first, *others = cell
 
         def mixed(order: Cell) -> tuple[int, int]:
-            away = [(node, self.where.apart(node, partner)) for node, partner in self._links(order)]
+            away = [(node, self.where.levels_apart(node, partner)) for node, partner in self._links(order)]
             return len({node for node, far in away if far == len(self.where.levels)}), sum(far for _, far in away)
 
         return max(((first, *order) for order in itertools.permutations(others)), key=mixed)
 
     def allowance(self, node: NodeId, fill: int) -> int:
         """How many copies a node may keep when everybody keeps ``fill`` times its share; hashes decide on fractions."""
-        return int(self.shares[node] * fill + self.where.points[node] / 2**64)
+        return int(self.shares[node] * fill + self.where.hashes[node] / 2**64)
 
-    def guests(self) -> set[NodeId]:
+    def overflow_nodes(self) -> set[NodeId]:
         """Nodes of little memory that keep nothing, smallest first: as many as larger ones can serve besides."""
         beyond = (max(0, self.allowance(node, self.each) - self.each) for node in self.shares)
-        small = sorted((share, self.where.points[node], node) for node, share in self.shares.items() if share < 1)
+        small = sorted((share, self.where.hashes[node], node) for node, share in self.shares.items() if share < 1)
         return {node for _, _, node in small[: sum(beyond) // self.each]}
 
-    def seat(self, short: Sequence[NodeId], *, distinct: int) -> list[NodeId]:
+    def assign(self, short: Sequence[NodeId], *, distinct: int) -> list[NodeId]:
         """Find hosts in ``distinct`` other domains for each of ``short``; who did not find that many gets none.
 
         Everybody gets its share before anybody gets more.
@@ -226,7 +226,7 @@ class ReplicaAssignment:
             short = self._fill(short, self.where.innermost, fill=fill, wanted=distinct)
         return list(short)
 
-    def complete(self, short: Sequence[NodeId], *, partners: int) -> None:
+    def fill_up(self, short: Sequence[NodeId], *, partners: int) -> None:
         """Find ``partners`` for each of ``short``, wherever there is most room."""
         alone = {node: str(node) for node in self.where.order}
         fill = 0
@@ -252,7 +252,7 @@ class ReplicaAssignment:
                 continue
             for spot in found:
                 hosts = free[spot[1]]
-                self.keep(node, hosts.pop())
+                self.add(node, hosts.pop())
                 if not hosts:
                     del ring[bisect.bisect_left(ring, spot)]
         return homeless
@@ -476,11 +476,11 @@ def parity_groups(
     cells: list[Cell] = []
     for level in where.levels[:-1]:
         made, left = make_cells(
-            left, size=wide, distinct=wide, colours=level, units=where.innermost, points=where.points
+            left, size=wide, distinct=wide, colours=level, units=where.innermost, points=where.hashes
         )
         cells += made
     cells, left = _disjoint_groups(cells, left, where, range(wide, half - 1, -1))
-    cells, left = absorb_leftover(cells, left, size=wide, colours=where.innermost, points=where.points)
+    cells, left = absorb_leftover(cells, left, size=wide, colours=where.innermost, points=where.hashes)
     cells, left = _disjoint_groups(cells, left, where, range(half - 1, 1, -1))
     return tuple(sorted(tuple(sorted(cell)) for cell in _groups_of_the_rest(cells, left, where, size=size)))
 
@@ -490,7 +490,7 @@ def _disjoint_groups(
 ) -> tuple[list[Cell], list[NodeId]]:
     for size in sizes:
         made, left = make_cells(
-            left, size=size, distinct=size, colours=where.innermost, units=where.innermost, points=where.points
+            left, size=size, distinct=size, colours=where.innermost, units=where.innermost, points=where.hashes
         )
         cells = cells + made
     return cells, left
@@ -499,10 +499,10 @@ def _disjoint_groups(
 def _groups_of_the_rest(cells: list[Cell], left: list[NodeId], where: FailureDomains, *, size: int) -> list[Cell]:
     """What is left is of one domain, and nobody else has place for it."""
     alone = {node: str(node) for node in left}
-    made, rest = make_cells(left, size=size, distinct=1, colours=alone, units=alone, points=where.points)
+    made, rest = make_cells(left, size=size, distinct=1, colours=alone, units=alone, points=where.hashes)
     if len(rest) > 1:
         return [*cells, *made, tuple(rest)]
-    made, rest = absorb_leftover(made, rest, size=size, colours=alone, points=where.points)
+    made, rest = absorb_leftover(made, rest, size=size, colours=alone, points=where.hashes)
     for node in rest:
         smallest = min(cells, key=lambda cell: (len(cell), cell))
         cells = [cell for cell in cells if cell != smallest] + [(*smallest, node)]

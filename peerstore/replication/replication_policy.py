@@ -36,21 +36,21 @@ class HeldShard(msgspec.Struct, frozen=True):
 
     key: ShardKey
     size_bytes: int
-    listed: tuple[str, ...]
+    holders: tuple[str, ...]
     """Who was to hold it, the writer's node first; this node is one of them."""
     confirmed: frozenset[str] = frozenset()
     """Other nodes that have said they hold it, and have not started again since."""
     refused: frozenset[str] = frozenset()
     """Nodes that have no room for it, for now."""
-    wanted: bool = True
+    needed: bool = True
     """Somebody may still need this version: it is not older than the settled one, nor of a past that was left."""
 
 
 class ReplicationTask(msgspec.Struct, frozen=True):
-    """Have ``to`` hold ``key``."""
+    """Have ``target`` hold ``key``."""
 
     key: ShardKey
-    to: str
+    target: str
     holders: tuple[str, ...]
     """Who is to hold it from then on, the one who answers for it first."""
 
@@ -59,18 +59,18 @@ class ReplicationStatus(msgspec.Struct, frozen=True):
     """How well one shard is kept."""
 
     key: ShardKey
-    mine: bool
+    is_owner: bool
     """This node answers for it: the first of its living holders."""
     copies: int
     """Living nodes that are known to hold it, this one included."""
-    lacking: int
+    missing: int
     """Copies that are still to be made, and can be."""
-    short: int
+    unplaceable: int
     """Copies that cannot be made: there is no node for them, or none with room."""
 
 
 def alive_holders(held: HeldShard, living: Collection[str]) -> tuple[str, ...]:
-    return tuple(node for node in held.listed if node in living)
+    return tuple(node for node in held.holders if node in living)
 
 
 def target_holders(
@@ -94,7 +94,7 @@ def substitute_partners(
     others = [node for node in where.order if node != me and node not in partners]
     if me not in where.order:
         return tuple(others)
-    return tuple(sorted(others, key=lambda node: (-where.apart(me, node), stable_hash(me, node))))
+    return tuple(sorted(others, key=lambda node: (-where.levels_apart(me, node), stable_hash(me, node))))
 
 
 def pending_tasks(
@@ -103,10 +103,10 @@ def pending_tasks(
     """What is to be sent, the oldest version first, so that each gets its turn to be settled."""
     found = []
     for held in shards:
-        if not held.wanted:
+        if not held.needed:
             continue
         there = alive_holders(held, living)
-        whole_list = len(there) == len(held.listed)
+        whole_list = len(there) == len(held.holders)
         if there and there[0] != me and there[0] in held.confirmed and whole_list:
             continue  # its first holder has it and looks after it
         holders = target_holders(held, me=me, living=living, partners=partners, copies=copies)
@@ -115,7 +115,7 @@ def pending_tasks(
             for node in holders
             if node != me and node not in held.confirmed and node not in held.refused
         ]
-    return sorted(found, key=lambda duty: (duty.key.group, duty.key.part, duty.to))
+    return sorted(found, key=lambda duty: (duty.key.version_id, duty.key.part, duty.target))
 
 
 def shards_to_take_over(
@@ -143,7 +143,7 @@ def should_retry_repair(record: ShardRecord, error: Exception, settled: VersionI
     """Whether to try again to fetch a damaged shard that could not be: not what is of the past by now."""
     if isinstance(error, FencedError) and not isinstance(error, LeaseLostError):
         return False
-    return settled is None or record.key.group >= settled
+    return settled is None or record.key.version_id >= settled
 
 
 def replication_status(
@@ -152,7 +152,7 @@ def replication_status(
     """How well the shard is kept, as this node knows."""
     holders = target_holders(held, me=me, living=living, partners=partners, copies=copies)
     there = 1 + sum(node in held.confirmed for node in holders if node != me)
-    if not held.wanted:
+    if not held.needed:
         return ReplicationStatus(held.key, holders[0] == me, there, 0, 0)
     lacking = sum(node not in held.confirmed and node not in held.refused for node in holders if node != me)
     short = max(0, copies - there - lacking)
@@ -178,7 +178,7 @@ class ReplicationPolicy:
     streams: int = 2
     group: int = 4
     """With parity: nodes of a group that one of its nodes may be lost of, not counting that one."""
-    settles: bool = True
+    reports_commits: bool = True
     """Whether it is told which versions have all their copies."""
 
 
@@ -187,18 +187,18 @@ class ReplicationView:
     """The job as this node sees it right now."""
 
     now: float
-    living: Mapping[str, PeerNode]
+    alive: Mapping[str, PeerNode]
     """The nodes that take part, this one included."""
-    facts: Sequence[ShardInfo]
+    shards: Sequence[ShardInfo]
     """What is sealed here."""
-    settled: VersionId | None
+    newest_replicated: VersionId | None
     epoch: int
     """The newest incarnation this node has heard of."""
-    base: ResumePoint | None
+    resume_point: ResumePoint | None
     """What that one went on from, as far as this node has heard."""
-    life: Callable[[str], int]
+    generation_of: Callable[[str], int]
     """A number for each node that rises when it starts again: it may have lost what it held."""
-    left_out: Mapping[VersionId, Collection[int]] = field(default_factory=dict)
+    aborted_parts: Mapping[VersionId, Collection[int]] = field(default_factory=dict)
     """Parts that their writers on this node will never seal."""
 
 
@@ -250,44 +250,44 @@ class ReplicationState:
 
     def _candidates(self, look: ReplicationView) -> tuple[str, ...]:
         """This node's partners, and then who else could take a copy that one of them cannot take."""
-        partners = self.partners(look.living)
+        partners = self.partners(look.alive)
         refused = any(until > look.now for known in self._known.values() for until in known.refused.values())
         if not refused and not self._replaced(look):  # nobody looks at all nodes for nothing
             return partners
-        return (*partners, *substitute_partners(self._me, look.living.values(), partners, self._protection.levels))
+        return (*partners, *substitute_partners(self._me, look.alive.values(), partners, self._protection.levels))
 
     def _replaced(self, look: ReplicationView) -> frozenset[str]:
         """Living nodes that this one does not reach, as long as there are enough others: else it waits."""
         away = frozenset(node for node, until in self._away.items() if until > look.now)
         if not away:
             return away
-        enough = len(look.living.keys() - away - {self._me}) >= self._protection.copies - 1
+        enough = len(look.alive.keys() - away - {self._me}) >= self._protection.copies - 1
         return away if enough else frozenset()
 
-    def standings(self, look: ReplicationView) -> list[ReplicationStatus]:
+    def statuses(self, look: ReplicationView) -> list[ReplicationStatus]:
         """How well every shard here is kept."""
         shards, candidates = self._view(look)
         return [self._standing(held, look, candidates) for held in shards]
 
-    def confirmed(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]:
+    def confirmed_holders(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]:
         """Other nodes that are known to hold a shard."""
         known = self._known.get(key)
         return tuple(sorted(_still(known.confirmed, life))) if known is not None else ()
 
-    def trouble(self, key: ShardKey) -> str:
+    def last_errors(self, key: ShardKey) -> str:
         """Why a shard lacks copies, as far as it is known."""
         known = self._known.get(key)
         return "; ".join(f"{node}: {why}" for node, why in known.why.items()) if known is not None else ""
 
     def _standing(self, held: HeldShard, look: ReplicationView, partners: Sequence[str]) -> ReplicationStatus:
         return replication_status(
-            held, me=self._me, living=look.living, partners=partners, copies=self._protection.copies
+            held, me=self._me, living=look.alive, partners=partners, copies=self._protection.copies
         )
 
     def _view(self, look: ReplicationView) -> tuple[list[HeldShard], tuple[str, ...]]:
         """What is kept here as far as its copies go, and who could take some."""
         if self._seen is None or self._seen[0] is not look:
-            self._go_back(look.base)
+            self._go_back(look.resume_point)
             self._seen = look, self._held(look), self._candidates(look)
         return self._seen[1:]
 
@@ -304,10 +304,10 @@ class ReplicationState:
                 known.obsolete_until = float("-inf")
 
     def _held(self, look: ReplicationView) -> list[HeldShard]:
-        here = {fact.key for fact in look.facts}
+        here = {fact.key for fact in look.shards}
         self._known = {key: known for key, known in self._known.items() if key in here}
         replaced = self._replaced(look)
-        return [self._one_held(fact, look, replaced) for fact in look.facts]
+        return [self._one_held(fact, look, replaced) for fact in look.shards]
 
     def _one_held(self, fact: ShardInfo, look: ReplicationView, replaced: frozenset[str]) -> HeldShard:
         known = self._known.get(fact.key)
@@ -318,74 +318,74 @@ class ReplicationState:
             fact.key,
             fact.size_bytes,
             listed if self._me in listed else (*listed, self._me),
-            _still(known.confirmed, look.life),
+            _still(known.confirmed, look.generation_of),
             replaced.union(node for node, until in known.refused.items() if until > look.now)
             if known.refused
             else replaced,
-            wanted=look.now >= known.obsolete_until
+            needed=look.now >= known.obsolete_until
             and is_needed(
-                fact.key.group,
+                fact.key.version_id,
                 epoch=look.epoch,
-                settled=look.settled,
-                whole=is_committed(fact, look.settled),
-                base=look.base,
+                settled=look.newest_replicated,
+                whole=is_committed(fact, look.newest_replicated),
+                base=look.resume_point,
             ),
         )
 
     # -- what to send -------------------------------------------------------------------------------------------------
 
-    def next(self, look: ReplicationView) -> ReplicationTask | float:
+    def next_task(self, look: ReplicationView) -> ReplicationTask | float:
         """The next thing to send; or for how many seconds there is nothing to do, unless something changes."""
         waiting = [node for node, until in self._later.items() if until > look.now]
         shards, candidates = self._view(look)
         duties = pending_tasks(
-            shards, me=self._me, living=look.living, partners=candidates, copies=self._protection.copies
+            shards, me=self._me, living=look.alive, partners=candidates, copies=self._protection.copies
         )
-        ready = next((duty for duty in duties if duty.to not in waiting), None)
+        ready = next((duty for duty in duties if duty.target not in waiting), None)
         if ready is not None:
             return ready
         soon = min((self._later[node] - look.now for node in waiting), default=RESYNC_S) if duties else RESYNC_S
         return min(soon, RESYNC_S)
 
-    def done(self, duty: ReplicationTask, life: int, base: ResumePoint | None) -> None:
+    def task_done(self, duty: ReplicationTask, life: int, base: ResumePoint | None) -> None:
         """The copy is there, verified. ``life`` is what the other node's was when this began, and ``base`` what it was
         told then that the job went on from.
         """
         known = self._learning(duty.key)
         known.listed = duty.holders
         if base == self._base:
-            known.confirmed[duty.to] = life
-        known.busy.pop(duty.to, None)
-        known.why.pop(duty.to, None)
-        self._misses.pop(duty.to, None)
-        self._away.pop(duty.to, None)
+            known.confirmed[duty.target] = life
+        known.busy.pop(duty.target, None)
+        known.why.pop(duty.target, None)
+        self._misses.pop(duty.target, None)
+        self._away.pop(duty.target, None)
 
-    def failed(self, duty: ReplicationTask, error: Exception, now: float) -> bool:
+    def task_failed(self, duty: ReplicationTask, error: Exception, now: float) -> bool:
         """The copy was not made. Whether this node should look at its own: it may be the bad one."""
         known = self._learning(duty.key)
-        known.why[duty.to] = str(error)
+        known.why[duty.target] = str(error)
         no_room = isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError)
-        busy_since = known.busy.setdefault(duty.to, now) if no_room else now
+        busy_since = known.busy.setdefault(duty.target, now) if no_room else now
         if not no_room:
-            known.busy.pop(duty.to, None)
+            known.busy.pop(duty.target, None)
         if isinstance(error, FencedError) and not isinstance(error, LeaseLostError):
             # The other node knows of a newer incarnation, or of a newer version that is safe. So will this one soon,
             # and it may also learn that the job goes on from this version.
             known.obsolete_until = now + REFUSED_RETRY_S
         elif isinstance(error, ArenaFullError | ShardDamagedError) or now - busy_since >= MAX_BUSY_S:
-            known.refused[duty.to] = now + REFUSED_RETRY_S
-            known.busy.pop(duty.to, None)
+            known.refused[duty.target] = now + REFUSED_RETRY_S
+            known.busy.pop(duty.target, None)
         elif isinstance(error, ArenaBusyError | LeaseLostError | PeerUnreachableError):
-            self._later[duty.to] = now + REPLICATION_RETRY_S
+            self._later[duty.target] = now + REPLICATION_RETRY_S
             if isinstance(error, PeerUnreachableError):
-                self._misses[duty.to] = self._misses.get(duty.to, 0) + 1
-                if self._misses[duty.to] >= UNREACHABLE_AFTER:
-                    self._away[duty.to] = now + REFUSED_RETRY_S
+                self._misses[duty.target] = self._misses.get(duty.target, 0) + 1
+                if self._misses[duty.target] >= UNREACHABLE_AFTER:
+                    self._away[duty.target] = now + REFUSED_RETRY_S
         else:
-            self._later[duty.to] = now + 5 * REPLICATION_RETRY_S
+            self._later[duty.target] = now + 5 * REPLICATION_RETRY_S
         return isinstance(error, ShardDamagedError)
 
-    def confirm(self, key: ShardKey, node: str, life: int) -> None:
+    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
         known = self._learning(key)
         known.confirmed[node] = max(life, known.confirmed.get(node, life))
@@ -397,21 +397,21 @@ class ReplicationState:
 
     # -- what is to be counted ----------------------------------------------------------------------------------------
 
-    def unreported(self, look: ReplicationView) -> tuple[str, list[PartsReport]]:
+    def pending_reports(self, look: ReplicationView) -> tuple[str, list[PartsReport]]:
         """Who keeps the tally, and what it has not been told yet."""
         shards, candidates = self._view(look)
-        standings = [self._standing(held, look, candidates) for held in shards if held.wanted]
-        parts_of = {fact.key.group: fact.parts for fact in look.facts}
-        return self.reports.unreported(
+        standings = [self._standing(held, look, candidates) for held in shards if held.needed]
+        parts_of = {fact.key.version_id: fact.parts for fact in look.shards}
+        return self.reports.pending(
             standings,
             parts_of,
-            living=look.living,
-            settled=look.settled,
-            life=look.life(self._me),
-            left_out=look.left_out,
+            living=look.alive,
+            settled=look.newest_replicated,
+            life=look.generation_of(self._me),
+            left_out=look.aborted_parts,
         )
 
-    def unreached(self, teller: str, now: float) -> None:
+    def leader_unreachable(self, teller: str, now: float) -> None:
         """The scribe was not told: it is asked for nothing else for a while."""
         self._later.setdefault(teller, now + REPLICATION_RETRY_S)
 
@@ -422,4 +422,4 @@ def _still(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozense
 
 def is_committed(fact: ShardInfo, settled: VersionId | None) -> bool:
     """Whether all parts of a shard's version were sealed, as far as this node knows."""
-    return fact.marked_whole or fact.key.group == settled
+    return fact.marked_whole or fact.key.version_id == settled

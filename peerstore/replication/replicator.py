@@ -63,21 +63,21 @@ class Replicator:
     ) -> None:
         self._store = store
         self._job = job
-        self._tending = tending
-        self.protection = protection
+        self._membership = tending
+        self.policy = protection
         self._pace = pace
         self._blobs_of = blobs_of
         self._clock = clock
-        self._accounts = ReplicationState(tending.me.id, protection)
+        self._replication = ReplicationState(tending.this_node.id, protection)
         self._changed = threading.Condition()
         self._news = True
         self._stop = threading.Event()
         self.totals = ReplicationTotals()
-        self.settlement = CommitTracker(
-            store, job, tending, reports=self._accounts.reports, totals=self.totals, changed=self._changed
+        self.commit_tracker = CommitTracker(
+            store, job, tending, reports=self._replication.reports, totals=self.totals, changed=self._changed
         )
-        self.paths = PathMonitor()
-        self.sending: tuple[ReplicationTask, int] | None = None
+        self.path_monitor = PathMonitor()
+        self.in_flight: tuple[ReplicationTask, int] | None = None
         """What is on its way right now, and its size."""
         self._thread = threading.Thread(target=self._run, name="peerstore-protect", daemon=True)
 
@@ -91,9 +91,9 @@ class Replicator:
         if self._thread.ident is not None:
             self._thread.join(deadlines.remaining_s(SHUTDOWN_GRACE_S))
             if self._thread.is_alive():
-                self._tending.hang_up()
+                self._membership.close_connections()
                 self._thread.join()
-        self.settlement.close()
+        self.commit_tracker.close()
 
     def wake(self) -> None:
         """Something changed: a shard was sealed, a node came or went."""
@@ -103,55 +103,55 @@ class Replicator:
 
     # -- how things stand ---------------------------------------------------------------------------------------------
 
-    def _look(self) -> ReplicationView:
+    def _view(self) -> ReplicationView:
         """The job as this node sees it right now."""
-        facts = self._store.copies.facts(self._job)
-        settled = self._store.copies.settled(self._job)
-        epoch, _ = self._store.copies.owner_of(self._job)
-        base = self._store.copies.base(self._job)
-        left_out = self._store.copies.left_out(self._job)
-        living, life = self._tending.living, self._tending.life
+        facts = self._store.replicas.list_shards(self._job)
+        settled = self._store.replicas.newest_replicated(self._job)
+        epoch, _ = self._store.replicas.current_incarnation(self._job)
+        base = self._store.replicas.resume_point(self._job)
+        left_out = self._store.replicas.aborted_parts(self._job)
+        living, life = self._membership.alive, self._membership.generation_of
         return ReplicationView(self._clock(), living, facts, settled, epoch, base, life, left_out)
 
     @property
     def partners(self) -> tuple[str, ...]:
         """Where copies of what this node writes go."""
-        living = self._tending.living
+        living = self._membership.alive
         with self._changed:
-            return self._accounts.partners(living)
+            return self._replication.partners(living)
 
-    def standings(self) -> list[ReplicationStatus]:
+    def statuses(self) -> list[ReplicationStatus]:
         """How well every shard here is kept."""
-        look = self._look()
+        look = self._view()
         with self._changed:
-            return self._accounts.standings(look)
+            return self._replication.statuses(look)
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
         """The living nodes that are known to hold a shard of this node, this one first."""
-        living = self._tending.living
+        living = self._membership.alive
         with self._changed:
-            confirmed = self._accounts.confirmed(key, self._tending.life)
-        return (self._tending.me, *(living[node] for node in confirmed if node in living))
+            confirmed = self._replication.confirmed_holders(key, self._membership.generation_of)
+        return (self._membership.this_node, *(living[node] for node in confirmed if node in living))
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
         """In how many copies a shard is kept, and in how many domains."""
         holders = self.holders(key)
-        return len(holders), len({node.label(level) for node in holders})
+        return len(holders), len({node.failure_domain(level) for node in holders})
 
-    def trouble(self, key: ShardKey) -> str:
+    def last_errors(self, key: ShardKey) -> str:
         """Why a shard lacks copies, as far as it is known."""
         with self._changed:
-            return self._accounts.trouble(key)
+            return self._replication.last_errors(key)
 
-    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Until ``ready`` says so; it is asked again after every copy."""
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 
     @property
-    def busy(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there are copies to be made that can be made."""
-        return any(one.mine and one.lacking for one in self.standings())
+        return any(one.is_owner and one.missing for one in self.statuses())
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -160,8 +160,8 @@ class Replicator:
             try:
                 duty = self._next()
                 if duty is not None:
-                    self._do(duty)
-                self._tell_scribe()
+                    self._run_task(duty)
+                self._report_to_leader()
             except Exception:  # the thread must outlive any one shard
                 log.exception("job %s: protecting failed", self._job)
                 self._stop.wait(REPLICATION_RETRY_S)
@@ -170,93 +170,97 @@ class Replicator:
         """The next thing to send; ``None`` when something changed, or it is time to look again."""
         with self._changed:
             self._news = False
-        look = self._look()
+        look = self._view()
         with self._changed:
-            found = self._accounts.next(look)
+            found = self._replication.next_task(look)
         if isinstance(found, ReplicationTask):
             return found
-        self._tell_scribe()
+        self._report_to_leader()
         with self._changed:
             self._changed.wait_for(lambda: self._news or self._stop.is_set(), found)
         return None
 
-    def _do(self, duty: ReplicationTask) -> None:
+    def _run_task(self, duty: ReplicationTask) -> None:
         key = duty.key
-        fact = next((fact for fact in self._store.copies.facts(self._job) if fact.key == key), None)
+        fact = next((fact for fact in self._store.replicas.list_shards(self._job) if fact.key == key), None)
         if fact is None:
             return
         try:
             pin = self._store.pin(key)
         except (ShardNotFoundError, ShardDamagedError):
             return
-        self.sending = duty, fact.size_bytes
-        life = self._tending.life(duty.to)
-        whole = is_committed(fact, self._store.copies.settled(self._job))
+        self.in_flight = duty, fact.size_bytes
+        life = self._membership.generation_of(duty.target)
+        whole = is_committed(fact, self._store.replicas.newest_replicated(self._job))
         try:
             push = ReplicaPush(
-                self._tending.peer(duty.to),
+                self._membership.client_for(duty.target),
                 pin.record,
                 pin.fd,
                 pace=self._pace,
-                streams=self.protection.streams,
+                streams=self.policy.streams,
                 blob=lambda name: self._store.get_blob(self._job, name),
                 stopped=self._stop.is_set,
             )
-            base = self._store.copies.base(self._job)
+            base = self._store.replicas.resume_point(self._job)
             done = push.run(holders=duty.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
         except (PeerStoreError, OSError) as error:
             self._failed(duty, error)
         else:
             with self._changed:
-                self._accounts.done(duty, life, base)
+                self._replication.task_done(duty, life, base)
                 self._changed.notify_all()
             self.totals.copies += 1
             self.totals.sent_bytes += done.sent_bytes
             self.totals.skipped_bytes += done.skipped_bytes
             self.totals.seconds += done.seconds
-            if not self._pace.limited:
-                self.paths.took(duty.to, self._tending.peer(duty.to).address, done.sent_bytes, done.seconds)
+            if not self._pace.is_limited:
+                self.path_monitor.record_transfer(
+                    duty.target, self._membership.client_for(duty.target).address, done.sent_bytes, done.seconds
+                )
             self.totals.lag_s = max(0.0, time.time() - fact.sealed_ns / 1e9)
         finally:
-            self.sending = None
+            self.in_flight = None
             pin.close()
             self._store.unpin(pin.id)
 
     def _failed(self, duty: ReplicationTask, error: Exception) -> None:
         self.totals.errors += 1
-        log.warning("job %s: no copy of %s on %s: %s", self._job, duty.key, duty.to, error)
+        log.warning("job %s: no copy of %s on %s: %s", self._job, duty.key, duty.target, error)
         with self._changed:
-            doubtful = self._accounts.failed(duty, error, self._clock())
+            doubtful = self._replication.task_failed(duty, error, self._clock())
             self._changed.notify_all()
         if doubtful:
             with contextlib.suppress(PeerStoreError, OSError):
-                self._compare(duty)
+                self._verify_both(duty)
 
-    def _compare(self, duty: ReplicationTask) -> None:
+    def _verify_both(self, duty: ReplicationTask) -> None:
         """Two nodes do not mean the same bytes: who has others than it says drops them, and gets them elsewhere."""
-        for record in self._store.records(self._job, duty.key.group):
+        for record in self._store.shard_records(self._job, duty.key.version_id):
             if record.key == duty.key and not self._store.verify(duty.key):
                 chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
-                self._tending.peer(duty.to).call("suspect", VerifyChunks(duty.key, (chunks,)), bool)
+                self._membership.client_for(duty.target).call("suspect", VerifyChunks(duty.key, (chunks,)), bool)
 
-    def confirm(self, key: ShardKey, node: str, life: int) -> None:
+    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
         with self._changed:
-            self._accounts.confirm(key, node, life)
+            self._replication.confirm_holder(key, node, life)
             self._changed.notify_all()
 
     # -- what is decided ----------------------------------------------------------------------------------------------
 
-    def _tell_scribe(self) -> None:
+    def _report_to_leader(self) -> None:
         """Say which parts of which versions are here, and have their copies; who counts says what follows."""
-        if not (self.protection.settles and self._tending.knows):  # others may be there that have no copies yet
+        if not (
+            self.policy.reports_commits and self._membership.is_converged
+        ):  # others may be there that have no copies yet
             return
-        look = self._look()
+        look = self._view()
         with self._changed:
-            teller, notes = self._accounts.unreported(look)
-        if not self.settlement.tell(teller, notes):
+            teller, notes = self._replication.pending_reports(look)
+        if not self.commit_tracker.report(teller, notes):
             with self._changed:
-                self._accounts.unreached(teller, self._clock())
+                self._replication.leader_unreachable(teller, self._clock())
 
 
 _COMMIT_S = 120.0
@@ -366,11 +370,11 @@ class ReplicaPush:
     def _stream(self, transfer: str, work: _Work) -> None:
         """Runs of chunks over one connection, until there are no more."""
         try:
-            with self._peer.line() as line:
+            with self._peer.connection() as line:
                 while (run := work.next()) is not None:
                     for number in range(*run):
                         self._send_chunk(line, transfer, number)
-                    bad = line.ask("flush", FlushChunks(transfer), tuple[int, ...])
+                    bad = line.call("flush", FlushChunks(transfer), tuple[int, ...])
                     with work.lock:
                         work.bad += bad
         except BaseException as error:  # noqa: BLE001 - raised again by whoever started the streams
@@ -382,6 +386,6 @@ class ReplicaPush:
             raise PeerStoreError("this agent is stopping")
         start = number * self._record.chunk_bytes
         size = min(self._record.chunk_bytes, self._record.size_bytes - start)
-        self._pace.take(size)
+        self._pace.acquire(size)
         failpoint("peer.sending")
-        line.tell("chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])
+        line.send("chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])

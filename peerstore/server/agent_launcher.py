@@ -39,7 +39,7 @@ def connect_or_launch_agent(
     child.
     """
     try:
-        return connect_to_agent(place.socket, named=place.named)
+        return connect_to_agent(place.socket, named=place.explicit)
     except AgentUnreachableError:
         pass
     ensure_private_directory(place.directory)
@@ -48,7 +48,7 @@ def connect_or_launch_agent(
     try:
         _lock(fd, place, deadline)
         try:
-            return connect_to_agent(place.socket, named=place.named)  # another process was faster
+            return connect_to_agent(place.socket, named=place.explicit)  # another process was faster
         except AgentUnreachableError:
             return _launch(place, command, environ, deadline)
     finally:
@@ -107,7 +107,7 @@ def _hung(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]:
     with contextlib.ExitStack() as cleanup:
         found = (0, -1)
         try:
-            sock = cleanup.enter_context(connect_to_agent(place.socket, named=place.named))
+            sock = cleanup.enter_context(connect_to_agent(place.socket, named=place.explicit))
             pid = peer_credentials(sock)[0]
             agent = os.pidfd_open(pid)
             cleanup.callback(os.close, agent)
@@ -196,7 +196,7 @@ def _launch(
         while True:
             ended = bool(select.select([alive], [], [], 0.005)[0])
             try:
-                return connect_to_agent(place.socket, named=place.named)
+                return connect_to_agent(place.socket, named=place.explicit)
             except AgentUnreachableError:
                 if ended:
                     raise AgentUnreachableError(f"the agent ended at once: {_tail(place.log, start)}") from None
@@ -254,7 +254,7 @@ class AgentWatchdog:
             try:
                 if not self._its_turn():
                     continue
-                self._client.answers(timeout_s=_ANSWER_S)
+                self._client.ping(timeout_s=_ANSWER_S)
                 missing = False
             except (PeerStoreError, OSError) as error:
                 level = logging.DEBUG if missing or self._stop.is_set() else logging.WARNING
@@ -280,10 +280,10 @@ class ElectedWatchdog:
         self._launch = launch
         self._replace = replace
         self._ended = False
-        self._acting = threading.Lock()
+        self._action_lock = threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.ExitStack() as undo:
-            self._lock = undo.enter_context(os.fdopen(os.open(place.watch_lock, flags, 0o600), "r+"))
+            self._lock = undo.enter_context(os.fdopen(os.open(place.watchdog_lock, flags, 0o600), "r+"))
             self._has_lock()  # from now on: who comes later leaves the agent to this process
             self._watch = AgentWatchdog(self._connect, self._replaced, its_turn=self._has_lock)
             undo.pop_all()
@@ -298,23 +298,23 @@ class ElectedWatchdog:
 
     def _connect(self) -> socket.socket:
         try:
-            return connect_to_agent(self._place.socket, named=self._place.named)
+            return connect_to_agent(self._place.socket, named=self._place.explicit)
         except AgentUnreachableError:
-            with self._acting:
+            with self._action_lock:
                 if self._ended or not self._place.socket.exists():
                     raise
                 return self._launch()
 
     def _replaced(self) -> bool:
-        with self._acting:
+        with self._action_lock:
             return not self._ended and self._replace()
 
     def close(self) -> None:
         """Nothing is started, or ended, from here on; what is under way is waited for."""
         self._ended = True
         self._watch.close()
-        if self._acting.acquire(timeout=_START_S):
-            self._acting.release()
+        if self._action_lock.acquire(timeout=_START_S):
+            self._action_lock.release()
         self._lock.close()
 
 
@@ -326,12 +326,12 @@ class WatchdogRegistry:
         self._here: dict[Path, tuple[ElectedWatchdog, int]] = {}
         os.register_at_fork(after_in_child=self._forked)
 
-    def begin(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:
+    def acquire(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:
         with self._lock:
             there, wanted = self._here.get(place.directory) or (ElectedWatchdog(place, launch, replace), 0)
             self._here[place.directory] = there, wanted + 1
 
-    def end(self, place: AgentPaths) -> None:
+    def release(self, place: AgentPaths) -> None:
         with self._lock:
             there, wanted = self._here.pop(place.directory, (None, 0))
             if there is not None and wanted > 1:

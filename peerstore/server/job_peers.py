@@ -78,17 +78,17 @@ class JobPeers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = credentials.job
-        self.me = me
+        self.this_node = me
         self.credentials = credentials
         self.settings = settings
         self._store = store
         self._clock = clock
-        self.pace = RateLimiter(settings.bandwidth)
-        self.tending = HeartbeatLoop(
+        self.rate_limiter = RateLimiter(settings.bandwidth)
+        self.membership = HeartbeatLoop(
             me,
             credentials,
             transport,
-            store.copies,
+            store.replicas,
             settings=membership,
             changed=self._changed,
             clock=clock,
@@ -96,126 +96,126 @@ class JobPeers:
         protection = ReplicationPolicy(
             settings.copies, settings.levels, settings.streams, settings.group, settings.settles
         )
-        self.protecting: Replicator | ParityReplicator
+        self.replicator: Replicator | ParityReplicator
         if settings.mode == "parity":
-            self.protecting = ParityReplicator(
+            self.replicator = ParityReplicator(
                 store,
                 self.job,
-                self.tending,
+                self.membership,
                 protection,
-                pace=self.pace,
+                pace=self.rate_limiter,
                 blobs_of=blobs_of,
-                fetch_blob=self.blob,
-                sight=lambda: self.sight(fresh=True),
+                fetch_blob=self.fetch_blob,
+                sight=lambda: self.inventory(fresh=True),
                 clock=clock,
             )
         else:
-            self.protecting = Replicator(
-                store, self.job, self.tending, protection, pace=self.pace, blobs_of=blobs_of, clock=clock
+            self.replicator = Replicator(
+                store, self.job, self.membership, protection, pace=self.rate_limiter, blobs_of=blobs_of, clock=clock
             )
-        self.looking = InventoryService(
-            self.tending, self.look, seen=self._heard, split_from=settings.split_from, clock=clock
+        self.inventory_service = InventoryService(
+            self.membership, self.local_inventory, seen=self._on_inventory, split_from=settings.split_from, clock=clock
         )
         self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
         """What was damaged here, and how long to wait when it cannot be fetched yet."""
         self._repairing = threading.Condition()
         self._stop = threading.Event()
-        self._mender = threading.Thread(target=self._mend, name="peerstore-mend", daemon=True)
+        self._repair_thread = threading.Thread(target=self._repair_loop, name="peerstore-mend", daemon=True)
         self.repaired = 0
         self.taken_over = 0
 
     def start(self, discovery: Discovery) -> None:
-        guarded = self.settings.guarded
-        permit = self.tending.check_quorum if guarded else None
-        self._store.copies.guard(self.job, guarded=guarded, permit=permit)
-        self.tending.follow(discovery)
-        self.tending.beat()
-        self.tending.start()
-        self.protecting.start()
-        self._mender.start()
+        guarded = self.settings.requires_replication
+        permit = self.membership.check_quorum if guarded else None
+        self._store.replicas.set_replication_guard(self.job, guarded=guarded, permit=permit)
+        self.membership.set_discovery(discovery)
+        self.membership.run_period()
+        self.membership.start()
+        self.replicator.start()
+        self._repair_thread.start()
 
     def close(self) -> None:
         self._stop.set()
-        self.protecting.close()
-        self.tending.close()
+        self.replicator.close()
+        self.membership.close()
         with self._repairing:
             self._repairing.notify_all()
-        if self._mender.ident is not None:
-            self._mender.join()
-        self.looking.close()
+        if self._repair_thread.ident is not None:
+            self._repair_thread.join()
+        self.inventory_service.close()
 
     def _changed(self) -> None:
         """A node came, went or is suspected."""
-        self.looking.forget()
-        self.protecting.wake()
+        self.inventory_service.invalidate()
+        self.replicator.wake()
         self._take_over()
 
     def _take_over(self) -> None:
         """Shards whose writer's node is gone, and which this node answers for now, are its own: it drains them."""
-        living, facts = self.tending.living, self._store.copies.facts(self.job)
-        dead = {node for fact in facts for node in fact.holders[:1] if self.tending.gone(node)}
-        for fact in shards_to_take_over(facts, me=self.me.id, living=living, dead=dead):
+        living, facts = self.membership.alive, self._store.replicas.list_shards(self.job)
+        dead = {node for fact in facts for node in fact.holders[:1] if self.membership.is_dead(node)}
+        for fact in shards_to_take_over(facts, me=self.this_node.id, living=living, dead=dead):
             log.info("job %s: %s is taken over from %s", self.job, fact.key, fact.holders[0])
-            self._store.take_over(fact.key)
+            self._store.take_ownership(fact.key)
             self.taken_over += 1
 
     @property
-    def shares(self) -> bool:
+    def uses_parity(self) -> bool:
         """Whether parities are kept instead of copies."""
-        return isinstance(self.protecting, ParityReplicator)
+        return isinstance(self.replicator, ParityReplicator)
 
     @property
-    def sharing(self) -> ParityReplicator:
-        if not isinstance(self.protecting, ParityReplicator):
+    def parity_replicator(self) -> ParityReplicator:
+        if not isinstance(self.replicator, ParityReplicator):
             raise RequestError(f"job {self.job} keeps copies here, not parities: its nodes have different settings")
-        return self.protecting
+        return self.replicator
 
     @property
-    def settled(self) -> VersionId | None:
+    def newest_replicated(self) -> VersionId | None:
         """The newest version all of whose parts have their copies, as far as this node knows."""
-        return self._store.copies.settled(self.job)
+        return self._store.replicas.newest_replicated(self.job)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def look(self) -> NodeInventory:
+    def local_inventory(self) -> NodeInventory:
         """What this node itself holds of the job."""
-        epoch, incarnation = self._store.copies.owner_of(self.job)
-        facts = tuple(self._store.copies.facts(self.job))
-        settled, whole = self._store.copies.settled(self.job), self._store.copies.once_whole(self.job)
-        parities = tuple(one.fact for one in self.sharing.kept) if self.shares else ()
+        epoch, incarnation = self._store.replicas.current_incarnation(self.job)
+        facts = tuple(self._store.replicas.list_shards(self.job))
+        settled, whole = self._store.replicas.newest_replicated(self.job), self._store.replicas.last_committed(self.job)
+        parities = tuple(one.info for one in self.parity_replicator.stored_parities) if self.uses_parity else ()
         return NodeInventory(facts, epoch, incarnation, settled, self._store.status().adopting, parities, whole)
 
-    def sight(self, *, fresh: bool = False) -> JobInventory:
+    def inventory(self, *, fresh: bool = False) -> JobInventory:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
-        return self.looking.sight(fresh=fresh)
+        return self.inventory_service.get(fresh=fresh)
 
-    def _heard(self, others: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
+    def _on_inventory(self, others: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
         """Who owns the job, as those say who were looked at, and what they hold of what is here, or in parities here.
 
         ``lives``: which of its lives each was in when it was asked.
         """
         owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
-        self._store.copies.fence(self.job, *owner)
-        mine = {fact.key for fact in self._store.copies.facts(self.job)}
-        if self.shares:
-            mine |= self.sharing.protected
+        self._store.replicas.fence(self.job, *owner)
+        mine = {fact.key for fact in self._store.replicas.list_shards(self.job)}
+        if self.uses_parity:
+            mine |= self.parity_replicator.protected_keys
         for node, looked in others.items():
             for fact in looked.facts:
                 if fact.key in mine:
-                    self.protecting.confirm(fact.key, node, lives.get(node, 0))
+                    self.replicator.confirm_holder(fact.key, node, lives.get(node, 0))
 
-    def records(self, node: str, group: VersionId, parts: tuple[int, ...] = ()) -> list[ShardRecord]:
+    def fetch_records(self, node: str, group: VersionId, parts: tuple[int, ...] = ()) -> list[ShardRecord]:
         """The sealed parts of a version on another node, or only these of them."""
         asked = GetShardRecords(group, parts)
-        found: list[ShardRecord] = self.tending.peer(node).call("records", asked, list[ShardRecord])
-        return [record for record in found if record.key.job == self.job and record.key.group == group]
+        found: list[ShardRecord] = self.membership.client_for(node).call("records", asked, list[ShardRecord])
+        return [record for record in found if record.key.job == self.job and record.key.version_id == group]
 
-    def blob(self, name: str, nodes: tuple[str, ...]) -> bytes:
+    def fetch_blob(self, name: str, nodes: tuple[str, ...]) -> bytes:
         """Something small that is kept beside the shards, from the first of ``nodes`` that has it; kept here then."""
         problem: PeerStoreError = ShardNotFoundError(f"job {self.job}: no node was asked for {name}")
         for node in nodes:
             try:
-                data: bytes = self.tending.peer(node).call("blob", GetPeerBlob(name), bytes)
+                data: bytes = self.membership.client_for(node).call("blob", GetPeerBlob(name), bytes)
             except PeerStoreError as error:
                 problem = error
                 continue
@@ -223,33 +223,33 @@ class JobPeers:
             return data
         raise problem
 
-    def blobs(self, node: str, names: Sequence[str]) -> dict[str, bytes]:
+    def fetch_blobs(self, node: str, names: Sequence[str]) -> dict[str, bytes]:
         """What another node has of these small things; several questions where they do not fit into one answer."""
         found: dict[str, bytes] = {}
         left = list(names)
         while left:
             asked = GetPeerBlobs(tuple(left[:MAX_BLOBS_PER_REQUEST]))
-            said: dict[str, bytes] = self.tending.peer(node).call("blobs", asked, dict[str, bytes])
+            said: dict[str, bytes] = self.membership.client_for(node).call("blobs", asked, dict[str, bytes])
             found |= said
             # Left out are those that are not there, and those behind the last one that still fitted.
             last = max((at for at, name in enumerate(asked.names) if name in said), default=len(asked.names) - 1)
             left = left[last + 1 :]
         return found
 
-    def drop(self, groups: Sequence[VersionId]) -> dict[str, str]:
+    def broadcast_delete(self, groups: Sequence[VersionId]) -> dict[str, str]:
         """Have the other nodes give up these versions; who could not be told, and why. Silent ones delay no other."""
-        return self._tell("dropped", DeleteVersions(tuple(groups)))
+        return self._broadcast("dropped", DeleteVersions(tuple(groups)))
 
-    def not_durable(self, group: VersionId, why: str) -> dict[str, str]:
+    def broadcast_not_durable(self, group: VersionId, why: str) -> dict[str, str]:
         """Have the other nodes hear that this version does not become durable; who could not be told, and why."""
-        return self._tell("not_durable", VersionNotDurable(group, why[:MAX_REASON_CHARS]))
+        return self._broadcast("not_durable", VersionNotDurable(group, why[:MAX_REASON_CHARS]))
 
-    def _tell(self, op: str, said: object) -> dict[str, str]:
-        others = [node for node in self.tending.listed if node != self.me.id]
+    def _broadcast(self, op: str, said: object) -> dict[str, str]:
+        others = [node for node in self.membership.node_ids if node != self.this_node.id]
 
         def tell(node: str) -> str:
             try:
-                self.tending.peer(node).call(op, said, type(None), timeout_s=_TELL_S, within_s=2 * _TELL_S)
+                self.membership.client_for(node).call(op, said, type(None), timeout_s=_TELL_S, within_s=2 * _TELL_S)
             except (PeerStoreError, OSError) as error:
                 return str(error) or repr(error)
             return ""
@@ -259,14 +259,14 @@ class JobPeers:
 
     # -- mending ------------------------------------------------------------------------------------------------------
 
-    def damaged(self, record: ShardRecord) -> None:
+    def schedule_repair(self, record: ShardRecord) -> None:
         """A shard of this node turned out damaged and was dropped: it is fetched again from a node that has it."""
-        self.looking.forget()
+        self.inventory_service.invalidate()
         with self._repairing:
             self._repairs.append((record, _MEND_S))
             self._repairing.notify_all()
 
-    def _mend(self) -> None:
+    def _repair_loop(self) -> None:
         while True:
             with self._repairing:
                 self._repairing.wait_for(lambda: self._repairs or self._stop.is_set())
@@ -274,29 +274,29 @@ class JobPeers:
                     return
                 record, wait_s = self._repairs.popleft()
             try:
-                if self.fetch(record):
+                if self.fetch_replica(record):
                     self.repaired += 1
-                    self.protecting.wake()
+                    self.replicator.wake()
             except Exception as error:  # noqa: BLE001 - the next one may work, and this one has been reported as damaged
                 log.warning("job %s: %s was not fetched again: %s", self.job, record.key, error)
-                if should_retry_repair(record, error, self.settled):
-                    self._put_off(record, wait_s)
+                if should_retry_repair(record, error, self.newest_replicated):
+                    self._retry_later(record, wait_s)
 
-    def _put_off(self, record: ShardRecord, wait_s: float) -> None:
+    def _retry_later(self, record: ShardRecord, wait_s: float) -> None:
         """Who has the shard cannot be reached, or there is no slot for it: again, a little later."""
         with self._repairing:
             self._repairing.wait_for(self._stop.is_set, wait_s)
             self._repairs.append((record, min(2 * wait_s, _MEND_MAX_S)))
 
-    def fetch(self, record: ShardRecord) -> bool:
+    def fetch_replica(self, record: ShardRecord) -> bool:
         """Have a shard here that other nodes hold, verified; False when it is here already."""
-        others = [node for node in self.sources().get(record.key, ()) if node != self.me.id]
-        if not others and self.shares:
-            return self.sharing.rebuild(record, self._listed(record.key))
+        others = [node for node in self.shard_sources().get(record.key, ()) if node != self.this_node.id]
+        if not others and self.uses_parity:
+            return self.parity_replicator.rebuild(record, self._original_holders(record.key))
         if not others:
             raise PeerUnreachableError(f"no node that is reached holds {record.key}")
         record = self._as_described(record, others)
-        lease = self._store.begin_copy(record, whole=True)
+        lease = self._store.begin_replica(record, whole=True)
         if lease is None:
             return False
         try:
@@ -306,13 +306,13 @@ class JobPeers:
             with mapped as mapping:
                 failpoint("peer.mending")
                 wish = ReadRequest(record, [ReadTarget(0, record.size_bytes, mapping.view)], others)
-                pulled = RangeReader(self.tending.peer).pull([wish])
+                pulled = RangeReader(self.membership.client_for).read([wish])
                 del wish
             if record.key in pulled.failed:
                 raise pulled.failed[record.key]
-            self._store.seal_copy(lease.id, record, self._listed(record.key))
+            self._store.seal_replica(lease.id, record, self._original_holders(record.key))
         except BaseException:
-            self._store.abandon(lease.id)
+            self._store.release(lease.id)
             raise
         return True
 
@@ -321,30 +321,32 @@ class JobPeers:
         said: dict[str, ShardRecord] = {}
         for node in others:
             with contextlib.suppress(PeerStoreError, OSError):
-                said.update((node, one) for one in self.records(node, record.key.group) if one.key == record.key)
+                said.update(
+                    (node, one) for one in self.fetch_records(node, record.key.version_id) if one.key == record.key
+                )
         if not said or any(is_same_shard(one, record) for one in said.values()):
             return record
-        return self.agreed(said)[0]
+        return self.resolve_record(said)[0]
 
-    def _listed(self, key: ShardKey) -> tuple[str, ...]:
+    def _original_holders(self, key: ShardKey) -> tuple[str, ...]:
         """Who was to hold a shard, as the others remember it; empty when this node wrote it."""
         said = {
             node: fact.holders
-            for node, looked in self.sight().nodes.items()
+            for node, looked in self.inventory().nodes.items()
             for fact in looked.facts
-            if node != self.me.id and fact.key == key
+            if node != self.this_node.id and fact.key == key
         }
-        return original_holders(self.me.id, said)
+        return original_holders(self.this_node.id, said)
 
-    def await_others(self, timeout_s: float) -> None:
+    def wait_for_recovery(self, timeout_s: float) -> None:
         """With parity, until the newest version is whole, or nothing that is under way can make it so: nodes that have
         not answered yet and are not known to be gone, and rebuilds of what was lost with others.
         """
         began = self._clock()
         told = ""
-        while self.shares and not self._stop.is_set():
+        while self.uses_parity and not self._stop.is_set():
             waited_s = self._clock() - began
-            reason = self._awaited()
+            reason = self._pending_recovery()
             if not reason or waited_s >= timeout_s or deadlines.expired():
                 break
             if reason != told:
@@ -355,37 +357,37 @@ class JobPeers:
             what = f"going on without: {reason}" if reason else "going on"
             log.warning("job %s: waited %.1f s, %s", self.job, self._clock() - began, what)
 
-    def _awaited(self) -> str:
+    def _pending_recovery(self) -> str:
         """What may still make a newer version whole, in words; nothing when nothing will."""
-        sight = self.sight(fresh=True)
-        return pending_recovery(sight.nodes, sight.silent, self.tending.living)
+        sight = self.inventory(fresh=True)
+        return pending_recovery(sight.nodes, sight.unreachable, self.membership.alive)
 
-    def sources(self, *, fresh: bool = False) -> dict[ShardKey, tuple[str, ...]]:
+    def shard_sources(self, *, fresh: bool = False) -> dict[ShardKey, tuple[str, ...]]:
         """Which nodes hold each shard, this one first."""
-        return self.sight(fresh=fresh).sources
+        return self.inventory(fresh=fresh).sources
 
-    def agreed(self, records: Mapping[str, ShardRecord]) -> tuple[ShardRecord, tuple[str, ...]]:
+    def resolve_record(self, records: Mapping[str, ShardRecord]) -> tuple[ShardRecord, tuple[str, ...]]:
         """What several nodes say one shard is. Where they differ each compares its own bytes with what it says."""
         kinds = _kinds(records)
         if len(kinds) > 1:
             key = next(iter(records.values())).key
             log.error("job %s: %s is described in different ways: by %s", self.job, key, list(kinds.values()))
-            stands = {node: self._stands_by(node, record) for node, record in records.items()}
+            stands = {node: self._verifies(node, record) for node, record in records.items()}
             kinds = _kinds({node: record for node, record in records.items() if stands[node]})
             if not kinds and None in stands.values():
                 raise UnavailableError(f"{key}: nodes describe it in different ways, and not all could look at theirs")
             if not kinds:
                 raise ShardDamagedError(f"{key}: no node has the bytes that it describes")
-        nodes = max(kinds.values(), key=lambda nodes: (len(nodes), self.me.id in nodes, nodes))
+        nodes = max(kinds.values(), key=lambda nodes: (len(nodes), self.this_node.id in nodes, nodes))
         return records[nodes[0]], tuple(nodes)
 
-    def _stands_by(self, node: str, record: ShardRecord) -> bool | None:
+    def _verifies(self, node: str, record: ShardRecord) -> bool | None:
         """Whether a node's bytes are what it says they are; it drops them when they are not. None: it cannot tell."""
         chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
         try:
-            if node == self.me.id:
+            if node == self.this_node.id:
                 return not self._store.verify(record.key, chunks)
-            return not self.tending.peer(node).call("suspect", VerifyChunks(record.key, (chunks,)), bool)
+            return not self.membership.client_for(node).call("suspect", VerifyChunks(record.key, (chunks,)), bool)
         except (PeerStoreError, OSError) as error:
             log.warning("job %s: %s did not look at %s again: %s", self.job, node, record.key, error)
             return None

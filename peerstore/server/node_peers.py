@@ -51,7 +51,7 @@ class FixedMembers:
     def __init__(self, roster: MemberList) -> None:
         self._roster = roster
 
-    def roster(self) -> MemberList:
+    def member_list(self) -> MemberList:
         return self._roster
 
 
@@ -76,7 +76,7 @@ class NodePeers(StoreListener):
         self._teams: dict[str, JobPeers] = {}
         self._plans: dict[str, JobPeersConfig] = {}
         self._listener: Listener | None = None
-        self.desk = PeerServer(store, identity.node, team_of=self.team, version=version, shared=shared)
+        self.server = PeerServer(store, identity.node, team_of=self.job_peers, version=version, shared=shared)
 
     def start(self) -> None:
         """Go on for the jobs that a killed agent took part in."""
@@ -96,23 +96,23 @@ class NodePeers(StoreListener):
             listener, self._listener = self._listener, None
         with deadlines.timeout_scope(SHUTDOWN_GRACE_S):
             for team in teams:
-                team.protecting.close()  # nothing new goes out
+                team.replicator.close()  # nothing new goes out
         if listener is not None:
             listener.close()
         for team in teams:
             team.close()
-        self.desk.close()
+        self.server.close()
         self._transport.close()
 
-    def cut_off(self, seconds: float) -> None:
+    def partition(self, seconds: float) -> None:
         """Have this node reach no other, and no other this one, for so long: a partition on purpose."""
         log.warning("cut off from all other nodes for %g s, on purpose", seconds)
-        self._transport.cut(seconds)
+        self._transport.partition(seconds)
 
     # -- who I am -----------------------------------------------------------------------------------------------------
 
     @property
-    def me(self) -> PeerNode:
+    def this_node(self) -> PeerNode:
         """This node, reachable: from the first call on it listens."""
         with self._lock:
             if self._listener is None:
@@ -128,14 +128,14 @@ class NodePeers(StoreListener):
         wanted, noted = self._identity.listen, self._identity.port_file
         host, _, port = wanted.rpartition(":")
         if noted is None or port != "0":
-            return self._transport.listen(wanted, self.desk.serve)
+            return self._transport.listen(wanted, self.server.serve)
         with contextlib.suppress(OSError, ValueError):
             before = int(noted.read_text())
             try:
-                return self._transport.listen(f"{host}:{before}", self.desk.serve)
+                return self._transport.listen(f"{host}:{before}", self.server.serve)
             except (PeerStoreError, OSError) as error:
                 log.warning("port %d, where others know this node, cannot be had (%s): another one", before, error)
-        listener = self._transport.listen(wanted, self.desk.serve)
+        listener = self._transport.listen(wanted, self.server.serve)
         try:
             noted.write_text(listener.address.rpartition(":")[2])
         except OSError as error:
@@ -143,23 +143,23 @@ class NodePeers(StoreListener):
         return listener
 
     @property
-    def name(self) -> NodeId:
+    def node_id(self) -> NodeId:
         return self._identity.node
 
     @property
-    def listening(self) -> str:
+    def listen_address(self) -> str:
         """Where this node listens, or nothing."""
         with self._lock:
             return self._listener.address if self._listener is not None else ""
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def team(self, job: str) -> JobPeers | None:
+    def job_peers(self, job: str) -> JobPeers | None:
         with self._lock:
             return self._teams.get(job)
 
     @property
-    def teams(self) -> list[JobPeers]:
+    def all_job_peers(self) -> list[JobPeers]:
         with self._lock:
             return [self._teams[job] for job in sorted(self._teams)]
 
@@ -171,23 +171,23 @@ class NodePeers(StoreListener):
             if team is not None and known == plan:
                 return team
             replaced, fresh = None, False
-            if team is not None and known is not None and known.like(plan):
-                self._remember(job, plan)
-                team.tending.follow(discovery)
+            if team is not None and known is not None and known.same_except_members(plan):
+                self._save_config(job, plan)
+                team.membership.set_discovery(discovery)
             else:
                 replaced = self._teams.pop(job, None)
-                team = self._teams[job] = self._team(job, plan)
-                self._remember(job, plan)
+                team = self._teams[job] = self._new_job_peers(job, plan)
+                self._save_config(job, plan)
                 fresh = True
         if replaced is not None:
             replaced.close()
         if fresh:
             team.start(discovery)
-        team.tending.wait_quorum(wait_s)  # also of those that only a changed list of nodes names
+        team.membership.wait_quorum(wait_s)  # also of those that only a changed list of nodes names
         return team
 
-    def _team(self, job: str, plan: JobPeersConfig) -> JobPeers:
-        me = self.me
+    def _new_job_peers(self, job: str, plan: JobPeersConfig) -> JobPeers:
+        me = self.this_node
         return JobPeers(
             self._store,
             me,
@@ -198,7 +198,7 @@ class NodePeers(StoreListener):
             blobs_of=self._blobs_of,
         )
 
-    def _remember(self, job: str, plan: JobPeersConfig) -> None:
+    def _save_config(self, job: str, plan: JobPeersConfig) -> None:
         self._plans[job] = plan
         try:
             self._store.put_blob(job, JOB_PEERS_BLOB, msgspec.msgpack.encode(plan))
@@ -213,30 +213,30 @@ class NodePeers(StoreListener):
             team.close()
             if job in self._store.jobs():
                 self._store.remove_blob(job, JOB_PEERS_BLOB)
-                self._store.copies.guard(job, guarded=False)
+                self._store.replicas.set_replication_guard(job, guarded=False)
 
     # -- what happens to shards ---------------------------------------------------------------------------------------
 
-    def sealed(self, record: ShardRecord) -> None:
-        team = self.team(record.key.job)
+    def on_shard_sealed(self, record: ShardRecord) -> None:
+        team = self.job_peers(record.key.job)
         if team is not None:
-            team.protecting.wake()
+            team.replicator.wake()
 
-    def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        self.sealed(record)
+    def on_replica_stored(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        self.on_shard_sealed(record)
 
-    def dropped(self, job: str) -> None:
+    def on_job_expired(self, job: str) -> None:
         self.leave(job)
 
-    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
-        team = self.team(key.job)
+    def on_shard_damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        team = self.job_peers(key.job)
         if team is not None:
-            team.damaged(record)
+            team.schedule_repair(record)
 
-    def parity(self, record: ShardRecord) -> None:
-        self.sealed(record)
+    def on_parity_changed(self, record: ShardRecord) -> None:
+        self.on_shard_sealed(record)
 
-    def decided(self, job: str, group: VersionId, *, torn: bool) -> None:
-        team = self.team(job)
+    def on_version_decided(self, job: str, group: VersionId, *, torn: bool) -> None:
+        team = self.job_peers(job)
         if team is not None:
-            team.protecting.wake()
+            team.replicator.wake()

@@ -77,18 +77,18 @@ class PeerServer:
         self._me = me
         self._team_of = team_of
         self._version = version
-        self.shared = shared
+        self.blob_access = shared
         self._verified = verified
-        self.receiving = ReplicaReceiver(store, me)
-        self.lending = RangeServer(store)
-        self.refused = 0
+        self.replica_receiver = ReplicaReceiver(store, me)
+        self.range_server = RangeServer(store)
+        self.rejected = 0
 
     def serve(self, channel: MessageChannel) -> None:
         """One connection, from its greeting to its end."""
         try:
             who = authenticate_client(channel, me=self._me, secret_of=self._secret_of, version=self._version)  # type: ignore[arg-type]
         except PeerStoreError:
-            self.refused += 1
+            self.rejected += 1
             raise
         team = self._team_of(who.job)
         if team is None:
@@ -98,7 +98,7 @@ class PeerServer:
         try:
             conversation.run()
         except ProtocolError:
-            self.refused += 1
+            self.rejected += 1
             raise
         finally:
             conversation.end()
@@ -108,16 +108,16 @@ class PeerServer:
         return team.credentials.secret if team is not None else None
 
     def close(self) -> None:
-        self.receiving.close()
+        self.replica_receiver.close()
 
 
 class _PeerSession:
     """One peer's requests on one connection, one after the other."""
 
     def __init__(self, desk: PeerServer, team: JobPeers, who: PeerIdentity, channel: MessageChannel) -> None:
-        self._desk = desk
+        self._server = desk
         self._store = desk._store
-        self._team = team
+        self._job_peers = team
         self._who = who
         self._channel = channel
         self._bad: list[int] = []
@@ -129,28 +129,31 @@ class _PeerSession:
             "flush": (FlushChunks, self._flush),
             "commit": (CommitReplica, self._commit),
             "abort": (AbortReplica, self._abort),
-            "relist": (UpdateHolders, lambda a: self._store.copies.relist(self._mine(a.key), a.holders)),
+            "relist": (UpdateHolders, lambda a: self._store.replicas.set_holders(self._of_this_job(a.key), a.holders)),
             "put_blob": (PutPeerBlob, self._put_blob),
-            "look": (GetNodeInventory, lambda _: team.look()),
+            "look": (GetNodeInventory, lambda _: team.local_inventory()),
             "look_for": (GetPartitionInventory, self._look_for),
             "records": (GetShardRecords, self._records),
             "blobs": (GetPeerBlobs, self._blobs),
-            "blob": (GetPeerBlob, lambda a: self._store.get_blob(team.job, self._desk.shared.readable(a.name))),
-            "suspect": (VerifyChunks, lambda a: desk.lending.suspected(self._mine(a.key), a.chunks)),
-            "striped": (StripeReport, lambda a: team.sharing.striped(who.node, a)),
-            "stake": (ParityStatus, lambda a: team.sharing.staked(who.node, a)),
+            "blob": (
+                GetPeerBlob,
+                lambda a: self._store.get_blob(team.job, self._server.blob_access.check_readable(a.name)),
+            ),
+            "suspect": (VerifyChunks, lambda a: desk.range_server.verify_chunks(self._of_this_job(a.key), a.chunks)),
+            "striped": (StripeReport, lambda a: team.parity_replicator.handle_stripe_report(who.node, a)),
+            "stake": (ParityStatus, lambda a: team.parity_replicator.handle_parity_status(who.node, a)),
             "parities": (GetParities, self._parities),
-            "ping": (PingMessage, lambda a: team.tending.pinged(who.node, a)),
-            "ping_for": (IndirectPing, lambda a: team.tending.reaches(NodeId(a.node))),
+            "ping": (PingMessage, lambda a: team.membership.handle_ping(who.node, a)),
+            "ping_for": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
             "roster": (GetMemberList, self._roster),
-            "settling": (PartsReport, team.protecting.settlement.settling),
+            "settling": (PartsReport, team.replicator.commit_tracker.handle_report),
             "dropped": (DeleteVersions, self._drop),
             "not_durable": (VersionNotDurable, self._not_durable),
             "settled": (
                 VersionReplicated,
-                lambda a: team.protecting.settlement.decided(CommitDecision(a.group, a.group)),
+                lambda a: team.replicator.commit_tracker.handle_decision(CommitDecision(a.group, a.group)),
             ),
-            "decided": (CommitDecision, team.protecting.settlement.decided),
+            "decided": (CommitDecision, team.replicator.commit_tracker.handle_decision),
         }
 
     def run(self) -> None:
@@ -167,13 +170,13 @@ class _PeerSession:
     def end(self) -> None:
         """Copies that were offered on this connection and not finished are given up: their slots are free again."""
         for transfer in self._offered:
-            self._desk.receiving.abort(self._who.node, transfer)
+            self._server.replica_receiver.abort(self._who.node, transfer)
 
     def _answer(self, request: PeerRequest) -> None:
         found = self._operations.get(request.op)
         try:
             if found is None:
-                raise RequestError(f"this agent ({self._desk._version or 'unknown version'}) has no {request.op!r}")
+                raise RequestError(f"this agent ({self._server._version or 'unknown version'}) has no {request.op!r}")
             kind, work = found
             if self._payload_bytes and request.op != "put_blob":
                 raise ProtocolError(f"{request.op!r} came with {self._payload_bytes} bytes that belong to nothing")
@@ -199,10 +202,10 @@ class _PeerSession:
             message_codec.encode_message(PeerResponse(error, message_codec.encode_raw_message(body))), payload
         )
 
-    def _mine(self, key: Any) -> Any:
+    def _of_this_job(self, key: Any) -> Any:
         """A key on this connection is of this connection's job."""
-        if key.job != self._team.job:
-            raise RequestError(f"{key} was named on a connection of job {self._team.job}")
+        if key.job != self._job_peers.job:
+            raise RequestError(f"{key} was named on a connection of job {self._job_peers.job}")
         return key
 
     # -- copies ---------------------------------------------------------------------------------------------------
@@ -210,13 +213,13 @@ class _PeerSession:
     def _offer(self, offer: OfferReplica) -> object:
         if len(offer.holders) > 8 or len(offer.blobs) > 64:
             raise RequestError(f"{offer.record.key}: {len(offer.holders)} holders and {len(offer.blobs)} blobs")
-        wanted = self._desk.receiving.offer(self._team.job, self._who.node, offer)
+        wanted = self._server.replica_receiver.handle_offer(self._job_peers.job, self._who.node, offer)
         if wanted.transfer:
             self._offered.add(wanted.transfer)
         return wanted
 
     def _chunk(self, chunk: ReplicaChunk) -> None:
-        bad = self._desk.receiving.chunk(
+        bad = self._server.replica_receiver.receive_chunk(
             self._who.node, chunk.transfer, chunk.number, self._channel, self._payload_bytes
         )
         if bad is not None:
@@ -227,46 +230,48 @@ class _PeerSession:
         return bad
 
     def _commit(self, commit: CommitReplica) -> None:
-        key = self._desk.receiving.commit(self._who.node, commit.transfer)
+        key = self._server.replica_receiver.commit(self._who.node, commit.transfer)
         self._offered.discard(commit.transfer)
-        self._team.protecting.confirm(key, self._who.node, self._team.tending.life(self._who.node))
+        self._job_peers.replicator.confirm_holder(
+            key, self._who.node, self._job_peers.membership.generation_of(self._who.node)
+        )
 
     def _abort(self, abort: AbortReplica) -> None:
-        self._desk.receiving.abort(self._who.node, abort.transfer)
+        self._server.replica_receiver.abort(self._who.node, abort.transfer)
         self._offered.discard(abort.transfer)
 
     def _drop(self, dropped: DeleteVersions) -> None:
         """Also where nothing of them is here: that is no error."""
-        self._store.forget(self._team.job, list(dropped.groups))
+        self._store.delete_versions(self._job_peers.job, list(dropped.groups))
 
     def _not_durable(self, said: VersionNotDurable) -> None:
-        self._store.not_durable(self._team.job, said.group, f"node {self._who.node}: {said.why}")
+        self._store.notify_not_durable(self._job_peers.job, said.group, f"node {self._who.node}: {said.why}")
 
     def _put_blob(self, blob: PutPeerBlob) -> None:
-        name, size = self._desk.shared.writable(blob.name, self._who.node), self._payload_bytes
+        name, size = self._server.blob_access.check_writable(blob.name, self._who.node), self._payload_bytes
         if size > MAX_BLOB_BYTES:
             raise RequestError(f"blob {blob.name} has {size} bytes, at most {MAX_BLOB_BYTES} are kept")
         data = bytearray(size)
         self._payload_bytes = 0
         self._channel.receive_into([memoryview(data)])
-        if self._desk.shared.is_common(name):  # named by what is in it: what is there is not replaced
+        if self._server.blob_access.is_common(name):  # named by what is in it: what is there is not replaced
             with contextlib.suppress(ShardNotFoundError, ShardDamagedError):
-                self._store.get_blob(self._team.job, name)
+                self._store.get_blob(self._job_peers.job, name)
                 return
-        self._store.put_blob(self._team.job, name, bytes(data))
+        self._store.put_blob(self._job_peers.job, name, bytes(data))
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _look_for(self, asked: GetPartitionInventory) -> object:
-        return self._team.looking.look_for(asked)
+        return self._job_peers.inventory_service.serve_partition(asked)
 
     def _read(self, read: ReadRanges) -> None:
         try:
-            loan = self._desk.lending.prepare(self._team.job, read)
+            loan = self._server.range_server.open(self._job_peers.job, read)
         except PeerStoreError as error:
             self._send(type(error).__name__, str(error))
             if isinstance(error, ShardDamagedError):
-                self._desk.lending.suspect(read.key, [(0, 0)])
+                self._server.range_server.try_verify_chunks(read.key, [(0, 0)])
             return
         try:
             try:
@@ -274,17 +279,17 @@ class _PeerSession:
             except PeerStoreError as error:
                 self._send(type(error).__name__, str(error))
                 if isinstance(error, ShardDamagedError):
-                    self._desk.lending.suspect(read.key, _chunks(read, loan.chunk_bytes))
+                    self._server.range_server.try_verify_chunks(read.key, _chunks(read, loan.chunk_bytes))
                 return
             failpoint("peer.reading")
             self._send("", sent, loan.payload)
-            self._desk.lending.sent_bytes += loan.size_bytes
+            self._server.range_server.sent_bytes += loan.size_bytes
         finally:
             loan.close()
 
     def _records(self, asked: GetShardRecords) -> object:
         wanted = set(asked.parts)
-        found = self._store.records(self._team.job, asked.group)
+        found = self._store.shard_records(self._job_peers.job, asked.group)
         return [record for record in found if not wanted or record.key.part in wanted]
 
     def _blobs(self, asked: GetPeerBlobs) -> object:
@@ -292,7 +297,7 @@ class _PeerSession:
         room = _MOST_BLOB_BYTES
         for name in asked.names:
             try:
-                data = self._store.get_blob(self._team.job, self._desk.shared.readable(name))
+                data = self._store.get_blob(self._job_peers.job, self._server.blob_access.check_readable(name))
             except (ShardNotFoundError, ShardDamagedError):  # who asks looks elsewhere
                 continue
             room -= len(data)
@@ -302,12 +307,16 @@ class _PeerSession:
         return found
 
     def _parities(self, asked: GetParities) -> object:
-        return [record for record in self._store.copies.parities(self._team.job) if record.key.group == asked.group]
+        return [
+            record
+            for record in self._store.replicas.list_parities(self._job_peers.job)
+            if record.key.version_id == asked.group
+        ]
 
     def _roster(self, _: GetMemberList) -> object:
-        roster = self._team.tending.roster
+        roster = self._job_peers.membership.member_list
         if roster is None:
-            raise UnavailableError(f"{self._desk._me} does not know who belongs to job {self._team.job}")
+            raise UnavailableError(f"{self._server._me} does not know who belongs to job {self._job_peers.job}")
         return roster
 
 

@@ -139,12 +139,12 @@ class Client:
         self._errors = dict(errors or {})
         self._idle: list[socket.socket] = []
         self._closed = False
-        self._given_up = False
+        self._unreachable = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._heeds_deadlines = False
         self.server_version = ""
-        self.arena_id = self.started = ""
+        self.arena_id = self.start_id = ""
         self._give_back(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
 
     # -- Store ------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Client:
         return self.call("grow", ask, Lease, timeout_s=clamp_wait_s(wait_s) + _CALL_S)
 
     def open_slot(self, slot: str) -> int:
-        _, fd = self._asked("open_slot", store_api.OpenSlotRequest(slot), type(None))
+        _, fd = self._call("open_slot", store_api.OpenSlotRequest(slot), type(None))
         return _brought(fd, slot)
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
@@ -175,17 +175,17 @@ class Client:
         asked = store_api.SealRequest(lease_id, size_bytes, meta, tuple(blobs))
         return self.call("seal", asked, ShardRecord, timeout_s=timeout)
 
-    def abandon(self, lease_id: str) -> None:
+    def release(self, lease_id: str) -> None:
         self.call("abandon", store_api.ReleaseLeaseRequest(lease_id), type(None))
 
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
         return self.call("reserve", store_api.ReserveRequest(job, part, size_bytes, slots), list[SlotInfo])
 
-    def inventory(self, job: str | None = None) -> list[ShardInfo]:
+    def list_shards(self, job: str | None = None) -> list[ShardInfo]:
         return self.call("inventory", store_api.ListShardsRequest(job), list[ShardInfo], timeout_s=_ADOPTION_S)
 
     def pin(self, key: ShardKey) -> Pin:
-        pinned, fd = self._asked("pin", store_api.PinRequest(key), PinResponse, timeout_s=_ADOPTION_S)
+        pinned, fd = self._call("pin", store_api.PinRequest(key), PinResponse, timeout_s=_ADOPTION_S)
         if fd is None:
             self.unpin(pinned.id)
         return Pin(pinned.id, pinned.record, _brought(fd, str(key)))
@@ -196,25 +196,25 @@ class Client:
     def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]:
         return self.call("verify", store_api.VerifyRequest(key, chunks), tuple[int, ...], timeout_s=_ADOPTION_S)
 
-    def report(self, key: ShardKey, reason: str) -> None:
+    def report_damage(self, key: ShardKey, reason: str) -> None:
         self.call("report", store_api.ReportDamageRequest(key, reason), type(None))
 
-    def call_whole(self, job: str, group: VersionId) -> None:
+    def mark_committed(self, job: str, group: VersionId) -> None:
         self.call("mark_whole", store_api.MarkCommittedRequest(job, group), type(None))
 
-    def leave_out(self, job: str, group: VersionId, part: int) -> None:
+    def abort_part(self, job: str, group: VersionId, part: int) -> None:
         self.call("leave_out", store_api.AbortPartRequest(job, group, part), type(None))
 
-    def newest_whole(self, job: str) -> VersionId | None:
+    def newest_committed(self, job: str) -> VersionId | None:
         return self.call("newest_whole", store_api.JobRequest(job), VersionId | None)
 
-    def forget(self, job: str, groups: list[VersionId] | None = None) -> int:
+    def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
         return self.call("forget", store_api.DeleteVersionsRequest(job, groups), int)
 
-    def keep(self, job: str, group: VersionId, *, kept: bool = True) -> None:
+    def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
         self.call("keep", store_api.RetainVersionRequest(job, group, kept), type(None))
 
-    def kept(self, job: str) -> set[VersionId]:
+    def retained(self, job: str) -> set[VersionId]:
         return self.call("kept", store_api.JobRequest(job), set[VersionId])
 
     def put_blob(self, job: str, name: str, data: bytes) -> None:
@@ -223,19 +223,19 @@ class Client:
     def get_blob(self, job: str, name: str) -> bytes:
         return self.call("get_blob", store_api.BlobRequest(job, name), bytes)
 
-    def blobs(self, job: str) -> list[str]:
+    def list_blobs(self, job: str) -> list[str]:
         return self.call("blobs", store_api.JobRequest(job), list[str])
 
     def remove_blob(self, job: str, name: str) -> None:
         self.call("remove_blob", store_api.BlobRequest(job, name), type(None))
 
-    def drop_aside(self, names: list[str] | None = None) -> int:
+    def drop_unrecognized(self, names: list[str] | None = None) -> int:
         return self.call("drop_aside", store_api.DropUnrecognizedRequest(names), int)
 
     def status(self) -> StoreStatus:
         return self.call("status", store_api.StoreStatusRequest(), StoreStatus)
 
-    def answers(self, *, timeout_s: float) -> None:
+    def ping(self, *, timeout_s: float) -> None:
         """Nothing, once the agent has said anything."""
         self.call("epoch", store_api.JobRequest("nobody"), int, timeout_s=timeout_s)
 
@@ -262,12 +262,12 @@ class Client:
 
         ``timeout_s`` is for the answer to one try, ``within_s`` for everything, an agent that is started included.
         """
-        found, fd = self._asked(op, body, result, timeout_s=timeout_s, within_s=within_s)
+        found, fd = self._call(op, body, result, timeout_s=timeout_s, within_s=within_s)
         if fd is not None:  # nobody asked for it
             os.close(fd)
         return found
 
-    def _asked(
+    def _call(
         self,
         op: str,
         body: object,
@@ -335,7 +335,7 @@ class Client:
             if until - time.monotonic() > _SILENT_S:
                 self._replace()
 
-    def tell(
+    def notify(
         self,
         op: str,
         body: object,
@@ -394,13 +394,13 @@ class Client:
         while True:
             try:
                 sock = self._greet(self._connector(), max(0.1, deadlines.remaining_s(_GREETING_S)))
-                self._given_up = False
+                self._unreachable = False
                 return sock
             except (AgentUnreachableError, OSError) as error:
                 in_time = deadlines.remaining_s() > _SILENT_S
                 replaced = isinstance(error, TimeoutError) and in_time and self._replace()
-                if not replaced and (self._given_up or time.monotonic() + pause >= deadline):
-                    self._given_up = True
+                if not replaced and (self._unreachable or time.monotonic() + pause >= deadline):
+                    self._unreachable = True
                     if isinstance(error, TimeoutError):
                         raise AgentUnreachableError(str(error)) from error
                     raise
@@ -426,7 +426,7 @@ class Client:
                     f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "
                     f"this client {AGENT_PROTOCOL_VERSION}: use the same release for both"
                 )
-            self.server_version, self.arena_id, self.started = answer.server, answer.arena, answer.started
+            self.server_version, self.arena_id, self.start_id = answer.server, answer.arena, answer.started
             self._heeds_deadlines = answer.heeds_deadlines
             undo.pop_all()
         return sock

@@ -107,7 +107,7 @@ class StoreServer:
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._stopping = threading.Event()
-        self.refused = 0
+        self.rejected = 0
         socket_path.unlink(missing_ok=True)
         self._listener = _listening(socket_path)
         self._threads = [
@@ -155,7 +155,7 @@ class StoreServer:
             with self._lock:
                 if len(self._connections) >= _MAX_CONNECTIONS:
                     connection.close()
-                    self.refused += 1
+                    self.rejected += 1
                     continue
                 self._connections.add(connection)
             try:
@@ -173,10 +173,10 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            self._converse(connection)
+            self._serve_requests(connection)
         except (ProtocolError, AgentUnreachableError, OSError) as error:
             if not self._stopping.is_set():
-                self.refused += isinstance(error, ProtocolError)
+                self.rejected += isinstance(error, ProtocolError)
                 log.info("connection ended: %s", error)
         except Exception:
             log.exception("connection ended unexpectedly")
@@ -189,7 +189,7 @@ class StoreServer:
             self._connections.discard(connection)
             self._fewer.notify_all()
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _serve_requests(self, connection: socket.socket) -> None:
         connection.settimeout(_GREETING_S)
         try:
             owner, job = self._admit(connection)
@@ -198,19 +198,19 @@ class StoreServer:
             raise
         if owner is None:
             return
-        arena, started = self._store.arena_id, self._store.started
+        arena, started = self._store.arena_id, self._store.start_id
         message_codec.send_frame(
             connection, AgentHello(AGENT_PROTOCOL_VERSION, job, self._version, arena, started, heeds_deadlines=True)
         )
         if job:
-            self._store.arrived(owner, job)
+            self._store.client_connected(owner, job)
         try:
             while (request := self._next(connection)) is not None:
                 connection.settimeout(_FRAME_S)
                 self._send(connection, *self._answer(request, owner))
         finally:
             if job:
-                self._store.departed(owner, job)
+                self._store.client_disconnected(owner, job)
 
     def _admit(self, connection: socket.socket) -> tuple[ProcessIdentity | None, str]:
         """Who is connected and what it works on; nobody, when it left again."""
@@ -257,7 +257,7 @@ class StoreServer:
             operation = self._operations.get(request.op)
             if operation is None:
                 raise RequestError(f"this agent ({self._version or 'unknown version'}) has no operation {request.op!r}")
-            with deadlines.timeout_scope(request.left_s):
+            with deadlines.timeout_scope(request.remaining_s):
                 result = operation.answer(message_codec.decode_message(request.body, operation.args), owner)
             file = result if isinstance(result, ResultWithFile) else None
             return AgentResponse("", message_codec.encode_raw_message(result if file is None else file.result)), file
@@ -369,7 +369,7 @@ def serve_store(
         cleanup.callback(server.close)
         server.start()
         log.info("agent %s serves %s (process %d, at most %d open files)", version, place.directory, os.getpid(), most)
-        cleanup.callback(store.shut)  # first of all: nobody waits for a slot any more
+        cleanup.callback(store.stop_leasing)  # first of all: nobody waits for a slot any more
 
         def needed() -> bool:
             return linger_s is None or bool(server.connections) or extras.busy() or store.idle_s() <= linger_s

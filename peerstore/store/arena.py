@@ -56,16 +56,16 @@ class Arena(Protocol):
     - ``create`` gives a file of exactly ``size_bytes`` or leaves nothing behind and raises: :class:`ArenaFullError`,
       or :class:`UnavailableError` where it is not for want of room; pages that other slots were promised and do not
       have yet count as taken. The size is the file's for its life.
-    - Who mapped or opened a slot keeps it, also after ``remove``. ``lingering`` has the sizes of removed slots that
-      some process still uses, as far as that can be known.
+    - Who mapped or opened a slot keeps it, also after ``remove``. ``removed_in_use`` has the sizes of removed slots
+      that some process still uses, as far as that can be known.
     - ``open`` gives a descriptor of a slot, for reading or for writing too, which is the caller's from then on.
       ``path`` names the slot for work of this process itself, while it is there.
-    - ``put_note`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
-    - ``get_note`` returns exactly what was put, ``None`` when nothing was, and raises
+    - ``put_metadata`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
+    - ``get_metadata`` returns exactly what was put, ``None`` when nothing was, and raises
       :class:`ShardDamagedError` when the bytes are not what was put, :class:`UnsupportedFormatError` when another
       version put them, and :class:`UnavailableError` when they cannot be read.
-    - ``slots`` and ``notes`` list what was made here, sorted; what somebody else left lying about is neither listed nor
-      touched. A note's name may have one folder in front (``folder/name``); ``notes("folder/")`` lists it.
+    - ``list_slots`` and ``list_metadata`` list what was made here, sorted; what somebody else left there is neither
+      listed nor touched. A name may have one folder in front (``folder/name``); ``list_metadata("folder/")`` lists it.
     - Any thread may call any method.
     """
 
@@ -74,12 +74,12 @@ class Arena(Protocol):
     def open(self, name: str, *, writable: bool = False) -> int: ...
     def path(self, name: str) -> str: ...
     def size(self, name: str) -> int: ...
-    def slots(self) -> list[str]: ...
-    def lingering(self) -> dict[str, int]: ...
-    def put_note(self, name: str, data: bytes) -> None: ...
-    def get_note(self, name: str) -> bytes | None: ...
-    def remove_note(self, name: str) -> None: ...
-    def notes(self, prefix: str) -> list[str]: ...
+    def list_slots(self) -> list[str]: ...
+    def removed_in_use(self) -> dict[str, int]: ...
+    def put_metadata(self, name: str, data: bytes) -> None: ...
+    def get_metadata(self, name: str) -> bytes | None: ...
+    def remove_metadata(self, name: str) -> None: ...
+    def list_metadata(self, prefix: str) -> list[str]: ...
     def purge(self, *, keep: str = "") -> None:
         """Remove everything but notes whose names begin with ``keep``."""
 
@@ -131,7 +131,7 @@ class TmpfsArena:
             raise
         with self._removed_lock:
             self._removed[name] = fd, size_bytes
-        self.lingering()
+        self.removed_in_use()
 
     def open(self, name: str, *, writable: bool = False) -> int:
         access = os.O_RDWR if writable else os.O_RDONLY
@@ -143,10 +143,10 @@ class TmpfsArena:
     def size(self, name: str) -> int:
         return (self._slots / _checked(name)).stat().st_size
 
-    def slots(self) -> list[str]:
+    def list_slots(self) -> list[str]:
         return sorted(entry.name for entry in _own_files(self._slots))
 
-    def lingering(self) -> dict[str, int]:
+    def removed_in_use(self) -> dict[str, int]:
         with self._removed_lock:
             for name, (fd, _) in list(self._removed.items()):
                 if not _used_elsewhere(fd):
@@ -154,7 +154,7 @@ class TmpfsArena:
                     os.close(fd)
             return {name: size_bytes for name, (_, size_bytes) in self._removed.items()}
 
-    def put_note(self, name: str, data: bytes) -> None:
+    def put_metadata(self, name: str, data: bytes) -> None:
         self._note(name)
         fresh = self._fresh / secrets.token_hex(8)
         try:
@@ -179,7 +179,7 @@ class TmpfsArena:
             else:
                 return
 
-    def get_note(self, name: str) -> bytes | None:
+    def get_metadata(self, name: str) -> bytes | None:
         path = self._note(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -200,7 +200,7 @@ class TmpfsArena:
         finally:
             os.close(fd)
 
-    def remove_note(self, name: str) -> None:
+    def remove_metadata(self, name: str) -> None:
         path = self._note(name)
         with contextlib.suppress(IsADirectoryError, NotADirectoryError):
             path.unlink(missing_ok=True)
@@ -208,7 +208,7 @@ class TmpfsArena:
             with contextlib.suppress(OSError):  # others are still in it
                 path.parent.rmdir()
 
-    def notes(self, prefix: str) -> list[str]:
+    def list_metadata(self, prefix: str) -> list[str]:
         folder, slash, start = prefix.rpartition("/")
         try:
             found = _own_files(self._folders / _checked(folder) if slash else self._notes)
@@ -218,13 +218,13 @@ class TmpfsArena:
 
     def purge(self, *, keep: str = "") -> None:
         self.close()
-        kept = self.notes(keep) if keep else []
+        kept = self.list_metadata(keep) if keep else []
         for place in self._places:
             if place != self._notes or not kept:
                 shutil.rmtree(place, ignore_errors=True)
-        for name in self.notes("") if kept else ():
+        for name in self.list_metadata("") if kept else ():
             if name not in kept:
-                self.remove_note(name)
+                self.remove_metadata(name)
 
     def close(self) -> None:
         with self._removed_lock:
@@ -328,23 +328,23 @@ class MemfdArena:
     def size(self, name: str) -> int:
         return os.fstat(self._fd(name)).st_size
 
-    def slots(self) -> list[str]:
+    def list_slots(self) -> list[str]:
         return sorted(self._fds)
 
-    def lingering(self) -> dict[str, int]:
+    def removed_in_use(self) -> dict[str, int]:
         return {}
 
-    def put_note(self, name: str, data: bytes) -> None:
+    def put_metadata(self, name: str, data: bytes) -> None:
         self._kept["/".join(map(_checked, _split(name)))] = _framed(data)
 
-    def get_note(self, name: str) -> bytes | None:
+    def get_metadata(self, name: str) -> bytes | None:
         raw = self._kept.get("/".join(map(_checked, _split(name))))
         return None if raw is None else _unframed(raw, name)
 
-    def remove_note(self, name: str) -> None:
+    def remove_metadata(self, name: str) -> None:
         self._kept.pop("/".join(map(_checked, _split(name))), None)
 
-    def notes(self, prefix: str) -> list[str]:
+    def list_metadata(self, prefix: str) -> list[str]:
         depth = prefix.count("/")
         return sorted(name for name in list(self._kept) if name.startswith(prefix) and name.count("/") == depth)
 

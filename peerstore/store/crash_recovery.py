@@ -46,7 +46,7 @@ _TRIES = 3
 _AGAIN_S = 0.5
 _SELDOM_S = 60.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
-_UNVERIFIED = (ShardState.ADOPTING, ShardState.UNREADABLE)
+_UNVERIFIED = (ShardState.VERIFYING, ShardState.UNREADABLE)
 _LARGEST_CHUNK = 1 << 30
 
 
@@ -54,169 +54,169 @@ class CrashRecovery:
     """Reads the notes at once, and hashes the bytes in a thread of its own."""
 
     def __init__(self, shelf: SlotTable, jobs: JobTable, leasing: LeaseManager) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._jobs = jobs
         self._leasing = leasing
         self.lost: list[tuple[ShardRecord, str]] = []
         """Sealed shards whose files were found to be too short already."""
 
-    def read_notes(self) -> None:
-        arena, notes = self._shelf.arena, self._shelf.notes
-        for job in notes.names(JOB_METADATA):
-            with self._noting_damage(JOB_METADATA + job, (JOB_METADATA, job)):
-                self._jobs.adopt(job)
-        for name in arena.slots():
+    def load_metadata(self) -> None:
+        arena, notes = self._table.arena, self._table.metadata
+        for job in notes.list_names(JOB_METADATA):
+            with self._recording_damage(JOB_METADATA + job, (JOB_METADATA, job)):
+                self._jobs.restore(job)
+        for name in arena.list_slots():
             if not name.startswith(SLOT_PREFIX):
                 continue
             for left in reversed(range(_TRIES)):
                 try:
-                    with self._noting_damage(name, (SEAL_METADATA, name), (LEASE_METADATA, name)):
-                        self._adopt_slot(name)
+                    with self._recording_damage(name, (SEAL_METADATA, name), (LEASE_METADATA, name)):
+                        self._recover_slot(name)
                     break
                 except (UnsupportedFormatError, UnavailableError, OSError) as error:
                     if not left:
-                        self._set_aside(name, error)
-            if name not in self._shelf.slots and name not in self._shelf.aside:
+                        self._mark_unrecognized(name, error)
+            if name not in self._table.slots and name not in self._table.unrecognized:
                 arena.remove(name)
         for kind in (SEAL_METADATA, LEASE_METADATA):
-            for name in notes.names(kind):
-                if name not in self._shelf.slots and name not in self._shelf.aside:
-                    self._missing(kind, name)
-        for job in notes.names(JOB_METADATA):
-            self._jobs.end_past_leases(job)
+            for name in notes.list_names(kind):
+                if name not in self._table.slots and name not in self._table.unrecognized:
+                    self._metadata_without_slot(kind, name)
+        for job in notes.list_names(JOB_METADATA):
+            self._jobs.revoke_fenced_leases(job)
 
-    def _adopt_slot(self, name: str) -> None:
-        size = self._shelf.arena.size(name)
-        sealed = self._shelf.notes.get(SEAL_METADATA, name, SealMetadata)
+    def _recover_slot(self, name: str) -> None:
+        size = self._table.arena.size(name)
+        sealed = self._table.metadata.get(SEAL_METADATA, name, SealMetadata)
         if sealed is not None:
-            self._adopt_sealed(name, size, sealed)
+            self._recover_sealed(name, size, sealed)
             return
-        held = self._shelf.notes.get(LEASE_METADATA, name, LeaseMetadata)
+        held = self._table.metadata.get(LEASE_METADATA, name, LeaseMetadata)
         if held is not None:
             validate_shard_key(held.lease.key, held.lease.size_bytes, held.lease.parts)
             lease = msgspec.structs.replace(held.lease, slot=name, slot_bytes=size)
-            slot = ArenaSlot(name, lease.generation, size, 0, lease.key.job, lease.key.seat)
-            self._shelf.slots[name] = slot
-            self._leasing.adopt(slot, lease, ProcessIdentity(*held.owner))
+            slot = ArenaSlot(name, lease.generation, size, 0, lease.key.job, lease.key.slot_part)
+            self._table.slots[name] = slot
+            self._leasing.restore(slot, lease, ProcessIdentity(*held.owner))
 
-    def _adopt_sealed(self, name: str, size: int, note: SealMetadata) -> None:
+    def _recover_sealed(self, name: str, size: int, note: SealMetadata) -> None:
         record = note.record
         validate_stored_record(record)
         if size < record.size_bytes:
             self._lose(record, f"{size} bytes of {record.size_bytes} are left")
             return
-        self._shelf.drop_note(LEASE_METADATA, name)
-        slot = ArenaSlot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.seat)
+        self._table.drop_metadata(LEASE_METADATA, name)
+        slot = ArenaSlot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.slot_part)
         slot.reusable = False  # whoever the killed agent had let read it may not be done
-        slot.record, slot.sealed_under, slot.standing = record, note.lease_id, ShardState.ADOPTING
+        slot.record, slot.sealed_lease_id, slot.shard_state = record, note.lease_id, ShardState.VERIFYING
         slot.holders = note.holders
-        self._shelf.slots[name] = slot
+        self._table.slots[name] = slot
         if not note.holders and not record.key.kind:  # what others wrote says nothing about who writes here
-            self._jobs.heard_of(record.key)
+            self._jobs.observe_epoch(record.key)
         failpoint("agent.adopting")
 
-    def _missing(self, kind: str, name: str) -> None:
+    def _metadata_without_slot(self, kind: str, name: str) -> None:
         """A note without its slot: the file of a sealed shard was removed."""
         try:
-            note = self._shelf.notes.get(SEAL_METADATA, name, SealMetadata) if kind == SEAL_METADATA else None
+            note = self._table.metadata.get(SEAL_METADATA, name, SealMetadata) if kind == SEAL_METADATA else None
             if note is not None and all(note.record.key != record.key for record, _ in self.lost):
                 self._lose(note.record, "its slot is gone")
         except ShardDamagedError as error:
             log.warning("a note without its slot: %s", error)
         except (UnsupportedFormatError, UnavailableError) as error:
-            self._set_aside(name, error)
+            self._mark_unrecognized(name, error)
             return
-        self._shelf.notes.remove(kind, name)
+        self._table.metadata.remove(kind, name)
 
-    def _set_aside(self, name: str, error: Exception) -> None:
+    def _mark_unrecognized(self, name: str, error: Exception) -> None:
         _raise_if_passing(error)
         try:
-            size = self._shelf.arena.size(name)
+            size = self._table.arena.size(name)
         except OSError:
             size = 0
-        self._shelf.set_aside(name, size, str(error))
+        self._table.mark_unrecognized(name, size, str(error))
 
     def _lose(self, record: ShardRecord, reason: str) -> None:
-        self._shelf.note_damage(record.key.job, str(record.key), reason)
+        self._table.record_damage(record.key.job, str(record.key), reason)
         if not record.key.kind:
-            self._jobs.lost_part(record.key.job, record.key.group, record.key.part)
+            self._jobs.record_lost_part(record.key.job, record.key.version_id, record.key.part)
         self.lost.append((record, reason))
 
     @contextlib.contextmanager
-    def _noting_damage(self, what: str, *drop: tuple[str, str]) -> Iterator[None]:
+    def _recording_damage(self, what: str, *drop: tuple[str, str]) -> Iterator[None]:
         try:
             yield
         except (ShardDamagedError, RequestError) as error:
-            self._shelf.note_damage("", what, str(error))
+            self._table.record_damage("", what, str(error))
             for kind, name in drop:
-                self._shelf.notes.remove(kind, name)
+                self._table.metadata.remove(kind, name)
 
     # -- the bytes --------------------------------------------------------------------------------------------
 
-    def verify(
+    def verify_checksums(
         self,
         damaged_chunks: Callable[[ShardRecord, str, None], tuple[int, ...]],
         sealed: Callable[[ShardRecord, tuple[str, ...]], None],
         damaged: Callable[[ShardKey, str], None],
     ) -> None:
         """Hash what a killed agent left behind; until then nobody is offered it. What cannot be read is tried again."""
-        patient_until = self._shelf.clock() + _PATIENCE_S
+        patient_until = self._table.clock() + _PATIENCE_S
         pause_s = _AGAIN_S
-        while (slots := self._unverified()) and not self._shelf.closed:
+        while (slots := self._unverified()) and not self._table.closed:
             for slot in slots:
                 record = slot.record
-                if self._shelf.closed or record is None or slot.standing not in _UNVERIFIED:
+                if self._table.closed or record is None or slot.shard_state not in _UNVERIFIED:
                     continue
                 try:
-                    bad = damaged_chunks(record, self._shelf.arena.path(slot.name), None)
+                    bad = damaged_chunks(record, self._table.arena.path(slot.name), None)
                 except ShardUnreadableError as error:
-                    self._put_off(slot, error, patient=self._shelf.clock() < patient_until)
+                    self._retry_later(slot, error, patient=self._table.clock() < patient_until)
                     continue
                 if bad:
                     damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
-                elif self._offer(slot, record):
+                elif self._make_available(slot, record):
                     sealed(record, slot.holders)
-            with self._shelf.lock:
+            with self._table.lock:
                 if self._unverified():
-                    self._shelf.changed.wait_for(lambda: self._shelf.closed, pause_s)
+                    self._table.changed.wait_for(lambda: self._table.closed, pause_s)
             pause_s = min(2 * pause_s, _SELDOM_S)
 
     def _unverified(self) -> list[ArenaSlot]:
-        with self._shelf.lock:
-            return [slot for slot in self._shelf.slots.values() if slot.standing in _UNVERIFIED]
+        with self._table.lock:
+            return [slot for slot in self._table.slots.values() if slot.shard_state in _UNVERIFIED]
 
-    def _put_off(self, slot: ArenaSlot, error: ShardUnreadableError, *, patient: bool) -> None:
-        with self._shelf.lock:
-            self._shelf.counters["unreadable"] += 1
-            if patient or slot.standing is not ShardState.ADOPTING:
+    def _retry_later(self, slot: ArenaSlot, error: ShardUnreadableError, *, patient: bool) -> None:
+        with self._table.lock:
+            self._table.counters["unreadable"] += 1
+            if patient or slot.shard_state is not ShardState.VERIFYING:
                 log.warning("adoption: %s", error)
                 return
             log.error("adoption: %s; it is not waited for any more, and tried again now and then", error)
-            slot.standing = ShardState.UNREADABLE
-            self._shelf.changed.notify_all()
+            slot.shard_state = ShardState.UNREADABLE
+            self._table.changed.notify_all()
 
-    def _offer(self, slot: ArenaSlot, record: ShardRecord) -> bool:
-        with self._shelf.lock:
-            if slot.record is not record or slot.standing not in _UNVERIFIED:
+    def _make_available(self, slot: ArenaSlot, record: ShardRecord) -> bool:
+        with self._table.lock:
+            if slot.record is not record or slot.shard_state not in _UNVERIFIED:
                 return False  # its owner forgot it meanwhile
-            slot.standing = ShardState.OFFERED
-            self._shelf.counters["adopted"] += 1
-            self._shelf.changed.notify_all()
+            slot.shard_state = ShardState.AVAILABLE
+            self._table.counters["adopted"] += 1
+            self._table.changed.notify_all()
             failpoint("agent.adopted")
             return True
 
-    def wait(self, job: str | None) -> None:
+    def wait_verified(self, job: str | None) -> None:
         """Until everything (of ``job``) is verified. Called with the lock held."""
-        deadline = self._shelf.clock() + deadlines.remaining_s(_WAIT_S)
-        while self.left(job):
-            self._shelf.check_open()
-            if self._shelf.clock() > deadline:
+        deadline = self._table.clock() + deadlines.remaining_s(_WAIT_S)
+        while self.unverified_count(job):
+            self._table.check_open()
+            if self._table.clock() > deadline:
                 raise UnavailableError("still verifying what the last agent left behind")
-            self._shelf.changed.wait(deadlines.remaining_s(1.0))
+            self._table.changed.wait(deadlines.remaining_s(1.0))
 
-    def left(self, job: str | None = None) -> int:
-        slots = self._shelf.slots.values()
-        return sum(slot.standing is ShardState.ADOPTING and (job is None or slot.job == job) for slot in slots)
+    def unverified_count(self, job: str | None = None) -> int:
+        slots = self._table.slots.values()
+        return sum(slot.shard_state is ShardState.VERIFYING and (job is None or slot.job == job) for slot in slots)
 
 
 def _raise_if_passing(error: Exception) -> None:

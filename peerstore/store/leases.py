@@ -62,7 +62,7 @@ class _Growth:
 
 
 class LeaseManager:
-    """``lease``, ``grow``, ``relabel``, ``abandon`` of the store. The shelf's lock is taken here."""
+    """``lease``, ``grow``, ``relabel``, ``release`` of the store. The shelf's lock is taken here."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class LeaseManager:
         give_way: Callable[[str, bool], bool],
         expire: Callable[[str, str], None],
     ) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._jobs = jobs
-        self._give_way = give_way
+        self._free_a_slot = give_way
         """Asked before a writer waits, and for the last time before it is refused; never with the shelf's lock held."""
         self._expire = expire
         """Drops a job that nobody uses, for this reason."""
-        self.expired: list[str] = []
+        self.expired_jobs: list[str] = []
         """Jobs that were dropped so, and of which nobody was told yet."""
 
     def lease(
@@ -89,97 +89,97 @@ class LeaseManager:
         def attempt() -> Lease | SlotsBusy | BudgetExceeded | None:
             if not copy:
                 self._jobs.check_fence(key)
-            slot = self._asked_before(key, owner)
+            slot = self._existing_lease(key, owner)
             if slot is not None:
-                return self._give(slot, key, min(size_bytes, slot.size_bytes), parts, owner)
-            slot, refused = self._chosen(key, size_bytes, parts, copy=copy)
-            return self._give(slot, key, size_bytes, parts, owner) if slot is not None else refused
+                return self._assign(slot, key, min(size_bytes, slot.size_bytes), parts, owner)
+            slot, refused = self._choose(key, size_bytes, parts, copy=copy)
+            return self._assign(slot, key, size_bytes, parts, owner) if slot is not None else refused
 
         # Who takes a copy holds the lock already, and takes no slot that a drain could give up.
-        deadline = self._shelf.clock() + deadlines.remaining_s(wait_s)
+        deadline = self._table.clock() + deadlines.remaining_s(wait_s)
         lease = self._until_given(attempt, deadline, "" if copy else key.job)
         if lease.size_bytes < size_bytes:  # asked for before, in a smaller slot
-            return self.grow(lease.id, size_bytes, wait_s=deadline - self._shelf.clock())
+            return self.grow(lease.id, size_bytes, wait_s=deadline - self._table.clock())
         return lease
 
     def _until_given(
         self, attempt: Callable[[], T | SlotsBusy | BudgetExceeded | None], deadline: float, job: str
     ) -> T:
         while True:
-            with self._shelf.lock:
-                self._shelf.check_open()
+            with self._table.lock:
+                self._table.check_open()
                 found = attempt()
                 if found is not None and not isinstance(found, SlotsBusy | BudgetExceeded):
                     return found
                 if isinstance(found, BudgetExceeded) or not job:
                     self._wait(found, deadline)
                     continue
-            if not self._give_way(job, self._shelf.clock() >= deadline):
-                with self._shelf.lock:
+            if not self._free_a_slot(job, self._table.clock() >= deadline):
+                with self._table.lock:
                     self._wait(found, deadline)
 
-    def _asked_before(self, key: ShardKey, owner: ProcessIdentity) -> ArenaSlot | None:
+    def _existing_lease(self, key: ShardKey, owner: ProcessIdentity) -> ArenaSlot | None:
         """The slot ``key`` already has, when its owner asks again (its answer was lost, or staging failed)."""
-        slot = self._shelf.slot_of(key)
+        slot = self._table.slot_for_key(key)
         if slot is None:
             return None
         if slot.lease is None:
             raise RequestError(f"{key} is sealed already; a new attempt needs a new number")
-        if slot.owner != owner and slot.owner is not None and slot.owner.alive:
+        if slot.owner != owner and slot.owner is not None and slot.owner.is_alive:
             raise RequestError(f"{key} is being written by process {slot.owner.pid}")
         if slot.sealing:
             raise RequestError(f"{key} is being sealed")
-        if not self._shelf.intact(slot):
-            self._shelf.lose(slot)
+        if not self._table.is_intact(slot):
+            self._table.drop_lost(slot)
             return None
         return slot
 
-    def _chosen(
+    def _choose(
         self, key: ShardKey, size_bytes: int, parts: int, *, copy: bool
     ) -> tuple[ArenaSlot | None, SlotsBusy | BudgetExceeded | None]:
-        limits = self._shelf.limits
+        limits = self._table.limits
         # When groups change there are several parities of one version for a while. The budget bounds those, too.
         if key.kind or key.job in self._jobs.managed:
             limits = dataclasses.replace(limits, burst=MAX_PARTS_PER_VERSION)
         slot_bytes = size_class(size_bytes)
 
         def decide(views: Sequence[SlotView]) -> SlotDecision:
-            whole = self._jobs.whole()
+            whole = self._jobs.committed()
             return choose_slot(
                 views,
                 job=key.job,
-                part=key.seat,
-                epoch=max(key.epoch, self._jobs.horizon(key.job)),
+                part=key.slot_part,
+                epoch=max(key.epoch, self._jobs.oldest_active_epoch(key.job)),
                 size_bytes=slot_bytes,
                 limits=limits,
                 whole=self._jobs.needed(whole),
-                settled=self._jobs.settled(whole, key if copy else None),
-                kept=self._jobs.kept(whole),
+                settled=self._jobs.rollback_targets(whole, key if copy else None),
+                kept=self._jobs.retained(whole),
                 version=key.version,
-                writers=self._jobs.writers(key.job, parts),
+                writers=self._jobs.expected_parts_here(key.job, parts),
             )
 
         while True:
-            decision = decide(self._shelf.views())
+            decision = decide(self._table.slot_views())
             if isinstance(decision, CreateSlot):
-                self._shelf.make_free(decision.drop)
-                return self._shelf.create(key.job, key.seat, slot_bytes), None
+                self._table.evict(decision.drop)
+                return self._table.create(key.job, key.slot_part, slot_bytes), None
             if isinstance(decision, ReuseSlot):
-                slot = self._shelf.slots[decision.name]
-                if self._shelf.intact(slot):
-                    self._shelf.make_free(decision.drop)
+                slot = self._table.slots[decision.name]
+                if self._table.is_intact(slot):
+                    self._table.evict(decision.drop)
                     return self._emptied(slot), None
-                self._shelf.lose(slot)
+                self._table.drop_lost(slot)
             elif slot_bytes > size_bytes:
                 slot_bytes = size_bytes  # there may be room for that
-            elif not self._unused_give_way(key, decide):
+            elif not self._expire_unused_jobs(key, decide):
                 return None, decision
 
-    def _unused_give_way(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
+    def _expire_unused_jobs(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
         """Drop jobs that nobody uses, where a writer of another one finds room then and not otherwise."""
-        views = self._shelf.views()
+        views = self._table.slot_views()
         going: list[str] = []
-        for job in self._jobs.unused():
+        for job in self._jobs.unused_jobs():
             if job == key.job:
                 continue
             going.append(job)
@@ -188,17 +188,17 @@ class LeaseManager:
                 for one in going:
                     hours = self._jobs.unused_s(one) / 3600
                     self._expire(one, f"nobody had used it for {hours:.1f} hours, and job {key.job} needed the room")
-                self.expired += going
+                self.expired_jobs += going
                 return True
         return False
 
     def _emptied(self, slot: ArenaSlot) -> ArenaSlot:
         if slot.record is not None:
-            self._shelf.clear(slot)
-            self._shelf.counters["evicted"] += 1
+            self._table.free(slot)
+            self._table.counters["evicted"] += 1
         return slot
 
-    def _give(self, slot: ArenaSlot, key: ShardKey, size_bytes: int, parts: int, owner: ProcessIdentity) -> Lease:
+    def _assign(self, slot: ArenaSlot, key: ShardKey, size_bytes: int, parts: int, owner: ProcessIdentity) -> Lease:
         lease = Lease(
             id=secrets.token_hex(8),
             key=key,
@@ -206,14 +206,14 @@ class LeaseManager:
             size_bytes=size_bytes,
             slot=slot.name,
             generation=slot.generation,
-            warm_bytes=slot.warm_bytes,
+            warm_bytes=slot.prefaulted_bytes,
             slot_bytes=slot.size_bytes,
         )
-        self._shelf.counters["leases"] += 1
-        return self._shelf.give(slot, lease, owner)
+        self._table.counters["leases"] += 1
+        return self._table.assign(slot, lease, owner)
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float) -> Lease:
-        with self._shelf.lock:
+        with self._table.lock:
             job = self._writable(lease_id)[1].key.job
 
         def attempt() -> _Growth | SlotsBusy | BudgetExceeded | None:
@@ -223,14 +223,14 @@ class LeaseManager:
                 return _Growth(slot, None, lease, lease, owner)
             grown = msgspec.structs.replace(lease, size_bytes=size_bytes)
             if size_bytes <= slot.size_bytes:
-                return _Growth(slot, None, lease, self._shelf.give(slot, grown, owner), owner)
+                return _Growth(slot, None, lease, self._table.assign(slot, grown, owner), owner)
             larger = self._larger(slot, lease.key, size_bytes)
             if not isinstance(larger, ArenaSlot):
                 return larger
             slot.sealing = larger.filling = True
             return _Growth(slot, larger, lease, grown, owner)
 
-        growth = self._until_given(attempt, self._shelf.clock() + deadlines.remaining_s(wait_s), job)
+        growth = self._until_given(attempt, self._table.clock() + deadlines.remaining_s(wait_s), job)
         return growth.grown if growth.larger is None else self._moved(growth, growth.larger)
 
     def _moved(self, growth: _Growth, larger: ArenaSlot) -> Lease:
@@ -238,25 +238,25 @@ class LeaseManager:
         slot = growth.slot
         try:
             self._copy(slot, larger)
-            with self._shelf.lock:
+            with self._table.lock:
                 if slot.lease is not growth.lease:
                     raise LeaseLostError(f"the lease of {growth.lease.key} was taken back while its slot grew")
                 return self._move(growth, larger)
         finally:
-            with self._shelf.lock:
+            with self._table.lock:
                 slot.sealing = larger.filling = False
                 if larger.lease is None:
-                    self._shelf.drop(larger)
-                self._shelf.changed.notify_all()
+                    self._table.drop(larger)
+                self._table.changed.notify_all()
 
     def _copy(self, slot: ArenaSlot, larger: ArenaSlot) -> None:
-        arena = self._shelf.arena
+        arena = self._table.arena
         try:
             with closing_fd(arena.open(slot.name)) as old, closing_fd(arena.open(larger.name, writable=True)) as new:
                 copy_file_data(old, new)
         except OSError as error:
             raise ArenaFullError(f"{larger.name} could not take over what {slot.name} holds: {error}") from error
-        larger.warm_bytes = slot.warm_bytes
+        larger.prefaulted_bytes = slot.prefaulted_bytes
 
     def _move(self, growth: _Growth, larger: ArenaSlot) -> Lease:
         """A kill in between leaves the lease noted for both slots: the larger one counts then."""
@@ -266,13 +266,13 @@ class LeaseManager:
             slot=larger.name,
             generation=larger.generation,
             slot_bytes=larger.size_bytes,
-            warm_bytes=larger.warm_bytes,
+            warm_bytes=larger.prefaulted_bytes,
         )
-        self._shelf.give(larger, lease, growth.owner)
+        self._table.assign(larger, lease, growth.owner)
         failpoint("agent.grown")
         slot.lease = slot.owner = None
-        self._shelf.drop(slot)
-        self._shelf.counters["grown"] += 1
+        self._table.drop(slot)
+        self._table.counters["grown"] += 1
         return lease
 
     def _larger(self, slot: ArenaSlot, key: ShardKey, size_bytes: int) -> ArenaSlot | SlotsBusy | BudgetExceeded:
@@ -280,47 +280,47 @@ class LeaseManager:
         slot_bytes = size_class(size_bytes)
 
         def decide(views: Sequence[SlotView]) -> EvictSlots | SlotsBusy | BudgetExceeded:
-            whole = self._jobs.whole()
+            whole = self._jobs.committed()
             return evictions_to_grow(
                 views,
                 growing=slot.name,
                 epoch=key.epoch,
                 size_bytes=slot_bytes,
-                limits=self._shelf.limits,
+                limits=self._table.limits,
                 whole=self._jobs.needed(whole),
-                settled=self._jobs.settled(whole),
-                kept=self._jobs.kept(whole),
-                writers=self._jobs.writers(key.job, slot.lease.parts if slot.lease is not None else 1),
+                settled=self._jobs.rollback_targets(whole),
+                kept=self._jobs.retained(whole),
+                writers=self._jobs.expected_parts_here(key.job, slot.lease.parts if slot.lease is not None else 1),
             )
 
         while True:
-            decision = decide(self._shelf.views())
+            decision = decide(self._table.slot_views())
             if isinstance(decision, EvictSlots):
-                self._shelf.make_free(decision.drop)
-                return self._shelf.create(slot.job, slot.part, slot_bytes)
+                self._table.evict(decision.drop)
+                return self._table.create(slot.job, slot.part, slot_bytes)
             if slot_bytes > size_bytes:
                 slot_bytes = size_bytes
-            elif not self._unused_give_way(key, decide):
+            elif not self._expire_unused_jobs(key, decide):
                 return decision
 
     def open_slot(self, name: str) -> int:
         """A slot's file, open for writing, for whoever has leased it or is about to."""
-        with self._shelf.lock:
-            slot = self._shelf.slots.get(name)
+        with self._table.lock:
+            slot = self._table.slots.get(name)
             if slot is None or slot.state is SlotState.SEALED:
                 raise LeaseLostError(f"{name} cannot be written: its lease expired or was fenced, or it is sealed")
-            if not self._shelf.intact(slot):
-                self._shelf.lose(slot)
+            if not self._table.is_intact(slot):
+                self._table.drop_lost(slot)
                 raise LeaseLostError(f"{name} was removed or truncated by somebody else, and is given up")
-            return self._shelf.open(slot, writable=True)
+            return self._table.open(slot, writable=True)
 
     def _writable(self, lease_id: str) -> tuple[ArenaSlot, Lease, ProcessIdentity]:
-        slot, done = self._shelf.leased(lease_id)
+        slot, done = self._table.slot_for_lease(lease_id)
         while slot.sealing and done is None:  # sealed, or moved to a larger slot: the call was repeated
             if deadlines.expired():
                 raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
-            self._shelf.changed.wait(deadlines.remaining_s(1.0))
-            slot, done = self._shelf.leased(lease_id)
+            self._table.changed.wait(deadlines.remaining_s(1.0))
+            slot, done = self._table.slot_for_lease(lease_id)
         if slot.lease is None or slot.owner is None:
             raise RequestError(f"lease {lease_id} is sealed already")
         return slot, slot.lease, slot.owner
@@ -328,23 +328,23 @@ class LeaseManager:
     def _wait(self, refused: SlotsBusy | BudgetExceeded | None, deadline: float) -> None:
         """Wait a while when that may help, or say that it does not."""
         if isinstance(refused, BudgetExceeded):
-            self._shelf.counters["lease_full"] += 1
-            raise ArenaFullError(refused.reason + self._shelf.said_of_aside)
-        left = deadline - self._shelf.clock()
+            self._table.counters["lease_full"] += 1
+            raise ArenaFullError(refused.reason + self._table.unrecognized_hint)
+        left = deadline - self._table.clock()
         if not left > 0:
-            self._shelf.counters["lease_busy"] += 1
+            self._table.counters["lease_busy"] += 1
             raise ArenaBusyError(refused.reason if refused else "no slot")
-        self._shelf.counters["lease_waits"] += 1
-        self._shelf.changed.wait(min(left, 1.0))
+        self._table.counters["lease_waits"] += 1
+        self._table.changed.wait(min(left, 1.0))
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
-        with self._shelf.lock:
-            self._shelf.check_open()
+        with self._table.lock:
+            self._table.check_open()
             slot, lease, owner = self._writable(lease_id)
             validate_shard_key(key, lease.size_bytes, lease.parts)
             if (key.job, key.part) != (lease.key.job, lease.key.part):
                 raise RequestError(f"{lease.key} cannot become {key}: another writer")
-            if key != lease.key and self._shelf.slot_of(key) is not None:
+            if key != lease.key and self._table.slot_for_key(key) is not None:
                 raise RequestError(f"{key} exists already")
             slot.lease = msgspec.structs.replace(lease, key=key)  # a newer incarnation ends other leases, not this one
             try:
@@ -352,38 +352,38 @@ class LeaseManager:
             except BaseException:
                 slot.lease = lease
                 raise
-            return self._shelf.give(slot, msgspec.structs.replace(lease, key=key), owner)
+            return self._table.assign(slot, msgspec.structs.replace(lease, key=key), owner)
 
-    def abandon(self, lease_id: str) -> None:
-        with self._shelf.lock:
-            for slot in self._shelf.slots.values():
+    def release(self, lease_id: str) -> None:
+        with self._table.lock:
+            for slot in self._table.slots.values():
                 if slot.lease is not None and slot.lease.id == lease_id and not slot.sealing:
-                    self._shelf.take_back(slot)
+                    self._table.release_lease(slot)
                     return
 
     def sweep(self, grace_s: float) -> None:
         """Take back what belonged to writers that went away."""
-        for slot in list(self._shelf.slots.values()):
+        for slot in list(self._table.slots.values()):
             if slot.lease is None or slot.owner is None or slot.sealing:
                 continue
-            gone_s = self._jobs.gone_for(slot.owner)
+            gone_s = self._jobs.disconnected_s(slot.owner)
             if gone_s > grace_s:
-                self._shelf.end_lease(slot, "its writer went away")
+                self._table.revoke_lease(slot, "its writer went away")
 
-    def adopt(self, slot: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> None:
+    def restore(self, slot: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> None:
         """A killed agent had given this slot to a writer that may still be there."""
-        before = next((s for s in self._shelf.slots.values() if s.lease is not None and s.lease.id == lease.id), None)
+        before = next((s for s in self._table.slots.values() if s.lease is not None and s.lease.id == lease.id), None)
         if before is not None and before is not slot:  # it was killed while the lease moved to a larger slot
-            self._shelf.drop(min(before, slot, key=lambda one: one.size_bytes))
-            if slot.name not in self._shelf.slots:
+            self._table.drop(min(before, slot, key=lambda one: one.size_bytes))
+            if slot.name not in self._table.slots:
                 return
         slot.lease, slot.owner = lease, owner
-        self._jobs.gone.setdefault(owner, self._shelf.clock())
-        self._jobs.heard_of(lease.key)
+        self._jobs.disconnected_since.setdefault(owner, self._table.clock())
+        self._jobs.observe_epoch(lease.key)
         if lease.size_bytes > slot.size_bytes:
-            self._shelf.note_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes left")
-            self._shelf.notes.remove(LEASE_METADATA, slot.name)
-            self._shelf.drop(slot)
+            self._table.record_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes left")
+            self._table.metadata.remove(LEASE_METADATA, slot.name)
+            self._table.drop(slot)
 
 
 def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
@@ -406,23 +406,23 @@ class SlotPrefaulter:
     """``reserve`` of the store, and the work of the thread behind it."""
 
     def __init__(self, shelf: SlotTable) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._waiting: deque[str] = deque()
 
     def reserve(self, job: str, part: int, size_bytes: int, slots: int) -> list[SlotInfo]:
         job = validate_job_name(job)
         if not 0 <= part < MAX_PARTS_PER_VERSION or size_bytes < 0:
             raise RequestError(f"part {part} of job {job}: {size_bytes} bytes cannot be reserved")
-        shelf = self._shelf
+        shelf = self._table
         with shelf.lock:
             shelf.check_open()
             size_bytes = size_class(size_bytes)
             mine = [slot for slot in shelf.slots.values() if (slot.job, slot.part) == (job, part)]
             for slot in mine:
-                if slot.state is SlotState.FREE and not (slot_fits(slot.view, size_bytes) and shelf.intact(slot)):
+                if slot.state is SlotState.FREE and not (slot_fits(slot.view, size_bytes) and shelf.is_intact(slot)):
                     shelf.drop(slot)
             mine = [slot for slot in mine if slot.name in shelf.slots]
-            allocated = sum(view.size_bytes for view in shelf.views())
+            allocated = sum(view.size_bytes for view in shelf.slot_views())
             want = min(slots or shelf.limits.slots, shelf.limits.slots)
             while len(mine) < want and allocated + size_bytes <= shelf.limits.budget_bytes:
                 try:
@@ -432,13 +432,13 @@ class SlotPrefaulter:
                     break
                 allocated += size_bytes
             free = [slot for slot in mine if slot.state is SlotState.FREE]
-            self._waiting.extend(slot.name for slot in free if slot.warm_bytes < slot.size_bytes)
+            self._waiting.extend(slot.name for slot in free if slot.prefaulted_bytes < slot.size_bytes)
             shelf.changed.notify_all()
             return [SlotInfo(s.name, s.size_bytes, s.generation) for s in free]
 
-    def work(self) -> None:
+    def run(self) -> None:
         """Put pages behind one reserved slot after the other, until the store closes."""
-        shelf = self._shelf
+        shelf = self._table
         while True:
             with shelf.lock:
                 while not self._waiting and not shelf.closed:
@@ -448,7 +448,7 @@ class SlotPrefaulter:
                 slot = shelf.slots.get(self._waiting.popleft())
                 if slot is None or slot.state is not SlotState.FREE:
                     continue
-                size, warm = slot.size_bytes, slot.warm_bytes
+                size, warm = slot.size_bytes, slot.prefaulted_bytes
             try:
                 with closing_fd(shelf.arena.open(slot.name, writable=True)) as fd:
                     reached = prefault_file(fd, size, lambda: shelf.closed, start=warm)
@@ -456,4 +456,4 @@ class SlotPrefaulter:
                 log.warning("populating %s stopped: %s", slot.name, error)
                 continue
             with shelf.lock:
-                slot.warm_bytes = max(slot.warm_bytes, min(reached, slot.size_bytes))
+                slot.prefaulted_bytes = max(slot.prefaulted_bytes, min(reached, slot.size_bytes))

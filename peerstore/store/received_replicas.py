@@ -44,14 +44,14 @@ class ReplicaStore:
         *,
         torn: Callable[[str, VersionId], None] = lambda _job, _group: None,
     ) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._jobs = jobs
         self._leasing = leasing
         self._keeping = keeping
-        self._torn = torn
+        self._on_aborted = torn
         """Told of versions that other nodes say are torn; not with the lock held."""
 
-    def begin(self, record: ShardRecord, *, whole: bool, owner: ProcessIdentity) -> Lease | None:
+    def begin_replica(self, record: ShardRecord, *, whole: bool, owner: ProcessIdentity) -> Lease | None:
         """A slot for a copy of ``record``, or ``None`` when it is here already.
 
         Of an incarnation before the running one only versions are taken that are ``whole``: its writers are fenced.
@@ -60,11 +60,11 @@ class ReplicaStore:
         key = record.key
         if key.kind:
             raise RequestError(f"{key} is no shard: every node makes its own parities")
-        with self._shelf.lock:
-            self._shelf.check_open()
-            if self._here(record):
+        with self._table.lock:
+            self._table.check_open()
+            if self._is_stored(record):
                 return None
-            return self._room(key, record.size_bytes, record.parts, whole=whole, owner=owner)
+            return self._lease(key, record.size_bytes, record.parts, whole=whole, owner=owner)
 
     def begin_parity(
         self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity
@@ -72,45 +72,51 @@ class ReplicaStore:
         """A slot for a parity that this node is about to make, or ``None`` when it is here already."""
         if not key.kind:
             raise RequestError(f"{key} is a shard, not a parity")
-        with self._shelf.lock:
-            self._shelf.check_open()
-            slot = self._shelf.slot_of(key)
-            if slot is not None and slot.offered is not None:
+        with self._table.lock:
+            self._table.check_open()
+            slot = self._table.slot_for_key(key)
+            if slot is not None and slot.available_shard is not None:
                 return None
-            return self._room(key, size_bytes, parts, whole=whole, owner=owner)
+            return self._lease(key, size_bytes, parts, whole=whole, owner=owner)
 
-    def _room(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity) -> Lease:
+    def _lease(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity) -> Lease:
         self._check_fence(key, whole=whole)
-        if self._shelf.slot_of(key) is not None:
+        if self._table.slot_for_key(key) is not None:
             raise ShardPendingError(f"{key} is on its way already, or not verified yet")
         return self._leasing.lease(key, size_bytes, parts, wait_s=0.0, owner=owner, copy=True)
 
-    def _here(self, record: ShardRecord) -> bool:
-        slot = self._shelf.slot_of(record.key)
+    def _is_stored(self, record: ShardRecord) -> bool:
+        slot = self._table.slot_for_key(record.key)
         if slot is None or slot.record is None:
             return False
-        if slot.standing in (ShardState.ADOPTING, ShardState.UNREADABLE):
+        if slot.shard_state in (ShardState.VERIFYING, ShardState.UNREADABLE):
             raise ShardPendingError(f"{record.key} is here and not verified yet")
         if slot.record.checksums != record.checksums:
             raise ShardDamagedError(f"{record.key} is here with other checksums")
         return True
 
     def _check_fence(self, key: ShardKey, *, whole: bool) -> None:
-        known = self._jobs.of(key.job)
-        if known.settled is not None and key.group < known.settled and not self._kept(key):
-            raise FencedError(f"{key} is older than version {known.settled.version}, which has all its copies")
-        if key.group in known.torn:
+        known = self._jobs.get_or_create(key.job)
+        if known.replicated is not None and key.version_id < known.replicated and not self._kept(key):
+            raise FencedError(f"{key} is older than version {known.replicated.version}, which has all its copies")
+        if key.version_id in known.aborted:
             raise FencedError(f"{key}: a part of its version was left out, so that it is given up")
-        base = known.base
-        back = base is not None and key.epoch < base.before and key.group not in (base.group, known.settled)
+        base = known.resume_point
+        back = (
+            base is not None
+            and key.epoch < base.first_current_epoch
+            and key.version_id not in (base.version_id, known.replicated)
+        )
         if base is not None and back and not self._kept(key):
-            raise FencedError(f"{key}: job {key.job} went on from version {base.group.version}, and does not need this")
-        if not self._jobs.is_near(key.job, key.epoch):
+            raise FencedError(
+                f"{key}: job {key.job} went on from version {base.version_id.version}, and does not need this"
+            )
+        if not self._jobs.is_plausible_epoch(key.job, key.epoch):
             raise RequestError(f"{key}: job {key.job} cannot have come so far, it is in epoch {known.epoch}")
         if (key.epoch, key.incarnation) > (known.epoch, known.incarnation):
             self._jobs.fence(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation) and not (
-            whole or known.vouched(key.group) or self._kept(key)
+            whole or known.is_committed(key.version_id) or self._kept(key)
         ):
             raise FencedError(
                 f"{key} is of a past incarnation and not whole: job {key.job} is now owned by epoch {known.epoch} "
@@ -118,202 +124,204 @@ class ReplicaStore:
             )
 
     def _kept(self, key: ShardKey) -> bool:
-        said = self._jobs.of(key.job).kept.get(key.group)
-        return said is not None and said.kept
+        said = self._jobs.get_or_create(key.job).retention.get(key.version_id)
+        return said is not None and said.retained
 
-    def seal(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
+    def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
         """Every chunk has been compared with ``record``: from here on the copy counts."""
-        with self._shelf.lock:
-            slot, _ = self._shelf.leased(lease_id)
+        with self._table.lock:
+            slot, _ = self._table.slot_for_lease(lease_id)
             if slot.lease is None or slot.lease.key != record.key:
                 raise LeaseLostError(f"the lease of {record.key} was taken back while it was being copied")
-            self._shelf.notes.put(SEAL_METADATA, slot.name, SealMetadata(lease_id, record, holders))
+            self._table.metadata.put(SEAL_METADATA, slot.name, SealMetadata(lease_id, record, holders))
             failpoint("peer.copying")
-            slot.record, slot.sealed_under, slot.holders = record, lease_id, holders
+            slot.record, slot.sealed_lease_id, slot.holders = record, lease_id, holders
             slot.lease = slot.owner = None
-            self._shelf.drop_note(LEASE_METADATA, slot.name)
-            slot.warm_bytes = max(slot.warm_bytes, record.size_bytes)
+            self._table.drop_metadata(LEASE_METADATA, slot.name)
+            slot.prefaulted_bytes = max(slot.prefaulted_bytes, record.size_bytes)
             if record.key.kind:
-                self._shelf.counters["parities_made"] += 1
+                self._table.counters["parities_made"] += 1
             else:
-                self._jobs.mended(record.key.job, record.key.group, record.key.part)
-                self._shelf.counters["copies_taken"] += 1
-                self._shelf.counters["copied_in_bytes"] += record.size_bytes
+                self._jobs.record_repaired_part(record.key.job, record.key.version_id, record.key.part)
+                self._table.counters["copies_taken"] += 1
+                self._table.counters["copied_in_bytes"] += record.size_bytes
             failpoint("peer.copied")
-            if self._jobs.is_torn(record.key.job, record.key.group):  # while it was on its way
-                self._keeping.forget(record.key.job, [record.key.group])
+            if self._jobs.is_aborted(record.key.job, record.key.version_id):  # while it was on its way
+                self._keeping.delete_versions(record.key.job, [record.key.version_id])
 
-    def relist(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
+    def set_holders(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
         """Who holds the shard has changed; no holders: it is this node's own from now on. Whether it is here."""
-        with self._shelf.lock:
-            slot = self._shelf.slot_of(key)
-            if slot is None or slot.offered is None:
+        with self._table.lock:
+            slot = self._table.slot_for_key(key)
+            if slot is None or slot.available_shard is None:
                 return False
             if slot.holders != holders:
-                self._shelf.notes.put(SEAL_METADATA, slot.name, SealMetadata(slot.sealed_under, slot.offered, holders))
+                self._table.metadata.put(
+                    SEAL_METADATA, slot.name, SealMetadata(slot.sealed_lease_id, slot.available_shard, holders)
+                )
                 slot.holders = holders
             return True
 
-    def offered(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
+    def merge_holders(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
         """Another node that has the shard too says who holds it, itself first or not.
 
         Two that both answer for it, each since it took the other for dead, may say so at the same moment: if each gave
         way, nobody would answer for it any more. The first by name does not.
         """
-        with self._shelf.lock:
-            slot = self._shelf.slot_of(key)
+        with self._table.lock:
+            slot = self._table.slot_for_key(key)
             if slot is not None and holders and (slot.holders or me > holders[0]):
-                self.relist(key, holders_to_store(me, holders))
+                self.set_holders(key, holders_to_store(me, holders))
 
-    def facts(self, job: str | None) -> list[ShardInfo]:
+    def list_shards(self, job: str | None) -> list[ShardInfo]:
         """What is here and verified, now: what is still being verified is not waited for."""
-        with self._shelf.lock:
-            return [self._fact(slot, record) for slot, record in self._shelf.offered(job)]
+        with self._table.lock:
+            return [self._fact(slot, record) for slot, record in self._table.available_shards(job)]
 
-    def parities(self, job: str) -> list[ShardRecord]:
+    def list_parities(self, job: str) -> list[ShardRecord]:
         """The verified parities that this node keeps for its group."""
-        with self._shelf.lock:
-            return [record for _, record in self._shelf.offered(job, parities=True)]
+        with self._table.lock:
+            return [record for _, record in self._table.available_shards(job, parities=True)]
 
-    def drop_parity(self, key: ShardKey) -> None:
+    def delete_parity(self, key: ShardKey) -> None:
         """A parity that another one has made superfluous."""
-        with self._shelf.lock:
-            slot = self._shelf.slot_of(key) if key.kind else None
+        with self._table.lock:
+            slot = self._table.slot_for_key(key) if key.kind else None
             if slot is not None and slot.record is not None:
-                self._shelf.give_up(slot)
+                self._table.retire(slot)
 
     def _fact(self, slot: ArenaSlot, record: ShardRecord) -> ShardInfo:
-        marked = record.key.group in self._jobs.of(record.key.job).marks
+        marked = record.key.version_id in self._jobs.get_or_create(record.key.job).committed
         return ShardInfo(
             record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, marked, slot.holders
         )
 
-    def like(self, key: ShardKey) -> tuple[ShardRecord, int] | None:
+    def previous_version(self, key: ShardKey) -> tuple[ShardRecord, int] | None:
         """The newest other version of the same part that is here, and its file: what did not change needs not travel.
 
         The file is the caller's, and not pinned: what is taken from it has to be compared.
         """
-        with self._shelf.lock:
+        with self._table.lock:
             older = [
                 (slot, record)
-                for slot, record in self._shelf.offered(key.job)
+                for slot, record in self._table.available_shards(key.job)
                 if record.key.part == key.part and record.key != key
             ]
             if not older:
                 return None
-            slot, record = max(older, key=lambda found: found[1].key.group)
+            slot, record = max(older, key=lambda found: found[1].key.version_id)
             try:
-                return record, self._shelf.arena.open(slot.name)
+                return record, self._table.arena.open(slot.name)
             except OSError:
                 return None
 
-    def kept(self, job: str) -> tuple[RetentionMark, ...]:
+    def retention_marks(self, job: str) -> tuple[RetentionMark, ...]:
         """What is known of versions that are to be kept, or were."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return tuple(known.kept.values()) if known is not None else ()
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return tuple(known.retention.values()) if known is not None else ()
 
-    def keep(self, job: str, said: tuple[RetentionMark, ...]) -> None:
+    def apply_retention(self, job: str, said: tuple[RetentionMark, ...]) -> None:
         """Another node says what is to be kept."""
-        with self._shelf.lock:
+        with self._table.lock:
             try:
-                self._jobs.keep(job, said)
+                self._jobs.apply_retention(job, said)
             except RequestError as error:  # each node refuses at its own users' calls
                 log.warning("what other nodes keep of job %s is not kept here: %s", job, error)
 
     # -- what is decided of versions ------------------------------------------------------------------------------
 
-    def decide(self, job: str, decided: CommitDecision) -> None:
+    def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """What the node that counts has come to, wherever it was heard."""
-        with self._shelf.lock:
-            if decided.whole is not None and self._jobs.of(job).is_newer(decided.whole):
-                self._jobs.call_whole(job, decided.whole)
+        with self._table.lock:
+            if decided.whole is not None and self._jobs.get_or_create(job).would_be_newest(decided.whole):
+                self._jobs.mark_committed(job, decided.whole)
             if decided.settled is not None:
-                self._jobs.settle(job, decided.settled)
-            news = self._jobs.tear(job, decided.torn)
+                self._jobs.mark_replicated(job, decided.settled)
+            news = self._jobs.mark_aborted(job, decided.torn)
             if news:
                 log.info("job %s: versions %s are torn, given up", job, [group.version for group in news])
-                self._keeping.forget(job, news)
+                self._keeping.delete_versions(job, news)
         for group in news:
-            self._torn(job, group)
+            self._on_aborted(job, group)
 
-    def decided(self, job: str) -> CommitDecision:
+    def current_decision(self, job: str) -> CommitDecision:
         """All of it that this node has heard."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
+        with self._table.lock:
+            known = self._jobs.get(job)
             if known is None:
                 return CommitDecision()
-            return CommitDecision(max(known.marks, default=None), known.settled, tuple(sorted(known.torn)))
+            return CommitDecision(max(known.committed, default=None), known.replicated, tuple(sorted(known.aborted)))
 
-    def left_out(self, job: str) -> dict[VersionId, tuple[int, ...]]:
+    def aborted_parts(self, job: str) -> dict[VersionId, tuple[int, ...]]:
         """The parts that writers of this node have left out, by version."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return {group: tuple(parts) for group, parts in known.torn.items() if parts} if known is not None else {}
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return {group: tuple(parts) for group, parts in known.aborted.items() if parts} if known is not None else {}
 
-    def go_back(self, job: str, group: VersionId) -> None:
+    def resume_from(self, job: str, group: VersionId) -> None:
         """The job goes on from this version: it stays, and so does what is newer, until a newer one is settled."""
-        with self._shelf.lock:
-            self._jobs.go_back(job, group)
+        with self._table.lock:
+            self._jobs.resume_from(job, group)
 
-    def guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
+    def set_replication_guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
         """Whether only settled versions make older ones superfluous, and who may forbid a new incarnation."""
-        with self._shelf.lock:
-            self._jobs.guard(job, guarded=guarded, permit=permit)
+        with self._table.lock:
+            self._jobs.set_replication_guard(job, guarded=guarded, permit=permit)
 
     def fence(self, job: str, epoch: int, incarnation: str) -> None:
-        with self._shelf.lock:
+        with self._table.lock:
             self._jobs.fence(job, epoch, incarnation)
 
-    def learn(self, job: str, base: ResumePoint) -> None:
+    def learn_resume_point(self, job: str, base: ResumePoint) -> None:
         """Another node says what the job went on from."""
-        with self._shelf.lock:
-            self._jobs.learn(job, base)
+        with self._table.lock:
+            self._jobs.learn_resume_point(job, base)
 
-    def base(self, job: str) -> ResumePoint | None:
+    def resume_point(self, job: str) -> ResumePoint | None:
         """What the job went on from, as far as this node has heard."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return known.base if known is not None else None
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return known.resume_point if known is not None else None
 
-    def owner_of(self, job: str) -> tuple[int, str]:
+    def current_incarnation(self, job: str) -> tuple[int, str]:
         """The newest incarnation this node has heard of."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
+        with self._table.lock:
+            known = self._jobs.get(job)
             return (known.epoch, known.incarnation) if known is not None else (0, "")
 
-    def settled(self, job: str) -> VersionId | None:
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return known.settled if known is not None else None
+    def newest_replicated(self, job: str) -> VersionId | None:
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return known.replicated if known is not None else None
 
-    def active(self, job: str) -> bool:
+    def has_clients(self, job: str) -> bool:
         """Whether a process of this node takes part in the job."""
-        with self._shelf.lock:
-            return self._jobs.active(job)
+        with self._table.lock:
+            return self._jobs.has_clients(job)
 
-    def wanted(self, job: str, group: VersionId) -> bool:
+    def is_needed(self, job: str, group: VersionId) -> bool:
         """Whether somebody may still need this version."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return known is None or known.wanted(group)
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return known is None or known.is_needed(group)
 
-    def vouched(self, job: str, group: VersionId) -> bool:
+    def is_committed(self, job: str, group: VersionId) -> bool:
         """Whether somebody has said that this version is whole."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return known is not None and known.vouched(group)
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return known is not None and known.is_committed(group)
 
-    def once_whole(self, job: str) -> VersionId | None:
+    def last_committed(self, job: str) -> VersionId | None:
         """The newest version of the job that is known to have been whole, whether it is still there or not."""
-        with self._shelf.lock:
-            known = self._jobs.if_known(job)
-            return known.once_whole() if known is not None else None
+        with self._table.lock:
+            known = self._jobs.get(job)
+            return known.last_committed() if known is not None else None
 
     def touch(self, job: str) -> None:
         """Other nodes still take part in the job: what is kept for it here is not forgotten."""
-        with self._shelf.lock:
-            self._jobs.of(job).seen = self._shelf.clock()
+        with self._table.lock:
+            self._jobs.get_or_create(job).last_seen_at = self._table.clock()
 
 
 def holders_to_store(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class ShardSealer:
     """``seal`` of the store. The lock is not held while bytes are hashed."""
 
     def __init__(self, shelf: SlotTable, jobs: JobTable, pool: Executor) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._jobs = jobs
         self._pool = pool
 
@@ -51,7 +51,7 @@ class ShardSealer:
     ) -> ShardRecord:
         if len(meta) > MAX_SHARD_META_BYTES:
             raise RequestError(f"meta has {len(meta)} bytes, at most {MAX_SHARD_META_BYTES} are kept")
-        with self._shelf.lock:
+        with self._table.lock:
             slot, done = self._begin(lease_id, size_bytes)
             if done is not None:
                 return done
@@ -65,30 +65,30 @@ class ShardSealer:
                 self._lose(slot, lease)
                 raise
             failpoint("agent.hashed")
-            with self._shelf.lock:
+            with self._table.lock:
                 if slot.lease is not lease:
                     raise LeaseLostError(f"the lease of {lease.key} was taken back while it was being sealed")
-                lacking = sorted({*blobs} - {*self._shelf.notes.blobs(lease.key.job)})
+                lacking = sorted({*blobs} - {*self._table.metadata.list_blobs(lease.key.job)})
                 if lacking:
                     raise ShardNotFoundError(f"{lease.key} needs {', '.join(lacking)}, which are not kept here now")
-                self._keep(slot, lease, record)
+                self._commit(slot, lease, record)
         finally:
-            with self._shelf.lock:
+            with self._table.lock:
                 slot.sealing = False
-                self._shelf.changed.notify_all()
+                self._table.changed.notify_all()
         self._count(size_bytes, time.monotonic() - started)
         sealed(record)
         return record
 
     def _begin(self, lease_id: str, size_bytes: int) -> tuple[ArenaSlot, ShardRecord | None]:
         """The slot, from here on being sealed; or what the same call, repeated after a lost answer, made of it."""
-        self._shelf.check_open()
-        slot, done = self._shelf.leased(lease_id)
+        self._table.check_open()
+        slot, done = self._table.slot_for_lease(lease_id)
         while slot.sealing and done is None:
             if deadlines.expired():
                 raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
-            self._shelf.changed.wait(deadlines.remaining_s(1.0))
-            slot, done = self._shelf.leased(lease_id)
+            self._table.changed.wait(deadlines.remaining_s(1.0))
+            slot, done = self._table.slot_for_lease(lease_id)
         if done is not None or slot.lease is None:
             return slot, done
         self._jobs.check_fence(slot.lease.key)
@@ -100,7 +100,7 @@ class ShardSealer:
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
         with raise_as_unreadable(lease.key):
             try:
-                with closing_fd(self._shelf.arena.open(lease.slot)) as fd:
+                with closing_fd(self._table.arena.open(lease.slot)) as fd:
                     sums = checksums.file_checksums(fd, size_bytes, pool=self._pool)
             except (FileNotFoundError, checksums.TruncatedFileError) as error:
                 raise ShardDamagedError(f"{lease.key} cannot be sealed: {error}") from error
@@ -108,24 +108,24 @@ class ShardSealer:
 
     def _lose(self, slot: ArenaSlot, lease: Lease) -> None:
         """Where the slot's file is gone, this save is lost with it. The next one gets another slot."""
-        with self._shelf.lock:
-            if slot.lease is lease and not self._shelf.intact(slot):
-                self._shelf.lose(slot)
+        with self._table.lock:
+            if slot.lease is lease and not self._table.is_intact(slot):
+                self._table.drop_lost(slot)
 
-    def _keep(self, slot: ArenaSlot, lease: Lease, record: ShardRecord) -> None:
-        self._shelf.notes.put(SEAL_METADATA, slot.name, SealMetadata(lease.id, record))
+    def _commit(self, slot: ArenaSlot, lease: Lease, record: ShardRecord) -> None:
+        self._table.metadata.put(SEAL_METADATA, slot.name, SealMetadata(lease.id, record))
         failpoint("agent.sealing")
-        slot.record, slot.sealed_under = record, lease.id
+        slot.record, slot.sealed_lease_id = record, lease.id
         slot.lease = slot.owner = None
-        self._shelf.drop_note(LEASE_METADATA, slot.name)
-        slot.warm_bytes = max(slot.warm_bytes, record.size_bytes)
+        self._table.drop_metadata(LEASE_METADATA, slot.name)
+        slot.prefaulted_bytes = max(slot.prefaulted_bytes, record.size_bytes)
         failpoint("agent.sealed")
 
     def _count(self, size_bytes: int, seconds: float) -> None:
-        with self._shelf.lock:
-            self._shelf.counters["sealed"] += 1
-            self._shelf.counters["sealed_bytes"] += size_bytes
-            self._shelf.counters["seal_seconds"] += seconds
+        with self._table.lock:
+            self._table.counters["sealed"] += 1
+            self._table.counters["sealed_bytes"] += size_bytes
+            self._table.counters["seal_seconds"] += seconds
 
 
 @contextlib.contextmanager
@@ -150,19 +150,19 @@ class ShardReader:
     def __init__(
         self, shelf: SlotTable, jobs: JobTable, pool: Executor, await_adoption: Callable[[str | None], None]
     ) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._jobs = jobs
         self._pool = pool
-        self._await_adoption = await_adoption
+        self._wait_recovered = await_adoption
         self._pins: dict[str, _PinOf] = {}
 
     @property
     def pins(self) -> int:
         return len(self._pins)
 
-    def inventory(self, job: str | None) -> list[ShardInfo]:
-        with self._shelf.lock:
-            self._await_adoption(job)
+    def list_shards(self, job: str | None) -> list[ShardInfo]:
+        with self._table.lock:
+            self._wait_recovered(job)
             return [
                 ShardInfo(
                     record.key,
@@ -170,21 +170,21 @@ class ShardReader:
                     record.size_bytes,
                     record.meta,
                     record.sealed_ns,
-                    record.key.group in self._jobs.of(record.key.job).marks,
+                    record.key.version_id in self._jobs.get_or_create(record.key.job).committed,
                     slot.holders,
                 )
-                for slot, record in self._shelf.offered(job)
+                for slot, record in self._table.available_shards(job)
             ]
 
     def records(self, job: str, group: VersionId) -> list[ShardRecord]:
-        with self._shelf.lock:
-            self._await_adoption(job)
-            return [record for _, record in self._shelf.offered(job) if record.key.group == group]
+        with self._table.lock:
+            self._wait_recovered(job)
+            return [record for _, record in self._table.available_shards(job) if record.key.version_id == group]
 
     def pin(self, key: ShardKey, owner: ProcessIdentity) -> Pin:
-        with self._shelf.lock:
-            self._await_adoption(key.job)
-            slot, record = self._shelf.sealed(key)
+        with self._table.lock:
+            self._wait_recovered(key.job)
+            slot, record = self._table.find_shard(key)
             fd = self._opened(slot, record)
             return Pin(self._used(slot, owner), record, fd)
 
@@ -192,7 +192,7 @@ class ShardReader:
         """A shard's file, which has every byte that counts; :class:`ShardDamagedError` when it is gone or shorter."""
         with raise_as_unreadable(record.key):
             try:
-                fd = self._shelf.arena.open(slot.name)
+                fd = self._table.arena.open(slot.name)
             except FileNotFoundError as error:
                 raise ShardDamagedError(f"the file of {record.key} was removed by somebody else") from error
             try:
@@ -213,39 +213,39 @@ class ShardReader:
         slot.users.add(pin)
         return pin
 
-    def pin_as_it_is(self, key: ShardKey, owner: ProcessIdentity) -> tuple[str, ShardRecord, str]:
+    def pin_unchecked(self, key: ShardKey, owner: ProcessIdentity) -> tuple[str, ShardRecord, str]:
         """For whoever looks for damage itself: a pin's id, the record, and where the file is to be, if it is there."""
-        with self._shelf.lock:
-            self._await_adoption(key.job)
-            slot, record = self._shelf.sealed(key)
-            return self._used(slot, owner), record, self._shelf.arena.path(slot.name)
+        with self._table.lock:
+            self._wait_recovered(key.job)
+            slot, record = self._table.find_shard(key)
+            return self._used(slot, owner), record, self._table.arena.path(slot.name)
 
     def unpin(self, pin_id: str) -> bool:
-        with self._shelf.lock:
+        with self._table.lock:
             pin = self._pins.pop(pin_id, None)
-            slot = self._shelf.slots.get(pin.slot) if pin is not None else None
+            slot = self._table.slots.get(pin.slot) if pin is not None else None
             if slot is None or pin_id not in slot.users:
                 return False
-            self._shelf.release(slot, pin_id)
+            self._table.release_reader(slot, pin_id)
             return True
 
     def hold(self, key: ShardKey, name: str) -> ShardRecord:
-        with self._shelf.lock:
-            slot, record = self._shelf.sealed(key)
+        with self._table.lock:
+            slot, record = self._table.find_shard(key)
             slot.users.add(f"hold-{name}")
             return record
 
-    def unhold(self, key: ShardKey, name: str) -> None:
-        with self._shelf.lock:
-            for slot in list(self._shelf.slots.values()):
+    def release_hold(self, key: ShardKey, name: str) -> None:
+        with self._table.lock:
+            for slot in list(self._table.slots.values()):
                 if slot.record is not None and slot.record.key == key and f"hold-{name}" in slot.users:
-                    self._shelf.release(slot, f"hold-{name}")
+                    self._table.release_reader(slot, f"hold-{name}")
 
-    def path_of(self, key: ShardKey) -> str:
-        with self._shelf.lock:
-            for slot in self._shelf.slots.values():
+    def shard_path(self, key: ShardKey) -> str:
+        with self._table.lock:
+            for slot in self._table.slots.values():
                 if slot.record is not None and slot.record.key == key:
-                    return self._shelf.arena.path(slot.name)
+                    return self._table.arena.path(slot.name)
             raise ShardNotFoundError(f"{key} is not on this node")
 
     def damaged_chunks(self, record: ShardRecord, path: str, chunks: tuple[int, int] | None) -> tuple[int, ...]:
@@ -279,74 +279,74 @@ class ShardReader:
     def sweep(self, grace_s: float) -> None:
         """Let go of pins whose readers went away."""
         for pin_id, pin in list(self._pins.items()):
-            if self._jobs.gone_for(pin.owner) > grace_s:
-                slot = self._shelf.slots.get(pin.slot)
-                if slot is not None and pin.owner.alive:
+            if self._jobs.disconnected_s(pin.owner) > grace_s:
+                slot = self._table.slots.get(pin.slot)
+                if slot is not None and pin.owner.is_alive:
                     slot.reusable = False  # it may still read
                 self.unpin(pin_id)
 
 
 class ShardRemoval:
-    """``forget`` and ``report`` of the store. The shelf's lock is taken here."""
+    """``delete_versions`` and ``report`` of the store. The shelf's lock is taken here."""
 
     def __init__(self, shelf: SlotTable, jobs: JobTable) -> None:
-        self._shelf = shelf
+        self._table = shelf
         self._jobs = jobs
 
-    def forget(self, job: str, groups: Sequence[VersionId] | None) -> int:
-        with self._shelf.lock:
+    def delete_versions(self, job: str, groups: Sequence[VersionId] | None) -> int:
+        with self._table.lock:
             found = [
                 (slot, slot.record)
-                for slot in self._shelf.slots.values()
-                if slot.record is not None and slot.record.key.job == job and slot.standing is not ShardState.GIVEN_UP
-                if groups is None or slot.record.key.group in groups
+                for slot in self._table.slots.values()
+                if slot.record is not None and slot.record.key.job == job and slot.shard_state is not ShardState.RETIRED
+                if groups is None or slot.record.key.version_id in groups
             ]
             for slot, _ in found:
-                self._shelf.give_up(slot)
-            self._jobs.forgot(job, groups)
+                self._table.retire(slot)
+            self._jobs.drop_versions(job, groups)
             if groups is None:
                 self._drop_job(job)
             return sum(not record.key.kind for _, record in found)
 
-    def expire(self, job: str, reason: str) -> None:
+    def expire_job(self, job: str, reason: str) -> None:
         """Drop all of a job whose owner has not said so; what it had, and why it went, stays noted."""
-        with self._shelf.lock:
+        with self._table.lock:
             log.warning("job %s: its shards are given back: %s", job, reason)
-            self._jobs.bury(job, reason)
-            self.forget(job, None)
+            self._jobs.record_expiry(job, reason)
+            self.delete_versions(job, None)
 
     def drop_unused(self) -> None:
         """Slots that nobody is going to fill. What is known of their jobs stays."""
-        with self._shelf.lock:
-            held = {slot.job for slot in self._shelf.slots.values() if slot.record is not None}
-            for slot in list(self._shelf.slots.values()):
-                if slot.state is SlotState.FREE and slot.job not in held and not self._jobs.active(slot.job):
-                    self._shelf.drop(slot)
+        with self._table.lock:
+            held = {slot.job for slot in self._table.slots.values() if slot.record is not None}
+            for slot in list(self._table.slots.values()):
+                if slot.state is SlotState.FREE and slot.job not in held and not self._jobs.has_clients(slot.job):
+                    self._table.drop(slot)
 
     def _drop_job(self, job: str) -> None:
-        for slot in list(self._shelf.slots.values()):
+        for slot in list(self._table.slots.values()):
             if slot.job == job and slot.state is SlotState.FREE:
-                self._shelf.drop(slot)
-        for blob in self._shelf.notes.blobs(job):
-            self._shelf.notes.remove_blob(job, blob)
-        self._jobs.drop(job)
+                self._table.drop(slot)
+        for blob in self._table.metadata.list_blobs(job):
+            self._table.metadata.remove_blob(job, blob)
+        self._jobs.remove_if_empty(job)
 
-    def damaged(self, key: ShardKey, reason: str) -> ShardRecord | None:
+    def drop_damaged(self, key: ShardKey, reason: str) -> ShardRecord | None:
         """Drop the shard and what was said of its version; the record, when it was here."""
-        with self._shelf.lock:
-            slot = self._shelf.slot_of(key)
+        with self._table.lock:
+            slot = self._table.slot_for_key(key)
             if slot is None or slot.record is None:
                 return None
             record = slot.record
-            self._shelf.note_damage(key.job, str(key), reason)
+            self._table.record_damage(key.job, str(key), reason)
             self._drop(slot)
             if not key.kind:
-                self._jobs.lost_part(key.job, key.group, key.part)
+                self._jobs.record_lost_part(key.job, key.version_id, key.part)
             return record
 
     def _drop(self, slot: ArenaSlot) -> None:
         # Readers may still look at these bytes: only a slot nobody looks at is used again.
         if slot.users:
-            self._shelf.drop(slot)
+            self._table.drop(slot)
         else:
-            self._shelf.clear(slot)
+            self._table.free(slot)

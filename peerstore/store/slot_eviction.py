@@ -35,7 +35,7 @@ class SlotView:
     job: str
     part: int
     """Whose slot it is (or was last)."""
-    group: VersionId | None = None
+    version_id: VersionId | None = None
     """The version in it, when it is sealed."""
     busy: bool = False
     """Pinned by a reader, held for an upload, or not verified yet."""
@@ -122,13 +122,16 @@ def evictable_slots(
         for group in groups:
             latest[job, group.version] = max(group, latest.get((job, group.version), group))
     for slot in slots:
-        if slot.state is not SlotState.SEALED or slot.busy or slot.group is None:
+        if slot.state is not SlotState.SEALED or slot.busy or slot.version_id is None:
             continue
-        if is_superseded(slot.group, settled.get(slot.job), (kept or {}).get(slot.job, ())):
+        if is_superseded(slot.version_id, settled.get(slot.job), (kept or {}).get(slot.job, ())):
             found.append(slot)
 
     def again(slot: SlotView) -> bool:
-        return slot.group is not None and latest.get((slot.job, slot.group.version), slot.group) > slot.group
+        return (
+            slot.version_id is not None
+            and latest.get((slot.job, slot.version_id.version), slot.version_id) > slot.version_id
+        )
 
     return sorted(found, key=lambda slot: (not again(slot), _age(slot)))
 
@@ -146,13 +149,13 @@ def abandoned_slots(
         slot
         for slot in slots
         if slot.state is SlotState.SEALED and not slot.busy and slot.job == job
-        if slot.group is not None and is_abandoned(slot.group, epoch, whole.get(job, ()), settled.get(job))
+        if slot.version_id is not None and is_abandoned(slot.version_id, epoch, whole.get(job, ()), settled.get(job))
     ]
     return sorted(found, key=_age)
 
 
 def _age(slot: SlotView) -> tuple[VersionId, int, str]:
-    return slot.group or VersionId(0, 0, 0, ""), slot.part, slot.name
+    return slot.version_id or VersionId(0, 0, 0, ""), slot.part, slot.name
 
 
 def choose_slot(
@@ -188,7 +191,7 @@ def choose_slot(
     left = [slot for slot in abandoned_slots(slots, whole, settled, job=job, epoch=epoch) if slot not in old]
     newest, stay = settled.get(job), (kept or {}).get(job, ())
     uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
-    counted = sum(slot.group not in uncounted for slot in mine)
+    counted = sum(slot.version_id not in uncounted for slot in mine)
     allocated = sum(slot.size_bytes for slot in slots)
 
     def closest(candidates: list[SlotView]) -> list[SlotView]:
@@ -271,7 +274,7 @@ def evictions_to_grow(
 
 def _kept(slots: Collection[SlotView], kept: Mapping[str, Collection[VersionId]] | None) -> list[SlotView]:
     """What stays because somebody said so."""
-    return [slot for slot in slots if slot.group is not None and slot.group in (kept or {}).get(slot.job, ())]
+    return [slot for slot in slots if slot.version_id is not None and slot.version_id in (kept or {}).get(slot.job, ())]
 
 
 def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
@@ -299,11 +302,11 @@ def _refusal(
     fixed = sum(
         slot.size_bytes
         for slot in slots
-        if slot.state is SlotState.SEALED and slot.group is not None and slot.group == settled.get(slot.job)
+        if slot.state is SlotState.SEALED and slot.version_id is not None and slot.version_id == settled.get(slot.job)
         if slot not in held
     )
     held_bytes = sum(slot.size_bytes for slot in held)
-    versions = sorted({slot.group.version for slot in held if slot.group is not None})
+    versions = sorted({slot.version_id.version for slot in held if slot.version_id is not None})
     on_request = (
         f", and {held_bytes} hold versions that are kept on request ({', '.join(map(str, versions))}): let them go "
         "(tieredckpt unpin), or make room"
@@ -360,11 +363,13 @@ def _why_kept(slot: SlotView, settled: VersionId | None) -> str:
         return "being written"
     if slot.state is SlotState.FREE:
         return "free, but the budget is used up"
-    if slot.group is None:
+    if slot.version_id is None:
         return "given up, being read"
-    version = f"version {slot.group.version}"
+    version = f"version {slot.version_id.version}"
     if slot.busy:
         return f"{version}, being read or uploaded"
     if settled is None:
         return f"{version}, and no version is whole yet (with its copies)"
-    return f"{version}, " + ("the newest whole one" if slot.group == settled else "not yet whole (with its copies)")
+    return f"{version}, " + (
+        "the newest whole one" if slot.version_id == settled else "not yet whole (with its copies)"
+    )

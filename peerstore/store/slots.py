@@ -115,27 +115,27 @@ class MetadataStore:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._owed: dict[str, bytes] = {}
+        self._pending: dict[str, bytes] = {}
 
     def put(self, kind: str, name: str, note: msgspec.Struct) -> None:
         """A claim that cannot be put is owed: what it says counts in this process already."""
         data = msgspec.msgpack.encode(note)
         if kind == JOB_METADATA:
-            self._owed[kind + name] = data
-        self._arena.put_note(kind + name, data)
-        self._owed.pop(kind + name, None)
+            self._pending[kind + name] = data
+        self._arena.put_metadata(kind + name, data)
+        self._pending.pop(kind + name, None)
 
-    def catch_up(self) -> None:
+    def flush_pending(self) -> None:
         """Put what is owed. Before this has worked nobody may be told that anything of it was done."""
-        for name, data in list(self._owed.items()):
-            self._arena.put_note(name, data)
-            del self._owed[name]
+        for name, data in list(self._pending.items()):
+            self._arena.put_metadata(name, data)
+            del self._pending[name]
 
     def get(self, kind: str, name: str, of: type[T]) -> T | None:
         """The note, ``None`` when there is none; :class:`ShardDamagedError` when it is not what was put, and
         :class:`UnsupportedFormatError` when another version put it.
         """
-        data = self._arena.get_note(kind + name)
+        data = self._arena.get_metadata(kind + name)
         if data is None:
             return None
         try:
@@ -149,37 +149,37 @@ class MetadataStore:
             raise UnsupportedFormatError(f"note {kind}{name} is not what this version writes: {error}") from error
 
     def remove(self, kind: str, name: str) -> None:
-        self._arena.remove_note(kind + name)
-        self._owed.pop(kind + name, None)
+        self._arena.remove_metadata(kind + name)
+        self._pending.pop(kind + name, None)
 
-    def names(self, kind: str) -> list[str]:
-        return [note.removeprefix(kind) for note in self._arena.notes(kind)]
+    def list_names(self, kind: str) -> list[str]:
+        return [note.removeprefix(kind) for note in self._arena.list_metadata(kind)]
 
-    def identity(self) -> str:
+    def arena_id(self) -> str:
         """A name that stays with the arena's contents: a client that sees another one starts afresh."""
         try:
-            known = self._arena.get_note("arena")
+            known = self._arena.get_metadata("arena")
         except ShardDamagedError:
             known = None
         if known is None:
             known = secrets.token_hex(8).encode()
-            self._arena.put_note("arena", known)
+            self._arena.put_metadata("arena", known)
         return known.decode(errors="replace")
 
     # -- blobs ------------------------------------------------------------------------------------------------
 
     def put_blob(self, job: str, name: str, data: bytes) -> None:
-        self._arena.put_note(_blob(job, name), data)
+        self._arena.put_metadata(_blob(job, name), data)
 
     def get_blob(self, job: str, name: str) -> bytes | None:
-        return self._arena.get_note(_blob(job, name))
+        return self._arena.get_metadata(_blob(job, name))
 
-    def blobs(self, job: str) -> list[str]:
+    def list_blobs(self, job: str) -> list[str]:
         prefix = f"blob.{validate_job_name(job)}/"
-        return [note.removeprefix(prefix) for note in self._arena.notes(prefix)]
+        return [note.removeprefix(prefix) for note in self._arena.list_metadata(prefix)]
 
     def remove_blob(self, job: str, name: str) -> None:
-        self._arena.remove_note(_blob(job, name))
+        self._arena.remove_metadata(_blob(job, name))
 
 
 def _blob(job: str, name: str) -> str:
@@ -194,13 +194,13 @@ _REASON_CHARS = 500
 class ShardState(enum.Enum):
     """What a sealed shard is to others."""
 
-    OFFERED = "offered"
-    ADOPTING = "adopting"
+    AVAILABLE = "offered"
+    VERIFYING = "adopting"
     """A killed agent left it, and its checksums were not looked at yet."""
     UNREADABLE = "unreadable"
     """As above, and it could not be read for a while: nobody waits for it any more. It is tried again, and may be given
     up for newer versions as others are."""
-    GIVEN_UP = "given up"
+    RETIRED = "given up"
     """Its owner forgot it; those who read it may finish."""
 
 
@@ -211,7 +211,7 @@ class ArenaSlot:
     name: str
     generation: int
     size_bytes: int
-    warm_bytes: int
+    prefaulted_bytes: int
     job: str
     part: int
     lease: Lease | None = None
@@ -220,9 +220,9 @@ class ArenaSlot:
     record: ShardRecord | None = None
     holders: tuple[str, ...] = ()
     """For a copy of another node's shard: who was to hold it, the writer's node first."""
-    sealed_under: str = ""
+    sealed_lease_id: str = ""
     """Id of the lease it was sealed under: repeating the call gives the same answer."""
-    standing: ShardState = ShardState.OFFERED
+    shard_state: ShardState = ShardState.AVAILABLE
     users: set[str] = field(default_factory=set)
     """Pins of readers and holds of uploads."""
     reusable: bool = True
@@ -238,21 +238,21 @@ class ArenaSlot:
         return SlotState.SEALED if self.record is not None else SlotState.FREE
 
     @property
-    def offered(self) -> ShardRecord | None:
+    def available_shard(self) -> ShardRecord | None:
         """The shard in it, when it is one that others may count on."""
-        return self.record if self.standing is ShardState.OFFERED else None
+        return self.record if self.shard_state is ShardState.AVAILABLE else None
 
     @property
     def view(self) -> SlotView:
-        record = self.record if self.standing is not ShardState.GIVEN_UP else None
+        record = self.record if self.shard_state is not ShardState.RETIRED else None
         return SlotView(
             self.name,
             self.state,
             self.size_bytes,
             self.job,
             self.part,
-            record.key.group if record else None,
-            bool(self.users) or self.sealing or self.standing in (ShardState.ADOPTING, ShardState.GIVEN_UP),
+            record.key.version_id if record else None,
+            bool(self.users) or self.sealing or self.shard_state in (ShardState.VERIFYING, ShardState.RETIRED),
             self.reusable,
         )
 
@@ -262,13 +262,13 @@ class SlotTable:
 
     def __init__(self, arena: Arena, limits: SlotLimits, clock: Callable[[], float]) -> None:
         self.arena = arena
-        self.notes = MetadataStore(arena)
+        self.metadata = MetadataStore(arena)
         self._limits = limits
         self.clock = clock
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.slots: dict[str, ArenaSlot] = {}
-        self.aside: dict[str, UnrecognizedSlot] = {}
+        self.unrecognized: dict[str, UnrecognizedSlot] = {}
         """Slots that this version of the agent does not understand: they stay as they are, and nobody is given them."""
         self.damages: deque[DamageReport] = deque(maxlen=_DAMAGES)
         self.counters: defaultdict[str, float] = defaultdict(float)
@@ -279,28 +279,31 @@ class SlotTable:
             raise UnavailableError("this store is shutting down")
 
     @property
-    def aside_bytes(self) -> int:
-        return sum(one.size_bytes for one in self.aside.values())
+    def unrecognized_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.unrecognized.values())
 
     @property
-    def said_of_aside(self) -> str:
+    def unrecognized_hint(self) -> str:
         """For whoever finds no room."""
-        if not self.aside_bytes:
+        if not self.unrecognized_bytes:
             return ""
         return (
-            f"; {self.aside_bytes} bytes more are in slots that another version of the agent left: run that version "
+            f"; {self.unrecognized_bytes} bytes more are in slots that another version of the agent left: run that "
+            f"version "
             "again, or drop them (tieredckpt gc JOB --set-aside)"
         )
 
     @property
     def limits(self) -> SlotLimits:
         """What is set aside takes its part of the budget."""
-        return dataclasses.replace(self._limits, budget_bytes=max(0, self._limits.budget_bytes - self.aside_bytes))
+        return dataclasses.replace(
+            self._limits, budget_bytes=max(0, self._limits.budget_bytes - self.unrecognized_bytes)
+        )
 
     def set_budget(self, budget_bytes: int) -> None:
         """Free slots beyond it go at once, what may be given up with the next lease; what has to stay, stays."""
         self._limits = dataclasses.replace(self._limits, budget_bytes=budget_bytes)
-        over = sum(view.size_bytes for view in self.views()) - self.limits.budget_bytes
+        over = sum(view.size_bytes for view in self.slot_views()) - self.limits.budget_bytes
         for slot in sorted(self.slots.values(), key=lambda slot: -slot.size_bytes):
             if over > 0 and slot.state is SlotState.FREE:
                 self.drop(slot)
@@ -309,54 +312,56 @@ class SlotTable:
 
     # -- looking ----------------------------------------------------------------------------------------------
 
-    def views(self) -> list[SlotView]:
+    def slot_views(self) -> list[SlotView]:
         """All slots, and those that were removed and still take memory, since some process has them mapped."""
-        removed = self.arena.lingering().items()
+        removed = self.arena.removed_in_use().items()
         return [slot.view for slot in self.slots.values()] + [
             SlotView(name, SlotState.LEASED, size_bytes, "", -1) for name, size_bytes in removed
         ]
 
-    def offered(self, job: str | None = None, *, parities: bool = False) -> Iterator[tuple[ArenaSlot, ShardRecord]]:
+    def available_shards(
+        self, job: str | None = None, *, parities: bool = False
+    ) -> Iterator[tuple[ArenaSlot, ShardRecord]]:
         """Sealed shards (of ``job``) that are whole as far as this agent has checked itself; or its ``parities``."""
         for slot in self.slots.values():
-            record = slot.offered
+            record = slot.available_shard
             if record is not None and job in (None, record.key.job) and bool(record.key.kind) is parities:
                 yield slot, record
 
-    def sealed(self, key: ShardKey) -> tuple[ArenaSlot, ShardRecord]:
-        for slot, record in self.offered(key.job, parities=bool(key.kind)):
+    def find_shard(self, key: ShardKey) -> tuple[ArenaSlot, ShardRecord]:
+        for slot, record in self.available_shards(key.job, parities=bool(key.kind)):
             if record.key == key:
                 return slot, record
         raise ShardNotFoundError(f"{key} is not on this node")
 
-    def slot_of(self, key: ShardKey) -> ArenaSlot | None:
+    def slot_for_key(self, key: ShardKey) -> ArenaSlot | None:
         """The slot that holds or will hold ``key``."""
         for slot in self.slots.values():
-            record = slot.record if slot.standing is not ShardState.GIVEN_UP else None
+            record = slot.record if slot.shard_state is not ShardState.RETIRED else None
             if key in (record and record.key, slot.lease and slot.lease.key):
                 return slot
         return None
 
-    def leased(self, lease_id: str) -> tuple[ArenaSlot, ShardRecord | None]:
+    def slot_for_lease(self, lease_id: str) -> tuple[ArenaSlot, ShardRecord | None]:
         """The slot of a lease, and the shard when it is sealed already."""
         for slot in self.slots.values():
             if slot.lease is not None and slot.lease.id == lease_id:
                 return slot, None
-            if slot.offered is not None and slot.sealed_under == lease_id:
-                return slot, slot.offered
+            if slot.available_shard is not None and slot.sealed_lease_id == lease_id:
+                return slot, slot.available_shard
         raise LeaseLostError(f"lease {lease_id} is not known: it expired, was fenced, or its slot was given to another")
 
     def status(self, pins: int) -> ArenaStatus:
         slots = self.slots.values()
         return ArenaStatus(
             budget_bytes=self._limits.budget_bytes,
-            allocated_bytes=sum(slot.size_bytes for slot in slots) + sum(self.arena.lingering().values()),
+            allocated_bytes=sum(slot.size_bytes for slot in slots) + sum(self.arena.removed_in_use().values()),
             sealed_bytes=sum(slot.record.size_bytes for slot in slots if slot.record),
             slots=len(slots),
             free_slots=sum(slot.state is SlotState.FREE for slot in slots),
             leases=sum(slot.state is SlotState.LEASED for slot in slots),
             pins=pins,
-            aside_bytes=self.aside_bytes,
+            aside_bytes=self.unrecognized_bytes,
         )
 
     # -- changing ---------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ class SlotTable:
         slot = self.slots[name] = ArenaSlot(name, generation, size_bytes, 0, job, part)
         return slot
 
-    def intact(self, slot: ArenaSlot) -> bool:
+    def is_intact(self, slot: ArenaSlot) -> bool:
         """Whether the slot's file is still there, with its size: else somebody has removed or truncated it."""
         try:
             return self.arena.size(slot.name) == slot.size_bytes
@@ -383,49 +388,49 @@ class SlotTable:
         except OSError as error:  # too many open files, most likely
             raise UnavailableError(f"{slot.name} cannot be opened: {error}") from error
 
-    def lose(self, slot: ArenaSlot) -> None:
+    def drop_lost(self, slot: ArenaSlot) -> None:
         """Drop a slot whose file is not intact."""
         log.error("%s was removed or truncated by somebody else: a new one takes its place", slot.name)
         self.counters["slots_lost"] += 1
         self.drop(slot)
 
-    def give(self, slot: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> Lease:
+    def assign(self, slot: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> Lease:
         """The slot belongs to ``lease`` from here on."""
-        self.notes.put(LEASE_METADATA, slot.name, LeaseMetadata(lease, (owner.pid, owner.started)))
-        slot.lease, slot.owner, slot.job, slot.part = lease, owner, lease.key.job, lease.key.seat
+        self.metadata.put(LEASE_METADATA, slot.name, LeaseMetadata(lease, (owner.pid, owner.start_time)))
+        slot.lease, slot.owner, slot.job, slot.part = lease, owner, lease.key.job, lease.key.slot_part
         failpoint("agent.leased")
         return lease
 
-    def take_back(self, slot: ArenaSlot) -> None:
+    def release_lease(self, slot: ArenaSlot) -> None:
         """The slot is free again; its owner has said that it does not write any more, or is dead."""
         slot.lease = slot.owner = None
-        self.notes.remove(LEASE_METADATA, slot.name)
+        self.metadata.remove(LEASE_METADATA, slot.name)
         self.changed.notify_all()
 
-    def end_lease(self, slot: ArenaSlot, why: str) -> None:
+    def revoke_lease(self, slot: ArenaSlot, why: str) -> None:
         """Take a lease back unasked. While its writer may still write, the file is not given to anybody else."""
         log.info("%s: lease taken back, %s", slot.lease and slot.lease.key, why)
         self.counters["leases_lost"] += 1
-        safe = not slot.sealing and slot.owner is not None and not slot.owner.alive
-        self.take_back(slot)
+        safe = not slot.sealing and slot.owner is not None and not slot.owner.is_alive
+        self.release_lease(slot)
         if not safe:
             self.drop(slot)
 
-    def drop_note(self, kind: str, name: str) -> None:
+    def drop_metadata(self, kind: str, name: str) -> None:
         """A note that another one has taken the place of: where it cannot be removed now, it does no harm."""
         try:
-            self.notes.remove(kind, name)
+            self.metadata.remove(kind, name)
         except OSError as error:
             log.warning("note %s%s was not removed: %s", kind, name, error)
 
-    def clear(self, slot: ArenaSlot) -> None:
+    def free(self, slot: ArenaSlot) -> None:
         """What was sealed in the slot is gone, the slot is free. One that cannot be read is not written to again."""
-        if slot.standing is ShardState.UNREADABLE:
+        if slot.shard_state is ShardState.UNREADABLE:
             self.drop(slot)
             return
-        self.notes.remove(SEAL_METADATA, slot.name)
+        self.metadata.remove(SEAL_METADATA, slot.name)
         failpoint("agent.forgot")
-        slot.record, slot.sealed_under, slot.holders, slot.standing = None, "", (), ShardState.OFFERED
+        slot.record, slot.sealed_lease_id, slot.holders, slot.shard_state = None, "", (), ShardState.AVAILABLE
         slot.users.clear()
         if not slot.reusable:
             self.drop(slot)
@@ -434,53 +439,53 @@ class SlotTable:
     def drop(self, slot: ArenaSlot) -> None:
         """The slot itself is gone. Those who mapped it keep what they see."""
         for note in (LEASE_METADATA, SEAL_METADATA):
-            self.notes.remove(note, slot.name)
+            self.metadata.remove(note, slot.name)
         failpoint("agent.dropped")
         self.arena.remove(slot.name)
         self.slots.pop(slot.name, None)
         self.changed.notify_all()
 
-    def set_aside(self, name: str, size_bytes: int, reason: str) -> None:
+    def mark_unrecognized(self, name: str, size_bytes: int, reason: str) -> None:
         reason = reason[:_REASON_CHARS]
         log.error("%s (%d bytes) is set aside: %s", name, size_bytes, reason)
-        self.aside[name] = UnrecognizedSlot(name, size_bytes, reason)
+        self.unrecognized[name] = UnrecognizedSlot(name, size_bytes, reason)
 
-    def drop_aside(self, names: Collection[str] | None) -> int:
+    def drop_unrecognized(self, names: Collection[str] | None) -> int:
         """Somebody says that what was set aside (of these names) is of no use; how many bytes it had."""
-        gone = [one for one in self.aside.values() if names is None or one.name in names]
+        gone = [one for one in self.unrecognized.values() if names is None or one.name in names]
         for one in gone:
             if one.name.startswith(SLOT_PREFIX):
                 for note in (LEASE_METADATA, SEAL_METADATA):
-                    self.notes.remove(note, one.name)
+                    self.metadata.remove(note, one.name)
                 self.arena.remove(one.name)
-            del self.aside[one.name]
+            del self.unrecognized[one.name]
             log.warning("%s, which was set aside, is dropped on request", one.name)
         self.changed.notify_all()
         return sum(one.size_bytes for one in gone)
 
-    def make_free(self, names: tuple[str, ...]) -> None:
+    def evict(self, names: tuple[str, ...]) -> None:
         """Drop the slots that a decision gave up."""
         for name in names:
             slot = self.slots[name]
             self.counters["evicted"] += slot.record is not None
             self.drop(slot)
 
-    def give_up(self, slot: ArenaSlot) -> None:
+    def retire(self, slot: ArenaSlot) -> None:
         """Nobody is offered this shard again; it goes when the last reader is done."""
         if not slot.users:
-            self.clear(slot)
+            self.free(slot)
             return
-        self.notes.remove(SEAL_METADATA, slot.name)
-        slot.standing = ShardState.GIVEN_UP
+        self.metadata.remove(SEAL_METADATA, slot.name)
+        slot.shard_state = ShardState.RETIRED
 
-    def release(self, slot: ArenaSlot, user: str) -> None:
+    def release_reader(self, slot: ArenaSlot, user: str) -> None:
         """One who used the shard is done."""
         slot.users.discard(user)
-        if slot.standing is ShardState.GIVEN_UP and not slot.users:
-            self.clear(slot)
+        if slot.shard_state is ShardState.RETIRED and not slot.users:
+            self.free(slot)
         self.changed.notify_all()
 
-    def note_damage(self, job: str, what: str, reason: str) -> None:
+    def record_damage(self, job: str, what: str, reason: str) -> None:
         reason = reason[:_REASON_CHARS]
         log.error("damaged: %s: %s", what, reason)
         self.counters["damaged"] += 1

@@ -282,7 +282,7 @@ def authenticate_client(
             f"{channel.peer} could not prove that it belongs to job {job}"
             + (", which is not known here" if known is None else "")
         )
-    channel.proven()
+    channel.mark_authenticated()
     talk.say(Welcome())
     talk.raise_limits()
     return PeerIdentity(job, node, hello.protocol, hello.version[:_MAX_TEXT])

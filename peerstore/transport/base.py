@@ -59,8 +59,8 @@ class MessageChannel(Protocol):
       ``max_payload_bytes`` are a :class:`~peerstore.errors.ProtocolError`. The channel is over.
     - :class:`~peerstore.errors.PeerUnreachableError`: the peer is gone, or silent for too long. The channel is over.
     - One thread sends and one receives at a time; ``close`` may come from any thread and ends both.
-    - A channel that was accepted is a stranger's until ``proven`` is called: a listener may end it for want of time or
-      room (:mod:`peerstore.transport.tcp`).
+    - A channel that was accepted is a stranger's until ``mark_authenticated`` is called: a listener may end it when it
+      takes too long or when room is needed (:mod:`peerstore.transport.tcp`).
     """
 
     peer: str
@@ -75,7 +75,7 @@ class MessageChannel(Protocol):
     def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> IncomingMessage | None: ...
     def receive_into(self, views: Sequence[memoryview], seen: ProgressCallback | None = None) -> None: ...
     def discard(self) -> None: ...
-    def proven(self) -> None: ...
+    def mark_authenticated(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -179,7 +179,7 @@ class BufferCursor:
 
 
 class PartitionableTransport:
-    """``inner``, until :meth:`cut`: then all channels end, nobody is reached, and nobody who comes is heard."""
+    """``inner``, until :meth:`partition`: then all channels end, nobody is reached, and nobody who comes is heard."""
 
     def __init__(self, inner: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = inner.name
@@ -189,7 +189,7 @@ class PartitionableTransport:
         self._until = float("-inf")
         self._open: weakref.WeakSet[MessageChannel] = weakref.WeakSet()
 
-    def cut(self, seconds: float) -> None:
+    def partition(self, seconds: float) -> None:
         with self._lock:
             self._until = self._clock() + seconds
             ended = list(self._open)
@@ -198,15 +198,15 @@ class PartitionableTransport:
 
     def listen(self, address: str, serve: Callable[[MessageChannel], None]) -> Listener:
         def if_reached(channel: MessageChannel) -> None:
-            if self._keeps(channel):
+            if self._track(channel):
                 serve(channel)
 
         return self._inner.listen(address, if_reached)
 
     def connect(self, address: str, *, timeout_s: float = 5.0) -> MessageChannel:
-        if not self._is_cut:
+        if not self._is_partitioned:
             channel = self._inner.connect(address, timeout_s=timeout_s)
-            if self._keeps(channel):
+            if self._track(channel):
                 return channel
             channel.close()
         raise PeerUnreachableError(f"{address}: this node is cut off on purpose")
@@ -215,13 +215,13 @@ class PartitionableTransport:
         self._inner.close()
 
     @property
-    def _is_cut(self) -> bool:
+    def _is_partitioned(self) -> bool:
         return self._clock() < self._until
 
-    def _keeps(self, channel: MessageChannel) -> bool:
+    def _track(self, channel: MessageChannel) -> bool:
         """Whether this channel is there until the next cut."""
         with self._lock:
-            if self._is_cut:
+            if self._is_partitioned:
                 return False
             self._open.add(channel)
             return True

@@ -76,13 +76,13 @@ class FramedChannel:
         self.max_header_bytes = MAX_MESSAGE_HEADER_BYTES
         self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self.timeout_s = timeout_s
-        self.on_proven: Callable[[], None] = lambda: None
+        self.on_authenticated: Callable[[], None] = lambda: None
         """Of whoever accepted the channel."""
-        self.is_proven = False
+        self.is_authenticated = False
         self._stream = stream
         self._left = 0
         """Bytes of a payload that were announced and not taken yet."""
-        self._over = ""
+        self._closed_reason = ""
         """Why nothing more can be sent or received."""
         self._closing = threading.Lock()
         self._closed = False
@@ -100,7 +100,7 @@ class FramedChannel:
         run = [memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(header), size)), memoryview(header)]
         with self._sending:
             self._check()
-            with self._or_over():
+            with self._closing_on_error():
                 for part in payload:
                     if isinstance(part, FileSlice):
                         self._send_views(run, more=part.size > 0)
@@ -117,7 +117,7 @@ class FramedChannel:
             self._check()
             if self._left:
                 raise RequestError(f"{self._left} bytes of the message before have not been taken")
-            with self._or_over():
+            with self._closing_on_error():
                 prefix = bytearray(FRAME_PREFIX.size)
                 with memoryview(prefix) as view:
                     count = self._stream.receive([view], within_s=patience_s)
@@ -141,19 +141,19 @@ class FramedChannel:
             if any(view.readonly for view in views):
                 raise RequestError("a view that is to be filled is read-only")
             deadline = self._stream.now() + self.timeout_s + cursor.left / _SLOWEST_BYTES_PER_S
-            with self._or_over():
+            with self._closing_on_error():
                 while cursor.left:
                     cursor.advance(self._some(cursor.window(_WINDOW_BYTES), deadline))
 
-    def proven(self) -> None:
-        self.is_proven = True
-        self.on_proven()
+    def mark_authenticated(self) -> None:
+        self.is_authenticated = True
+        self.on_authenticated()
 
     def discard(self) -> None:
         with self._receiving:
             self._check()
             deadline = self._stream.now() + self.timeout_s + self._left / _SLOWEST_BYTES_PER_S
-            with self._or_over(), memoryview(bytearray(min(self._left, _WINDOW_BYTES))) as scratch:
+            with self._closing_on_error(), memoryview(bytearray(min(self._left, _WINDOW_BYTES))) as scratch:
                 while self._left:
                     with scratch[: self._left] as room:
                         self._some([room], deadline)
@@ -164,7 +164,7 @@ class FramedChannel:
             if self._closed:
                 return
             self._closed = True
-            self._over = self._over or "closed on this side"
+            self._closed_reason = self._closed_reason or "closed on this side"
             self._stream.shut()
             with self._sending, self._receiving:
                 self._stream.close()
@@ -172,17 +172,17 @@ class FramedChannel:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        if self._over:
-            raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._over}")
+        if self._closed_reason:
+            raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._closed_reason}")
 
     @contextlib.contextmanager
-    def _or_over(self) -> Iterator[None]:
+    def _closing_on_error(self) -> Iterator[None]:
         """Whatever interrupts a message ends the channel: the next one would begin in the middle of this."""
         try:
             yield
         except BaseException as error:
             why = "closed on this side" if self._closed else str(error) or type(error).__name__
-            self._over = self._over or why
+            self._closed_reason = self._closed_reason or why
             self._stream.shut()
             if isinstance(error, PeerUnreachableError):
                 raise PeerUnreachableError(f"{self.peer}: {why}") from error

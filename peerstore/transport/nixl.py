@@ -144,7 +144,7 @@ class NixlChannel:
         self._left = 0
         """Bytes of an offered payload that were not taken yet."""
         self._inline = 0
-        self._over = ""
+        self._closed_reason = ""
 
     @property
     def max_header_bytes(self) -> int:
@@ -183,7 +183,7 @@ class NixlChannel:
             if size < self._least_bytes:
                 self._carrier.send(_ENVELOPE.pack(_INLINE, len(header)) + header, payload)
                 return
-            with self._or_over():
+            with self._closing_on_error():
                 self._offer(header, size)
                 self._send_pieces([part for part in payload if payload_part_size(part)])
 
@@ -193,7 +193,7 @@ class NixlChannel:
             self._check()
             if self._left or self._inline:
                 raise RequestError(f"{self._left or self._inline} bytes of the message before have not been taken")
-            with self._or_over():
+            with self._closing_on_error():
                 while True:
                     spent = time.monotonic() - begun
                     incoming = self._carrier.receive(
@@ -218,11 +218,11 @@ class NixlChannel:
                     raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
                 if any(view.readonly for view in views):
                     raise RequestError("a view that is to be filled is read-only")
-                with self._or_over():
+                with self._closing_on_error():
                     self._read_pieces(cursor)
 
-    def proven(self) -> None:
-        self._carrier.proven()
+    def mark_authenticated(self) -> None:
+        self._carrier.mark_authenticated()
 
     def discard(self) -> None:
         with self._receiving:
@@ -231,15 +231,15 @@ class NixlChannel:
                 self._carrier.discard()
                 self._inline = 0
                 return
-            with self._or_over():
+            with self._closing_on_error():
                 while self._left:
-                    self._memory.refuse(self._source, self._next_piece().ticket)
+                    self._memory.skip(self._source, self._next_piece().ticket)
 
     def close(self) -> None:
-        self._over = self._over or "closed on this side"
+        self._closed_reason = self._closed_reason or "closed on this side"
         self._carrier.close()
         with self._sending, self._receiving:
-            self._memory.leave_behind(self._tickets)
+            self._memory.abandon_tickets(self._tickets)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -250,20 +250,20 @@ class NixlChannel:
         self._carrier.max_payload_bytes = payload_bytes
 
     def _check(self) -> None:
-        if self._over:
-            raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._over}")
+        if self._closed_reason:
+            raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._closed_reason}")
 
     @contextlib.contextmanager
-    def _or_over(self) -> Iterator[None]:
+    def _closing_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self._over = self._over or str(error) or type(error).__name__
+            self._closed_reason = self._closed_reason or str(error) or type(error).__name__
             self._carrier.close()
             raise
 
     def _offer(self, header: bytes, size: int) -> None:
-        introduction = b"" if self._introduced else self._memory.introduction
+        introduction = b"" if self._introduced else self._memory.agent_metadata
         envelope = _ENVELOPE.pack(_OFFERED, len(header))
         self._carrier.send(envelope + header + _encode(PayloadOffer(size, introduction)))
         self._introduced = True
@@ -284,7 +284,7 @@ class NixlChannel:
             except BaseException:
                 self._memory.put_back(buffer)
                 raise
-            ticket = self._memory.lend(buffer)
+            ticket = self._memory.publish(buffer)
             self._tickets.append(ticket)
             self._carrier.send(_ENVELOPE.pack(_PIECE, 0) + _encode(PayloadPiece(buffer.address, filled, ticket)))
 
@@ -292,7 +292,7 @@ class NixlChannel:
         """Until the peer has not too much to read. Asked whether it is still there, the kernel says if it is not."""
         asked = time.monotonic()
         for _ in poll_until_timeout(self.timeout_s, self._check, f"silent for {self.timeout_s:g} s"):
-            self._tickets = self._memory.still_lent(self._tickets)
+            self._tickets = self._memory.unread_tickets(self._tickets)
             if len(self._tickets) < _AHEAD:
                 return
             if time.monotonic() > asked + _ASK_EVERY_S:
@@ -327,8 +327,8 @@ class NixlChannel:
             raise ProtocolError(
                 f"{self.peer} announced a payload of {offer.payload_bytes} bytes, the limit is {self.max_payload_bytes}"
             )
-        if offer.introduction:
-            self._source = self._memory.meet(offer.introduction)
+        if offer.agent_metadata:
+            self._source = self._memory.add_remote_agent(offer.agent_metadata)
         self._left = offer.payload_bytes
         return IncomingMessage(header, offer.payload_bytes)
 
@@ -368,7 +368,7 @@ class NixlChannel:
 
 class PayloadOffer(msgspec.Struct, frozen=True, array_like=True):
     payload_bytes: int
-    introduction: bytes
+    agent_metadata: bytes
 
 
 class PayloadPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -442,7 +442,7 @@ class RegisteredMemory:
         start = _address(self._memory)
         self._places = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(start, buffer_bytes * buffers, 0, "")])
         self._agent.registerMem(self._places, [])
-        self.introduction: bytes = self._agent.getLocalMD()
+        self.agent_metadata: bytes = self._agent.getLocalMD()
         """What others have to be told before they can read here."""
         self._lock = threading.Lock()
         whole = memoryview(self._memory)
@@ -484,7 +484,7 @@ class RegisteredMemory:
                     return self._free.pop()
         raise PeerUnreachableError("no buffer came free")
 
-    def lend(self, buffer: RdmaBuffer) -> int:
+    def publish(self, buffer: RdmaBuffer) -> int:
         """Somebody will read it; under this ticket is said later that it was done."""
         with self._lock:
             ticket = next(self._tickets)
@@ -492,7 +492,7 @@ class RegisteredMemory:
             self._lent[ticket] = buffer
         return ticket
 
-    def still_lent(self, tickets: Iterable[int]) -> list[int]:
+    def unread_tickets(self, tickets: Iterable[int]) -> list[int]:
         with self._lock:
             self._collect()
             return [ticket for ticket in tickets if ticket in self._lent]
@@ -501,7 +501,7 @@ class RegisteredMemory:
         with self._lock:
             self._free.append(buffer)
 
-    def leave_behind(self, tickets: Iterable[int]) -> None:
+    def abandon_tickets(self, tickets: Iterable[int]) -> None:
         """Perhaps nobody will ever say that these were read."""
         with self._lock:
             for buffer in [self._lent[ticket] for ticket in tickets if ticket in self._lent]:
@@ -520,7 +520,7 @@ class RegisteredMemory:
 
     # -- for who receives -----------------------------------------------------------------------------------------
 
-    def meet(self, introduction: bytes) -> str:
+    def add_remote_agent(self, introduction: bytes) -> str:
         """Who introduced itself so; from now on its buffers can be read."""
         with self._lock:
             if introduction not in self._known:
@@ -551,7 +551,7 @@ class RegisteredMemory:
             raise self._lost(source, error) from error
         return read
 
-    def refuse(self, source: str, ticket: int) -> None:
+    def skip(self, source: str, ticket: int) -> None:
         """What the ticket stands for will not be read."""
         with contextlib.suppress(Exception):  # then it is left behind over there
             self._agent.genNotif(source, _TICKET.pack(ticket), [])

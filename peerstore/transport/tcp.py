@@ -86,7 +86,7 @@ class TcpTransport:
         else:
             found = resolve_host(host, port, within_s=self._timeout_s)[0]
             sock = socket.create_server(found[4], family=found[0], backlog=_BACKLOG)
-        serving = ConnectionThreads(partial(self._welcome, serve), most=self._most)
+        serving = ConnectionThreads(partial(self._serve_after_handshake, serve), most=self._most)
         return TcpListener(sock, host, serving, self._accepted, self._proof_s)
 
     def connect(self, address: str, *, timeout_s: float = 5.0) -> MessageChannel:
@@ -128,7 +128,7 @@ class TcpTransport:
             stream = TlsStream(sock, self._tls.context(server=False), server=False, name=host)
         channel = TlsChannel(stream, address, self._timeout_s)
         try:
-            channel.shake_hands(deadline - time.monotonic())
+            channel.handshake(deadline - time.monotonic())
         except BaseException:
             channel.close()
             raise
@@ -144,13 +144,13 @@ class TcpTransport:
             stream = TlsStream(sock, self._tls.context(server=True), server=True)
         return TlsChannel(stream, peer, self._timeout_s)
 
-    def _welcome(self, serve: Callable[[MessageChannel], None], channel: MessageChannel) -> None:
+    def _serve_after_handshake(self, serve: Callable[[MessageChannel], None], channel: MessageChannel) -> None:
         """On the connection's own thread: who is slow to show a certificate keeps nobody else waiting."""
         if self._tls is not None:
             from peerstore.transport.tls import TlsChannel
 
             if isinstance(channel, TlsChannel):
-                channel.shake_hands(min(_HANDSHAKE_S, self._timeout_s))
+                channel.handshake(min(_HANDSHAKE_S, self._timeout_s))
         serve(channel)
 
 
@@ -165,7 +165,7 @@ class TcpChannel(FramedChannel):
         """The socket, between two messages: for somebody who waits for many at once. The channel is over."""
         with self._closing, self._sending, self._receiving:
             self._check()
-            self._closed, self._over = True, "somebody else has its socket"
+            self._closed, self._closed_reason = True, "somebody else has its socket"
             return self._sock
 
 
@@ -195,7 +195,7 @@ class TcpListener:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._sock.close()
-        self._serving.end()
+        self._serving.close()
 
     def _accept_loop(self) -> None:
         coming = select.poll()
@@ -208,14 +208,14 @@ class TcpListener:
                 sock, where = self._sock.accept()
             except OSError as error:  # too many open files, most likely: they become fewer
                 if not self._stopping.wait(_PAUSE_S):
-                    self._admission.turned_away(f"it could not be accepted: {error}")
+                    self._admission.record_rejected(f"it could not be accepted: {error}")
                 continue
             peer = join_address(where[0], where[1])
-            stranger = self._admission.enter(sock, where[0])
+            stranger = self._admission.admit(sock, where[0])
             if stranger is None:
                 sock.close()
-            elif not self._serving.take(partial(self._accepted, sock, peer), peer, stranger):
-                self._admission.turned_away("there are too many connections", where[0])
+            elif not self._serving.serve(partial(self._accepted, sock, peer), peer, stranger):
+                self._admission.record_rejected("there are too many connections", where[0])
                 stranger.leave()
                 sock.close()
 
@@ -231,7 +231,7 @@ class ConnectionThreads:
         self._ended = False
         self._channels: dict[threading.Thread, MessageChannel | None] = {}
 
-    def take(
+    def serve(
         self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None = None
     ) -> bool:
         """Serve one more channel; ``False`` when there are too many, or no more threads."""
@@ -247,7 +247,7 @@ class ConnectionThreads:
             self._channels[thread] = None
         return True
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End all channels, and wait for who serves them (unless that is who asks)."""
         with self._lock:
             self._ended = True
@@ -272,7 +272,7 @@ class ConnectionThreads:
             channel = accepted()
             try:
                 if stranger is not None:
-                    channel.on_proven = stranger.proven
+                    channel.on_authenticated = stranger.mark_authenticated
                 with self._lock:
                     self._channels[me] = channel
                     ended = self._ended
@@ -281,7 +281,7 @@ class ConnectionThreads:
             finally:
                 channel.close()
         except (PeerStoreError, OSError) as error:
-            known = stranger is None or (channel is not None and channel.is_proven)
+            known = stranger is None or (channel is not None and channel.is_authenticated)
             log.log(logging.INFO if known else logging.DEBUG, "the connection of %s ended: %s", peer, error)
         except Exception:  # one connection's trouble is nobody else's
             log.exception("the connection of %s ended unexpectedly", peer)
@@ -312,11 +312,11 @@ class UnauthenticatedConnection:
         # Its own descriptor: who serves the connection may close his, and the number would be somebody else's then.
         self._sock = socket.socket(fileno=os.dup(sock.fileno()))
 
-    def proven(self) -> None:
+    def mark_authenticated(self) -> None:
         """It has shown who it is: it has no deadline any more, and takes nobody's place. Doing it again is fine."""
-        self._admission._leaves(self)
+        self._admission._remove(self)
 
-    leave = proven
+    leave = mark_authenticated
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):
@@ -325,7 +325,7 @@ class UnauthenticatedConnection:
 
 
 class ConnectionAdmission:
-    """The strangers of one listener. ``enter`` and ``sweep`` are for the thread that accepts, the rest for any."""
+    """The strangers of one listener. ``admit`` and ``sweep`` are for the thread that accepts, the rest for any."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class ConnectionAdmission:
         self._turned_away: Counter[str] = Counter()
         self._said_at = float("-inf")
 
-    def enter(self, sock: socket.socket, host: str) -> UnauthenticatedConnection | None:
+    def admit(self, sock: socket.socket, host: str) -> UnauthenticatedConnection | None:
         """A place for this connection, waiting for one if there is none; ``None`` when the listener is being closed."""
         with self._fewer:
             while not self._closed:
@@ -358,7 +358,7 @@ class ConnectionAdmission:
                     try:
                         found = UnauthenticatedConnection(self, sock, host, self._clock())
                     except OSError as error:  # no descriptor is left
-                        self._say(host, str(error))
+                        self._log_rejected(host, str(error))
                         return None
                     self._strangers[found] = None
                     return found
@@ -370,7 +370,7 @@ class ConnectionAdmission:
         with self._fewer:
             now = self._clock()
             for one in [one for one in self._strangers if now - one.since >= self._within_s]:
-                self._give_way(one, f"nothing was proven within {self._within_s:g} s")
+                self._evict(one, f"nothing was proven within {self._within_s:g} s")
             return next((max(0.01, one.since + self._within_s - now) for one in self._strangers), None)
 
     def close(self) -> None:
@@ -380,10 +380,10 @@ class ConnectionAdmission:
             for one in list(self._strangers):
                 self._drop(one)
 
-    def turned_away(self, why: str, host: str = "") -> None:
+    def record_rejected(self, why: str, host: str = "") -> None:
         """Of a connection that the listener did not take, for another reason than those here."""
         with self._fewer:
-            self._say(host, why)
+            self._log_rejected(host, why)
 
     def __len__(self) -> int:
         with self._fewer:
@@ -397,34 +397,34 @@ class ConnectionAdmission:
         if counted[host] >= self._of_one:
             mine = next(one for one in self._strangers if one.host == host)
             if now - mine.since >= _GRACE_S:
-                self._give_way(mine, "its address has too many connections that prove nothing")
+                self._evict(mine, "its address has too many connections that prove nothing")
         if len(self._strangers) < self._most:
             return 0.0
         crowd, count = counted.most_common(1)[0]
         oldest = next(one for one in self._strangers if one.host == crowd)
         crowds = crowd != host and count > self._of_one
         if crowds or now - oldest.since >= _GRACE_S:
-            self._give_way(oldest, "too many connections prove nothing")
+            self._evict(oldest, "too many connections prove nothing")
             return 0.0
         return oldest.since + _GRACE_S - now
 
-    def _give_way(self, one: UnauthenticatedConnection, why: str) -> None:
+    def _evict(self, one: UnauthenticatedConnection, why: str) -> None:
         self._drop(one)
-        self._say(one.host, why)
+        self._log_rejected(one.host, why)
 
     def _drop(self, one: UnauthenticatedConnection) -> None:
         del self._strangers[one]
         one._end()
         self._fewer.notify_all()
 
-    def _leaves(self, one: UnauthenticatedConnection) -> None:
+    def _remove(self, one: UnauthenticatedConnection) -> None:
         with self._fewer:
             if one in self._strangers:
                 del self._strangers[one]
                 one._sock.close()
                 self._fewer.notify_all()
 
-    def _say(self, host: str, why: str) -> None:
+    def _log_rejected(self, host: str, why: str) -> None:
         """One line a minute: a log must not grow by what strangers do."""
         self._turned_away[host] += 1
         now = self._clock()

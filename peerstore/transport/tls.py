@@ -38,7 +38,7 @@ class TlsStream:
     def now(self) -> float:
         return time.monotonic()
 
-    def shake_hands(self, within_s: float) -> None:
+    def handshake(self, within_s: float) -> None:
         """Both sides show who they are. A client learns only when it receives that it was not accepted."""
         deadline = time.monotonic() + within_s
         try:
@@ -120,9 +120,9 @@ class TlsChannel(FramedChannel):
         super().__init__(stream, peer, timeout_s)
         self._tls = stream
 
-    def shake_hands(self, within_s: float) -> None:
-        with self._sending, self._receiving, self._or_over():
-            self._tls.shake_hands(within_s)
+    def handshake(self, within_s: float) -> None:
+        with self._sending, self._receiving, self._closing_on_error():
+            self._tls.handshake(within_s)
 
 
 def _failure(error: ssl.SSLError) -> PeerRefusedError | PeerUnreachableError:

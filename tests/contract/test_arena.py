@@ -43,10 +43,10 @@ def read(path):
 def test_a_slot_has_exactly_the_size_asked_for(arena, size):
     arena.create("slot.a", size)
     assert arena.size("slot.a") == size
-    assert arena.slots() == ["slot.a"]
+    assert arena.list_slots() == ["slot.a"]
     arena.remove("slot.a")
     arena.remove("slot.a")
-    assert arena.slots() == []
+    assert arena.list_slots() == []
 
 
 def test_a_slot_is_opened_for_reading_or_for_writing_too(arena):
@@ -73,7 +73,7 @@ def test_who_has_a_slot_open_keeps_it_when_it_is_removed(arena):
         write(arena.path("slot.b"), b"next")
         assert os.pread(fd, 4, 0) == b"kept"
         assert os.fstat(fd).st_size == 8192
-    assert arena.lingering() == {}
+    assert arena.removed_in_use() == {}
 
 
 def test_a_size_nobody_has_leaves_nothing_behind(arena):
@@ -81,7 +81,7 @@ def test_a_size_nobody_has_leaves_nothing_behind(arena):
     for size in (1 << 63, 1 << 64):
         with pytest.raises(ArenaFullError, match=str(size)):
             arena.create("slot.a", size)
-    assert arena.slots() == ["slot.b"]
+    assert arena.list_slots() == ["slot.b"]
     assert arena.size("slot.b") == 10
 
 
@@ -104,32 +104,32 @@ def test_a_slot_that_is_not_there(arena):
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
 @pytest.mark.parametrize("name", ["claim.job", "blob.job/layout.a@b", "n" * 251, "f" * 251 + "/" + "n" * 251])
 def test_a_note_is_read_back_exactly(arena, name, data):
-    assert arena.get_note(name) is None
-    arena.put_note(name, b"older")
-    arena.put_note(name, data)
-    assert arena.get_note(name) == data
-    arena.remove_note(name)
-    arena.remove_note(name)
-    assert arena.get_note(name) is None
+    assert arena.get_metadata(name) is None
+    arena.put_metadata(name, b"older")
+    arena.put_metadata(name, data)
+    assert arena.get_metadata(name) == data
+    arena.remove_metadata(name)
+    arena.remove_metadata(name)
+    assert arena.get_metadata(name) is None
 
 
 def test_notes_are_listed_by_prefix_and_folder(arena):
     for name in ("claim.b", "claim.a", "seal.a", "blob.a/x", "blob.a/xy", "blob.a/z", "blob.ab/x"):
-        arena.put_note(name, b"")
-    assert arena.notes("claim.") == ["claim.a", "claim.b"]
-    assert arena.notes("") == ["claim.a", "claim.b", "seal.a"]
-    assert arena.notes("blob.a/") == ["blob.a/x", "blob.a/xy", "blob.a/z"]
-    assert arena.notes("blob.a/x") == ["blob.a/x", "blob.a/xy"]
-    assert arena.notes("blob.c/") == []
+        arena.put_metadata(name, b"")
+    assert arena.list_metadata("claim.") == ["claim.a", "claim.b"]
+    assert arena.list_metadata("") == ["claim.a", "claim.b", "seal.a"]
+    assert arena.list_metadata("blob.a/") == ["blob.a/x", "blob.a/xy", "blob.a/z"]
+    assert arena.list_metadata("blob.a/x") == ["blob.a/x", "blob.a/xy"]
+    assert arena.list_metadata("blob.c/") == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "../a", "/a", "a//b", "a/../b", "a/b/c", "a\0", "a/", "n" * 252])
 def test_names_with_tricks_are_refused(arena, name):
     for attempt in (
         lambda: arena.create(name, 1),
-        lambda: arena.put_note(name, b""),
-        lambda: arena.get_note(name),
-        lambda: arena.remove_note(name),
+        lambda: arena.put_metadata(name, b""),
+        lambda: arena.get_metadata(name),
+        lambda: arena.remove_metadata(name),
         lambda: arena.path(name),
         lambda: arena.remove(name),
     ):
@@ -147,8 +147,8 @@ def test_threads_that_put_the_same_note_leave_one_of_theirs(arena):
         try:
             start.wait()
             for _ in range(100):
-                arena.put_note("blob.job/shared", data)
-                arena.put_note("shared", data)
+                arena.put_metadata("blob.job/shared", data)
+                arena.put_metadata("shared", data)
         except Exception as error:
             errors.append(error)
 
@@ -157,11 +157,11 @@ def test_threads_that_put_the_same_note_leave_one_of_theirs(arena):
         thread.start()
     start.wait()
     while any(thread.is_alive() for thread in threads):
-        seen.add(arena.get_note("shared"))
+        seen.add(arena.get_metadata("shared"))
     for thread in threads:
         thread.join()
     assert errors == []
-    assert {arena.get_note("shared"), arena.get_note("blob.job/shared")} <= set(notes)
+    assert {arena.get_metadata("shared"), arena.get_metadata("blob.job/shared")} <= set(notes)
     assert seen <= {*notes, None}
 
 
@@ -171,9 +171,9 @@ def test_a_folder_goes_and_comes_while_others_write_into_it(arena):
     def churn(number):
         try:
             for _ in range(200):
-                arena.put_note(f"blob.job/{number}", b"x")
-                arena.remove_note(f"blob.job/{number}")
-            arena.put_note(f"blob.job/{number}", b"last")
+                arena.put_metadata(f"blob.job/{number}", b"x")
+                arena.remove_metadata(f"blob.job/{number}")
+            arena.put_metadata(f"blob.job/{number}", b"last")
         except Exception as error:
             errors.append(error)
 
@@ -183,14 +183,14 @@ def test_a_folder_goes_and_comes_while_others_write_into_it(arena):
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(arena.notes("blob.job/")) == 4
+    assert len(arena.list_metadata("blob.job/")) == 4
 
 
 def test_purging_leaves_nothing(arena):
     arena.create("slot.a", 10)
-    arena.put_note("blob.job/a", b"x")
+    arena.put_metadata("blob.job/a", b"x")
     arena.purge()
-    assert arena.get_note("blob.job/a") is None
+    assert arena.get_metadata("blob.job/a") is None
     with pytest.raises(FileNotFoundError):
         arena.size("slot.a")
 
@@ -201,19 +201,19 @@ def test_purging_leaves_nothing(arena):
 @pytest.mark.parametrize("at", [0, 4, 11, 12, 400])
 def test_a_flipped_byte_in_a_note_is_damage(directory, at):
     arena = TmpfsArena(directory)
-    arena.put_note("claim.job", b"x" * 500)
+    arena.put_metadata("claim.job", b"x" * 500)
     flip(directory / "notes" / "claim.job", at)
     with pytest.raises(ShardDamagedError, match=r"claim\.job is damaged"):
-        arena.get_note("claim.job")
+        arena.get_metadata("claim.job")
 
 
 @pytest.mark.parametrize("size", [0, 3, 11, 12, 100])
 def test_a_short_note_is_damage(directory, size):
     arena = TmpfsArena(directory)
-    arena.put_note("claim.job", b"x" * 500)
+    arena.put_metadata("claim.job", b"x" * 500)
     os.truncate(directory / "notes" / "claim.job", size)
     with pytest.raises(ShardDamagedError):
-        arena.get_note("claim.job")
+        arena.get_metadata("claim.job")
 
 
 def strangers(place):
@@ -232,11 +232,11 @@ def test_files_of_strangers_are_neither_listed_nor_touched(directory):
     arena = TmpfsArena(directory)
     left = strangers(directory / "slots"), strangers(directory / "notes")
     arena.create("slot.a", 10)
-    arena.put_note("claim.a", b"x")
+    arena.put_metadata("claim.a", b"x")
     again = TmpfsArena(directory)
-    assert (again.slots(), again.notes("")) == (["slot.a"], ["claim.a"])
+    assert (again.list_slots(), again.list_metadata("")) == (["slot.a"], ["claim.a"])
     again.remove("slot.a")
-    again.remove_note("claim.a")
+    again.remove_metadata("claim.a")
     found = [sorted(path.name for path in (directory / place).iterdir()) for place in ("slots", "notes")]
     assert found == list(left)
 
@@ -246,7 +246,7 @@ def test_reading_what_is_not_a_note_is_damage_and_does_not_wait(directory, name)
     arena = TmpfsArena(directory)
     strangers(directory / "notes")
     with pytest.raises(ShardDamagedError):
-        arena.get_note(name)
+        arena.get_metadata(name)
 
 
 def test_a_file_too_large_for_a_note_is_not_read(directory):
@@ -254,7 +254,7 @@ def test_a_file_too_large_for_a_note_is_not_read(directory):
     with (directory / "notes" / "claim.job").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(ShardDamagedError, match="at most"):
-        arena.get_note("claim.job")
+        arena.get_metadata("claim.job")
 
 
 def test_half_written_notes_of_a_killed_process_are_swept_away(directory):
@@ -271,15 +271,15 @@ def test_pages_promised_to_other_slots_count_as_taken(directory):
     arena.create("slot.a", free * 2 // 3)
     with pytest.raises(ArenaFullError, match=r"promised to other slots\)\. Enlarge it"):
         arena.create("slot.b", free * 2 // 3)
-    assert arena.slots() == ["slot.a"]
+    assert arena.list_slots() == ["slot.a"]
     assert arena.size("slot.a") == free * 2 // 3
 
 
 def test_only_this_user_may_look(directory):
     arena = TmpfsArena(directory)
     arena.create("slot.a", 10)
-    arena.put_note("claim.a", b"x")
-    arena.put_note("blob.a/b", b"x")
+    arena.put_metadata("claim.a", b"x")
+    arena.put_metadata("blob.a/b", b"x")
     for path in [*directory.iterdir(), directory / "folders" / "blob.a"]:
         assert path.stat().st_mode & 0o077 == 0, path
     for path in (arena.path("slot.a"), directory / "notes" / "claim.a", directory / "folders" / "blob.a" / "b"):

@@ -97,7 +97,7 @@ def test_slots_are_filled_from_a_device_bit_by_bit(device):
     with slot(size_bytes) as memory, contextlib.closing(Copier(2)) as copier:
         for _ in range(3):  # from the second time on it is registered
             memory.write(512, bytes(size_bytes))
-            memory.fill(pieces, copier)
+            memory.copy_in(pieces, copier)
             for piece, source in zip(pieces, sources, strict=True):
                 assert torch.equal(memory.tensor(piece.start, source.dtype, source.shape), source)
 
@@ -105,14 +105,14 @@ def test_slots_are_filled_from_a_device_bit_by_bit(device):
 def test_a_device_is_filled_from_buffers_by_turns_bit_by_bit(device):
     sources = contents()
     there = [on(device, torch.zeros_like(one)) for one in sources]
-    place = device.place_of(there[0]) or device.current()
+    place = device.device_of(there[0]) or device.current()
     buffers = StagingBuffers(device, place, 4 * ELEMENTS)
     try:
         for target, source in zip(there, sources, strict=True):
-            part = buffers.next().tensor(0, source.dtype, source.shape)
+            part = buffers.acquire().tensor(0, source.dtype, source.shape)
             part.copy_(source)
-            buffers.send({place: [DeviceCopy(target, part)]})
-        buffers.finish()
+            buffers.submit({place: [DeviceCopy(target, part)]})
+        buffers.synchronize()
         for target, source in zip(there, sources, strict=True):
             assert torch.equal(target.cpu(), source)
     finally:
@@ -124,19 +124,19 @@ def test_registered_memory_is_given_back_and_can_be_registered_again(device):
     memory = mmap.mmap(-1, size_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for _ in range(2):
-        problem = device.register(address, size_bytes, device.current())
-        assert bool(problem) == (device.count() == 0)
+        problem = device.register_host_memory(address, size_bytes, device.current())
+        assert bool(problem) == (device.device_count() == 0)
         if not problem:
-            assert device.register(address, size_bytes, device.current())  # once is enough
+            assert device.register_host_memory(address, size_bytes, device.current())  # once is enough
             assert on(device, torch.ones(3)).add_(1).sum().item() == 6, "what went wrong is nobody else's error"
-            assert not device.unregister(address, device.current())
+            assert not device.unregister_host_memory(address, device.current())
 
 
 def test_the_current_device_is_a_thread_s_own(device):
     before = device.current()
 
     def other() -> None:
-        device.make_current(max(0, device.count() - 1))
+        device.set_current(max(0, device.device_count() - 1))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -145,30 +145,30 @@ def test_the_current_device_is_a_thread_s_own(device):
 
 
 def test_what_is_in_this_process_s_memory_is_on_no_device(device):
-    assert device.place_of(torch.zeros(3)) is None
-    if device.count():
-        assert device.place_of(on(device, torch.zeros(3))) == device.current()
+    assert device.device_of(torch.zeros(3)) is None
+    if device.device_count():
+        assert device.device_of(on(device, torch.zeros(3))) == device.current()
 
 
 def test_a_device_has_a_generator_where_there_is_one(device):
-    generator = device.generator()
-    assert (generator is None) == (device.count() == 0)
+    generator = device.default_generator()
+    assert (generator is None) == (device.device_count() == 0)
     if generator is not None:
         before = generator.get_state()
         first = torch.rand(3, generator=generator, device=generator.device)
-        device.generator().set_state(before)
+        device.default_generator().set_state(before)
         assert torch.equal(first, torch.rand(3, generator=generator, device=generator.device))
 
 
 def test_there_is_memory_to_account_for_and_to_give_back(device):
-    before = device.allocated_bytes()
+    before = device.memory_allocated()
     tensor = on(device, torch.zeros(1 << 20))
-    assert device.allocated_bytes() - before in (
-        (0,) if device.count() == 0 else range(tensor.nbytes, 2 * tensor.nbytes)
+    assert device.memory_allocated() - before in (
+        (0,) if device.device_count() == 0 else range(tensor.nbytes, 2 * tensor.nbytes)
     )
     del tensor
-    device.release_cached()
-    assert device.allocated_bytes() == before
+    device.empty_cache()
+    assert device.memory_allocated() == before
 
 
 def test_what_is_installed_is_asked_by_all_threads_until_the_block_ends():
@@ -194,7 +194,7 @@ def test_a_broken_device_s_work_is_not_taken_for_done():
             return Broken()
 
     class BrokenDevice(CpuBackend):
-        def place_of(self, tensor):
+        def device_of(self, tensor):
             return torch.device("cpu")
 
         def current_stream(self, place):
@@ -220,7 +220,7 @@ def pinned(elements: int) -> torch.Tensor:
 
 def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_for(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
-    late.register(target.data_ptr(), target.nbytes, late.current())
+    late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     stream = late.new_stream(late.current())
     late.copy([DeviceCopy(target, source)], stream)
     assert set(target.numpy().tobytes()) == {POISON}
@@ -233,7 +233,7 @@ def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_
 
 def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_the_bytes(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
-    late.register(target.data_ptr(), target.nbytes, late.current())
+    late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     late.copy([DeviceCopy(target, source)], late.current_stream(late.current()))
     work, halves = record_device_work([source]), 0
     while not work.has_completed():
@@ -255,7 +255,7 @@ def test_late_memory_that_is_not_registered_is_copied_before_the_call_returns(la
 
 def test_late_a_source_that_changes_before_its_copy_is_done_is_copied_as_it_is_then(late):
     source, target = late.put(torch.ones(ELEMENTS)), pinned(ELEMENTS)
-    late.register(target.data_ptr(), target.nbytes, late.current())
+    late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     side = late.new_stream(late.current())
     side.wait_stream(late.current_stream(late.current()))
     late.copy([DeviceCopy(target, source)], side)
@@ -278,23 +278,23 @@ def test_late_a_registration_is_not_undone_under_a_copy_nor_is_memory_cut(late, 
             file.truncate(source.nbytes)
             target = torch.frombuffer(mmap.mmap(file.fileno(), source.nbytes), dtype=torch.float32)
             late.violations.clear()
-            assert not late.register(target.data_ptr(), target.nbytes, late.current())
+            assert not late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
             late.copy([DeviceCopy(target, source)], stream)
             if action == "unregister":
-                late.unregister(target.data_ptr(), late.current())
+                late.unregister_host_memory(target.data_ptr(), late.current())
                 stream.synchronize()
             else:
                 file.truncate(0)
                 if action == "regrow":
                     file.truncate(source.nbytes)
                 stream.synchronize()
-                late.unregister(target.data_ptr(), late.current())
+                late.unregister_host_memory(target.data_ptr(), late.current())
             assert said in late.violations
 
 
 def test_late_a_tensor_that_ends_under_another_stream_s_copy_is_a_violation_unless_that_was_said(late):
     target, side = pinned(ELEMENTS), late.new_stream(late.current())
-    late.register(target.data_ptr(), target.nbytes, late.current())
+    late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     for is_said in (True, False):
         source = late.put(torch.randn(ELEMENTS))
         if is_said:

@@ -117,27 +117,27 @@ def changing(source) -> None:
 
 def test_all_nodes_are_named_in_the_order_of_their_ids(source):
     source.tell(ADDRESSES)
-    assert list(source.open().roster().nodes) == plain()
+    assert list(source.open().member_list().nodes) == plain()
 
 
 def test_two_nodes_that_are_told_the_same_have_the_same_roster(source):
     source.tell(ADDRESSES)
-    assert source.open().roster().mark == source.open().roster().mark
+    assert source.open().member_list().list_version == source.open().member_list().list_version
 
 
 def test_nothing_new_is_no_new_version(source):
     source.tell(ADDRESSES)
     discovery = source.open()
-    assert discovery.roster() == discovery.roster()
+    assert discovery.member_list() == discovery.member_list()
 
 
 def test_a_change_is_noticed_and_has_a_higher_version(source):
     changing(source)
     source.tell(ADDRESSES)
     discovery = source.open()
-    before = discovery.roster()
+    before = discovery.member_list()
     source.tell(ADDRESSES[1:])
-    after = discovery.roster()
+    after = discovery.member_list()
     assert list(after.nodes) == plain(ADDRESSES[1:])
     assert after.version > before.version
 
@@ -146,20 +146,20 @@ def test_what_cannot_be_asked_is_unknown_not_empty_and_may_be_known_later(source
     changing(source)
     source.tell(ADDRESSES)
     discovery = source.open()
-    discovery.roster()
+    discovery.member_list()
     source.break_it()
     for _ in range(2):
         with pytest.raises(UnavailableError):
-            discovery.roster()
+            discovery.member_list()
     source.tell(ADDRESSES[:2])
-    assert list(discovery.roster().nodes) == plain(ADDRESSES[:2])
+    assert list(discovery.member_list().nodes) == plain(ADDRESSES[:2])
 
 
 # -- lists ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_static_list_has_names_addresses_and_failure_domains():
-    roster = parse_discovery("static:n2=host-2:7071, n1=[fd00::1]:7070/rack=r1/zone=a/b,").roster()
+    roster = parse_discovery("static:n2=host-2:7071, n1=[fd00::1]:7070/rack=r1/zone=a/b,").member_list()
     assert roster.version == 1
     assert roster.nodes == (
         PeerNode(NodeId("n1"), "[fd00::1]:7070", (("rack", "r1"), ("zone", "a/b"))),
@@ -206,10 +206,10 @@ def test_a_line_of_configuration_says_where_to_ask():
     assert isinstance(parse_discovery("hyperpod"), PodResourceConfig)
     assert HYPERPOD_FILE == "/opt/ml/input/config/pod_resourceconfig.json"
     with pytest.raises(UnavailableError, match=r"/nowhere/x\.json"):
-        parse_discovery("hyperpod:/nowhere/x.json").roster()
-    (local,) = parse_discovery("dns:127.0.0.1:7171").roster().nodes  # by the system's own resolver
+        parse_discovery("hyperpod:/nowhere/x.json").member_list()
+    (local,) = parse_discovery("dns:127.0.0.1:7171").member_list().nodes  # by the system's own resolver
     assert local == PeerNode(NodeId("127.0.0.1"), "127.0.0.1:7171")
-    assert parse_discovery("dns:127.0.0.1").roster().nodes[0].address == "127.0.0.1:7070"
+    assert parse_discovery("dns:127.0.0.1").member_list().nodes[0].address == "127.0.0.1:7070"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_a_file_tells_labels_and_memory(tmp_path):
     path = tmp_path / "nodes.json"
     told = {"id": "n1", "address": "a:1", "labels": {"zone": "a", "rack": "r"}, "memory_bytes": 5}
     path.write_text(json.dumps({"version": 4, "nodes": [told]}))
-    roster = MembersFile(path).roster()
+    roster = MembersFile(path).member_list()
     assert (roster.version, roster.nodes) == (4, (PeerNode(NodeId("n1"), "a:1", (("rack", "r"), ("zone", "a")), 5),))
 
 
@@ -241,7 +241,7 @@ def test_a_file_that_cannot_be_right_is_not_asked_again(tmp_path, told):
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps(told))
     with pytest.raises(RequestError, match=str(path)):
-        MembersFile(path).roster()
+        MembersFile(path).member_list()
 
 
 @pytest.mark.parametrize("half", [b"", b"{", b'{"version": 1, "nodes": [{"id": "n1", "addr', b"\xff\xfe"])
@@ -250,7 +250,7 @@ def test_a_half_written_file_is_unknown(tmp_path, half):
     path.write_bytes(half)
     for discovery in (MembersFile(path), PodResourceConfig(path)):
         with pytest.raises(UnavailableError, match=str(path)):
-            discovery.roster()
+            discovery.member_list()
 
 
 # -- HyperPod ---------------------------------------------------------------------------------------------------------
@@ -264,13 +264,13 @@ def hyperpod(path, ips, stamp="7"):
 def test_ranks_whose_address_is_not_told_yet_make_the_roster_unknown_not_smaller(tmp_path):
     discovery = hyperpod(tmp_path / "f", ["10.0.0.1", None, "10.0.0.3", None])
     with pytest.raises(UnavailableError, match=r"of rank 1, 3 yet \(4 ranks\)"):
-        discovery.roster()
+        discovery.member_list()
     with pytest.raises(UnavailableError, match="of any rank"):
-        hyperpod(tmp_path / "f", []).roster()
+        hyperpod(tmp_path / "f", []).member_list()
 
 
 def test_pods_of_one_node_are_one_node(tmp_path):
-    roster = hyperpod(tmp_path / "f", ["10.0.0.2", "10.0.0.2", "fd00::2"]).roster()
+    roster = hyperpod(tmp_path / "f", ["10.0.0.2", "10.0.0.2", "fd00::2"]).member_list()
     assert [one.address for one in roster.nodes] == ["10.0.0.2:9", "[fd00::2]:9"]
     assert roster.nodes[1].id == "fd00-0000-0000-0000-0000-0000-0000-0002"
 
@@ -288,7 +288,7 @@ def test_pods_of_one_node_are_one_node(tmp_path):
     ],
 )
 def test_the_operators_stamp_is_the_version(tmp_path, stamp, version):
-    assert hyperpod(tmp_path / "f", ["10.0.0.1"], stamp).roster().version == version
+    assert hyperpod(tmp_path / "f", ["10.0.0.1"], stamp).member_list().version == version
 
 
 @pytest.mark.parametrize(
@@ -304,14 +304,14 @@ def test_the_operators_stamp_is_the_version(tmp_path, stamp, version):
 )
 def test_an_operator_that_writes_something_else_is_told_so(tmp_path, ips, stamp):
     with pytest.raises(RequestError, match=str(tmp_path)):
-        hyperpod(tmp_path / "f", ips, stamp).roster()
+        hyperpod(tmp_path / "f", ips, stamp).member_list()
 
 
 def test_a_file_without_an_end_is_not_read_to_it(tmp_path):
     with (tmp_path / "f").open("wb") as file:
         file.truncate(1 << 40)  # takes no room
     with pytest.raises(RequestError, match="longer than 64 MiB"):
-        PodResourceConfig(tmp_path / "f").roster()
+        PodResourceConfig(tmp_path / "f").member_list()
 
 
 _JSON = st.recursive(
@@ -328,7 +328,7 @@ def test_whatever_the_file_holds_is_a_roster_or_unknown_or_wrong(told):
         path = Path(folder) / "f"
         path.write_text(json.dumps(told))
         try:
-            roster = PodResourceConfig(path).roster()
+            roster = PodResourceConfig(path).member_list()
         except (RequestError, UnavailableError):
             return
     assert {one.id for one in roster.nodes} == {node_from_ip(ip, 7070).id for ip in told["ips"]}
@@ -348,7 +348,7 @@ def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
         writing = pool.submit(replace)
         last = 0
         while last < 199:
-            roster = discovery.roster()
+            roster = discovery.member_list()
             assert len(roster.nodes) == roster.version
             assert roster.version >= last
             last = roster.version
@@ -361,7 +361,7 @@ def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
 def test_a_change_in_dns_has_the_time_it_was_seen_and_never_a_lower_version():
     answers, times = [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.3"], ["10.0.0.3"]], [100.0, 50.0]
     discovery = HeadlessServiceDns("x", resolve=lambda *_: answers.pop(0), clock=lambda: times.pop(0))
-    assert [discovery.roster().version for _ in range(4)] == [1, 100_000, 100_001, 100_001]
+    assert [discovery.member_list().version for _ in range(4)] == [1, 100_000, 100_001, 100_001]
 
 
 def test_no_addresses_and_no_such_name_are_unknown():
@@ -370,12 +370,12 @@ def test_no_addresses_and_no_such_name_are_unknown():
 
     for resolve in (absent, lambda *_: []):
         with pytest.raises(UnavailableError, match="agents"):
-            HeadlessServiceDns("agents", resolve=resolve).roster()
+            HeadlessServiceDns("agents", resolve=resolve).member_list()
 
 
 def test_a_pod_with_addresses_of_both_families_is_one_node():
     discovery = HeadlessServiceDns("x", resolve=lambda *_: ["fd00::1", "10.0.0.1", "10.0.0.1"])
-    assert [one.id for one in discovery.roster().nodes] == ["10.0.0.1"]
+    assert [one.id for one in discovery.member_list().nodes] == ["10.0.0.1"]
 
 
 # -- names and labels -------------------------------------------------------------------------------------------------

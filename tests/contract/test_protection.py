@@ -48,9 +48,9 @@ def test_a_saved_version_is_settled_on_every_node(nodes):
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
     for node, record in zip(nodes.living, records, strict=True):
-        assert [one.lacking + one.short for one in node.team.protecting.standings() if one.mine] == [0]
-        assert node.team.protecting.redundancy(record.key, "rack") == (2, 2)
-        assert node.team.protecting.trouble(record.key) == ""
+        assert [one.missing + one.unplaceable for one in node.team.replicator.statuses() if one.is_owner] == [0]
+        assert node.team.replicator.redundancy(record.key, "rack") == (2, 2)
+        assert node.team.replicator.last_errors(record.key) == ""
 
 
 @pytest.mark.parametrize("lost", NAMES)
@@ -69,7 +69,9 @@ def test_what_is_left_is_protected_again_and_survives_the_next_loss(nodes):
         nodes.lose(lost)
         until(lambda: all(nodes.holders(record.key) for record in records))
         until(nodes.quiet)
-        assert not any(one.short for node in nodes.living for one in node.team.protecting.standings() if one.mine)
+        assert not any(
+            one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner
+        )
     check(nodes, records)
 
 
@@ -79,7 +81,7 @@ def test_a_lost_shard_belongs_to_one_of_the_others_from_then_on(nodes):
     lost = records[NAMES.index("n8")].key
 
     def owners():
-        facts = [(node.name, fact) for node in nodes.living for fact in node.store.inventory(JOB)]
+        facts = [(node.name, fact) for node in nodes.living for fact in node.store.list_shards(JOB)]
         return [name for name, fact in facts if fact.key == lost and not fact.holders]
 
     nodes.lose("n8")
@@ -111,7 +113,7 @@ def test_what_was_in_doubt_when_a_new_incarnation_began_is_protected_too(nodes):
     nodes.begin("b", 7)
     until(lambda: all(nodes.holders(record.key) for record in records))
     until(nodes.quiet)
-    assert not any(one.short for node in nodes.living for one in node.team.protecting.standings() if one.mine)
+    assert not any(one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner)
     nodes.lose("n24")
     until(lambda: all(nodes.holders(record.key) for record in records))
     check(nodes, records)
@@ -128,9 +130,9 @@ def test_a_node_without_room_stops_nobody(mode):
                 node.store.seal(lease.id, 4 * MIB)
             until(lambda version=version: nodes.settled(version))
         until(nodes.quiet)
-        short = {node.name: one for node in nodes.living for one in node.team.protecting.standings() if one.short}
+        short = {node.name: one for node in nodes.living for one in node.team.replicator.statuses() if one.unplaceable}
         assert bool(short) is (mode == "parity")  # another node stands in for a mirror; a group stays as it is
-        assert all("n16" in nodes[name].team.protecting.trouble(one.key) for name, one in short.items())
+        assert all("n16" in nodes[name].team.replicator.last_errors(one.key) for name, one in short.items())
         assert "n16" not in short
 
 
@@ -146,9 +148,9 @@ def test_a_node_that_comes_back_empty_before_it_was_missed_gets_back_what_it_had
         until(lambda: all(nodes.holders(record.key) for record in records))
         until(nodes.quiet)
         until(lambda: beside(nodes[empty]))
-        assert [one.lacking + one.short for node in nodes.living for one in node.team.protecting.standings()] == [0] * (
-            8 if mode == "mirror" else 4
-        )
+        assert [one.missing + one.unplaceable for node in nodes.living for one in node.team.replicator.statuses()] == [
+            0
+        ] * (8 if mode == "mirror" else 4)
         check(nodes, records)
 
 
@@ -171,8 +173,8 @@ def test_a_damaged_shard_is_found_and_made_good(nodes):
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
     store, record = nodes["n16"].store, records[1]
-    flip(store.hold(record.key, "test") and store.path_of(record.key), CHUNK_BYTES + 3)
-    store.unhold(record.key, "test")
+    flip(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
+    store.release_hold(record.key, "test")
     assert store.verify(record.key) == (1,)
     until(lambda: record.key in nodes["n16"].shards())
     check(nodes, records)
@@ -181,8 +183,8 @@ def test_a_damaged_shard_is_found_and_made_good(nodes):
 
 def beside(node):
     """What a node keeps for others: the keys of copies or parities."""
-    copies = [fact.key for fact in node.store.copies.facts(JOB) if fact.holders]
-    return copies + [record.key for record in node.store.copies.parities(JOB)]
+    copies = [fact.key for fact in node.store.replicas.list_shards(JOB) if fact.holders]
+    return copies + [record.key for record in node.store.replicas.list_parities(JOB)]
 
 
 def test_what_is_kept_for_others_is_made_good_when_it_is_damaged(nodes):
@@ -191,7 +193,7 @@ def test_what_is_kept_for_others_is_made_good_when_it_is_damaged(nodes):
     until(nodes.quiet)
     store = nodes["n24"].store
     (kept,) = beside(nodes["n24"])
-    flip(store.path_of(kept), 5)
+    flip(store.shard_path(kept), 5)
     assert store.verify(kept) == (0,)
     assert [damage.what for damage in store.status().damages] == [str(kept)]
     until(lambda: beside(nodes["n24"]) == [kept])
@@ -205,7 +207,7 @@ def test_bytes_that_change_on_the_way_are_noticed(nodes):
     for name in NAMES:
         for other in NAMES:
             for payload in range(3):
-                nodes.network.flip(name, other, payload=payload, byte=0)
+                nodes.network.flip_bit(name, other, payload=payload, byte=0)
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1), within_s=120)  # who sent something damaged twice is not asked again for a while
     until(nodes.quiet)
@@ -213,7 +215,7 @@ def test_bytes_that_change_on_the_way_are_noticed(nodes):
         for other in NAMES:
             nodes.network.heal(name, other)
     for node in nodes.living:
-        for record in node.store.records(JOB, VersionId(1, 1, 0, "a")):
+        for record in node.store.shard_records(JOB, VersionId(1, 1, 0, "a")):
             assert node.store.verify(record.key) == ()
     nodes.lose("n8")
     until(lambda: all(nodes.holders(record.key) for record in records))
@@ -246,10 +248,10 @@ def test_nobody_who_counts_parts_is_shown_what_is_kept_beside_them(nodes):
     group = VersionId(1, 1, 0, "a")
     keys = {record.key for record in records}
     for node in nodes.living:
-        assert {fact.key for fact in node.store.inventory(JOB)} <= keys
-        assert {record.key for record in node.store.records(JOB, group)} <= keys
-        assert {fact.key for fact in node.team.look().facts} <= keys
+        assert {fact.key for fact in node.store.list_shards(JOB)} <= keys
+        assert {record.key for record in node.store.shard_records(JOB, group)} <= keys
+        assert {fact.key for fact in node.team.local_inventory().facts} <= keys
         assert node.store.status().jobs[0].newest_whole == 1  # as it was told: it has not all parts itself
-        shown = len(node.store.inventory(JOB))
-        assert node.store.forget(JOB, [group]) == shown
+        shown = len(node.store.list_shards(JOB))
+        assert node.store.delete_versions(JOB, [group]) == shown
     assert nodes.sealed_bytes() == 0

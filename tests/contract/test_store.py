@@ -69,7 +69,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def forget_everything(store: Store) -> None:
     for job in store.status().jobs:
         store.claim(job.job, "end-of-test")  # ends what is leased
-        store.forget(job.job)
+        store.delete_versions(job.job)
     status = store.status()
     assert status.jobs == ()
     assert status.arena.slots == 0
@@ -94,7 +94,7 @@ def test_what_was_sealed_is_read_back_exactly(store, size):
 def test_the_inventory_names_what_is_sealed_and_nothing_else(store):
     save(store, key(3, part=8), parts=9, meta=b"m")
     store.lease(key(4, part=8), 10, 9)
-    (fact,) = store.inventory("job")
+    (fact,) = store.list_shards("job")
     assert (fact.key, fact.parts, fact.size_bytes, fact.meta, fact.marked_whole) == (
         key(3, part=8),
         9,
@@ -102,8 +102,8 @@ def test_the_inventory_names_what_is_sealed_and_nothing_else(store):
         b"m",
         False,
     )
-    assert store.inventory("nobody") == []
-    assert store.inventory() == [fact]
+    assert store.list_shards("nobody") == []
+    assert store.list_shards() == [fact]
 
 
 def test_absent_is_its_own_answer(store):
@@ -172,9 +172,9 @@ def test_a_sealed_key_is_not_written_again(store):
 
 def test_giving_back_twice_is_fine(store):
     lease = store.lease(key(), 100, 1)
-    store.abandon(lease.id)
-    store.abandon(lease.id)
-    store.abandon("never")
+    store.release(lease.id)
+    store.release(lease.id)
+    store.release("never")
     with pytest.raises(LeaseLostError):
         store.seal(lease.id, 10)
     assert store.lease(key(), 100, 1).slot == lease.slot, "the slot was not free"
@@ -259,18 +259,18 @@ def test_the_newest_whole_version_is_never_given_up_for_unfinished_ones(store):
 def test_a_word_from_outside_makes_a_version_whole(store):
     save(store, key(1, 0), parts=2)
     save(store, key(2, 0), parts=2)
-    store.call_whole("job", key(2).group)
-    assert [fact.marked_whole for fact in sorted(store.inventory("job"), key=lambda fact: fact.key)] == [False, True]
+    store.mark_committed("job", key(2).version_id)
+    assert [fact.marked_whole for fact in sorted(store.list_shards("job"), key=lambda fact: fact.key)] == [False, True]
     save(store, key(3, 0), parts=2)
     save(store, key(4, 0), parts=2)
-    assert 1 not in {fact.key.version for fact in store.inventory("job")}
+    assert 1 not in {fact.key.version for fact in store.list_shards("job")}
     assert load(store, key(2, 0)) == content(key(2, 0), MIB)
 
 
 def test_what_past_incarnations_left_unfinished_does_not_lock_the_job_out(store):
     for epoch in (1, 2, 3, 4, 5, 6):
         save(store, key(5, 0, epoch=epoch), parts=2)
-    assert len(store.inventory("job")) <= 3
+    assert len(store.list_shards("job")) <= 3
     save(store, key(6, 1, epoch=6), parts=2)
 
 
@@ -325,9 +325,9 @@ def test_the_budget_that_is_named_is_enough_for_all_that_take_part():
 
     def use(store):
         for part, owner in enumerate((current_process(), *(process_identity(other.pid) for other in others))):
-            store.arrived(owner, "job")
+            store.client_connected(owner, "job")
             if not part:
-                store.arrived(owner, "job")  # it may have several connections
+                store.client_connected(owner, "job")  # it may have several connections
         for version in range(4):
             for part in range(3):
                 save(store, key(version, part), 10 * MIB + 1, parts=3)
@@ -342,7 +342,7 @@ def test_the_budget_that_is_named_is_enough_for_all_that_take_part():
 
 def test_waiting_for_a_slot_ends_when_one_comes_free(store):
     held = store.lease(key(job="other"), 50 * MIB, 1)
-    timer = threading.Timer(0.05, store.abandon, [held.id])
+    timer = threading.Timer(0.05, store.release, [held.id])
     timer.start()
     assert store.lease(key(), 50 * MIB, 1, wait_s=60).size_bytes == 50 * MIB
     timer.join()
@@ -370,7 +370,7 @@ def test_a_pinned_shard_never_changes(store):
     assert store.unpin(pin.id) is False
     save(store, key(6))
     save(store, key(7))
-    assert key(0) not in {fact.key for fact in store.inventory("job")}
+    assert key(0) not in {fact.key for fact in store.list_shards("job")}
 
 
 def test_a_pin_brings_a_file_to_read_and_not_to_write(store):
@@ -390,7 +390,7 @@ def test_a_pinned_shard_is_read_to_its_end_when_it_was_dropped(store):
     """Another reader has reported it; what this one has to find out for itself is only that it was not held."""
     save(store, key(0))
     pin = store.pin(key(0))
-    store.report(key(0), "a reader saw other bytes")
+    store.report_damage(key(0), "a reader saw other bytes")
     for version in range(1, 4):
         save(store, key(version))
     assert os.pread(pin.fd, MIB, 0) == content(key(0), MIB)
@@ -400,8 +400,8 @@ def test_a_pinned_shard_is_read_to_its_end_when_it_was_dropped(store):
 def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store):
     save(store, key(0))
     pin = store.pin(key(0))
-    assert store.forget("job", [key(0).group]) == 1
-    assert store.inventory("job") == []
+    assert store.delete_versions("job", [key(0).version_id]) == 1
+    assert store.list_shards("job") == []
     with pytest.raises(ShardNotFoundError):
         store.pin(key(0))
     for version in range(1, 4):
@@ -427,9 +427,9 @@ def test_damage_is_found_reported_and_the_shard_dropped(store):
 def test_a_version_that_lost_a_part_is_not_whole_whoever_says_so(store):
     for version in (1, 2):
         save(store, key(version))
-        store.call_whole("job", key(version).group)
-    store.report(key(2), "a reader saw other bytes")
-    store.call_whole("job", key(2).group)
+        store.mark_committed("job", key(version).version_id)
+    store.report_damage(key(2), "a reader saw other bytes")
+    store.mark_committed("job", key(2).version_id)
     assert store.status().jobs[0].newest_whole == 1
     for version in (3, 4):
         save(store, key(version), parts=2)
@@ -453,8 +453,8 @@ def test_chunks_that_are_not_there_are_a_wrong_request(store, chunks):
 def test_what_was_forgotten_is_not_whole_any_more(store):
     for version in (1, 2):
         save(store, key(version))
-        store.call_whole("job", key(version).group)
-    assert store.forget("job", [key(2).group]) == 1
+        store.mark_committed("job", key(version).version_id)
+    assert store.delete_versions("job", [key(2).version_id]) == 1
     assert store.status().jobs[0].newest_whole == 1
     for version in (3, 4):
         save(store, key(version), parts=2)
@@ -467,10 +467,10 @@ def test_forgetting_a_job_leaves_nothing_of_it_and_all_of_the_others(store):
     for job in ("job", "job2"):
         save(store, key(job=job))
         store.put_blob(job, "layout", b"x")
-    assert store.forget("job") == 1
-    assert store.forget("job") == 0
-    assert [fact.key.job for fact in store.inventory()] == ["job2"]
-    assert (store.blobs("job"), store.blobs("job2")) == ([], ["layout"])
+    assert store.delete_versions("job") == 1
+    assert store.delete_versions("job") == 0
+    assert [fact.key.job for fact in store.list_shards()] == ["job2"]
+    assert (store.list_blobs("job"), store.list_blobs("job2")) == ([], ["layout"])
 
 
 # -- incarnations -----------------------------------------------------------------------------------------------------
@@ -548,7 +548,7 @@ def test_blobs_are_kept_by_job(store):
     store.put_blob("job.a", "a", b"3")
     store.put_blob("job", "a@b-c.d_E", bytes(1 << 20))
     assert store.get_blob("job", "a") == b"2"
-    assert store.blobs("job") == ["a", "a@b-c.d_E"]
+    assert store.list_blobs("job") == ["a", "a@b-c.d_E"]
     store.remove_blob("job", "a")
     store.remove_blob("job", "a")
     with pytest.raises(ShardNotFoundError):
@@ -561,9 +561,9 @@ def test_the_longest_names_are_kept_too(store):
     job = "j" * 128
     save(store, key(part=(1 << 20) - 1, job=job, name="i" * 64), 10, parts=1 << 20)
     store.put_blob(job, "b" * 240, b"1")
-    assert store.blobs(job) == ["b" * 240]
-    store.forget(job)
-    assert store.blobs(job) == []
+    assert store.list_blobs(job) == ["b" * 240]
+    store.delete_versions(job)
+    assert store.list_blobs(job) == []
 
 
 def test_a_large_blob_is_refused(store):
@@ -581,7 +581,7 @@ def test_names_that_could_not_be_files_are_refused(store, name):
         lambda: store.claim(name, "a"),
         lambda: store.reserve(name, 0, 10),
         lambda: store.put_blob(name, "a", b""),
-        lambda: store.call_whole(name, key().group),
+        lambda: store.mark_committed(name, key().version_id),
         lambda: store.epoch(name),
     ]
     for attempt in attempts:
@@ -687,10 +687,10 @@ def test_growing_above_the_budget_says_how_much_is_needed_and_loses_nothing(stor
 def test_growing_takes_superseded_versions_and_free_slots_never_the_newest_whole_one(store):
     for version in range(2):
         save(store, key(version), 20 * MIB)
-    store.abandon(store.lease(key(0, job="other"), 10 * MIB, 1).id)
+    store.release(store.lease(key(0, job="other"), 10 * MIB, 1).id)
     lease = store.lease(key(2), MIB, 1)
     store.grow(lease.id, 43 * MIB)  # the smaller file goes when the larger one has what was written
-    assert [fact.key.version for fact in store.inventory("job")] == [1]
+    assert [fact.key.version for fact in store.list_shards("job")] == [1]
     assert load(store, key(1)) == content(key(1), 20 * MIB)
 
 

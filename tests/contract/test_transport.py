@@ -481,7 +481,7 @@ def still_serves(line, listener):
 
 def test_fifty_channels_at_once_do_not_mix(line):
     def known(channel):
-        channel.proven()  # of strangers from one address a listener ends the oldest
+        channel.mark_authenticated()  # of strangers from one address a listener ends the oldest
         echo(channel)
 
     listener, entering = line.listen(known), threading.Lock()

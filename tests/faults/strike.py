@@ -158,7 +158,7 @@ def _damage(job: FaultJob, planned: Planned) -> Struck | None:
     try:
         for one in stopped:
             _wait_stopped(one)
-        sealed = sorted(note.removeprefix(SEAL_METADATA) for note in TmpfsArena(place).notes(SEAL_METADATA))
+        sealed = sorted(note.removeprefix(SEAL_METADATA) for note in TmpfsArena(place).list_metadata(SEAL_METADATA))
         sealed = [name for name in sealed if (place / "slots" / name).is_file()]
         some = [name for number, name in enumerate(sealed) if (number + int(planned.other * 2)) % 2 == 0]
         for name in some:

@@ -58,7 +58,7 @@ def test_it_restores_bit_for_bit(golden, step):
         assert ckpt.restore(found, step) == step
         assert_same(expected, found)
         assert set(ckpt.last_restore.bytes_by_tier) == {"durable"}
-        infos = {info.step: (info.tiers, info.whole, info.quarantined) for info in ckpt.steps()}
+        infos = {info.step: (info.tiers, info.is_complete, info.quarantined) for info in ckpt.steps()}
         assert infos == dict.fromkeys(STORED, (("durable",), True, ""))
 
 

@@ -38,15 +38,15 @@ def _of_devices(device: DeviceBackend, size: int) -> Iterator[Finding]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for is_registered in (False, True):
         kind = "registered" if is_registered else "pageable"
-        if is_registered and (problem := device.register(address, size, device.current())):
+        if is_registered and (problem := device.register_host_memory(address, size, device.current())):
             yield Check(f"{size} bytes are registered", "failed", why=problem)
             continue
         try:
-            for index in range(device.count()):
+            for index in range(device.device_count()):
                 yield from _both_ways(device, torch.device(device.type, index), host, kind)
         finally:
             if is_registered:
-                device.unregister(address, device.current())
+                device.unregister_host_memory(address, device.current())
 
 
 def _both_ways(device: DeviceBackend, place: torch.device, host: torch.Tensor, kind: str) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from tieredckpt.tensors.device import AcceleratorBackend, accelerator
 def is_real() -> bool:
     """Whether this process has an accelerator."""
     device = accelerator()
-    return isinstance(device, AcceleratorBackend) and device.count() > 0
+    return isinstance(device, AcceleratorBackend) and device.device_count() > 0
 
 
 def device_kind() -> str:
@@ -21,7 +21,7 @@ def device_kind() -> str:
 def device_names() -> list[str]:
     """Return ``cuda:0`` and the others; an empty list without an accelerator."""
     device = accelerator()
-    return [f"{device.type}:{index}" for index in range(device.count())] if is_real() else []
+    return [f"{device.type}:{index}" for index in range(device.device_count())] if is_real() else []
 
 
 def model_name() -> str:

@@ -246,7 +246,7 @@ class Door:
 
     def enter(self, host):
         near, far = (self._stack.enter_context(one) for one in socket.socketpair())
-        stranger = self.rule.enter(near, host)
+        stranger = self.rule.admit(near, host)
         near.close()
         return stranger, far
 
@@ -283,7 +283,7 @@ def test_who_has_just_come_is_given_a_moment(door):
     entered = []
     waiting = threading.Thread(target=lambda: entered.append(one.enter("a")))
     waiting.start()
-    first[0].proven()
+    first[0].mark_authenticated()
     waiting.join(30)
     assert len(entered) == 1
     assert is_open(second[1])
@@ -293,7 +293,7 @@ def test_who_has_just_come_is_given_a_moment(door):
 def test_who_proves_nothing_in_time_is_ended_and_who_has_is_not(door):
     one = door(within_s=5)
     slow, fast = one.enter("a"), one.enter("a")
-    fast[0].proven()
+    fast[0].mark_authenticated()
     one.now = 4.9
     assert one.rule.sweep() == pytest.approx(0.1)
     one.now = 5.0

@@ -60,22 +60,22 @@ class Agent:
         self.shelf = SlotTable(machine.arena, SlotLimits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
         self.jobs = JobTable(self.shelf, ttl_s=float("inf"))
         self.keeping = ShardRemoval(self.shelf, self.jobs)
-        self.leasing = LeaseManager(self.shelf, self.jobs, lambda *_: False, self.keeping.expire)
+        self.leasing = LeaseManager(self.shelf, self.jobs, lambda *_: False, self.keeping.expire_job)
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
         self.copies = ReplicaStore(self.shelf, self.jobs, self.leasing, self.keeping)
         self.adoption = CrashRecovery(self.shelf, self.jobs, self.leasing)
         with self.shelf.lock:
-            self.adoption.read_notes()
+            self.adoption.load_metadata()
             for slot in list(self.shelf.slots.values()):
                 if slot.lease is not None and slot.owner == COPIER:
-                    self.shelf.end_lease(slot, "the agent that took this copy in is gone")
+                    self.shelf.revoke_lease(slot, "the agent that took this copy in is gone")
         self.members = SwimMembership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
         self.newcomers = PendingMembers(world.membership)
         self.accounts = ReplicationState(machine.node.id, ReplicationPolicy(world.copies, ("zone", "rack")))
         self.sharing = SimulatedSharing(self) if world.shape.parity else None
         """In the place of the accounts, where parities are kept."""
         self.incoming, self.outgoing = Incoming(self), Outgoing(self)
-        self.copies.guard(JOB, guarded=world.redundant, permit=self.permit)
+        self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.permit)
         self._districts: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
         """At this node's district, for others."""
@@ -86,7 +86,7 @@ class Agent:
         self._handlers: dict[str, Callable[[str, Any], Any]] = {
             "ping": self._pinged,
             "ping_for": lambda _, node: self.world.reaches(self.name, node, self.members.settings.ping_timeout_s),
-            "roster": lambda *_: self.members.roster,
+            "roster": lambda *_: self.members.member_list,
             "settling": lambda _, note: self.settling(note),
             "decided": lambda _, found: self._decided(found),
             "look": lambda *_: self.look(),
@@ -101,7 +101,7 @@ class Agent:
         self.set_roster(self.world.roster)
         self.later(self.world.random.random() * 0.5, self._beat)
         self.later(DISCOVER_S, self._discover)
-        self.later(0.3 if self.adoption.left() else 0.0, self._adopt)
+        self.later(0.3 if self.adoption.unverified_count() else 0.0, self._adopt)
         self.wake()
 
     def _discover(self) -> None:
@@ -143,12 +143,12 @@ class Agent:
     # ---------------------------------------------------------------------------
 
     def permit(self) -> None:
-        if not self.members.quorum:
-            raise NoQuorumError(self.members.explain())
+        if not self.members.has_quorum:
+            raise NoQuorumError(self.members.explain_quorum())
 
     @property
     def living(self) -> dict[str, Any]:
-        return self.newcomers.among(self.world.now, self.members.living or (self.machine.node,))
+        return self.newcomers.alive_or_pending(self.world.now, self.members.alive or (self.machine.node,))
 
     def _beat(self) -> None:
         self.later(self.members.settings.heartbeat_s, self._beat)
@@ -164,20 +164,20 @@ class Agent:
                 partial(self._unpinged, node),
                 self.members.settings.ping_timeout_s,
             )
-        for asked in self.members.indirect():
+        for asked in self.members.indirect_pings():
             self.call(asked.helper.id, "ping_for", asked.node, partial(self._heard_of, asked.node))
         self._noticed(before)
-        if self.members.wanted is not None:
-            self.call(self.members.wanted, "roster", None, self.set_roster)
+        if self.members.newer_list_holder is not None:
+            self.call(self.members.newer_list_holder, "roster", None, self.set_roster)
         self.incoming.sweep()
 
     def _share(self) -> None:
-        self.members.advance_fence(self.copies.owner_of(JOB))
+        self.members.advance_fence(self.copies.current_incarnation(JOB))
 
     def _pinged(self, sender: str, ping: PingMessage) -> PingMessage:
         before = self.members.changes
         self._share()
-        self.members.heard(self.clock(), sender, ping.gossip)  # type: ignore[arg-type]
+        self.members.receive_gossip(self.clock(), sender, ping.gossip)  # type: ignore[arg-type]
         answer = self.members.gossip_for(sender)  # type: ignore[arg-type]
         heartbeat_loop.apply_ping(self.copies, JOB, self.members.fence, ping)
         self._noticed(before)
@@ -185,24 +185,24 @@ class Agent:
 
     def _ponged(self, node: Any, answer: PingMessage) -> None:
         before = self.members.changes
-        self.members.answered(self.clock(), node)
-        self.members.heard(self.clock(), node, answer.gossip)
+        self.members.ping_acked(self.clock(), node)
+        self.members.receive_gossip(self.clock(), node, answer.gossip)
         heartbeat_loop.apply_ping(self.copies, JOB, self.members.fence, answer)
         self._noticed(before)
 
     def _heard_of(self, node: Any, reached: bool) -> None:
         if reached:
-            self.members.vouched(self.clock(), node)
+            self.members.indirect_ack(self.clock(), node)
 
     def _unpinged(self, node: Any, _error: PeerStoreError) -> None:
         before = self.members.changes
-        self.members.failed(self.clock(), node)
+        self.members.ping_failed(self.clock(), node)
         self._noticed(before)
 
     def set_roster(self, roster: Any) -> None:
         before = self.members.changes
-        if roster is not None and self.members.set_roster(self.clock(), roster):
-            self.newcomers.announce(self.world.now, roster, self.members.living)
+        if roster is not None and self.members.set_member_list(self.clock(), roster):
+            self.newcomers.announce(self.world.now, roster, self.members.alive)
             self._noticed(before)
 
     def _noticed(self, before: int) -> None:
@@ -211,32 +211,32 @@ class Agent:
             self.wake()
 
     def _take_over(self) -> None:
-        facts = self.copies.facts(JOB)
+        facts = self.copies.list_shards(JOB)
         heads = {node for fact in facts for node in fact.holders[:1]}
         now = self.world.now
         dead = {
             node
             for node in heads
-            if self.members.standing(node) is MemberState.DEAD and not self.newcomers.waits_for(now, node)
+            if self.members.state_of(node) is MemberState.DEAD and not self.newcomers.is_pending(now, node)
         }
         for fact in shards_to_take_over(facts, me=self.name, living=self.living, dead=dead):
             self.world.say(f"{self.name} takes over {self.world.short(fact.key)} from {fact.holders[0]}")
-            self.copies.relist(fact.key, ())
+            self.copies.set_holders(fact.key, ())
 
     # -- copies, as in peerstore/replication/replicator.py
     # ----------------------------------------------------------------------------
 
     def outlook(self) -> ReplicationView:
-        epoch, _ = self.copies.owner_of(JOB)
+        epoch, _ = self.copies.current_incarnation(JOB)
         return ReplicationView(
             self.world.now,
             self.living,
-            self.copies.facts(JOB),
-            self.copies.settled(JOB),
+            self.copies.list_shards(JOB),
+            self.copies.newest_replicated(JOB),
             epoch,
-            self.copies.base(JOB),
-            self.members.life,
-            self.copies.left_out(JOB),
+            self.copies.resume_point(JOB),
+            self.members.generation_of,
+            self.copies.aborted_parts(JOB),
         )
 
     def wake(self, delay_s: float = 0.001) -> None:
@@ -258,27 +258,27 @@ class Agent:
         if self.outgoing.busy:
             return
         look = self.outlook()
-        found = self.accounts.next(look)
+        found = self.accounts.next_task(look)
         if isinstance(found, ReplicationTask):  # what is to be told is told once there is nothing to send
             self.outgoing.begin(found, look)
             return
         self.wake(max(found, 0.01))
-        if not self.newcomers.met(self.world.now, self.members.living):
+        if not self.newcomers.all_resolved(self.world.now, self.members.alive):
             return
-        self.tell(*self.accounts.unreported(look), self.accounts.reports)
+        self.tell(*self.accounts.pending_reports(look), self.accounts.reports)
 
     def tell(self, teller: str, notes: Iterable[PartsReport], reports: CommitReports) -> None:
         for note in notes:
             if teller == self.name:
-                reports.count(note)
-                reports.reported(teller, note)
+                reports.add(note)
+                reports.mark_reported(teller, note)
             else:
                 self.call(
                     teller,
                     "settling",
                     note,
-                    lambda _, note=note: reports.reported(teller, note),
-                    lambda _: self.accounts.unreached(teller, self.world.now),
+                    lambda _, note=note: reports.mark_reported(teller, note),
+                    lambda _: self.accounts.leader_unreachable(teller, self.world.now),
                 )
         self._tally()
 
@@ -287,15 +287,15 @@ class Agent:
         return self.accounts.reports if self.sharing is None else self.sharing.reports
 
     def settling(self, note: PartsReport) -> None:
-        self.reports.count(note)
+        self.reports.add(note)
         self._tally()
 
     def _tally(self) -> None:
-        found = self.reports.complete(
+        found = self.reports.decide(
             living=self.living,
-            life=self.members.life,
-            settled=self.copies.settled(JOB),
-            quorum=self.members.quorum,
+            life=self.members.generation_of,
+            settled=self.copies.newest_replicated(JOB),
+            quorum=self.members.has_quorum,
         )
         if not found:
             return
@@ -312,40 +312,42 @@ class Agent:
         return ", ".join(filter(None, (whole, settled, torn)))
 
     def _decided(self, found: CommitDecision) -> None:
-        self.copies.decide(JOB, found)
+        self.copies.apply_decision(JOB, found)
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def sealed(self, key: ShardKey) -> None:
         """What the store does after each seal."""
         with self.shelf.lock:
-            if self.jobs.is_torn(JOB, key.group):
-                self.keeping.forget(JOB, [key.group])
+            if self.jobs.is_aborted(JOB, key.version_id):
+                self.keeping.delete_versions(JOB, [key.version_id])
         self.wake()
 
     def call_whole(self, group: VersionId) -> None:
         with self.shelf.lock:
-            news = self.jobs.call_whole(JOB, group)
+            news = self.jobs.mark_committed(JOB, group)
         if news:
             self.wake()
 
     def leave_out(self, key: ShardKey) -> None:
         with self.shelf.lock:
-            news = self.jobs.leave_out(JOB, key.group, key.part)
+            news = self.jobs.abort_part(JOB, key.version_id, key.part)
             if news:
-                self.keeping.forget(JOB, [key.group])
+                self.keeping.delete_versions(JOB, [key.version_id])
         if news:
             self.world.truth.left_out(key)
             self.wake()
 
     def look(self) -> NodeInventory:
-        epoch, incarnation = self.copies.owner_of(JOB)
-        facts = tuple(self.copies.facts(JOB))
-        parities = tuple(one.fact for one in self.sharing.kept) if self.sharing is not None else ()
-        return NodeInventory(facts, epoch, incarnation, self.copies.settled(JOB), self.adoption.left(), parities)
+        epoch, incarnation = self.copies.current_incarnation(JOB)
+        facts = tuple(self.copies.list_shards(JOB))
+        parities = tuple(one.info for one in self.sharing.stored_parities) if self.sharing is not None else ()
+        return NodeInventory(
+            facts, epoch, incarnation, self.copies.newest_replicated(JOB), self.adoption.unverified_count(), parities
+        )
 
     def read(self, key: ShardKey) -> tuple[ShardRecord, bytes]:
-        slot, record = self.shelf.sealed(key)
+        slot, record = self.shelf.find_shard(key)
         return record, bytes(self.machine.arena.bytes[slot.name])
 
     def verify(self, key: ShardKey) -> bool:
@@ -360,12 +362,12 @@ class Agent:
         return True
 
     def verify_all(self) -> None:
-        keys = [fact.key for fact in self.copies.facts(JOB)]
-        for key in keys + [record.key for record in self.copies.parities(JOB)]:
+        keys = [fact.key for fact in self.copies.list_shards(JOB)]
+        for key in keys + [record.key for record in self.copies.list_parities(JOB)]:
             self.verify(key)
 
     def damaged(self, key: ShardKey, reason: str) -> None:
-        record = self.keeping.damaged(key, reason)
+        record = self.keeping.drop_damaged(key, reason)
         if record is not None:
             self.world.say(f"{self.name} drops its damaged {self.world.short(key)}")
             if key.kind:
@@ -374,7 +376,7 @@ class Agent:
                 self.mend(record)
 
     def _adopt(self) -> None:
-        self.adoption.verify(
+        self.adoption.verify_checksums(
             lambda record, path, _: damaged_chunks(self.machine.arena.bytes[path], record),
             lambda *_: self.wake(),
             self.damaged,
@@ -390,7 +392,7 @@ class Agent:
         peerstore/peers/peer_inventory.py.
         """
         districts = self._cut()
-        beyond = districts.beyond(self.name)
+        beyond = districts.other_partitions(self.name)
         nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
         waiting, lives = 1 + len(beyond), self._lives(name for members in beyond for name in members)
@@ -418,7 +420,7 @@ class Agent:
                 seen(told, dead)
 
         def ask_next(errand: DelegateCandidates) -> None:
-            lookout = errand.next()
+            lookout = errand.next_delegate()
             if lookout is None:
                 self._look_at(errand.members, seen)
             else:
@@ -427,10 +429,10 @@ class Agent:
 
         for members in beyond:
             ask_next(DelegateCandidates(members, gone=lambda node: node not in self.living))
-        self._look_at(sorted({self.name, *districts.of(self.name)}), seen)
+        self._look_at(sorted({self.name, *districts.partition_of(self.name)}), seen)
 
     def _cut(self) -> NodePartitions:
-        roster = self.members.roster
+        roster = self.members.member_list
         if self._districts[0] is not roster:
             self._districts = roster, NodePartitions([node.id for node in roster.nodes] if roster is not None else [])
         return self._districts[1]
@@ -449,7 +451,7 @@ class Agent:
             if self._ask_near:
                 self._near(self._ask_near.pop())
 
-        self._look_at(sorted({self.name, *self._cut().of(self.name)}), seen)
+        self._look_at(sorted({self.name, *self._cut().partition_of(self.name)}), seen)
 
     def _look_at(self, names: Sequence[str], done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
         """What these hold, as they say themselves."""
@@ -486,16 +488,16 @@ class Agent:
 
     def _lives(self, names: Iterable[str]) -> dict[str, int]:
         """In which of its lives each node is asked."""
-        return {name: self.members.life(name) for name in names}  # type: ignore[arg-type]
+        return {name: self.members.generation_of(name) for name in names}  # type: ignore[arg-type]
 
     def _note_holders(self, found: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
-        mine = {fact.key for fact in self.copies.facts(JOB)}
+        mine = {fact.key for fact in self.copies.list_shards(JOB)}
         if self.sharing is not None:
-            mine |= self.sharing.protected
+            mine |= self.sharing.protected_keys
         for node, looked in found.items():
             shared = self.world.keys_of(looked) & mine if node != self.name else ()
             if shared:
-                confirm = self.accounts.confirm if self.sharing is None else self.sharing.confirm
+                confirm = self.accounts.confirm_holder if self.sharing is None else self.sharing.confirm_holder
                 for key in [fact.key for fact in looked.facts if fact.key in shared]:
                     confirm(key, node, lives.get(node, 0))
 
@@ -515,12 +517,12 @@ class Agent:
 
     def _put_off(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
         self.world.say(f"{self.name} could not mend {self.world.short(record.key)}: {str(error)[:100]}")
-        if should_retry_repair(record, error, self.copies.settled(JOB)):
+        if should_retry_repair(record, error, self.copies.newest_replicated(JOB)):
             self.later(wait_s, partial(self.mend, record, min(60.0, 2 * wait_s)))
 
     def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:
         if not sources and self.sharing is not None:
-            self.world.turns.begin(partial(self._rebuild, record, original_holders(self.name, said), wait_s))
+            self.world.turns.start_streams(partial(self._rebuild, record, original_holders(self.name, said), wait_s))
             return
         if not sources:
             self._put_off(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
@@ -544,10 +546,10 @@ class Agent:
 
     def _put(self, record: ShardRecord, data: bytes, holders: tuple[str, ...], wait_s: float) -> None:
         try:
-            lease = self.copies.begin(record, whole=True, owner=COPIER)
+            lease = self.copies.begin_replica(record, whole=True, owner=COPIER)
             if lease is not None:
                 self.machine.arena.bytes[lease.slot][:] = data
-                self.copies.seal(lease.id, record, holders)
+                self.copies.seal_replica(lease.id, record, holders)
                 self.wake()
         except PeerStoreError as error:
             self._put_off(record, error, wait_s)

@@ -18,7 +18,7 @@ class Turns:
         self._running: _Thread | None = None
         self._threads: list[_Thread] = []
 
-    def begin(self, work: Callable[[], None]) -> None:
+    def start_streams(self, work: Callable[[], None]) -> None:
         """Do this on a thread of its own, until it waits for the first time."""
         thread = next((one for one in self._threads if one.idle), None)
         if thread is None:
@@ -53,7 +53,7 @@ class Turns:
             error, thread.error = thread.error, None
             raise error
 
-    def end(self) -> None:
+    def stream_ended(self) -> None:
         """Whoever still waits gets no answer."""
         for thread in self._threads:
             thread.end()

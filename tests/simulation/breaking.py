@@ -60,10 +60,10 @@ class Broken:
 _add, _check_fence, _complete, _plan = (
     PartsTally.add,
     JobTable.check_fence,
-    CommitReports.complete,
+    CommitReports.decide,
     replication_policy.target_holders,
 )
-_torn, _leave_out = PartsTally.torn, JobVersions.leave_out
+_torn, _leave_out = PartsTally.newly_aborted, JobVersions.abort_part
 
 
 def _what_one_tells_is_all(tally: PartsTally, note: PartsReport) -> None:
@@ -88,7 +88,7 @@ def _believe_the_writer(versions: JobVersions, group: VersionId, part: int, _her
 
 
 def _tear_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
-    jobs.of(job).tear(groups)
+    jobs.get_or_create(job).mark_aborted(groups)
     return []
 
 
@@ -103,7 +103,7 @@ def _what_is_whole_is_torn(tally: PartsTally) -> tuple[VersionId, ...]:
 
 
 def _no_new_partner(held: HeldShard, *, partners: Any, **known: Any) -> tuple[str, ...]:
-    return _plan(held, partners=partners if len(held.listed) < 2 else (), **known)
+    return _plan(held, partners=partners if len(held.holders) < 2 else (), **known)
 
 
 def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
@@ -112,7 +112,10 @@ def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> Re
 
 BROKEN = {
     "evict below whole": Broken(
-        JobTable, "settled", lambda _, whole, mending=None: newest_committed(whole), "the last copy of a part of what"
+        JobTable,
+        "rollback_targets",
+        lambda _, whole, mending=None: newest_committed(whole),
+        "the last copy of a part of what",
     ),
     "keep all of the past": Broken(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot go on"),
     "count what was not compared": Broken(transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"),
@@ -127,7 +130,7 @@ BROKEN = {
     ),
     "begin without a quorum": Broken(
         SwimMembership,
-        "_objection",
+        "_why_no_quorum",
         lambda _: "",
         "let an incarnation begin",
         ("save", "wait", "part", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
@@ -135,7 +138,7 @@ BROKEN = {
     ),
     "settle without a quorum": Broken(
         CommitReports,
-        "complete",
+        "decide",
         _settle_alone,
         "both halves of a partition settle",
         ("save", "wait", "part", *["wait"] * 2, "restart all", "wait", *["save"] * 3, "wait", *["save"] * 2, "wait"),
@@ -143,10 +146,12 @@ BROKEN = {
     ),
     "settle with what one tells": Broken(PartsTally, "add", _what_one_tells_is_all, "is settled, but part"),
     "count what was left out": Broken(PartsTally, "add", _left_out_is_there, "is whole without"),
-    "tear what is on its way": Broken(PartsTally, "torn", _what_is_on_its_way_is_torn, "and nobody left a part out"),
-    "tear what is whole": Broken(PartsTally, "torn", _what_is_whole_is_torn, "two answers"),
-    "believe who did not hear": Broken(JobVersions, "leave_out", _believe_the_writer, "for left out, and was sealed"),
-    "keep what is torn": Broken(JobTable, "tear", _tear_alone, "what is torn still takes room"),
+    "tear what is on its way": Broken(
+        PartsTally, "newly_aborted", _what_is_on_its_way_is_torn, "and nobody left a part out"
+    ),
+    "tear what is whole": Broken(PartsTally, "newly_aborted", _what_is_whole_is_torn, "two answers"),
+    "believe who did not hear": Broken(JobVersions, "abort_part", _believe_the_writer, "for left out, and was sealed"),
+    "keep what is torn": Broken(JobTable, "mark_aborted", _tear_alone, "what is torn still takes room"),
     "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),
     "seek no new partner": Broken(
         replication_policy,
@@ -162,7 +167,7 @@ BROKEN = {
         "its copies again",
         ("save", "wait", "part", *["corrupt"] * 2, "heal"),
     ),
-    "believe who started again": Broken(SwimMembership, "life", lambda *_: 1, "its copies again"),
+    "believe who started again": Broken(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
     "believe parity's members who started again": Broken(
         ParityReplicator,
         "_holding",
@@ -179,8 +184,8 @@ BROKEN = {
         ("save", "wait", "crash and return"),
         _PARITY,
     ),
-    "ask for ever": Broken(ReplicationState, "done", lambda *_: None, "and no end"),
-    "choose what is torn": Broken(resolve_step.Candidate, "whole", True, "never was whole"),
+    "ask for ever": Broken(ReplicationState, "task_done", lambda *_: None, "and no end"),
+    "choose what is torn": Broken(resolve_step.Candidate, "is_complete", True, "never was whole"),
     "choose alone": Broken(
         restoring,
         "elect_step",
@@ -191,7 +196,7 @@ BROKEN = {
     "choose the oldest": Broken(resolve_step, "_order", lambda group: (-group.version,), "could be reached"),
     "choose what was left": Broken(
         resolve_step.IncarnationBranches,
-        "leave",
+        "supersede",
         lambda *_: False,
         "had left it behind",
         ("save", "wait", "part", *["save"] * 2, "wait", "restart all", "wait", *["save"] * 2, "heal", "restart all"),

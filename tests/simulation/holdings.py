@@ -66,7 +66,7 @@ class Holdings:
         if key.kind:
             self._parities[machine, slot] = parse_stored_parity(record)
         else:
-            self._sealed_once.setdefault(key.group, set()).add(key.part)
+            self._sealed_once.setdefault(key.version_id, set()).add(key.part)
         if (machine, slot) in self._hidden:
             return  # the note says more about it now; it is as bad as before
         if data[: record.size_bytes] != (mixed(self._parities[machine, slot]) if key.kind else content(key)):
@@ -75,8 +75,8 @@ class Holdings:
             return
         self._held.setdefault(key, {})[machine] = slot
         self._keys[machine, slot] = key
-        if key.group not in self._whole_at and self.whole(key.group):
-            self._whole_at[key.group] = self._world.now
+        if key.version_id not in self._whole_at and self.whole(key.version_id):
+            self._whole_at[key.version_id] = self._world.now
 
     def _unsealed(self, machine: str, slot: str) -> None:
         self._parities.pop((machine, slot), None)
@@ -129,7 +129,7 @@ class Holdings:
         """Whether undamaged parities on these machines give a part back, with what else is held there."""
         rows: dict[tuple[object, int, str], dict[str, list[StoredParity]]] = defaultdict(lambda: defaultdict(list))
         for (machine, slot), kept in self._parities.items():
-            if machine in among and (machine, slot) not in self._hidden and kept.key.group == group:
+            if machine in among and (machine, slot) not in self._hidden and kept.key.version_id == group:
                 for member, shard in kept.shards.items():
                     if shard.key.part == part:
                         rows[kept.members, kept.parity.stripe.number, member][machine].append(kept)

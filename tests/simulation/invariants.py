@@ -170,8 +170,8 @@ class Truth(Holdings):
         newer = Counter(
             machine
             for (machine, _), key in self._keys.items()
-            if key.part == part and key.group > group
-            if not self._left(key.group)
+            if key.part == part and key.version_id > group
+            if not self._left(key.version_id)
         )
         holders = self.holders(group, part) & living
         able = [name for name in living - holders if newer[name] < SLOTS + BURST]
@@ -184,7 +184,7 @@ class Truth(Holdings):
         given_up, self.news = self.news, []
         gone = {key for _, key in given_up}
         for machine, key in given_up:
-            group = key.group
+            group = key.version_id
             if self._floor_lost or group not in self._whole_at or self.holders(group, key.part):
                 continue
             if group == self.floor or (self.floor is None and not self.groups() and self._whole_but_for(group, gone)):
@@ -203,7 +203,7 @@ class Truth(Holdings):
             raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
 
     def _whole_but_for(self, group: VersionId, gone: set[ShardKey]) -> bool:
-        just = {key.part for key in gone if key.group == group}
+        just = {key.part for key in gone if key.version_id == group}
         return all(part in just or self.holders(group, part) for part in range(self.parts_of(group)))
 
     def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
@@ -212,9 +212,9 @@ class Truth(Holdings):
 
     def left_out(self, key: ShardKey) -> None:
         """An agent has heard, and believes, that this part was never sealed."""
-        if key.part in self._sealed_once.get(key.group, ()):
+        if key.part in self._sealed_once.get(key.version_id, ()):
             raise Violation(f"{self._world.short(key)} is taken for left out, and was sealed")
-        self._left_out.add(key.group)
+        self._left_out.add(key.version_id)
 
     def decided(self, agent: Agent, found: CommitDecision) -> None:
         """The one that counts has come to an answer."""
@@ -237,7 +237,7 @@ class Truth(Holdings):
     def torn_but_there(self) -> str:
         """What is kept of versions that a node which is there knows to be torn; nothing when all has heard of it."""
         agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
-        known = {group for agent in agents for group in agent.copies.decided("job").torn}
+        known = {group for agent in agents for group in agent.copies.current_decision("job").torn}
         living = self.living()
         held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
         return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
@@ -262,7 +262,7 @@ class Truth(Holdings):
                         f"{agent.name} says that {world.short(group)} is settled, but all copies of a part are in one "
                         f"rack: {self.describe(group)}"
                     )
-        unnoticed = any(self._keys[where].group == group for where in self._hidden if where in self._keys)
+        unnoticed = any(self._keys[where].version_id == group for where in self._hidden if where in self._keys)
         if not self.there(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
             self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
         elif (
@@ -296,7 +296,7 @@ class Truth(Holdings):
 
     def _crowded(self, group: VersionId, part: int) -> bool:
         """Whether one rack has all copies of a part although every node could have a partner in another one."""
-        racks = {name: machine.node.label("rack") for name, machine in self._world.machines.items()}
+        racks = {name: machine.node.failure_domain("rack") for name, machine in self._world.machines.items()}
         sizes = Counter(racks[name] for name in self.living())
         there = {racks[name] for name in self.holders(group, part)}
         return self._world.copies > 1 and len(there) == 1 and 2 * max(sizes.values()) <= sizes.total()
@@ -320,9 +320,9 @@ class Truth(Holdings):
 
     def _bases_heard(self) -> set[VersionId]:
         """What the job went on from, as it is noted on the machines that are there."""
-        notes = [machine.arena.get_note(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
+        notes = [machine.arena.get_metadata(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
         bases = [msgspec.msgpack.decode(note, type=JobMetadata).base for note in notes if note is not None]
-        return {base.group for base in bases if base is not None}
+        return {base.version_id for base in bases if base is not None}
 
     def _set_floor(self, group: VersionId) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
@@ -350,7 +350,7 @@ class Truth(Holdings):
         later = [one for one in there if self._leaves(one, group)]
         if later:
             raise Violation(f"{world.short(group)} won although {world.short(later[0])} had left it behind")
-        if any(agent.members.quorum for agent in restore.agents.values()):
+        if any(agent.members.has_quorum for agent in restore.agents.values()):
             self._goes_on_from(group, restore.epoch, restore.nodes)
         else:  # of nodes that cannot go on alone: what the others keep is not known here
             self._floor_lost = True
@@ -364,7 +364,7 @@ class Truth(Holdings):
 
     def _all_along(self, group: VersionId, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
         """Whether who answered held all of it from when they were asked until now."""
-        keys = [key for key in photo if key.group == group]
+        keys = [key for key in photo if key.version_id == group]
         held = [photo[key] & self.holders(group, key.part) & reach for key in keys]
         return len(keys) == self.parts_of(group) and all(held)
 
@@ -378,7 +378,7 @@ class Truth(Holdings):
             return
         if self.whole(group) and not self._left(group) and (self.floor is None or group > self.floor):
             self._set_floor(group)
-        elif any(key.group == group and not self._held[key] for key in self._taken):
+        elif any(key.version_id == group and not self._held[key] for key in self._taken):
             self._floor_lost = True
 
     def _known(self, among: Iterable[str], before: float) -> list[VersionId]:

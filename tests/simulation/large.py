@@ -106,10 +106,12 @@ class LargeWorld(World):
 
     def meet(self) -> None:
         """Everybody has heard of everybody."""
-        rumours = [MemberUpdate(agent.machine.node, agent.members.number, MemberState.ALIVE) for agent in self.agents]
+        rumours = [
+            MemberUpdate(agent.machine.node, agent.members.generation, MemberState.ALIVE) for agent in self.agents
+        ]
         for agent in self.agents:
             others = tuple(rumour for rumour in rumours if rumour.node.id != agent.name)
-            agent.members.heard(agent.clock(), others[0].node.id, GossipMessage(others, None, (0, "")))
+            agent.members.receive_gossip(agent.clock(), others[0].node.id, GossipMessage(others, None, (0, "")))
 
     def rows_of(self, part: int, parts: int) -> Box:
         each = self.rows // parts
@@ -180,11 +182,11 @@ class LargeRestore(Restore):
         """All that the ranks of one node read, as its agent finds it, and where that is."""
         began = time.process_time()
         nodes, silent = self._sights[agent.name]
-        facts, sources = others_seen(agent, nodes, silent).held(JOB, group)
+        facts, sources = others_seen(agent, nodes, silent).holders_of_parts(JOB, group)
         here = {
-            fact.key.part: agent.shelf.sealed(fact.key)[1]
+            fact.key.part: agent.shelf.find_shard(fact.key)[1]
             for fact in nodes[agent.name].facts
-            if fact.key.group == group
+            if fact.key.version_id == group
         }
         took, used = Planned(), set[str]()
 
@@ -235,11 +237,11 @@ def _refused(error: PeerStoreError) -> None:
 def others_seen(agent: Agent, nodes: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> PeerTier:
     """The part of the agent that says where shards are, over what was seen."""
     team = SimpleNamespace(
-        me=agent.machine.node,
-        sight=lambda: JobInventory(nodes, silent),
-        tending=SimpleNamespace(peer=lambda node: agent.world.machines[node].node),
+        this_node=agent.machine.node,
+        inventory=lambda: JobInventory(nodes, silent),
+        membership=SimpleNamespace(client_for=lambda node: agent.world.machines[node].node),
     )
-    return PeerTier(SimpleNamespace(team=lambda _: team))  # type: ignore[arg-type]
+    return PeerTier(SimpleNamespace(job_peers=lambda _: team))  # type: ignore[arg-type]
 
 
 def names() -> list[str]:
@@ -298,7 +300,8 @@ def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda
     most = max(story.planned, key=lambda one: one.seconds)
     say(
         f"{len(story.planned)} nodes planned what {ranks} ranks each read: {most.pieces:,} pieces out of "
-        f"{most.layouts:,} layouts a node, {most.seconds:.2f} s at most; {story.read:,} shards of other nodes were read"
+        f"{most.layouts:,} layouts a node, {most.seconds:.2f} s at most; {story.read:,} shards of other nodes "
+        f"were read"
     )
     say(f"all of it: {story.seconds:.0f} s of one core, {story.memory_mib:,} MiB")
     return story
@@ -306,7 +309,7 @@ def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda
 
 def _settled(world: LargeWorld, group: VersionId | None) -> Callable[[], bool]:
     def settled() -> bool:
-        return group in world.truth.settled and all(one.copies.settled(JOB) == group for one in world.agents)
+        return group in world.truth.settled and all(one.copies.newest_replicated(JOB) == group for one in world.agents)
 
     return settled
 

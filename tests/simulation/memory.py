@@ -59,26 +59,26 @@ class DictArena:
     def size(self, name: str) -> int:
         return len(self.bytes[name])
 
-    def slots(self) -> list[str]:
+    def list_slots(self) -> list[str]:
         return sorted(self.bytes)
 
-    def lingering(self) -> dict[str, int]:
+    def removed_in_use(self) -> dict[str, int]:
         return {}
 
-    def put_note(self, name: str, data: bytes) -> None:
+    def put_metadata(self, name: str, data: bytes) -> None:
         self._notes[name] = data
         if name.startswith(SEALED):
             self.sealed(name.removeprefix(SEALED), data)
 
-    def get_note(self, name: str) -> bytes | None:
+    def get_metadata(self, name: str) -> bytes | None:
         return self._notes.get(name)
 
-    def remove_note(self, name: str) -> None:
+    def remove_metadata(self, name: str) -> None:
         if name in self._notes and name.startswith(SEALED):
             self.unsealed(name.removeprefix(SEALED))
         self._notes.pop(name, None)
 
-    def notes(self, prefix: str) -> list[str]:
+    def list_metadata(self, prefix: str) -> list[str]:
         return sorted(name for name in self._notes if name.startswith(prefix))
 
     def purge(self, *, keep: str = "") -> None:
@@ -95,7 +95,7 @@ class SimulatedSealing(ShardSealer):
     now_ns = 0
 
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
-        data = memoryview(self._shelf.arena.bytes[lease.slot])[:size_bytes]
+        data = memoryview(self._table.arena.bytes[lease.slot])[:size_bytes]
         sums = chunk_checksums(data, chunk_bytes=CHUNK_BYTES)
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)
 

@@ -27,29 +27,29 @@ class SimulatedStore:
     def __init__(self, agent: Agent) -> None:
         from tests.simulation.agent import COPIER
 
-        self.agent, self.copies, self._owner = agent, agent.copies, COPIER
+        self.agent, self.replicas, self._owner = agent, agent.copies, COPIER
 
-    def blobs(self, _job: str) -> list[str]:
+    def list_blobs(self, _job: str) -> list[str]:
         return []
 
-    def report(self, key: ShardKey, reason: str) -> None:
+    def report_damage(self, key: ShardKey, reason: str) -> None:
         self.agent.damaged(key, reason)
 
-    def begin_copy(self, record: ShardRecord, *, whole: bool) -> Lease | None:
-        return self.copies.begin(record, whole=whole, owner=self._owner)
+    def begin_replica(self, record: ShardRecord, *, whole: bool) -> Lease | None:
+        return self.replicas.begin_replica(record, whole=whole, owner=self._owner)
 
-    def seal_copy(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        self.copies.seal(lease_id, record, holders)
+    def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        self.replicas.seal_replica(lease_id, record, holders)
         self.agent.wake()
 
     def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
-        return self.copies.begin_parity(key, size_bytes, parts, whole=whole, owner=self._owner)
+        return self.replicas.begin_parity(key, size_bytes, parts, whole=whole, owner=self._owner)
 
     def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
-        self.copies.seal(lease_id, record, ())
+        self.replicas.seal_replica(lease_id, record, ())
 
-    def abandon(self, lease_id: str) -> None:
-        self.agent.leasing.abandon(lease_id)
+    def release(self, lease_id: str) -> None:
+        self.agent.leasing.release(lease_id)
 
     def write(
         self,
@@ -76,20 +76,20 @@ class SimulatedTending:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.me = agent.machine.node
+        self.this_node = agent.machine.node
 
     @property
-    def living(self) -> Mapping[str, Any]:
+    def alive(self) -> Mapping[str, Any]:
         return self._agent.living
 
     @property
-    def roster(self) -> Any:
-        return self._agent.members.roster
+    def member_list(self) -> Any:
+        return self._agent.members.member_list
 
-    def life(self, node: Any) -> int:
-        return self._agent.members.life(node)
+    def generation_of(self, node: Any) -> int:
+        return self._agent.members.generation_of(node)
 
-    def peer(self, node: str) -> SimulatedPeer:
+    def client_for(self, node: str) -> SimulatedPeer:
         return SimulatedPeer(self._agent, node)
 
 
@@ -168,7 +168,7 @@ class SimulatedSettlement:
     def __init__(self, agent: Agent, sharing: ParityReplicator) -> None:
         self._agent, self._reports = agent, sharing._reports
 
-    def tell(self, teller: str, notes: Iterable[PartsReport]) -> bool:
+    def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
         self._agent.tell(teller, notes, self._reports)
         return True
 
@@ -193,11 +193,11 @@ class SimulatedSharing(ParityReplicator):
         )
         self._agent = agent
         settlement: Any = SimulatedSettlement(agent, self)
-        self.settlement = settlement
+        self.commit_tracker = settlement
         self._steps = False
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
-            "striped": self.striped,
-            "stake": self.staked,
+            "striped": self.handle_stripe_report,
+            "stake": self.handle_parity_status,
             "records": lambda _, asked: self._records(asked),
             "parities": lambda _, asked: self._parities(asked),
         }
@@ -214,7 +214,7 @@ class SimulatedSharing(ParityReplicator):
         self._news = True
         if not self._steps:
             self._steps = True
-            self._agent.world.turns.begin(self._work)
+            self._agent.world.turns.start_streams(self._work)
 
     def _work(self) -> None:
         try:
@@ -231,10 +231,12 @@ class SimulatedSharing(ParityReplicator):
         return JobInventory(dict(sorted(nodes.items(), key=lambda one: one[0] != self._agent.name)), silent)
 
     def _records(self, asked: GetShardRecords) -> list[ShardRecord]:
-        return [record for _, record in self._agent.shelf.offered("job") if record.key.group == asked.group]
+        return [
+            record for _, record in self._agent.shelf.available_shards("job") if record.key.version_id == asked.group
+        ]
 
     def _parities(self, asked: GetParities) -> list[ShardRecord]:
-        return [record for record in self._agent.copies.parities("job") if record.key.group == asked.group]
+        return [record for record in self._agent.copies.list_parities("job") if record.key.version_id == asked.group]
 
 
 def write(store: SimulatedStore, *args: Any, **options: Any) -> bytes:

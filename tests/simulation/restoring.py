@@ -33,8 +33,8 @@ def candidates_of(here: NodeInventory, others: dict[str, NodeInventory]) -> list
     facts: dict[VersionId, ShardInfo] = {}
     for tier, looked in [(Tier.MEMORY, here), *((Tier.PEER, other) for other in others.values())]:
         for fact in looked.facts:
-            facts[fact.key.group] = fact
-            tiers = found[fact.key.group].setdefault(fact.key.part, [])
+            facts[fact.key.version_id] = fact
+            tiers = found[fact.key.version_id].setdefault(fact.key.part, [])
             if tier not in tiers:
                 tiers.append(tier)
     bases = {group: int(fact.meta) for group, fact in facts.items()}
@@ -209,7 +209,7 @@ class Restore:
             self.world.truth.restored(self, group)
             for agent in self.agents.values():
                 agent.call_whole(group)
-                agent.copies.go_back(JOB, group)
+                agent.copies.resume_from(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
         trainers = self.job(self.world, self.places, self.epoch, incarnation, group)

@@ -91,13 +91,13 @@ def moved(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
 def pings_of_one(nodes: list[PeerNode]) -> tuple[int, int, float]:
     """What one node of a job where all are well sends in a period, how large a ping is, and how long deciding takes."""
     members = SwimMembership(nodes[0], 1)
-    members.set_roster(0.0, member_list(1, nodes))
+    members.set_member_list(0.0, member_list(1, nodes))
     rumours = [MemberUpdate(node, 1, MemberState.ALIVE) for node in nodes[1:]]
     for first in range(0, len(rumours), 48):
-        members.heard(0.0, nodes[1].id, GossipMessage(tuple(rumours[first : first + 48]), None, (0, "")))
+        members.receive_gossip(0.0, nodes[1].id, GossipMessage(tuple(rumours[first : first + 48]), None, (0, "")))
     members.tick(0.0)
     for node in nodes:
-        members.answered(0.1, node.id)
+        members.ping_acked(0.1, node.id)
     pings, seconds = timed(lambda: members.tick(1.0))
     size = max(len(_sent("ping", PingMessage(ping.gossip))) for ping in pings)
     return len(pings), size, seconds
@@ -120,18 +120,18 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
     notes: list[PartsReport] = []
     for lacking in (1, 0):
         for part, name in enumerate(names):
-            kept = Kept(_key(VERSIONS[-1], part), mine=True, copies=2 - lacking, lacking=lacking, short=0)
-            to, told = own[name].unreported([kept], {group: len(names)}, living=living, settled=None, life=1)
+            kept = Kept(_key(VERSIONS[-1], part), is_owner=True, copies=2 - lacking, missing=lacking, unplaceable=0)
+            to, told = own[name].pending([kept], {group: len(names)}, living=living, settled=None, life=1)
             assert to == teller
             for note in told:
-                own[name].reported(to, note)
+                own[name].mark_reported(to, note)
             notes += told
 
     def count() -> CommitDecision:
         found = CommitDecision()
         for note in notes:
-            reports.count(note)
-            found |= reports.complete(living=living, life=lambda _: 1, settled=None, quorum=True)
+            reports.add(note)
+            found |= reports.decide(living=living, life=lambda _: 1, settled=None, quorum=True)
         return found
 
     found, seconds = timed(count)
@@ -143,7 +143,7 @@ def periods_until_known(names: list[str]) -> int:
     """Pings that every node sends, one each period, until all know what the scribe told some of them."""
     first = names[0]
     ring = [first, *ring_order(NodeId(first), [NodeId(name) for name in names[1:]])]
-    watched, drawn = MembershipSettings().neighbours, random.Random(7)
+    watched, drawn = MembershipSettings().ring_neighbours, random.Random(7)
     known = {first, *broadcast_targets(names, first)}
     for period in range(len(names)):
         if len(known) == len(names):
@@ -174,17 +174,17 @@ def looks(names: list[str], districts: NodePartitions) -> Looks:
         peers[other].add(one)
 
     for me in names:
-        for other in districts.of(me):
+        for other in districts.partition_of(me):
             if other != me:
                 ask(me, other, ROUNDS)
-        for members in districts.beyond(me):
-            lookout = DelegateCandidates(members, gone=lambda _: False).next()
+        for members in districts.other_partitions(me):
+            lookout = DelegateCandidates(members, gone=lambda _: False).next_delegate()
             assert lookout is not None
             ask(me, lookout)
             for_all[lookout] += 1
     first = names[0]
-    beyond = districts.beyond(first)
-    alone = len(districts.of(first)) - 1 + sum(len(members) for members in beyond)
+    beyond = districts.other_partitions(first)
+    alone = len(districts.partition_of(first)) - 1 + sum(len(members) for members in beyond)
     answered = {name: (got[name] - for_all[name], for_all[name]) for name in names}
     return Looks(alone, sent.total(), max(got.values()), max(sent.values()), max(map(len, peers.values())), answered)
 
@@ -226,10 +226,10 @@ def _answered(body: object) -> bytes:
 
 def answers_for(me: str, districts: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
     """What one node is sent in a survey: by its own district's nodes and by the lookouts of the others."""
-    near = [_answered(said[node]) for node in districts.of(me) if node != me]
+    near = [_answered(said[node]) for node in districts.partition_of(me) if node != me]
     far = [
         _answered(PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {}))
-        for members in districts.beyond(me)
+        for members in districts.other_partitions(me)
     ]
     return near + far
 
@@ -238,7 +238,7 @@ def most_sent(seen: Looks, districts: NodePartitions, said: dict[str, NodeInvent
     """Bytes of the answers that one node gives when all survey at one time."""
     own = {name: len(_answered(looked)) for name, looked in said.items()}
     return max(
-        about_it * own[name] + about_all * sum(own[member] for member in districts.of(name))
+        about_it * own[name] + about_all * sum(own[member] for member in districts.partition_of(name))
         for name, (about_it, about_all) in seen.answered.items()
     )
 
@@ -279,7 +279,7 @@ def measure(count: int) -> dict[str, str]:
     said = inventory(list(names), placement)
     me = names[0]
     answers = answers_for(me, districts, said)
-    near = len(districts.of(me)) - 1
+    near = len(districts.partition_of(me)) - 1
     taken, taken_s = timed(lambda: taken_in(answers, near))
     others = {str(number): looked for number, looked in taken.items()}
     views, views_s = timed(lambda: memory_step_statuses(said[me].facts, peer_facts(others, me), lambda _: False))
@@ -288,7 +288,7 @@ def measure(count: int) -> dict[str, str]:
     assert found.chosen.group.version == VERSIONS[-1]
     assert Tier.PEER in found.chosen.tiers
     sources = {name for name, looked in said.items() if name != me and looked.facts}
-    question = len(_sent("look_for", GetPartitionInventory(max(districts.beyond(me), key=len, default=()))))
+    question = len(_sent("look_for", GetPartitionInventory(max(districts.other_partitions(me), key=len, default=()))))
     received = sum(map(len, answers))
     return {
         "placement, seconds": f"{placed_s:.2f}",
@@ -301,7 +301,8 @@ def measure(count: int) -> dict[str, str]:
         "a save: nodes the scribe tells": f"{told:,}",
         "... periods of pings until all know": str(periods_until_known(list(names))),
         "a save: seconds the scribe counts": f"{count_s:.2f}",
-        "districts, and the largest": f"{len(districts.beyond(me)) + 1}, {max(map(len, _all(districts, me)))}",
+        "districts, and the largest": f"{len(districts.other_partitions(me)) + 1}, "
+        f"{max(map(len, _all(districts, me)))}",
         "cutting them, ms": f"{cut_s * 1e3:.1f}",
         "one node surveys: questions": f"{seen.one_survey:,}",
         "all survey at once: questions": f"{seen.restart:,}",
@@ -322,7 +323,7 @@ def measure(count: int) -> dict[str, str]:
 
 
 def _all(districts: NodePartitions, me: str) -> list[tuple[str, ...]]:
-    return [districts.of(me), *districts.beyond(me)]
+    return [districts.partition_of(me), *districts.other_partitions(me)]
 
 
 def main() -> None:

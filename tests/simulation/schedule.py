@@ -82,7 +82,7 @@ def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> World:
                 world.truth.check()
             finish(world)
         finally:
-            world.turns.end()
+            world.turns.stream_ended()
     return world
 
 

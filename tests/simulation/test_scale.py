@@ -37,7 +37,7 @@ def test_a_restart_costs_each_node_a_few_times_the_root_of_all(count):
     names = names_of(hosts(count))
     districts = NodePartitions(names)
     seen = looks(names, districts)
-    expected = sum(ROUNDS * (len(districts.of(me)) - 1) + len(districts.beyond(me)) for me in names)
+    expected = sum(ROUNDS * (len(districts.partition_of(me)) - 1) + len(districts.other_partitions(me)) for me in names)
     assert seen.restart == expected
     root = math.sqrt(count)
     assert seen.restart <= 4.5 * count * root
@@ -57,7 +57,7 @@ def test_all_that_everybody_holds_is_in_the_answers_of_a_survey():
     names = names_of(nodes)
     districts, said = NodePartitions(names), inventory(names, place_replicas(nodes))
     me = names[17]
-    taken = taken_in(answers_for(me, districts, said), len(districts.of(me)) - 1)
+    taken = taken_in(answers_for(me, districts, said), len(districts.partition_of(me)) - 1)
     assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
 
 
@@ -65,7 +65,7 @@ def test_answers_of_the_largest_job_are_far_from_the_limits():
     """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
     names = names_of(hosts(MOST_NODES))
     districts = NodePartitions(names)
-    largest = max(len(districts.of(me)) for me in names)
+    largest = max(len(districts.partition_of(me)) for me in names)
     assert largest <= MAX_NODES_PER_REQUEST
     few = hosts(100)
     one = max(

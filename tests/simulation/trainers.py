@@ -124,7 +124,7 @@ class Trainers:
         agent.sealed(key)
         if key in self._unheard:
             self._soon(0.2, key.part, partial(self._leave_out, key))
-        group = key.group
+        group = key.version_id
         self._sealed[group].add(key.part)
         if len(self._sealed[group]) == len(self.places):
             self._commit(group)

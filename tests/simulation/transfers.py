@@ -55,10 +55,10 @@ class Incoming:
         from tests.simulation.agent import COPIER, JOB
 
         if offer.base is not None:
-            self._agent.copies.learn(JOB, offer.base)
-        lease = self._agent.copies.begin(offer.record, whole=offer.whole, owner=COPIER)
+            self._agent.copies.learn_resume_point(JOB, offer.base)
+        lease = self._agent.copies.begin_replica(offer.record, whole=offer.whole, owner=COPIER)
         if lease is None:
-            self._agent.copies.offered(offer.record.key, offer.holders, me=self._agent.name)
+            self._agent.copies.merge_holders(offer.record.key, offer.holders, me=self._agent.name)
             return OfferReply("")
         name = f"t{next(_names)}"
         count = checksums.chunk_count(offer.record.size_bytes, CHUNK_BYTES)
@@ -93,19 +93,19 @@ class Incoming:
             return missing
         del self._transfers[name]
         try:
-            self._agent.copies.seal(
+            self._agent.copies.seal_replica(
                 transfer.lease.id, transfer.record, holders_to_store(self._agent.name, transfer.holders)
             )
         except PeerStoreError:
-            self._agent.leasing.abandon(transfer.lease.id)
+            self._agent.leasing.release(transfer.lease.id)
             raise
-        self._agent.accounts.confirm(transfer.record.key, sender, self._agent.members.life(sender))
+        self._agent.accounts.confirm_holder(transfer.record.key, sender, self._agent.members.generation_of(sender))
         self._agent.wake()
         return ()
 
     def _abort(self, sender: str, name: str) -> None:
         if self._of(sender, name) is not None:
-            self._agent.leasing.abandon(self._transfers.pop(name).lease.id)
+            self._agent.leasing.release(self._transfers.pop(name).lease.id)
 
     def sweep(self) -> None:
         """What a connection that broke has left."""
@@ -132,16 +132,18 @@ class Outgoing:
 
     def begin(self, duty: ReplicationTask, look: ReplicationView) -> None:
         try:
-            self._slot, self._record = self._agent.shelf.sealed(duty.key)
+            self._slot, self._record = self._agent.shelf.find_shard(duty.key)
         except ShardNotFoundError:
             self._agent.wake()
             return
         self._duty, self._transfer, self._again = duty, "", 0
         self._slot.users.add("push")
-        self._life, self._base = look.life(duty.to), look.base
-        fact = next(fact for fact in look.facts if fact.key == duty.key)
-        offer = OfferReplica(self._record, duty.holders, is_committed(fact, look.settled), base=look.base)
-        self._agent.call(duty.to, "offer", offer, self._wanted, self._failed)
+        self._life, self._base = look.generation_of(duty.target), look.resume_point
+        fact = next(fact for fact in look.shards if fact.key == duty.key)
+        offer = OfferReplica(
+            self._record, duty.holders, is_committed(fact, look.newest_replicated), base=look.resume_point
+        )
+        self._agent.call(duty.target, "offer", offer, self._wanted, self._failed)
 
     def _wanted(self, wanted: OfferReply) -> None:
         if not wanted.transfer:
@@ -157,9 +159,9 @@ class Outgoing:
         for nth, number in enumerate(numbers):
             chunk = bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
             chunk = self._agent.world.on_the_wire(chunk)
-            work = partial(self._agent.call, self._duty.to, "chunk", (self._transfer, number, chunk))
+            work = partial(self._agent.call, self._duty.target, "chunk", (self._transfer, number, chunk))
             self._agent.later(0.001 * nth, work)
-        commit = partial(self._agent.call, self._duty.to, "commit", self._transfer, self._committed, self._failed)
+        commit = partial(self._agent.call, self._duty.target, "commit", self._transfer, self._committed, self._failed)
         self._agent.later(0.001 * len(numbers) + 0.005, commit)
 
     def _committed(self, missing: tuple[int, ...]) -> None:
@@ -173,19 +175,19 @@ class Outgoing:
 
     def _done(self) -> None:
         assert self._duty is not None
-        self._agent.accounts.done(self._duty, self._life, self._base)
+        self._agent.accounts.task_done(self._duty, self._life, self._base)
         self._end()
 
     def _failed(self, error: PeerStoreError) -> None:
         duty = self._duty
         assert duty is not None
         self._agent.world.say(
-            f"{self._agent.name} could not copy {self._agent.world.short(duty.key)} to {duty.to}: "
+            f"{self._agent.name} could not copy {self._agent.world.short(duty.key)} to {duty.target}: "
             f"{type(error).__name__}"
         )
-        doubtful = self._agent.accounts.failed(duty, error, self._agent.world.now)
+        doubtful = self._agent.accounts.task_failed(duty, error, self._agent.world.now)
         if self._transfer:
-            self._agent.call(duty.to, "abort", self._transfer)
+            self._agent.call(duty.target, "abort", self._transfer)
         if doubtful:
             self._agent.verify(duty.key)
         self._end()
@@ -194,5 +196,5 @@ class Outgoing:
         assert self._slot is not None
         self._duty = None
         with self._agent.shelf.lock:
-            self._agent.shelf.release(self._slot, "push")
+            self._agent.shelf.release_reader(self._slot, "push")
         self._agent.wake()

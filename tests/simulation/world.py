@@ -24,7 +24,9 @@ from tests.simulation.network import Events, Network
 from tests.simulation.restoring import Restore
 from tests.simulation.trainers import Trainers
 
-MEMBERSHIP = MembershipSettings(heartbeat_s=2.0, ping_timeout_s=0.6, suspect_after=1, dead_after_s=2.0, neighbours=1)
+MEMBERSHIP = MembershipSettings(
+    heartbeat_s=2.0, ping_timeout_s=0.6, suspect_after=1, dead_after_s=2.0, ring_neighbours=1
+)
 REFUSED_S = 0.002
 _KEYS_KEPT = 4096
 

@@ -50,14 +50,14 @@ class AgentJob:
         """All nodes know that they are the job's."""
         for name, host in self.hosts.items():
             with host.agent(self.job) as agent:
-                self.nodes[name] = agent.me()
+                self.nodes[name] = agent.this_node()
         self.rosters += 1
         roster = member_list(self.rosters, [self.nodes[name] for name in self.hosts])
         plan = JobPeersConfig(SECRET, self.settings, roster=roster)
 
         def join(host: Host) -> None:
             with host.agent(self.job) as agent:
-                agent.join(self.job, plan)
+                agent.join_peers(self.job, plan)
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:  # the first one waits for others to come
             list(pool.map(join, self.hosts.values()))
@@ -67,7 +67,7 @@ class AgentJob:
     def sees(self, name: str) -> set[str]:
         """Who takes part, as this node sees it."""
         with self.hosts[name].agent() as agent:
-            view = agent.cluster(self.job)
+            view = agent.cluster_status(self.job)
         return {one.node.id for one in view.nodes if one.standing == "alive"}
 
     def lose(self, name: str) -> None:
@@ -103,7 +103,7 @@ class AgentJob:
         found = []
         for name, host in self.hosts.items():
             with host.agent() as agent:
-                if any(fact.key == of for fact in agent.store.inventory(self.job)):
+                if any(fact.key == of for fact in agent.store.list_shards(self.job)):
                     found.append(name)
         return tuple(sorted(found))
 
@@ -129,7 +129,9 @@ class AgentJob:
         peers = {}
         for name, host in self.hosts.items():
             with host.agent() as agent:
-                peers[name] = PeerClient(TcpTransport(), agent.me().address, PeerCredentials(self.job, me, SECRET))  # type: ignore[arg-type]
+                peers[name] = PeerClient(
+                    TcpTransport(), agent.this_node().address, PeerCredentials(self.job, me, SECRET)
+                )  # type: ignore[arg-type]
         try:
             yield RangeReader(peers.__getitem__, streams=streams), peers
         finally:
@@ -146,14 +148,14 @@ class AgentJob:
         """All that is asked before a shard is read; what is given reads it."""
         with self.puller() as (puller, peers):
             records: list[ShardRecord] = peers[sources[-1]].call(
-                "records", GetShardRecords(of.group), list[ShardRecord]
+                "records", GetShardRecords(of.version_id), list[ShardRecord]
             )
             record = next(record for record in records if record.key == of)
 
             def read() -> tuple[bytes, ReadResult]:
                 """From whatever is in ``peers`` by then."""
                 data = bytearray(record.size_bytes)
-                pulled = puller.pull([ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], list(sources))])
+                pulled = puller.read([ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], list(sources))])
                 return bytes(data), pulled
 
             read.peers = peers  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def agent_of_module(*jobs: str) -> Any:
             patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
             for job in jobs or ("begun",):
                 session = open_session(job, load_settings())
-                session.node.look_after()  # as the first save of a test would, and until the last one has ended
+                session.agent.watch_agent()  # as the first save of a test would, and until the last one has ended
             yield directory
 
     return node

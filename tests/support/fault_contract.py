@@ -98,7 +98,7 @@ class FaultContract:
         scene.proxy.on("POST", query="^uploads").fail(LoseAnswer())
         scene.upload(hasty)
         assert scene.stored() == scene.data
-        assert hasty.discard_uploads("", older_than_s=0) == 1
+        assert hasty.abort_stale_uploads("", older_than_s=0) == 1
 
     def test_every_part_fails_once(self, scene: Scene, hasty: RetryingStore):
         faults = (Answer(500), Hang(), ResetRequest(MIB), Answer(503, "SlowDown"), LoseAnswer())

@@ -66,7 +66,7 @@ class Network:
         number = int((self.now + 1) * 1e6) + self.lives[one.id]
         member = SwimMembership(one, number, self.settings, seed=self.random.getrandbits(32))
         if roster is not None:
-            member.set_roster(self._time(one.id), roster)
+            member.set_member_list(self._time(one.id), roster)
         self.up[one.id] = member
         self._at(self.now + self.random.random() * self.settings.heartbeat_s, lambda: self._tick(one.id, member))
         return member
@@ -122,14 +122,14 @@ class Network:
         return all(self.alive(name) == expected for name in expected)
 
     def alive(self, name: str) -> set[str]:
-        standing = self.up[NodeId(name)].standing
+        standing = self.up[NodeId(name)].state_of
         return {one.id for one in self.roster.nodes if standing(one.id) is MemberState.ALIVE}
 
     def with_quorum(self) -> set[str]:
-        return {name for name, member in self.up.items() if member.quorum}
+        return {name for name, member in self.up.items() if member.has_quorum}
 
     def describe(self) -> str:
-        return "\n".join(f"{name}: {member.explain()}" for name, member in sorted(self.up.items()))
+        return "\n".join(f"{name}: {member.explain_quorum()}" for name, member in sorted(self.up.items()))
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Network:
             return
         for ping in member.tick(self._time(name)):
             self._send(name, ping.node.id, ping.gossip, answer=True)
-        for asked in member.indirect():
+        for asked in member.indirect_pings():
             self._ask_another(name, asked.helper.id, asked.node)
         self._at(self.now + self.settings.heartbeat_s, lambda: self._tick(name, member))
 
@@ -157,7 +157,7 @@ class Network:
         def answered() -> None:
             member = self.up.get(a)
             if member is not None and {helper, node} <= self.up.keys() and not any(self.cut(*way) for way in ways):
-                member.vouched(self._time(a), node)
+                member.indirect_ack(self._time(a), node)
 
         if not any(self.random.random() < self.loss for _ in ways):
             self._at(when, answered)
@@ -177,13 +177,13 @@ class Network:
         member = self.up.get(b)
         if member is None or self.cut(a, b):
             return
-        member.heard(self._time(b), a, gossip)
+        member.receive_gossip(self._time(b), a, gossip)
         if answer:
             self._send(b, a, member.gossip_for(a), answer=False)
         else:
-            member.answered(self._time(b), a)
-        wanted = member.wanted
+            member.ping_acked(self._time(b), a)
+        wanted = member.newer_list_holder
         if wanted in self.up and not self.cut(b, wanted) and not self.cut(wanted, b):
-            roster = self.up[wanted].roster
+            roster = self.up[wanted].member_list
             if roster is not None:
-                member.set_roster(self._time(b), roster)
+                member.set_member_list(self._time(b), roster)

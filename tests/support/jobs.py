@@ -46,7 +46,7 @@ class Job:
                 saved = ckpt.save(state_at(step, size), step)
                 saved.wait()
                 if durable:
-                    assert ckpt.wait("durable", timeout_s=60), ckpt.session.node.drains(self.name)
+                    assert ckpt.wait("durable", timeout_s=60), ckpt.session.agent.drain_status(self.name)
 
     def expect(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> Checkpointer:
         """A restore finds ``step``, bit for bit, out of these tiers."""

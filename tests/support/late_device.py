@@ -179,19 +179,19 @@ class LateDevice:
 
     # -- what every device has --------------------------------------------------------------------------------
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         return len(self._places)
 
-    def in_use(self) -> bool:
+    def is_initialized(self) -> bool:
         return True
 
     def current(self) -> torch.device:
         return self._places[getattr(self._mine, "index", 0)]
 
-    def make_current(self, index: int) -> None:
+    def set_current(self, index: int) -> None:
         self._mine.index = index
 
-    def place_of(self, tensor: torch.Tensor) -> torch.device | None:
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         block = self._block_of(tensor)
         return None if block is None else self._places[block.index]
 
@@ -215,7 +215,7 @@ class LateDevice:
             for stream in [one for one in self._streams if one.place == place]:
                 stream.synchronize()
 
-    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
+    def register_host_memory(self, address: int, size_bytes: int, place: torch.device) -> str:
         with self.lock:
             self.asked.add(place)
             span = Span(address, address + size_bytes)
@@ -232,7 +232,7 @@ class LateDevice:
             self._registered[address] = _Registration(span, pipe, watched)
             return ""
 
-    def unregister(self, address: int, place: torch.device) -> str:
+    def unregister_host_memory(self, address: int, place: torch.device) -> str:
         with self.lock:
             self.asked.add(place)
             known = self._registered.get(address)
@@ -247,13 +247,13 @@ class LateDevice:
                 os.close(fd)
             return ""
 
-    def generator(self) -> torch.Generator:
+    def default_generator(self) -> torch.Generator:
         return self._generators[self.current().index]
 
-    def allocated_bytes(self) -> int:
+    def memory_allocated(self) -> int:
         return sum(one.span.stop - one.span.start for one in self._blocks.values() if one.index == self.current().index)
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         pass
 
     @contextlib.contextmanager
@@ -410,7 +410,7 @@ class LateDevice:
 
     def _must_be(self, tensor: torch.Tensor, stream: LateStream) -> bool:
         """Whether it is on the stream's device, and not in this process's own memory."""
-        place = self.place_of(tensor)
+        place = self.device_of(tensor)
         if place is not None and place != stream.place:
             self._violated(f"a stream of {stream.place} was given a tensor of {place}")
         return place is not None

@@ -84,8 +84,8 @@ def stage(device: LateDevice, memory: MappedSlot, trainer: Trainer, copier: Copi
     expected = [one.clone() for one in trainer.expected]
     views = [memory.tensor(piece.start, piece.tensor.dtype, piece.tensor.shape) for piece in pieces]
     device.writes([one for one in views if one.numel()])
-    memory.fill(pieces, copier)
-    device.writes([one for one in trainer.state if one.numel() and device.place_of(one) is None])
+    memory.copy_in(pieces, copier)
+    device.writes([one for one in trainer.state if one.numel() and device.device_of(one) is None])
     if then:
         trainer.step()
     device.reads([one for one in views if one.numel()])

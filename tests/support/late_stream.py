@@ -85,10 +85,10 @@ class LateCpu(CpuBackend):
         self._storages[storage.data_ptr()] = StorageWeakRef(storage)
         return tensor
 
-    def in_use(self) -> bool:
+    def is_initialized(self) -> bool:
         return True
 
-    def place_of(self, tensor: torch.Tensor) -> torch.device | None:
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         if tensor.layout is not torch.strided:
             return None
         known = self._storages.get(tensor.untyped_storage().data_ptr())
@@ -116,7 +116,7 @@ class _Enqueued(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if func.is_view or not any(map(self._device.place_of, tensors)):
+        if func.is_view or not any(map(self._device.device_of, tensors)):
             return func(*args, **kwargs)
         late = None
         if func.overloadpacket.__name__ not in _ANSWERS and torch.Tag.nondeterministic_seeded not in func.tags:

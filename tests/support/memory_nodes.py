@@ -46,7 +46,7 @@ class MemoryNode:
         place = AgentPaths(self.directory)
         launch = partial(connect_or_launch_agent, place, command, environ=environ, timeout_s=_PATIENCE_S)
         with contextlib.closing(Client(launch)) as client:
-            client.inventory(
+            client.list_shards(
                 MEMORY_SERVICE_JOB
             )  # one that was just killed may still take a connection, but answers nothing
 
@@ -61,7 +61,7 @@ class MemoryNode:
 
     def holds(self) -> list[ShardInfo]:
         with contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(self.directory).socket))) as client:
-            return client.inventory(MEMORY_SERVICE_JOB)
+            return client.list_shards(MEMORY_SERVICE_JOB)
 
     def await_shards(self, count: int) -> None:
         """Until it holds so many, of whoever put them."""

@@ -85,7 +85,7 @@ class Neighbour:
         """End its agent; what is in its directory stays there."""
         if self.is_open:
             self.is_open = False
-            self.store.shut()
+            self.store.stop_leasing()
             self.neighbourhood.close()
             self.store.close()
 
@@ -97,11 +97,11 @@ class Neighbour:
 
     @property
     def node(self) -> PeerNode:
-        return PeerNode(NodeId(self.name), self.neighbourhood.me.address, parse_labels(self.labels))
+        return PeerNode(NodeId(self.name), self.neighbourhood.this_node.address, parse_labels(self.labels))
 
     @property
     def team(self) -> JobPeers:
-        team = self.neighbourhood.team(JOB)
+        team = self.neighbourhood.job_peers(JOB)
         assert team is not None, f"{self.name} has not joined"
         return team
 
@@ -111,11 +111,11 @@ class Neighbour:
     @property
     def settled(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
-        group = self.store.copies.settled(JOB)
+        group = self.store.replicas.newest_replicated(JOB)
         return -1 if group is None else group.version
 
     def sees(self, *names: str) -> bool:
-        return set(self.team.tending.living) == set(names)
+        return set(self.team.membership.alive) == set(names)
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Neighbour:
         return save(self.store, of, size_bytes, parts=parts)
 
     def facts(self) -> dict[ShardKey, ShardInfo]:
-        return {fact.key: fact for fact in self.store.copies.facts(JOB)}
+        return {fact.key: fact for fact in self.store.replicas.list_shards(JOB)}
 
     def holds(self, of: ShardKey) -> bool:
         return of in self.facts()
@@ -132,7 +132,7 @@ class Neighbour:
         return load(self.store, of) == content(of, self.facts()[of].size_bytes)
 
     def path(self, of: ShardKey) -> str:
-        return self.store.path_of(of)
+        return self.store.shard_path(of)
 
     def damages(self) -> list[str]:
         return [damage.reason for damage in self.store.status().damages]
@@ -140,15 +140,15 @@ class Neighbour:
     def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, ReadResult]:
         """A whole shard from other nodes, as a loading rank would get it."""
         team = self.team
-        there = sources or [node for node in team.sources(fresh=True).get(of, ()) if node != self.name]
+        there = sources or [node for node in team.shard_sources(fresh=True).get(of, ()) if node != self.name]
         said = {}
         for node in there:
             with contextlib.suppress(PeerStoreError):
-                said.update((node, record) for record in team.records(node, of.group) if record.key == of)
-        record, _ = team.agreed(said)
+                said.update((node, record) for record in team.fetch_records(node, of.version_id) if record.key == of)
+        record, _ = team.resolve_record(said)
         data = bytearray(record.size_bytes)
         wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], there)
-        pulled = RangeReader(team.tending.peer, streams=streams).pull([wish])
+        pulled = RangeReader(team.membership.client_for, streams=streams).read([wish])
         return bytes(data), pulled
 
 
@@ -196,19 +196,19 @@ class Neighbours:
             node.join(plan)
         names = [node.name for node in here]
         for node in here:
-            until(lambda node=node: node.sees(*names) and node.team.tending.quorum, f"{node.name} sees {names}")
+            until(lambda node=node: node.sees(*names) and node.team.membership.has_quorum, f"{node.name} sees {names}")
 
     def lose(self, name: str) -> Neighbour:
         """The node is gone with everything in its memory."""
         node = self.nodes.pop(name)
-        self.network.lose(name)
+        self.network.kill_node(name)
         node.close()
         return node
 
     def restart(self, name: str, *, empty: bool = False) -> Neighbour:
         """Its agent ends and another one begins with what it left, or nothing; the others may not notice."""
         node = self.nodes[name]
-        self.network.lose(name)
+        self.network.kill_node(name)
         node.close()
         if empty:
             node.wipe()

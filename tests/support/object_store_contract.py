@@ -190,7 +190,7 @@ class ObjectStoreContract:
         assert sum(told) == size
         assert journal.entries == {}
         assert [info.name for info in store.list("")] == ["step/shard"]
-        assert store.discard_uploads("", older_than_s=0) == 0
+        assert store.abort_stale_uploads("", older_than_s=0) == 0
 
     def test_a_source_that_is_too_short_is_refused(self, store: RetryingStore, tmp_path: Path):
         source = tmp_path / "source"
@@ -213,7 +213,7 @@ class ObjectStoreContract:
         assert [info.name for info in store.list("")] == ["x"]
         store.upload("x", source, len(data), journal=journal, identity="1")
         assert store.get("x") == data
-        assert store.discard_uploads("", older_than_s=0) == 0
+        assert store.abort_stale_uploads("", older_than_s=0) == 0
 
     def test_cancelled_before_it_began(self, store: RetryingStore, cancel: threading.Event, tmp_path: Path):
         cancel.set()

@@ -102,7 +102,7 @@ class Seat:
     def join(self) -> None:
         plan = configured_peer_plan(self.settings.peer)
         assert plan is not None
-        self.node.join(JOB, plan)
+        self.node.join_peers(JOB, plan)
 
     def close(self) -> None:
         if self._node is not None:
@@ -112,7 +112,7 @@ class Seat:
 
     @property
     def view(self) -> ClusterStatus:
-        return self.node.cluster(JOB)
+        return self.node.cluster_status(JOB)
 
     def standing(self, name: str) -> str:
         return next(view.standing for view in self.view.nodes if view.node.id == name)
@@ -130,7 +130,7 @@ class Seat:
         return -1 if not found or found[0] is None else found[0]
 
     def durability(self, of: ShardKey, *, copies: int = 0, timeout_s: float = 0.0) -> ShardReplication:
-        return self.node.durability(of, copies=copies, timeout_s=timeout_s)
+        return self.node.replication_status(of, copies=copies, timeout_s=timeout_s)
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Seat:
         return save(self.store, of, size_bytes, parts=parts)
 
     def keys(self) -> set[ShardKey]:
-        return {fact.key for fact in self.store.inventory(JOB)}
+        return {fact.key for fact in self.store.list_shards(JOB)}
 
     def parts_of(self, version: int) -> set[int]:
         return {of.part for of in self.keys() if of.version == version}
@@ -156,7 +156,7 @@ class Seat:
         return namespaces.inside(self.host.namespace, lambda: self._read(of, sources, streams))
 
     def _read(self, of: ShardKey, sources: tuple[str, ...], streams: int) -> tuple[bytes, ReadResult]:
-        passport = self.node.passport(JOB)
+        passport = self.node.peer_credentials(JOB)
         assert passport is not None
         credentials = PeerCredentials(JOB, validate_node_id(passport.node), passport.secret)
         with contextlib.ExitStack() as cleanup:
@@ -166,11 +166,11 @@ class Seat:
                 peers[name] = cleanup.enter_context(
                     contextlib.closing(PeerClient(TcpTransport(), address, credentials))
                 )
-            said = peers[sources[0]].call("records", GetShardRecords(of.group), list[ShardRecord])
+            said = peers[sources[0]].call("records", GetShardRecords(of.version_id), list[ShardRecord])
             record = next(record for record in said if record.key == of)
             data = bytearray(record.size_bytes)
             wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
-            pulled = RangeReader(peers.__getitem__, streams=streams).pull([wish])
+            pulled = RangeReader(peers.__getitem__, streams=streams).read([wish])
             return bytes(data), pulled
 
 

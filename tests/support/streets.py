@@ -58,7 +58,7 @@ class Neighbour:
 
     @property
     def team(self) -> JobPeers:
-        team = self.hood.team(JOB)
+        team = self.hood.job_peers(JOB)
         assert team is not None
         return team
 
@@ -66,7 +66,7 @@ class Neighbour:
         """The agent ends; what it kept lies in memory."""
         if self.up:
             self.up = False
-            self.network.lose(self.name)
+            self.network.kill_node(self.name)
             self.hood.close()
             self.store.close()
 
@@ -76,7 +76,7 @@ class Neighbour:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def shards(self) -> set[ShardKey]:
-        return {fact.key for fact in self.store.inventory(JOB)}
+        return {fact.key for fact in self.store.list_shards(JOB)}
 
 
 class Street:
@@ -104,7 +104,7 @@ class Street:
     def meet(self) -> None:
         """Everybody who is there is told who belongs to the job."""
         here = self.living
-        roster = member_list(time.time_ns(), [node.hood.me for node in here])
+        roster = member_list(time.time_ns(), [node.hood.this_node for node in here])
         for node in here:
             node.hood.join(JOB, JobPeersConfig(SECRET, self.settings, roster=roster), wait_s=0)
 
@@ -130,26 +130,29 @@ class Street:
     def lose(self, name: str) -> None:
         """A node is gone, and the others have noticed."""
         self.all[name].lose()
-        until(lambda: all(name not in node.team.tending.living for node in self.living))
+        until(lambda: all(name not in node.team.membership.alive for node in self.living))
 
     def settled(self, version: int) -> bool:
         """Everybody has heard that this version is kept as it is to be."""
-        return all(node.team.settled is not None and node.team.settled.version >= version for node in self.living)
+        return all(
+            node.team.newest_replicated is not None and node.team.newest_replicated.version >= version
+            for node in self.living
+        )
 
     def quiet(self) -> bool:
         """Everything that can be protected is."""
-        return all(not node.team.protecting.busy for node in self.living)
+        return all(not node.team.replicator.has_pending for node in self.living)
 
     def read(self, record: ShardRecord) -> bytes:
         """A shard as a reader gets it, from whichever node has it."""
         for node in self.living:
-            sources = node.team.sources(fresh=True).get(record.key, ())
+            sources = node.team.shard_sources(fresh=True).get(record.key, ())
             if node.name in sources:
                 return load(node.store, record.key)
             if sources:
                 data = bytearray(record.size_bytes)
                 wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
-                pulled = RangeReader(node.team.tending.peer).pull([wish])
+                pulled = RangeReader(node.team.membership.client_for).read([wish])
                 assert not pulled.failed
                 return bytes(data)
         raise AssertionError(f"nobody has {record.key}")

@@ -275,9 +275,9 @@ class UploadContract:
                     uploading.result(WAIT_S)
             scene.proxy.clear()
             held.drop()
-        assert store.discard_uploads("a/", older_than_s=0, keep=["a/kept"]) == 1
+        assert store.abort_stale_uploads("a/", older_than_s=0, keep=["a/kept"]) == 1
         assert sorted(scene.unfinished()) == [f"{scene.root}/a/kept", f"{scene.root}/b/other"]
-        assert store.discard_uploads("", older_than_s=0) == 2
+        assert store.abort_stale_uploads("", older_than_s=0) == 2
         assert scene.unfinished() == []
         scene.upload(store)
         assert scene.stored() == scene.data

@@ -131,6 +131,6 @@ def test_nor_does_a_command_even_when_the_directory_is_named(trap):
     def look():
         with open_tier_client(settings_from_mapping({"agent": {"directory": str(trap.directory)}})) as sight:
             assert sight.agent is None
-            assert "that nobody else can write to" in sight.why_no_agent
+            assert "that nobody else can write to" in sight.agent_error
 
     assert status_of(VICTIM, look) == 0

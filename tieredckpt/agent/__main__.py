@@ -69,8 +69,8 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
             neighbourhood = _neighbourhood(store, args)
             options = memory_service_options_of(args)
             node = NodeAgentService(store, writer=f"tieredckpt {installed_version()}", neighbourhood=neighbourhood)
-            if options.on:
-                store.manage(
+            if options.enabled:
+                store.manage_job(
                     MEMORY_SERVICE_JOB, MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION
                 )  # before a copy of it may come
             if neighbourhood is not None:
@@ -88,7 +88,7 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
             address = cleanup.enter_context(serve_metrics(node, args.http, reporting, directory=place.directory))
             (place.directory / "http").write_text(address)
             yield AgentExtension(
-                agent_operations(node), (TieredCheckpointError,), lambda: options.on or node.drain.busy
+                agent_operations(node), (TieredCheckpointError,), lambda: options.enabled or node.drain.busy
             )
 
     os.nice(args.nice)
@@ -116,7 +116,7 @@ def _memory_service(
     store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: NodePeers | None
 ) -> contextlib.AbstractContextManager[StatusSource | None]:
     """Load the memory service by its entry point, only where the settings turn it on."""
-    if not options.on:
+    if not options.enabled:
         return contextlib.nullcontext()
     found = list(metadata.entry_points(group=SERVICES, name="memory-service"))
     if not found:

@@ -305,20 +305,22 @@ class DrainStatus(msgspec.Struct, frozen=True):
 class StepDescriptionPages(Protocol):
     """Who describes a step in as many answers as it takes."""
 
-    def summary(self, job: str, group: VersionId) -> StepSummary: ...
-    def parts(
+    def step_summary(self, job: str, group: VersionId) -> StepSummary: ...
+    def step_parts(
         self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
     ) -> ShardLocations: ...
-    def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage: ...
+    def step_layouts(
+        self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]
+    ) -> LayoutsPage: ...
 
 
 def describe_step(node: StepDescriptionPages, job: str, group: VersionId) -> StepDescription:
     """All of a step, put together."""
-    summary = node.summary(job, group)
+    summary = node.step_summary(job, group)
     places: list[ShardLocation] = []
     left = list(summary.parts)
     while left:
-        said = node.parts(job, group, left, item_sizes=True)
+        said = node.step_parts(job, group, left, item_sizes=True)
         places += said.parts
         done = {place.index.key.part for place in said.parts} | {*said.lost}
         if not done:
@@ -331,7 +333,7 @@ def describe_step(node: StepDescriptionPages, job: str, group: VersionId) -> Ste
     named = {place.index.meta.layout for place in places}
     rest, optional = [digest for digest in summary.layouts if digest in named], list(summary.tables)
     while rest or optional:
-        some = node.layouts(job, group, rest, optional)
+        some = node.step_layouts(job, group, rest, optional)
         if (rest or some.more) and not (some.layouts or some.tables):
             raise CheckpointNotFoundError(f"job {job} step {group.version}: layouts {rest[:8]} were not described")
         layouts |= {digest: checked_layout(digest, unpack_blob(data)) for digest, data in some.layouts.items()}
@@ -355,8 +357,8 @@ class NodeAgentAPI(Protocol):
 
     Promises:
 
-    - ``survey`` never turns a tier it could not ask into an empty one.
-    - ``describe`` gives what it can vouch for: every index in it was checksummed or came from a whole manifest.
+    - ``list_steps`` never turns a tier it could not ask into an empty one.
+    - ``describe_step`` gives what it can vouch for: every index in it was checksummed or came from a whole manifest.
     - ``wait_durable`` returns the state after at most ``timeout_s``.
     """
 
@@ -365,66 +367,66 @@ class NodeAgentAPI(Protocol):
     def configure(self, job: str, durable: DurableSettings) -> None:
         """Where and how this job's steps become durable; remembered by the agent across restarts."""
 
-    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
+    def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         """What there is; waits up to ``patience_s`` for a newer step that other nodes are about to make whole."""
 
-    def describe(self, job: str, group: VersionId) -> StepDescription:
+    def describe_step(self, job: str, group: VersionId) -> StepDescription:
         """All of a step: for tools. A rank asks for what it needs by the three methods that follow."""
 
-    def names(self, job: str, group: VersionId) -> StateNames:
+    def step_names(self, job: str, group: VersionId) -> StateNames:
         """What the step has. Looks anew at where its shards are; the answers to the next questions go by that."""
 
-    def pieces(
+    def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
         """Where some of these pieces and, once all needs are answered, these objects are, nearest first."""
 
-    def parts(self, job: str, group: VersionId, parts: Sequence[int]) -> ShardLocations:
+    def step_parts(self, job: str, group: VersionId, parts: Sequence[int]) -> ShardLocations:
         """Some of these shards, with their checksums."""
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
         """This node does not choose the step any more: it is damaged, or somebody says so."""
 
-    def lift(self, job: str, group: VersionId) -> None:
+    def unquarantine(self, job: str, group: VersionId) -> None:
         """This node may choose the step again: no mark of it is left here, nor what was counted of it."""
 
-    def drop(self, job: str, groups: Sequence[VersionId]) -> None:
+    def drop_steps(self, job: str, groups: Sequence[VersionId]) -> None:
         """The job's owner gives up these steps, in every tier and on every node. Those that cannot be told are named in
         a :class:`TierUnavailableError`: they may still have them.
         """
 
-    def loading(self, job: str, group: VersionId, rank: int) -> None:
+    def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
         """A rank begins to load this step: where that ends its process, it is counted."""
 
-    def restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
+    def report_restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
         """A rank has loaded this step. ``goes_on``: it trains on from there, so that what is newer is of a past that
         the job leaves; not said of who may only have looked.
         """
 
-    def load_over(self, job: str, *, stepped: bool) -> None:
+    def report_load_ended(self, job: str, *, stepped: bool) -> None:
         """The process that loaded has come to its next step, or ends as it should."""
 
-    def drains(self, job: str) -> tuple[DrainStatus, ...]: ...
+    def drain_status(self, job: str) -> tuple[DrainStatus, ...]: ...
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
         """Wait for one step, or (``None``) for all that were begun; the last state seen."""
 
     # -- with the job's other nodes --
 
-    def join(self, job: str, plan: JobPeersConfig) -> None:
+    def join_peers(self, job: str, plan: JobPeersConfig) -> None:
         """Keep copies of this job's shards on other nodes, and theirs here."""
 
-    def me(self) -> PeerNode | None:
+    def this_node(self) -> PeerNode | None:
         """This node as others reach it; ``None`` when it does not listen."""
 
-    def passport(self, job: str) -> ReaderCredentials | None: ...
-    def acquaintance(self, job: str) -> KnownPeers | None: ...
-    def cluster(self, job: str) -> ClusterStatus: ...
-    def durability(
+    def peer_credentials(self, job: str) -> ReaderCredentials | None: ...
+    def known_peers(self, job: str) -> KnownPeers | None: ...
+    def cluster_status(self, job: str) -> ClusterStatus: ...
+    def replication_status(
         self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0
     ) -> ShardReplication:
         """How well a shard is kept; waits up to ``timeout_s`` for so many copies in so many domains."""
 
-    def observe(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
+    def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
         """Add to the agent's metrics what only the trainer can measure; up to which step the job is protected, as the
         agent knows it then. ``None`` where it did not answer.
         """

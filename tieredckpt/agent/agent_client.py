@@ -86,7 +86,7 @@ class NodeAgentClient:
         self.place = place
         command, environ = agent_command(settings), _agent_environment()
         self._embedded = settings.agent.embedded
-        self._seek: AgentConnector = partial(connect_to_agent, place.socket, named=place.named)
+        self._seek: AgentConnector = partial(connect_to_agent, place.socket, named=place.explicit)
         self._connector: AgentConnector = (
             partial(connect_or_launch_agent, place, command, environ=environ) if self._embedded else self._seek
         )
@@ -94,38 +94,38 @@ class NodeAgentClient:
         self._looks_after = False
         self.store = _client(place, self._connector, job, self._replace)
 
-    def look_after(self) -> None:
+    def watch_agent(self) -> None:
         """From here on the agent is started again when it dies, and replaced when it hangs, also while nobody calls it:
         by one process of the node, whichever has the lock.
         """
         if self._embedded and not self._looks_after:
             with contextlib.suppress(PeerStoreError, OSError):  # the next save tries again
-                agent_watchdogs.begin(self.place, self._connector, self._replace)
+                agent_watchdogs.acquire(self.place, self._connector, self._replace)
                 self._looks_after = True
 
-    def look_away(self) -> None:
+    def stop_watching_agent(self) -> None:
         if self._looks_after:
             self._looks_after = False
-            agent_watchdogs.end(self.place)
+            agent_watchdogs.release(self.place)
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", ConfigureRequest(job, durable), type(None))
 
-    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
+    def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         ask = ListStepsRequest(job, fresh, patience_s)
         return self.store.call("survey", ask, StepInventory, timeout_s=patience_s + _ADOPTION_S)
 
-    def describe(self, job: str, group: VersionId) -> StepDescription:
+    def describe_step(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)
 
-    def summary(self, job: str, group: VersionId) -> StepSummary:
+    def step_summary(self, job: str, group: VersionId) -> StepSummary:
         return self.store.call("step_summary", StepSummaryRequest(job, group), StepSummary, timeout_s=_ADOPTION_S)
 
-    def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
+    def step_layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
         ask = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
         return self.store.call("step_layouts", ask, LayoutsPage, timeout_s=_ADOPTION_S)
 
-    def names(self, job: str, group: VersionId) -> StateNames:
+    def step_names(self, job: str, group: VersionId) -> StateNames:
         packed, digest = bytearray(), ""
         while True:
             ask = StepNamesRequest(job, group, digest, len(packed))
@@ -138,38 +138,40 @@ class NodeAgentClient:
                 with gc_paused():  # millions of names, and none of them in a circle
                     return message_codec.decode_message(unpack_blob(bytes(packed)), StateNames)
 
-    def pieces(
+    def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
         ask = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
         return self.store.call("step_pieces", ask, PieceLocations, timeout_s=_ADOPTION_S)
 
-    def parts(self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
+    def step_parts(
+        self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
+    ) -> ShardLocations:
         ask = StepPartsRequest(job, group, tuple(parts), item_sizes)
         return self.store.call("step_parts", ask, ShardLocations, timeout_s=_ADOPTION_S)
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
         self.store.call("quarantine", QuarantineRequest(job, group, reason), type(None))
 
-    def lift(self, job: str, group: VersionId) -> None:
+    def unquarantine(self, job: str, group: VersionId) -> None:
         self.store.call("lift", UnquarantineRequest(job, group), type(None))
 
-    def drop(self, job: str, groups: Sequence[VersionId]) -> None:
+    def drop_steps(self, job: str, groups: Sequence[VersionId]) -> None:
         self.store.call("drop_steps", DropStepsRequest(job, tuple(groups)), type(None), timeout_s=_DROP_S)
 
-    def loading(self, job: str, group: VersionId, rank: int) -> None:
+    def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
         self.store.call("loading", LoadStartedRequest(job, group, rank), type(None))
 
-    def restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
+    def report_restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
         self.store.call("restored", StepRestoredRequest(job, group, goes_on=goes_on), type(None))
 
-    def load_over(self, job: str, *, stepped: bool) -> None:
+    def report_load_ended(self, job: str, *, stepped: bool) -> None:
         if stepped:
             self.store.call("load_over", LoadEndedRequest(job, stepped), type(None), timeout_s=_HINT_S)
         else:  # a process that ends has no agent started for its goodbye
-            self.store.tell("load_over", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
+            self.store.notify("load_over", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
 
-    def drains(self, job: str) -> tuple[DrainStatus, ...]:
+    def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
         return self.store.call("drains", AgentJobRequest(job), tuple[DrainStatus, ...], timeout_s=_ADOPTION_S)
 
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
@@ -181,22 +183,22 @@ class NodeAgentClient:
             if view is None or view.state not in ("waiting", "running") or left <= MAX_AGENT_WAIT_S:
                 return view
 
-    def join(self, job: str, plan: JobPeersConfig) -> None:
+    def join_peers(self, job: str, plan: JobPeersConfig) -> None:
         self.store.call("join", JoinPeersRequest(job, plan), type(None))
 
-    def me(self) -> PeerNode | None:
+    def this_node(self) -> PeerNode | None:
         return self.store.call("me", EmptyRequest(), PeerNode | None)
 
-    def acquaintance(self, job: str) -> KnownPeers | None:
+    def known_peers(self, job: str) -> KnownPeers | None:
         return self.store.call("acquaintance", AgentJobRequest(job), KnownPeers | None)
 
-    def passport(self, job: str) -> ReaderCredentials | None:
+    def peer_credentials(self, job: str) -> ReaderCredentials | None:
         return self.store.call("passport", AgentJobRequest(job), ReaderCredentials | None)
 
-    def cluster(self, job: str) -> ClusterStatus:
+    def cluster_status(self, job: str) -> ClusterStatus:
         return self.store.call("cluster", AgentJobRequest(job), ClusterStatus, timeout_s=_ADOPTION_S)
 
-    def durability(
+    def replication_status(
         self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0
     ) -> ShardReplication:
         deadline = time.monotonic() + timeout_s
@@ -208,15 +210,15 @@ class NodeAgentClient:
             if left <= MAX_AGENT_WAIT_S or (found.copies >= copies and found.domains >= domains):
                 return found
 
-    def observe(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
+    def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
         told = AddMetricsRequest(job, dict(values))
-        found: ProtectionStatus | None = self.store.tell(
+        found: ProtectionStatus | None = self.store.notify(
             "observe", told, timeout_s=_HINT_S, seek=self._seek, answer=ProtectionStatus | None
         )
         return found
 
     def close(self) -> None:
-        self.look_away()
+        self.stop_watching_agent()
         self.store.close()
 
 
@@ -247,7 +249,7 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
     command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]
     command += ["--interface", agent.interface, "--tls", agent.tls, "--transport", agent.transport]
-    command += memory_service_arguments(agent.served)
+    command += memory_service_arguments(agent.memory_service_options)
     if linger:
         command += ["--linger-s", str(agent.linger_s)]
     return command + (["--detach"] if detach else [])

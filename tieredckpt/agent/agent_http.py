@@ -45,7 +45,7 @@ _OWN_DOMAINS = ("localhost", "local", "internal", "svc", "home.arpa")
 
 
 class HttpServer(ThreadingHTTPServer):
-    """A thread for every connection; a handler tells ``proven`` when its client has shown who it is."""
+    """A thread for every connection; a handler tells ``mark_authenticated`` when its client has shown who it is."""
 
     daemon_threads = True
     block_on_close = False
@@ -86,7 +86,7 @@ class HttpServer(ThreadingHTTPServer):
         self.server_name, self.server_port = "localhost", 0
 
     @property
-    def bound(self) -> str:
+    def address(self) -> str:
         """``host:port``, or ``unix:/path``."""
         if self._path is not None:
             return f"{UNIX}{self._path}"
@@ -99,7 +99,7 @@ class HttpServer(ThreadingHTTPServer):
         thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="tieredckpt-http", daemon=True)
         thread.start()
         try:
-            yield self.bound
+            yield self.address
         finally:
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
@@ -108,17 +108,17 @@ class HttpServer(ThreadingHTTPServer):
             self._end()
             thread.join()
 
-    def proven(self, request: Any) -> None:
+    def mark_authenticated(self, request: Any) -> None:
         with self._changed:
             stranger = self._open.get(request)
         if stranger is not None:
-            stranger.proven()
+            stranger.mark_authenticated()
 
     def get_request(self) -> tuple[Any, Any]:
         try:
             connection, address = self.socket.accept()
         except OSError as error:  # too many open files, most likely: they become fewer
-            self._admission.turned_away(f"it could not be accepted: {error}")
+            self._admission.record_rejected(f"it could not be accepted: {error}")
             time.sleep(_PAUSE_S)
             raise
         if self._path is not None:
@@ -132,9 +132,9 @@ class HttpServer(ThreadingHTTPServer):
         with self._changed:
             full = len(self._open) >= _MOST_CONNECTIONS
         if full:
-            self._admission.turned_away("there are too many connections", client_address[0])
+            self._admission.record_rejected("there are too many connections", client_address[0])
             return False
-        stranger = self._admission.enter(request, client_address[0])
+        stranger = self._admission.admit(request, client_address[0])
         if stranger is None:
             return False
         with self._changed:
@@ -330,11 +330,11 @@ def agent_status(node: NodeAgentService, memory: StatusSource | None = None) -> 
         "store": msgspec.to_builtins(store),
         "drain": {
             "totals": vars(node.drain.totals),
-            "jobs": {job: msgspec.to_builtins(node.drain.views(job)) for job in jobs},
+            "jobs": {job: msgspec.to_builtins(node.drain.status(job)) for job in jobs},
         },
-        "protected": {job: msgspec.to_builtins(node.protected(job)) for job in jobs},
+        "protected": {job: msgspec.to_builtins(node.protection(job)) for job in jobs},
         "peers": {team.job: _peers(team) for team in node.teams},
-        "trainers": {job: dict(node.observed[job]) for job in list(node.observed)},
+        "trainers": {job: dict(node.trainer_metrics[job]) for job in list(node.trainer_metrics)},
         "memory_service": memory.status() if memory is not None else None,
         "cluster": _cluster(node.cluster_settings),
     }
@@ -353,16 +353,16 @@ def _cluster(followed: ClusterSettingsWatcher | None) -> dict[str, Any] | None:
 
 
 def _peers(team: JobPeers) -> dict[str, Any]:
-    sending = team.protecting.sending
+    sending = team.replicator.in_flight
     return {
-        "node": team.me.id,
-        "sees": team.tending.explain(),
-        "quorum": team.tending.quorum,
-        "nodes": {name: team.tending.standing(name) for name in sorted(team.tending.living)},
-        "partners": team.protecting.partners,
-        "settled": team.settled.version if team.settled is not None else None,
-        "sending": f"{sending[0].key} to {sending[0].to}" if sending is not None else None,
-        "totals": vars(team.protecting.totals),
+        "node": team.this_node.id,
+        "sees": team.membership.explain_quorum(),
+        "quorum": team.membership.has_quorum,
+        "nodes": {name: team.membership.state_of(name) for name in sorted(team.membership.alive)},
+        "partners": team.replicator.partners,
+        "settled": team.newest_replicated.version if team.newest_replicated is not None else None,
+        "sending": f"{sending[0].key} to {sending[0].target}" if sending is not None else None,
+        "totals": vars(team.replicator.totals),
     }
 
 
@@ -433,29 +433,32 @@ class _Collector:
 
         teams = self._node.teams
         gauges: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
-            "peers_living": ("Nodes of the job that are there, this one included.", lambda t: len(t.tending.living)),
-            "peers_quorum": ("Whether this node sees enough of them to go on.", lambda t: float(t.tending.quorum)),
+            "peers_living": ("Nodes of the job that are there, this one included.", lambda t: len(t.membership.alive)),
+            "peers_quorum": (
+                "Whether this node sees enough of them to go on.",
+                lambda t: float(t.membership.has_quorum),
+            ),
             "shards_lacking_copies": (
                 "Shards this node answers for with copies still to be made.",
-                lambda t: sum(one.mine and one.lacking > 0 for one in t.protecting.standings()),
+                lambda t: sum(one.is_owner and one.missing > 0 for one in t.replicator.statuses()),
             ),
             "shards_short_of_copies": (
                 "Shards this node answers for whose copies find no node.",
-                lambda t: sum(one.mine and one.short > 0 for one in t.protecting.standings()),
+                lambda t: sum(one.is_owner and one.unplaceable > 0 for one in t.replicator.statuses()),
             ),
             "settled_step": (
                 "Newest step with all the copies it was to have.",
-                lambda t: t.settled.version if t.settled is not None else -1,
+                lambda t: t.newest_replicated.version if t.newest_replicated is not None else -1,
             ),
-            "copy_lag_seconds": ("From the last copied shard's seal to its copy.", lambda t: t.protecting.totals.lag_s),
+            "copy_lag_seconds": ("From the last copied shard's seal to its copy.", lambda t: t.replicator.totals.lag_s),
         }
         counters: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
-            "copies": ("Copies made on other nodes.", lambda t: t.protecting.totals.copies),
-            "copied_bytes": ("Bytes sent for copies.", lambda t: t.protecting.totals.sent_bytes),
-            "copies_unchanged_bytes": ("Bytes of copies not sent again.", lambda t: t.protecting.totals.skipped_bytes),
-            "copy_seconds": ("Time spent sending copies.", lambda t: t.protecting.totals.seconds),
-            "copy_errors": ("Copies that failed, and were tried again.", lambda t: t.protecting.totals.errors),
-            "copy_throttled_seconds": ("Time the limit on copies has cost.", lambda t: t.pace.waited_s),
+            "copies": ("Copies made on other nodes.", lambda t: t.replicator.totals.copies),
+            "copied_bytes": ("Bytes sent for copies.", lambda t: t.replicator.totals.sent_bytes),
+            "copies_unchanged_bytes": ("Bytes of copies not sent again.", lambda t: t.replicator.totals.skipped_bytes),
+            "copy_seconds": ("Time spent sending copies.", lambda t: t.replicator.totals.seconds),
+            "copy_errors": ("Copies that failed, and were tried again.", lambda t: t.replicator.totals.errors),
+            "copy_throttled_seconds": ("Time the limit on copies has cost.", lambda t: t.rate_limiter.throttled_s),
             "shards_repaired": ("Damaged shards fetched again from other nodes.", lambda t: t.repaired),
             "shards_taken_over": ("Shards of lost nodes this one answers for now.", lambda t: t.taken_over),
         }
@@ -469,7 +472,7 @@ class _Collector:
             "tieredckpt_path_bytes_per_second", "How fast copies go to another node.", labels=["job", "node"]
         )
         for team in teams:
-            for name, rate in team.protecting.paths.rates.items():
+            for name, rate in team.replicator.path_monitor.bytes_per_s.items():
                 paths.add_metric([team.job, name], rate)
         yield paths
 
@@ -493,14 +496,14 @@ class _Collector:
             "tieredckpt_unprotected_seconds", "How long newer saves have lacked it; 0: none does.", labels=["job"]
         )
         for state in self._node.store.status().jobs:
-            found, now = self._node.protected(state.job), time.time()
+            found, now = self._node.protection(state.job), time.time()
             upto.add_metric([state.job], found.step)
             since = found.unprotected_since
             without.add_metric([state.job], 0.0 if since is None else max(0.0, now - since))
         yield upto
         yield without
         seen = CounterMetricFamily("tieredckpt_trainer", "What the trainers measured.", labels=["job", "what"])
-        for job, values in list(self._node.observed.items()):
+        for job, values in list(self._node.trainer_metrics.items()):
             for what, value in list(values.items()):
                 seen.add_metric([job, what], value)
         yield seen

@@ -62,56 +62,60 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
 
     def survey(args: ListStepsRequest, _: object) -> StepInventory:
         patience_s = min(max(args.patience_s, 0.0), MAX_AGENT_WAIT_S)
-        return node.survey(args.job, fresh=args.fresh, patience_s=patience_s)
+        return node.list_steps(args.job, fresh=args.fresh, patience_s=patience_s)
 
     def wait(args: WaitDurableRequest, _: object) -> DrainStatus | None:
         return node.wait_durable(args.job, args.group, min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S))
 
     def durability(args: ShardReplicationRequest, _: object) -> ShardReplication:
         timeout_s = min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S)
-        return node.durability(args.key, copies=args.copies, domains=args.domains, timeout_s=timeout_s)
+        return node.replication_status(args.key, copies=args.copies, domains=args.domains, timeout_s=timeout_s)
 
     def observe(args: AddMetricsRequest, _: object) -> ProtectionStatus:
         if len(args.values) > 100:
             raise RequestError("too many metrics at once")
-        return node.observe(args.job, args.values)
+        return node.add_metrics(args.job, args.values)
 
     return {
         "configure": Operation(ConfigureRequest, none, configure),
         "survey": Operation(ListStepsRequest, StepInventory, survey),
-        "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.summary(a.job, a.group)),
+        "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.step_summary(a.job, a.group)),
         "step_names": Operation(
-            StepNamesRequest, BlobPage, lambda a, _: node.names_page(a.job, a.group, a.digest, a.start)
+            StepNamesRequest, BlobPage, lambda a, _: node.step_names_page(a.job, a.group, a.digest, a.start)
         ),
         "step_pieces": Operation(
-            StepPiecesRequest, PieceLocations, lambda a, _: node.pieces(a.job, a.group, a.rank, a.needs, a.objects)
+            StepPiecesRequest, PieceLocations, lambda a, _: node.step_pieces(a.job, a.group, a.rank, a.needs, a.objects)
         ),
         "step_parts": Operation(
-            StepPartsRequest, ShardLocations, lambda a, _: node.parts(a.job, a.group, a.parts, item_sizes=a.item_sizes)
+            StepPartsRequest,
+            ShardLocations,
+            lambda a, _: node.step_parts(a.job, a.group, a.parts, item_sizes=a.item_sizes),
         ),
         "step_layouts": Operation(
-            StepLayoutsRequest, LayoutsPage, lambda a, _: node.layouts(a.job, a.group, a.layouts, a.tables)
+            StepLayoutsRequest, LayoutsPage, lambda a, _: node.step_layouts(a.job, a.group, a.layouts, a.tables)
         ),
         "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
-        "lift": Operation(UnquarantineRequest, none, lambda a, _: node.lift(a.job, a.group)),
-        "drop_steps": Operation(DropStepsRequest, none, lambda a, _: node.drop(a.job, a.groups)),
-        "loading": Operation(LoadStartedRequest, none, lambda a, who: node.loading(a.job, a.group, a.rank, owner=who)),
+        "lift": Operation(UnquarantineRequest, none, lambda a, _: node.unquarantine(a.job, a.group)),
+        "drop_steps": Operation(DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.groups)),
+        "loading": Operation(
+            LoadStartedRequest, none, lambda a, who: node.report_load_started(a.job, a.group, a.rank, owner=who)
+        ),
         "restored": Operation(
-            StepRestoredRequest, none, lambda a, who: node.restored(a.job, a.group, goes_on=a.goes_on, owner=who)
+            StepRestoredRequest, none, lambda a, who: node.report_restored(a.job, a.group, goes_on=a.goes_on, owner=who)
         ),
         "load_over": Operation(
-            LoadEndedRequest, none, lambda a, who: node.load_over(a.job, stepped=a.stepped, owner=who)
+            LoadEndedRequest, none, lambda a, who: node.report_load_ended(a.job, stepped=a.stepped, owner=who)
         ),
-        "join": Operation(JoinPeersRequest, none, lambda a, _: node.join(a.job, a.plan)),
+        "join": Operation(JoinPeersRequest, none, lambda a, _: node.join_peers(a.job, a.plan)),
         "cut_off": Operation(
-            IsolateRequest, none, lambda a, _: node.cut_off(min(max(a.seconds, 0.0), MAX_ISOLATION_S))
+            IsolateRequest, none, lambda a, _: node.isolate(min(max(a.seconds, 0.0), MAX_ISOLATION_S))
         ),
-        "me": Operation(EmptyRequest, PeerNode | None, lambda *_: node.me()),
-        "acquaintance": Operation(AgentJobRequest, KnownPeers | None, lambda a, _: node.acquaintance(a.job)),
-        "passport": Operation(AgentJobRequest, ReaderCredentials | None, lambda a, _: node.passport(a.job)),
+        "me": Operation(EmptyRequest, PeerNode | None, lambda *_: node.this_node()),
+        "acquaintance": Operation(AgentJobRequest, KnownPeers | None, lambda a, _: node.known_peers(a.job)),
+        "passport": Operation(AgentJobRequest, ReaderCredentials | None, lambda a, _: node.peer_credentials(a.job)),
         "durability": Operation(ShardReplicationRequest, ShardReplication, durability),
-        "cluster": Operation(AgentJobRequest, ClusterStatus, lambda a, _: node.cluster(a.job)),
-        "drains": Operation(AgentJobRequest, tuple[DrainStatus, ...], lambda a, _: node.drains(a.job)),
+        "cluster": Operation(AgentJobRequest, ClusterStatus, lambda a, _: node.cluster_status(a.job)),
+        "drains": Operation(AgentJobRequest, tuple[DrainStatus, ...], lambda a, _: node.drain_status(a.job)),
         "wait_durable": Operation(WaitDurableRequest, DrainStatus | None, wait),
         "observe": Operation(AddMetricsRequest, ProtectionStatus, observe),
     }

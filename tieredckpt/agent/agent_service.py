@@ -136,7 +136,7 @@ class NodeAgentService(StoreListener):
         self._page_bytes = page_bytes
         self._maps: dict[tuple[str, VersionId], StepLocator] = {}
         """The steps that were described last."""
-        self.others = PeerTier(neighbourhood) if neighbourhood is not None else None
+        self.peers = PeerTier(neighbourhood) if neighbourhood is not None else None
         self._open = open_durable
         self._writer = writer
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class NodeAgentService(StoreListener):
         self._settings: dict[str, DurableSettings] = {}
         self.cluster_settings: ClusterSettingsWatcher | None = None
         """Where the agent follows what the cluster says."""
-        self.observed: dict[str, Counter[str]] = defaultdict(Counter)
+        self.trainer_metrics: dict[str, Counter[str]] = defaultdict(Counter)
         self._left_out: dict[str, tuple[int, int, float]] = {}
         """By job: the newest protected step, how many saves were left out since, and when the first one was."""
         self._said: dict[str, tuple[bool, float]] = {}
@@ -174,29 +174,29 @@ class NodeAgentService(StoreListener):
         if before != durable:
             self._forget_catalog(job)
         if (before.url, before.options) != (durable.url, durable.options):
-            self.drain.moved(job)
-        self.drain.wake()
+            self.drain.destination_changed(job)
+        self.drain.retry_now()
 
-    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
+    def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         if job == MEMORY_SERVICE_JOB:  # shards of somebody else's, which are nobody's steps
             return StepInventory((), {})
         unreachable: dict[Tier, str] = {}
         elsewhere: FactsByGroup = {}
-        torn = self.store.copies.decided(job).torn
-        once_whole = [self.store.copies.once_whole(job)]
-        if self.others is not None:
+        torn = self.store.replicas.current_decision(job).torn
+        once_whole = [self.store.replicas.last_committed(job)]
+        if self.peers is not None:
             try:
                 if patience_s > 0:
-                    self.others.await_others(job, patience_s)
+                    self.peers.wait_for_pending_commits(job, patience_s)
                 # What was sealed a moment ago counts: a job that goes on at once must not find an older step.
-                elsewhere, silent, whole = self.others.facts(job)
+                elsewhere, silent, whole = self.peers.peer_facts(job)
             except UnavailableError as error:
                 silent, whole = str(error), None
             once_whole.append(whole)
             if silent:
                 unreachable[Tier.PEER] = silent
         covers = functools.partial(self._covers, job)
-        views = {view.group: view for view in memory_step_statuses(self.store.inventory(job), elsewhere, covers)}
+        views = {view.group: view for view in memory_step_statuses(self.store.list_shards(job), elsewhere, covers)}
         plain: tuple[int, ...] = ()
         self._add_damaged(job, views)
         try:
@@ -206,42 +206,44 @@ class NodeAgentService(StoreListener):
         for group, count in self._crashed.count(job).items():
             if group in views:
                 views[group] = msgspec.structs.replace(views[group], crashed_loads=count)
-        for group, reason in self.quarantined(job).items():
+        for group, reason in self.quarantine_reasons(job).items():
             if group in views and not views[group].quarantined:
                 views[group] = msgspec.structs.replace(views[group], quarantined=reason)
-        for group in self.store.kept(job) & views.keys():
+        for group in self.store.retained(job) & views.keys():
             views[group] = msgspec.structs.replace(views[group], kept=True)
         settings = self.durable_settings(job)
         known = settings if settings.url else None
         newest = max((group for group in once_whole if group is not None), default=None)
         found = tuple(views[group] for group in sorted(views))
-        forgotten = self.store.forgotten(job)
-        if forgotten is not None and any(one.candidate.whole and one.saved_ns > forgotten.at_ns for one in found):
+        forgotten = self.store.expired_job(job)
+        if forgotten is not None and any(one.candidate.is_complete and one.saved_ns > forgotten.at_ns for one in found):
             forgotten = None  # the job has begun again since
         return StepInventory(found, unreachable, plain, known, newest, forgotten, torn)
 
-    def describe(self, job: str, group: VersionId) -> StepDescription:
+    def describe_step(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)
 
-    def names(self, job: str, group: VersionId) -> StateNames:
+    def step_names(self, job: str, group: VersionId) -> StateNames:
         return from_msgpack(unpack_blob(self._look(job, group).names()[1]), StateNames)
 
-    def names_page(self, job: str, group: VersionId, digest: str, start: int) -> BlobPage:
+    def step_names_page(self, job: str, group: VersionId, digest: str, start: int) -> BlobPage:
         """A page of :meth:`object_keys`, packed; from the beginning when ``digest`` is not what it is by now."""
         step = self._map(job, group) if digest else self._look(job, group)
         named, data = step.names()
         start = start if named == digest else 0
         return BlobPage(named, len(data), data[start : start + self._page_bytes])
 
-    def pieces(
+    def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
         return self._map(job, group).pieces(rank, needs, objects)
 
-    def parts(self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
+    def step_parts(
+        self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
+    ) -> ShardLocations:
         return self._map(job, group).parts(parts, item_sizes=item_sizes)
 
-    def summary(self, job: str, group: VersionId) -> StepSummary:
+    def step_summary(self, job: str, group: VersionId) -> StepSummary:
         step = self._look(job, group)
         return StepSummary(
             tuple(step.metas),
@@ -251,7 +253,7 @@ class NodeAgentService(StoreListener):
             tuple(dict.fromkeys(meta.table for meta in step.metas.values() if meta.table)),
         )
 
-    def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
+    def step_layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
         step = self._map(job, group)
         room = self._page_bytes
         found, beside = dict[str, bytes](), dict[str, bytes]()
@@ -271,8 +273,8 @@ class NodeAgentService(StoreListener):
 
     def _look(self, job: str, group: VersionId) -> StepLocator:
         """Where everything of a step is by now."""
-        facts, sources = self.others.held(job, group) if self.others is not None else ({}, {})
-        here = {record.key.part: record for record in self.store.records(job, group)}
+        facts, sources = self.peers.holders_of_parts(job, group) if self.peers is not None else ({}, {})
+        here = {record.key.part: record for record in self.store.shard_records(job, group)}
         seen: dict[int, ShardInfo | ShardRecord] = {**facts, **here}
         metas = [decode_meta(fact.meta) for fact in seen.values()]
         in_all = next((fact.parts for fact in seen.values()), 0)
@@ -291,7 +293,7 @@ class NodeAgentService(StoreListener):
             sources=sources,
             durable=durable,
             layouts=lambda digests: self._layouts(job, digests, durable),
-            records=lambda wanted: self.others.records(job, group, wanted) if self.others is not None else {},
+            records=lambda wanted: self.peers.records(job, group, wanted) if self.peers is not None else {},
             table=lambda digest: self._decoded_table(job, digest, durable),
             known=StepLayoutCache() if before is None else before.known,
             page_bytes=self._page_bytes,
@@ -320,8 +322,8 @@ class NodeAgentService(StoreListener):
         if not lacking:
             return found
         said, everybody = (
-            self.others.blobs(job, [LAYOUT_BLOB_PREFIX + digest for digest in lacking])
-            if self.others is not None
+            self.peers.blobs(job, [LAYOUT_BLOB_PREFIX + digest for digest in lacking])
+            if self.peers is not None
             else ({}, True)
         )
         for digest in lacking:
@@ -335,8 +337,8 @@ class NodeAgentService(StoreListener):
 
     def _table(self, job: str, digest: str) -> bytes | None:
         kept = self._unpacked(job, TABLE_BLOB_PREFIX + digest)
-        if kept is None and self.others is not None:
-            kept = self.others.blobs(job, [TABLE_BLOB_PREFIX + digest])[0].get(TABLE_BLOB_PREFIX + digest)
+        if kept is None and self.peers is not None:
+            kept = self.peers.blobs(job, [TABLE_BLOB_PREFIX + digest])[0].get(TABLE_BLOB_PREFIX + digest)
         return kept
 
     def _unpacked(self, job: str, name: str) -> bytes | None:
@@ -359,18 +361,18 @@ class NodeAgentService(StoreListener):
         log.error("job %s step %d (%s) is quarantined: %s", job, group.version, object_keys.group_stem(group), reason)
         self.store.put_blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group), reason.encode())
 
-    def lift(self, job: str, group: VersionId) -> None:
+    def unquarantine(self, job: str, group: VersionId) -> None:
         self.store.remove_blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group))
         self._crashed.forget(job, group=group)
         with self.catalog(job) as catalog:
             if catalog is not None:
-                catalog.forget()
+                catalog.invalidate()
 
-    def quarantined(self, job: str) -> dict[VersionId, str]:
+    def quarantine_reasons(self, job: str) -> dict[VersionId, str]:
         """What is noted on this node, and why."""
         stems = [
             name.removeprefix(QUARANTINE_BLOB_PREFIX)
-            for name in self.store.blobs(job)
+            for name in self.store.list_blobs(job)
             if name.startswith(QUARANTINE_BLOB_PREFIX)
         ]
         found = {
@@ -378,8 +380,8 @@ class NodeAgentService(StoreListener):
         }
         return {group: reason for group, reason in found.items() if reason}
 
-    def drop(self, job: str, groups: Sequence[VersionId]) -> None:
-        survey = self.survey(job, fresh=True)
+    def drop_steps(self, job: str, groups: Sequence[VersionId]) -> None:
+        survey = self.list_steps(job, fresh=True)
         revived = revived_steps([view.candidate for view in survey.views], groups)
         if revived:
             raise UsageError(
@@ -388,13 +390,13 @@ class NodeAgentService(StoreListener):
                 "older one, and the next restore would take those. Drop those first"
             )
         log.info("job %s: steps %s are dropped, as somebody asked", job, sorted(group.version for group in groups))
-        self.drain.drop(job, groups)
+        self.drain.cancel_steps(job, groups)
         silent: dict[str, str] = {}
-        team = self.others.team(job) if self.others is not None else None
+        team = self.peers.team(job) if self.peers is not None else None
         if team is not None:
-            silent |= team.drop(groups)
-        self.store.forget(job, list(groups))
-        for name in self.store.blobs(job):
+            silent |= team.broadcast_delete(groups)
+        self.store.delete_versions(job, list(groups))
+        for name in self.store.list_blobs(job):
             if name.startswith(DAMAGED_BLOB_PREFIX) and any(
                 name.startswith(DAMAGED_BLOB_PREFIX + object_keys.group_stem(group)) for group in groups
             ):
@@ -413,75 +415,79 @@ class NodeAgentService(StoreListener):
                 f"job {job}: what was to be dropped may still be where nobody could be told: {said}"
             )
 
-    def loading(self, job: str, group: VersionId, rank: int, *, owner: ProcessIdentity | None = None) -> None:
-        self._crashed.begun(owner or current_process(), job, group, rank)
+    def report_load_started(
+        self, job: str, group: VersionId, rank: int, *, owner: ProcessIdentity | None = None
+    ) -> None:
+        self._crashed.load_started(owner or current_process(), job, group, rank)
 
-    def restored(self, job: str, group: VersionId, *, goes_on: bool, owner: ProcessIdentity | None = None) -> None:
-        self._crashed.done(owner or current_process(), job)
-        self.store.call_whole(job, group)  # what was loaded is
+    def report_restored(
+        self, job: str, group: VersionId, *, goes_on: bool, owner: ProcessIdentity | None = None
+    ) -> None:
+        self._crashed.load_done(owner or current_process(), job)
+        self.store.mark_committed(job, group)  # what was loaded is
         if goes_on:
-            self.store.copies.go_back(job, group)
+            self.store.replicas.resume_from(job, group)
 
-    def load_over(self, job: str, *, stepped: bool, owner: ProcessIdentity | None = None) -> None:
-        self._crashed.over(owner or current_process(), job, stepped=stepped)
+    def report_load_ended(self, job: str, *, stepped: bool, owner: ProcessIdentity | None = None) -> None:
+        self._crashed.load_ended(owner or current_process(), job, stepped=stepped)
 
-    def departed(self, owner: ProcessIdentity, job: str) -> None:
-        self._crashed.left(owner, job)
+    def on_client_left(self, owner: ProcessIdentity, job: str) -> None:
+        self._crashed.process_left(owner, job)
 
-    def dropped(self, job: str) -> None:
+    def on_job_expired(self, job: str) -> None:
         self._crashed.forget(job)
 
-    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+    def on_shard_damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
         """A shard is gone because it was damaged: remembered, so that nobody takes its step for one that never was."""
         note = _DamageNote(key, record.parts, reason)
         self.store.put_blob(
             key.job,
-            f"{DAMAGED_BLOB_PREFIX}{object_keys.group_stem(key.group)}.{key.part}",
+            f"{DAMAGED_BLOB_PREFIX}{object_keys.group_stem(key.version_id)}.{key.part}",
             msgspec.msgpack.encode(note),
         )
 
-    def sealed(self, record: ShardRecord) -> None:
+    def on_shard_sealed(self, record: ShardRecord) -> None:
         """The job got past every older step: those were fine, and nobody asks for their pieces now."""
         self._crashed.forget(record.key.job, before=record.key.version)
         with self._lock:
-            for key in [key for key in self._maps if key[0] == record.key.job and key[1] < record.key.group]:
+            for key in [key for key in self._maps if key[0] == record.key.job and key[1] < record.key.version_id]:
                 del self._maps[key]
 
-    def drains(self, job: str) -> tuple[DrainStatus, ...]:
+    def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
         self._tell_drain(job)
-        return self.drain.views(job)
+        return self.drain.status(job)
 
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
         self._tell_drain(job)
         return self.drain.wait(job, group, timeout_s)
 
-    def join(self, job: str, plan: JobPeersConfig) -> None:
+    def join_peers(self, job: str, plan: JobPeersConfig) -> None:
         self._neighbourhood().join(job, plan)
 
-    def cut_off(self, seconds: float) -> None:
-        self._neighbourhood().cut_off(seconds)
+    def isolate(self, seconds: float) -> None:
+        self._neighbourhood().partition(seconds)
 
-    def me(self) -> PeerNode | None:
-        return self.others.neighbourhood.me if self.others is not None else None
+    def this_node(self) -> PeerNode | None:
+        return self.peers.neighbourhood.this_node if self.peers is not None else None
 
-    def passport(self, job: str) -> ReaderCredentials | None:
-        team = self.others.team(job) if self.others is not None else None
-        return ReaderCredentials(team.me.id, team.credentials.secret) if team is not None else None
+    def peer_credentials(self, job: str) -> ReaderCredentials | None:
+        team = self.peers.team(job) if self.peers is not None else None
+        return ReaderCredentials(team.this_node.id, team.credentials.secret) if team is not None else None
 
-    def acquaintance(self, job: str) -> KnownPeers | None:
-        team = self.others.team(job) if self.others is not None else None
+    def known_peers(self, job: str) -> KnownPeers | None:
+        team = self.peers.team(job) if self.peers is not None else None
         if team is None:
             return None
-        roster = team.tending.roster
+        roster = team.membership.member_list
         version = roster.version if roster is not None else 0
         went_on = {node.id for node in roster.nodes} if roster is not None else set()
-        silent = () if team.me.id in went_on else sorted(went_on & team.sight(fresh=True).silent.keys())
-        return KnownPeers(team.credentials.secret, tuple(team.tending.living.values()), version, tuple(silent))
+        silent = () if team.this_node.id in went_on else sorted(went_on & team.inventory(fresh=True).unreachable.keys())
+        return KnownPeers(team.credentials.secret, tuple(team.membership.alive.values()), version, tuple(silent))
 
-    def durability(
+    def replication_status(
         self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0
     ) -> ShardReplication:
-        team = self.others.team(key.job) if self.others is not None else None
+        team = self.peers.team(key.job) if self.peers is not None else None
         if team is None:
             return ShardReplication(1, 1, "node")
 
@@ -489,29 +495,29 @@ class NodeAgentService(StoreListener):
             now = shard_replication_status(team, key)
             return now.copies >= copies and now.domains >= domains
 
-        team.protecting.wait(enough, deadlines.remaining_s(timeout_s))
+        team.replicator.wait_until(enough, deadlines.remaining_s(timeout_s))
         return shard_replication_status(team, key)
 
-    def cluster(self, job: str) -> ClusterStatus:
-        team = self.others.team(job) if self.others is not None else None
+    def cluster_status(self, job: str) -> ClusterStatus:
+        team = self.peers.team(job) if self.peers is not None else None
         if team is None:
-            me = self.others.neighbourhood.name if self.others is not None else "this node"
-            facts = tuple(self.store.inventory(job))
+            me = self.peers.neighbourhood.node_id if self.peers is not None else "this node"
+            facts = tuple(self.store.list_shards(job))
             alone = ClusterNode(PeerNode(NodeId(me), ""), "alive", facts, self.store.epoch(job))
-            return ClusterStatus(job, me, (alone,), protected=self.protected(job))
-        return msgspec.structs.replace(cluster_status_of(team), protected=self.protected(job))
+            return ClusterStatus(job, me, (alone,), protected=self.protection(job))
+        return msgspec.structs.replace(cluster_status_of(team), protected=self.protection(job))
 
-    def protected(self, job: str) -> ProtectionStatus:
+    def protection(self, job: str) -> ProtectionStatus:
         """Up to which step this node knows the job to be safe, and since when not; waits for nobody."""
-        team = self.others.team(job) if self.others is not None else None
+        team = self.peers.team(job) if self.peers is not None else None
         if team is not None:
-            safe = team.settled.version if team.settled is not None else -1
+            safe = team.newest_replicated.version if team.newest_replicated is not None else -1
         else:
             known = next((one for one in self.store.status().jobs if one.job == job), None)
             safe = known.newest_whole if known is not None and known.newest_whole is not None else -1
-        safe = max([safe, *(view.group.version for view in self.drain.views(job) if view.state == "done")])
+        safe = max([safe, *(view.group.version for view in self.drain.status(job) if view.state == "done")])
         epoch = self.store.epoch(job)
-        own = [fact for fact in self.store.copies.facts(job) if not fact.holders and fact.key.epoch == epoch]
+        own = [fact for fact in self.store.replicas.list_shards(job) if not fact.holders and fact.key.epoch == epoch]
         newer = [fact.sealed_ns / 1e9 for fact in own if fact.key.version > safe]
         now = time.time()
         with self._lock:
@@ -523,7 +529,7 @@ class NodeAgentService(StoreListener):
 
     def _say_protection(self, job: str) -> ProtectionStatus:
         """One line when it changes, and no more than one a minute."""
-        found, now = self.protected(job), time.monotonic()
+        found, now = self.protection(job), time.monotonic()
         with self._lock:
             was, said_at = self._said.get(job, (False, -math.inf))
             is_bad = found.unprotected_since is not None
@@ -536,21 +542,21 @@ class NodeAgentService(StoreListener):
     @property
     def teams(self) -> list[JobPeers]:
         """The jobs of this node that have other nodes."""
-        return self.others.neighbourhood.teams if self.others is not None else []
+        return self.peers.neighbourhood.all_job_peers if self.peers is not None else []
 
     def _neighbourhood(self) -> NodePeers:
-        if self.others is None:
+        if self.peers is None:
             raise UsageError("this node's agent does not listen for other nodes (agent.peers is off)")
-        return self.others.neighbourhood
+        return self.peers.neighbourhood
 
-    def observe(self, job: str, values: Mapping[str, float]) -> ProtectionStatus:
+    def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus:
         with self._lock:
-            counter = self.observed[job]
+            counter = self.trainer_metrics[job]
             for name, value in values.items():
                 counter[name] += value  # type: ignore[assignment]
         missed = int(values.get("skipped", 0) + values.get("failed", 0))
         if missed:
-            self.protected(job)  # what was left out before the newest protected step does not count any more
+            self.protection(job)  # what was left out before the newest protected step does not count any more
             with self._lock:
                 at, before, first = self._left_out[job]
                 self._left_out[job] = at, before + missed, first or time.time()
@@ -600,23 +606,23 @@ class NodeAgentService(StoreListener):
                 opened.users -= 1
             self._close_unused()
 
-    def commits(self, job: str, group: VersionId) -> bool:
-        if self.others is None:
+    def is_committer(self, job: str, group: VersionId) -> bool:
+        if self.peers is None:
             return True
-        return self.others.first_with(job, group) in (None, self.others.neighbourhood.name)
+        return self.peers.committer_of(job, group) in (None, self.peers.neighbourhood.node_id)
 
-    def tell_not_durable(self, job: str, group: VersionId, why: str) -> None:
+    def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
         with contextlib.suppress(RuntimeError):  # this agent ends
             self._telling.submit(self._tell_not_durable, job, group, why)
 
     def _tell_not_durable(self, job: str, group: VersionId, why: str) -> None:
-        team = self.others.team(job) if self.others is not None else None
-        silent = team.not_durable(group, why) if team is not None else {}
+        team = self.peers.team(job) if self.peers is not None else None
+        silent = team.broadcast_not_durable(group, why) if team is not None else {}
         if silent:
             said = "; ".join(f"{node}: {problem}" for node, problem in sorted(silent.items()))
             log.warning("job %s: not all nodes have heard that step %d is not durable: %s", job, group.version, said)
 
-    def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
+    def describe_shard(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
         """A sealed shard's index, layout and table."""
         meta = decode_meta(record.meta)
         index = ShardIndex(record.key, record.parts, record.size_bytes, record.chunk_bytes, record.checksums, meta)
@@ -628,12 +634,12 @@ class NodeAgentService(StoreListener):
 
     def _tell_drain(self, job: str) -> None:
         """What a killed agent left is drained once it is verified; that nothing is to do would be wrong until then."""
-        own = {fact.key for fact in self.store.inventory(job) if not fact.holders}
-        unknown = {key.group for key in own if not self.drain.knows(job, key.group)}
+        own = {fact.key for fact in self.store.list_shards(job) if not fact.holders}
+        unknown = {key.version_id for key in own if not self.drain.is_tracking(job, key.version_id)}
         for group in sorted(unknown):
-            for record in self.store.records(job, group):
+            for record in self.store.shard_records(job, group):
                 if record.key in own:
-                    self.drain.sealed(record)
+                    self.drain.on_shard_sealed(record)
 
     def _covers(self, job: str, metas: Sequence[ShardMeta]) -> bool:
         digests = dict.fromkeys(meta.table for meta in metas if meta.table)
@@ -648,13 +654,13 @@ class NodeAgentService(StoreListener):
 
     def _add_damaged(self, job: str, views: dict[VersionId, StepStatus]) -> None:
         """Put what was lost to damage beside what is there, until a newer step is whole."""
-        whole = max((group for group, view in views.items() if view.candidate.whole), default=None)
-        for name in self.store.blobs(job):
+        whole = max((group for group, view in views.items() if view.candidate.is_complete), default=None)
+        for name in self.store.list_blobs(job):
             blob = self._blob(job, name) if name.startswith(DAMAGED_BLOB_PREFIX) else None
             if blob is None:
                 continue
             note = from_msgpack(blob, _DamageNote)
-            group, part = note.key.group, note.key.part
+            group, part = note.key.version_id, note.key.part
             view = views.get(group) or StepStatus(group, note.parts, {})
             if part in view.found or (whole is not None and whole > group):
                 self.store.remove_blob(job, name)
@@ -681,7 +687,7 @@ class NodeAgentService(StoreListener):
             views[group] = msgspec.structs.replace(views[group], kept=True)
         for group in listing.quarantined & views.keys():
             views[group] = msgspec.structs.replace(views[group], quarantined="marked in the durable tier")
-        return listing.plain
+        return listing.plain_steps
 
     def _durable_manifest(self, job: str, group: VersionId, *, needed: bool) -> Manifest | None:
         def read() -> Manifest | None:
@@ -714,7 +720,7 @@ class NodeAgentService(StoreListener):
 
     def _pack_plain_blobs(self, job: str) -> None:
         """What an agent of an earlier release kept, as this one and its peers look for it."""
-        kept = set(self.store.blobs(job))
+        kept = set(self.store.list_blobs(job))
         for plain, packed in ((PLAIN_LAYOUT, LAYOUT_BLOB_PREFIX), (PLAIN_TABLE, TABLE_BLOB_PREFIX)):
             for name in kept:
                 digest = name.removeprefix(plain)

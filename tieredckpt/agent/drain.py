@@ -75,14 +75,14 @@ class DrainContext(Protocol):
 
     def catalog(self, job: str) -> AbstractContextManager[DurableCatalog | None]: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
-    def commits(self, job: str, group: VersionId) -> bool:
+    def is_committer(self, job: str, group: VersionId) -> bool:
         """Whether it is this node that looks for all parts of a step and makes it exist, of all that have some."""
 
-    def tell_not_durable(self, job: str, group: VersionId, why: str) -> None:
+    def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """Have the job's other nodes hear that a step does not become durable. Waits for nobody."""
 
-    def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
-    def quarantined(self, job: str) -> Mapping[VersionId, str]: ...
+    def describe_shard(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
+    def quarantine_reasons(self, job: str) -> Mapping[VersionId, str]: ...
 
 
 @dataclass
@@ -159,17 +159,17 @@ class Drain(StoreListener):
 
     # -- what comes in ----------------------------------------------------------------------------------------
 
-    def sealed(self, record: ShardRecord) -> None:
+    def on_shard_sealed(self, record: ShardRecord) -> None:
         try:
             meta = decode_meta(record.meta)
         except CheckpointDamagedError:
             return  # a shard of somebody else's
         key = record.key
         with self._changed:
-            if not meta.durable and (key.job, key.group) not in self._steps:
+            if not meta.durable and (key.job, key.version_id) not in self._steps:
                 return
             step = self._steps.setdefault(
-                (key.job, key.group), _DrainingStep(key.job, key.group, record.parts, meta.base)
+                (key.job, key.version_id), _DrainingStep(key.job, key.version_id, record.parts, meta.base)
             )
             if step.state in ("done", "skipped") or step.over:
                 return
@@ -199,7 +199,7 @@ class Drain(StoreListener):
             if older and not step.done and not step.required:
                 self._skip(step, "a newer one is ready")
 
-    def give_way(self, job: str, last: bool) -> bool:
+    def free_a_slot(self, job: str, last: bool) -> bool:
         """A save finds no slot: first what is uploaded already need not be held, then the oldest step that waits goes.
 
         One that is running goes on: with it, the newest whole step and the one being written each rank has a slot.
@@ -220,14 +220,14 @@ class Drain(StoreListener):
                 self._say(held[0])
             return bool(uploaded or held)
 
-    def wake(self) -> None:
+    def retry_now(self) -> None:
         """Settings changed: what failed may work now."""
         with self._changed:
             for step in self._steps.values():
                 step.not_before = 0.0
             self._changed.notify_all()
 
-    def moved(self, job: str) -> None:
+    def destination_changed(self, job: str) -> None:
         """The job's durable tier is elsewhere, or another account's: what is under way begins again there."""
         with self._changed:
             for step in self._steps.values():
@@ -242,11 +242,11 @@ class Drain(StoreListener):
         with self._changed:
             return any(step.open for step in self._steps.values())
 
-    def knows(self, job: str, group: VersionId) -> bool:
+    def is_tracking(self, job: str, group: VersionId) -> bool:
         with self._changed:
             return (job, group) in self._steps
 
-    def views(self, job: str) -> tuple[DrainStatus, ...]:
+    def status(self, job: str) -> tuple[DrainStatus, ...]:
         with self._changed:
             return tuple(step.view for (owner, _), step in sorted(self._steps.items()) if owner == job)
 
@@ -442,8 +442,8 @@ class Drain(StoreListener):
         The parts of a preempted rank's last step do not all know that it is the last one; of a step of files only the
         last one knows whether it is to be durable.
         """
-        copies = {fact.key for fact in self._store.inventory(step.job) if fact.holders}
-        for record in self._store.records(step.job, step.group):
+        copies = {fact.key for fact in self._store.list_shards(step.job) if fact.holders}
+        for record in self._store.shard_records(step.job, step.group):
             if record.key in copies:  # the node that wrote it makes it durable, or who took it over
                 continue
             with self._changed:
@@ -462,7 +462,7 @@ class Drain(StoreListener):
         if has_all_parts(own, step.parts) or (first_look and 0 not in own):
             return own
         waited_s = self._clock() - step.uploaded_at
-        if waited_s < _TAKE_OVER_S and not self._places.commits(step.job, step.group):
+        if waited_s < _TAKE_OVER_S and not self._places.is_committer(step.job, step.group):
             return own
         return {**catalog.shard_files(step.group, at_least=step.parts), **own}
 
@@ -478,7 +478,7 @@ class Drain(StoreListener):
         if bad:
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
         settings = self._places.durable_settings(step.job)
-        index, layout, table = self._places.index_of(record)
+        index, layout, table = self._places.describe_shard(record)
         journal = _Journal(self._store, step.job)
         failpoint("drain.began")
         index = self._upload(step, catalog, settings, index, journal)
@@ -504,7 +504,7 @@ class Drain(StoreListener):
             step.bytes_done += count
             self.totals.bytes += count
 
-        source = Path(self._store.path_of(key))
+        source = Path(self._store.shard_path(key))
         with compressed_shard(source, index, wanted=settings.compress == "zstd") as (path, frames):
             name = object_keys.shard_object_key(key, spread=settings.spread, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
@@ -520,7 +520,7 @@ class Drain(StoreListener):
         self.totals.steps += 1
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
-        self._store.call_whole(step.job, step.group)
+        self._store.mark_committed(step.job, step.group)
         self._settle(step, "done")
         log.info("%s step %d is durable in %s", step.job, step.group.version, catalog.store.url)
         self._leave_torn(step)
@@ -544,30 +544,30 @@ class Drain(StoreListener):
             self._changed.notify_all()
 
     def _say_quarantined(self, job: str, catalog: DurableCatalog) -> None:
-        listing = catalog.remembered()
-        for group, reason in self._places.quarantined(job).items():
+        listing = catalog.cached_listing()
+        for group, reason in self._places.quarantine_reasons(job).items():
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
 
     def _say_kept(self, job: str, catalog: DurableCatalog) -> None:
         """What was said last counts, in memory or in the durable tier: who has not heard of it says nothing older."""
-        listing = catalog.remembered()
-        for said in self._store.copies.kept(job):
-            if said.group not in listing.manifests or said.kept == (said.group in listing.kept):
+        listing = catalog.cached_listing()
+        for said in self._store.replicas.retention_marks(job):
+            if said.version_id not in listing.manifests or said.retained == (said.version_id in listing.kept):
                 continue
-            at_ns = catalog.said_kept(said.group, kept=not said.kept)
+            at_ns = catalog.keep_changed_at(said.version_id, kept=not said.retained)
             if at_ns > said.at_ns:
-                self._store.copies.keep(job, (RetentionMark(said.group, not said.kept, at_ns),))
-            elif at_ns or said.kept:
-                catalog.keep(said.group, kept=said.kept, at_ns=said.at_ns)
+                self._store.replicas.apply_retention(job, (RetentionMark(said.version_id, not said.retained, at_ns),))
+            elif at_ns or said.retained:
+                catalog.keep(said.version_id, kept=said.retained, at_ns=said.at_ns)
 
-    def decided(self, job: str, group: VersionId, *, torn: bool) -> None:
+    def on_version_decided(self, job: str, group: VersionId, *, torn: bool) -> None:
         with self._changed:
             step = self._steps.get((job, group))
             if torn and step is not None:
                 self._end(step, "a rank left its part out")
 
-    def not_durable(self, job: str, group: VersionId, why: str) -> None:
+    def on_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """A part on another node: nobody here waits for it, nor uploads what can never be whole there."""
         with self._changed:
             step = self._steps.setdefault((job, group), _DrainingStep(job, group, 0, None, "failed", error=why))
@@ -583,17 +583,17 @@ class Drain(StoreListener):
         """What was asked for and has failed here has failed for good, and on all nodes. Lock held."""
         if step.required and step.state == "failed":
             step.over = step.over or step.error
-            self._places.tell_not_durable(step.job, step.group, step.error)
+            self._places.announce_not_durable(step.job, step.group, step.error)
 
-    def withdrawn(self, job: str, groups: Collection[VersionId]) -> None:
+    def on_versions_deleted(self, job: str, groups: Collection[VersionId]) -> None:
         with self._changed:
             for step in self._these(job, groups):
                 step.dropped = True
                 self._end(step, "it was dropped")
 
-    def drop(self, job: str, groups: Collection[VersionId]) -> None:
+    def cancel_steps(self, job: str, groups: Collection[VersionId]) -> None:
         """Their owner gives these steps up: nothing more of them is uploaded, and what was goes again."""
-        self.withdrawn(job, groups)
+        self.on_versions_deleted(job, groups)
         with self._changed:
             steps = self._these(job, groups)
             left_s = deadlines.remaining_s(_DROP_S)
@@ -603,7 +603,7 @@ class Drain(StoreListener):
         return [self._steps[job, group] for group in groups if (job, group) in self._steps]
 
     def _retain(self, job: str, catalog: DurableCatalog) -> None:
-        known = catalog.remembered()
+        known = catalog.cached_listing()
         # Others delete, mark and keep steps, too: all of it is looked at before anything goes. A listing of many pages
         # is not for one step.
         if len(self._victims(job, known)) > len(known.manifests) // _PAGE:
@@ -613,9 +613,9 @@ class Drain(StoreListener):
                 log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
         if job not in self._cleaned:
             self._cleaned.add(job)
-            journals = [name for name in self._store.blobs(job) if name.startswith(JOURNAL_BLOB_PREFIX)]
+            journals = [name for name in self._store.list_blobs(job) if name.startswith(JOURNAL_BLOB_PREFIX)]
             keep = [name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/") for name in journals]
-            catalog.store.discard_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
+            catalog.store.abort_stale_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
 
     def _victims(self, job: str, listing: CatalogListing) -> list[VersionId]:
         settings = self._places.durable_settings(job)
@@ -639,7 +639,7 @@ class Drain(StoreListener):
     def _unhold(self, step: _DrainingStep) -> None:
         step.held = False
         for key in step.shards:
-            self._store.unhold(key, "drain")
+            self._store.release_hold(key, "drain")
 
     def _release(self, step: _DrainingStep) -> None:
         self._unhold(step)
@@ -699,7 +699,7 @@ class _Journal:
 
 
 def _shard_stem(key: ShardKey) -> str:
-    return f"{object_keys.group_stem(key.group)}.{key.part}"
+    return f"{object_keys.group_stem(key.version_id)}.{key.part}"
 
 
 def _flat(name: str) -> str:

@@ -42,7 +42,7 @@ _KEPT_MANIFESTS = 4
 class CatalogListing:
     manifests: dict[VersionId, ManifestKey]
     quarantined: frozenset[VersionId]
-    plain: tuple[int, ...]
+    plain_steps: tuple[int, ...]
     kept: frozenset[VersionId] = frozenset()
     """Those that somebody wants kept."""
 
@@ -74,7 +74,7 @@ class DurableCatalog:
         """All steps there are. Errors of the store pass through: they do not mean that there are none."""
         return self._shared(lambda: 0.0 if fresh else _FRESH_S)
 
-    def remembered(self) -> CatalogListing:
+    def cached_listing(self) -> CatalogListing:
         """All steps as this process knows them: with what it did itself, and perhaps not yet with what others did.
 
         So that n steps do not cost n listings of n. Nothing may be deleted for what this says alone.
@@ -136,8 +136,8 @@ class DurableCatalog:
         newest = object_keys.newest_epoch(entry.group.epoch for entry in entries)
         entries = [entry for entry in entries if entry.group.epoch <= newest]
         bad = {entry.group for entry in entries if entry.quarantine}
-        kept = {entry.group for entry in entries if entry.kept}
-        found = {entry.group: entry for entry in entries if not (entry.quarantine or entry.kept)}
+        kept = {entry.group for entry in entries if entry.keep}
+        found = {entry.group: entry for entry in entries if not (entry.quarantine or entry.keep)}
         objects = self.store.list(object_keys.plain_prefix(self._job), patience_s=_PATIENCE_S)
         plain = {object_keys.parse_plain_key(info.name, self._job) for info in objects} - {None}
         return CatalogListing(
@@ -184,7 +184,7 @@ class DurableCatalog:
         self.store.delete([before])
         self._change(lambda known: replace(known, kept=known.kept | {group} if kept else known.kept - {group}))
 
-    def said_kept(self, group: VersionId, *, kept: bool) -> int:
+    def keep_changed_at(self, group: VersionId, *, kept: bool) -> int:
         """When that was said of the step last, whoever said it; 0 where nobody has, or it was taken back."""
         return self._said_at((object_keys.keep_key if kept else object_keys.release_key)(self._job, group))
 
@@ -210,7 +210,7 @@ class DurableCatalog:
         files = [decode_shard_file(self.store.get(name)) for name in found]
         return {index.key.part: (index, layout, table) for index, layout, table in files}
 
-    def deleted(self, group: VersionId) -> None:
+    def mark_deleted(self, group: VersionId) -> None:
         """A step is not there any more."""
         with self._lock:
             self._manifests.pop(group, None)
@@ -221,7 +221,7 @@ class DurableCatalog:
         if marked:
             self._change(lambda one: replace(one, quarantined=one.quarantined - {group}, kept=one.kept - {group}))
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         with self._lock:
             self._listing = None
             self._manifests.clear()
@@ -285,7 +285,7 @@ def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
     catalog.store.delete(
         [object_keys.quarantine_key(job, group), object_keys.keep_key(job, group), object_keys.release_key(job, group)]
     )
-    catalog.deleted(group)
+    catalog.mark_deleted(group)
 
 
 @dataclass(frozen=True)

@@ -68,18 +68,18 @@ class CrashedLoads:
         self._loads: dict[tuple[ProcessIdentity, str], _Load] = {}
         self._crashes: dict[str, dict[tuple[VersionId, int], list[float]]] = defaultdict(dict)
 
-    def begun(self, owner: ProcessIdentity, job: str, group: VersionId, rank: int) -> None:
+    def load_started(self, owner: ProcessIdentity, job: str, group: VersionId, rank: int) -> None:
         with self._lock:
             self._loads[owner, job] = _Load(group, rank)
 
-    def done(self, owner: ProcessIdentity, job: str) -> None:
+    def load_done(self, owner: ProcessIdentity, job: str) -> None:
         """Every byte is where it belongs; what is done with them may still end the process."""
         with self._lock:
             load = self._loads.get((owner, job))
             if load is not None and load.done_at is None:
                 load.done_at = self._clock()
 
-    def over(self, owner: ProcessIdentity, job: str, *, stepped: bool) -> None:
+    def load_ended(self, owner: ProcessIdentity, job: str, *, stepped: bool) -> None:
         """The process has come to its next step, or says goodbye."""
         with self._lock:
             load = self._loads.pop((owner, job), None)
@@ -87,7 +87,7 @@ class CrashedLoads:
             if stepped and load is not None:
                 self._crashes[job].pop((load.group, load.rank), None)
 
-    def left(self, owner: ProcessIdentity, job: str) -> None:
+    def process_left(self, owner: ProcessIdentity, job: str) -> None:
         """The last connection of the process is closed."""
         with self._lock:
             load = self._loads.get((owner, job))
@@ -107,7 +107,7 @@ class CrashedLoads:
 
     def _look(self) -> None:
         for (owner, job), load in list(self._loads.items()):
-            if load.left_at is None or owner.alive:
+            if load.left_at is None or owner.is_alive:
                 continue
             del self._loads[owner, job]
             if load.done_at is None or load.left_at - load.done_at < _FIRST_STEP_S:

@@ -45,7 +45,7 @@ def peer_facts(nodes: Mapping[str, NodeInventory], me: str) -> FactsByGroup:
     for node, looked in nodes.items():
         if node != me:
             for fact in looked.facts:
-                found[fact.key.group].setdefault(fact.key.part, fact)
+                found[fact.key.version_id].setdefault(fact.key.part, fact)
     return found
 
 
@@ -55,7 +55,7 @@ def memory_step_statuses(
     """Each step of which this node or another holds something; ``covers`` says whether less than all parts will do."""
     here: dict[VersionId, dict[int, ShardInfo]] = defaultdict(dict)
     for fact in inventory:
-        here[fact.key.group][fact.key.part] = fact
+        here[fact.key.version_id][fact.key.part] = fact
     groups = sorted(here.keys() | others.keys())
     return [_view(group, here.get(group, {}), others.get(group, {}), covers) for group in groups]
 
@@ -117,52 +117,54 @@ class PeerTier:
         """By job, what was seen last, and which nodes have shards that go with each layout and table."""
 
     def team(self, job: str) -> JobPeers | None:
-        return self.neighbourhood.team(job)
+        return self.neighbourhood.job_peers(job)
 
-    def await_others(self, job: str, timeout_s: float) -> None:
+    def wait_for_pending_commits(self, job: str, timeout_s: float) -> None:
         """Until other nodes are not about to make a newer step whole any more."""
         team = self.team(job)
         if team is not None:
-            team.await_others(timeout_s)
+            team.wait_for_recovery(timeout_s)
 
-    def facts(self, job: str) -> tuple[FactsByGroup, str, VersionId | None]:
+    def peer_facts(self, job: str) -> tuple[FactsByGroup, str, VersionId | None]:
         """What other nodes hold right now, by version and part; who could not be asked; the newest they know whole."""
         team = self.team(job)
         if team is None:
             return {}, "", None
-        sight = team.sight(fresh=True)
-        silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
+        sight = team.inventory(fresh=True)
+        silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.unreachable.items()))
         known = (group for one in sight.nodes.values() for group in (one.settled, one.whole) if group is not None)
-        return peer_facts(sight.nodes, team.me.id), silent, max(known, default=None)
+        return peer_facts(sight.nodes, team.this_node.id), silent, max(known, default=None)
 
-    def held(self, job: str, group: VersionId) -> tuple[dict[int, ShardInfo], dict[int, tuple[PeerSource, ...]]]:
+    def holders_of_parts(
+        self, job: str, group: VersionId
+    ) -> tuple[dict[int, ShardInfo], dict[int, tuple[PeerSource, ...]]]:
         """Each part of a version that other nodes hold, and which of them."""
         team = self.team(job)
         if team is None:
             return {}, {}
         facts: dict[int, ShardInfo] = {}
         found: dict[int, list[PeerSource]] = defaultdict(list)
-        for node, looked in team.sight().nodes.items():
-            there = [fact for fact in looked.facts if fact.key.group == group]
-            if there and node != team.me.id:
-                source = PeerSource(node, team.tending.peer(node).address)
+        for node, looked in team.inventory().nodes.items():
+            there = [fact for fact in looked.facts if fact.key.version_id == group]
+            if there and node != team.this_node.id:
+                source = PeerSource(node, team.membership.client_for(node).address)
                 for fact in there:
                     facts.setdefault(fact.key.part, fact)
                     found[fact.key.part].append(source)
         return facts, {part: tuple(sources) for part, sources in found.items()}
 
-    def first_with(self, job: str, group: VersionId) -> str | None:
+    def committer_of(self, job: str, group: VersionId) -> str | None:
         """The living node that wrote the first of the parts of a version, or took it over; ``None``: none is seen."""
         team = self.team(job)
         if team is None:
             return None
-        living = team.tending.living
+        living = team.membership.alive
         own = [
             (fact.key.part, node)
-            for node, looked in team.sight().nodes.items()
+            for node, looked in team.inventory().nodes.items()
             if node in living
             for fact in looked.facts
-            if fact.key.group == group and not fact.holders
+            if fact.key.version_id == group and not fact.holders
         ]
         return min(own)[1] if own else None
 
@@ -180,7 +182,7 @@ class PeerTier:
 
         def ask(node: str) -> list[ShardRecord]:
             try:
-                return team.records(node, group, tuple(wanted[node]))
+                return team.fetch_records(node, group, tuple(wanted[node]))
             except (PeerStoreError, OSError) as error:
                 log.warning("job %s: %s did not describe step %d: %s", job, node, group.version, error)
                 return []
@@ -195,7 +197,7 @@ class PeerTier:
         found = {}
         for part, described in said.items():
             try:
-                found[part] = team.agreed(described)[0]
+                found[part] = team.resolve_record(described)[0]
             except ShardDamagedError as error:
                 log.error("job %s: step %d: %s", job, group.version, error)
         return found
@@ -214,7 +216,7 @@ class PeerTier:
 
         def ask(node: str, wanted: list[str]) -> dict[str, bytes]:
             try:
-                return team.blobs(node, wanted)
+                return team.fetch_blobs(node, wanted)
             except (PeerStoreError, OSError) as error:
                 log.warning("job %s: %s did not give %d layouts and tables: %s", job, node, len(wanted), error)
                 silent.add(node)
@@ -244,51 +246,51 @@ class PeerTier:
         holders = self._holders(team, name)
         yield from holders
         # Who once described a step that needed it may have it, too; not everybody is asked for what nobody lists.
-        rest = [node for node in team.tending.living if node != team.me.id and node not in holders]
-        yield from sorted(rest, key=lambda node: stable_hash(team.me.id, node))[:_STRANGERS]
+        rest = [node for node in team.membership.alive if node != team.this_node.id and node not in holders]
+        yield from sorted(rest, key=lambda node: stable_hash(team.this_node.id, node))[:_STRANGERS]
 
     def _holders(self, team: JobPeers, name: str) -> dict[str, None]:
         """Nodes with a shard that goes with this layout or table, and so most likely with that.
 
         Each node has an order of its own: of what all have, not all ask the same one.
         """
-        sight = team.sight()
+        sight = team.inventory()
         seen, listed = self._listed.get(team.job, (None, {}))
         if seen is not sight:
             listed = defaultdict(list)
             for node, looked in sight.nodes.items():
                 for blob in {blob for fact in looked.facts for blob in blobs_needed(fact)}:
-                    if node != team.me.id:
+                    if node != team.this_node.id:
                         listed[blob].append(node)
             self._listed[team.job] = sight, listed
-        return dict.fromkeys(sorted(listed.get(name, ()), key=lambda node: stable_hash(team.me.id, node)))
+        return dict.fromkeys(sorted(listed.get(name, ()), key=lambda node: stable_hash(team.this_node.id, node)))
 
 
 def shard_replication_status(team: JobPeers, key: ShardKey) -> ShardReplication:
     """How well one of this node's shards is kept by now."""
-    living = team.tending.living
-    group = team.sharing.members if team.shares else ()
-    nodes = [living[node] for node in group if node in living] or team.protecting.holders(key)
+    living = team.membership.alive
+    group = team.parity_replicator.members if team.uses_parity else ()
+    nodes = [living[node] for node in group if node in living] or team.replicator.holders(key)
     levels = team.settings.levels
     level = next((name for name in reversed(levels) if any(dict(node.labels).get(name) for node in nodes)), "node")
-    copies, domains = team.protecting.redundancy(key, level)
-    standing = next((one for one in team.protecting.standings() if one.key == key), None)
-    settled = team.settled
+    copies, domains = team.replicator.redundancy(key, level)
+    standing = next((one for one in team.replicator.statuses() if one.key == key), None)
+    settled = team.newest_replicated
     return ShardReplication(
         copies=copies,
         domains=domains,
         level=level,
-        lacking=standing.lacking if standing is not None else 0,
-        settled=settled is not None and key.group <= settled,
-        trouble=team.protecting.trouble(key),
+        lacking=standing.missing if standing is not None else 0,
+        settled=settled is not None and key.version_id <= settled,
+        trouble=team.replicator.last_errors(key),
         group=len(group),
     )
 
 
 def cluster_status_of(team: JobPeers) -> ClusterStatus:
     """All nodes of a job: who is there, and what they hold."""
-    sight = team.sight(fresh=True)
-    roster, living = team.tending.roster, team.tending.living
+    sight = team.inventory(fresh=True)
+    roster, living = team.membership.member_list, team.membership.alive
     listed: dict[str, PeerNode] = {node.id: node for node in roster.nodes} if roster is not None else {}
     views = []
     for name, node in sorted({**listed, **living}.items()):
@@ -296,28 +298,28 @@ def cluster_status_of(team: JobPeers) -> ClusterStatus:
         views.append(
             ClusterNode(
                 node,
-                team.tending.standing(name),
+                team.membership.state_of(name),
                 looked.facts if looked is not None else (),
                 looked.epoch if looked is not None else 0,
                 looked.settled if looked is not None else None,
-                sight.silent.get(name, ""),
-                team.protecting.paths.rates.get(name, 0.0),
+                sight.unreachable.get(name, ""),
+                team.replicator.path_monitor.bytes_per_s.get(name, 0.0),
                 looked.verifying if looked is not None else 0,
             )
         )
-    sending = team.protecting.sending
+    sending = team.replicator.in_flight
     return ClusterStatus(
         job=team.job,
-        me=team.me.id,
+        me=team.this_node.id,
         nodes=tuple(views),
         roster=roster.version if roster is not None else 0,
-        quorum=team.tending.quorum,
-        sees=team.tending.explain(),
+        quorum=team.membership.has_quorum,
+        sees=team.membership.explain_quorum(),
         copies=team.settings.copies,
         mode=team.settings.mode,
         levels=team.settings.levels,
-        partners=team.protecting.partners,
-        sending=f"{sending[0].key} to {sending[0].to}" if sending is not None else "",
-        sent_bytes=team.protecting.totals.sent_bytes,
-        lag_s=team.protecting.totals.lag_s,
+        partners=team.replicator.partners,
+        sending=f"{sending[0].key} to {sending[0].target}" if sending is not None else "",
+        sent_bytes=team.replicator.totals.sent_bytes,
+        lag_s=team.replicator.totals.lag_s,
     )

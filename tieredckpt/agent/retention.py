@@ -45,7 +45,7 @@ def revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId]
     """
 
     def left(seen: Collection[Candidate]) -> set[VersionId]:
-        found = resolve_step([one for one in seen if one.whole]).verdicts
+        found = resolve_step([one for one in seen if one.is_complete]).verdicts
         return {group for group, verdict in found.items() if verdict is StepVerdict.SUPERSEDED}
 
     stay = [one for one in candidates if one.group not in gone]
@@ -60,10 +60,10 @@ def _still_needed(
 ) -> set[VersionId]:
     """Steps whose deletion would bring back a past that the job has left: nothing else says that it did."""
     stay = IncarnationBranches((one for group, one in seen.items() if group not in gone), quarantined)
-    lost = [group for group in left if not stay.leave(group)]
+    lost = [group for group in left if not stay.supersede(group)]
     proofs = sorted(gone - {*quarantined}, reverse=True) if lost else []
     needed: list[Candidate] = []
     for group in lost:
-        if not IncarnationBranches(needed).leave(group):
-            needed.append(next(seen[proof] for proof in proofs if IncarnationBranches([seen[proof]]).leave(group)))
+        if not IncarnationBranches(needed).supersede(group):
+            needed.append(next(seen[proof] for proof in proofs if IncarnationBranches([seen[proof]]).supersede(group)))
     return {one.group for one in needed}

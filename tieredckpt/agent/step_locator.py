@@ -82,7 +82,7 @@ class _LayoutGroup:
 
         if self._stack is None:
             self._stack = np.stack([np.frombuffer(one.numbers, np.int64) for one in self.columns])
-        rank, at = len(box.sizes), self.columns[0].at(row) + 1
+        rank, at = len(box.sizes), self.columns[0].numbers_offset(row) + 1
         offsets, sizes = (self._stack[:, at + rank * i : at + rank * (i + 1)] for i in (1, 2))
         first = np.asarray(box.offsets, np.int64)
         stop = first + np.asarray(box.sizes, np.int64)
@@ -93,7 +93,7 @@ class _LayoutGroup:
         """Whether layouts that were compared all at once disagree about the shape of the tensor in ``row``."""
         if self._stack is None:
             return False
-        rank, at = self.columns[0].ranks[row], self.columns[0].at(row) + 1
+        rank, at = self.columns[0].ranks[row], self.columns[0].numbers_offset(row) + 1
         shapes = self._stack[:, at : at + rank]
         return bool((shapes != shapes[0]).any())
 
@@ -163,7 +163,7 @@ class PieceIndex:
             if len(shapes) > 1:
                 raise CheckpointDamagedError(f"{fqn} is there in several shapes: {sorted(shapes)}")
             if tiling.missing:
-                found += [LayoutPiece(digest, entry, common, item) for common in tiling.lay(entry.box)]
+                found += [LayoutPiece(digest, entry, common, item) for common in tiling.add(entry.box)]
         return None if tiling.missing else found
 
     def _in(self, fqn: str) -> list[_LayoutGroup]:
@@ -459,7 +459,7 @@ class StepLocator:
     def _homes(self) -> Mapping[str, int]:
         """The part that a name is only in, as far as somebody said."""
         found = self._state_table()
-        return found[1].homes if found is not None else {}
+        return found[1].single_parts if found is not None else {}
 
     def _all(self) -> PieceIndex:
         return self._index(self._left())

@@ -180,7 +180,7 @@ class Checkpointer:
             found = call()
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
-        answers = enumerate(self._together.from_all(str(error) if error is not None else ""))
+        answers = enumerate(self._together.all_gather(str(error) if error is not None else ""))
         problems = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in answers if text]
         if error is not None:
             raise error
@@ -212,7 +212,7 @@ class Checkpointer:
                 f"save(durable=True): {self._location.job} has no durable tier to keep step {step} in. Name one: "
                 "Checkpointer(durable='s3://bucket/prefix'), or durable.url ($TIEREDCKPT_DURABLE_URL)"
             )
-        self._noter.note(state, step)
+        self._noter.record(state, step)
         self._came_further()
         last = self._is_last(step)
         if step % self.settings.memory.every and not (force or keep or durable or last):
@@ -239,9 +239,9 @@ class Checkpointer:
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
         self._last_saved = saved
-        self._recorded.saved(saved, time.perf_counter() - began)
+        self._recorded.record_save(saved, time.perf_counter() - began)
         if self._preemption is not None and last and self._preemption.requested:
-            self._preemption.finish()
+            self._preemption.flush_and_exit()
         if saved.error is not None and self._on_failure == "raise":
             raise saved.error
         return saved
@@ -251,7 +251,7 @@ class Checkpointer:
         if self._preemption is None or not self._preemption.active:
             return False
         told = self._preemption.requested
-        return told if self._last_step is None else self._last_step.is_it(step, told=told)
+        return told if self._last_step is None else self._last_step.is_last(step, told=told)
 
     def _save(
         self, state: StateDict, step: int, *, durable: bool, keep: bool = False, wait_s: float | None = None
@@ -261,9 +261,9 @@ class Checkpointer:
         if not self._planned_before or self._last is None:
             return self._save_first(state, step, durable=durable, keep=keep)
         session = self.session
-        if session.apart:
+        if session.agents_are_isolated:
             return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
-        knowing = session.owner.changed_by
+        knowing = session.incarnation.agreed_rank_count
         if knowing is not None and knowing < self._together.size:
             raise SaveFailedError(
                 f"{knowing} of the {self._together.size} ranks of this checkpointer have loaded or saved a step of "
@@ -271,17 +271,17 @@ class Checkpointer:
                 "ranks; to look at an old step use a process of its own, and for a part of the state another job"
             )
         required = durable and bool(self.settings.durable.url)
-        wanted = required or session.is_durable(step)
+        wanted = required or session.wants_durable(step)
         key: ShardKey | None = None
         try:
             flat = flatten_state(resolve_stateful(state))
-            planned = session.planned_for(state_fingerprint(flat))
+            planned = session.cached_plan(state_fingerprint(flat))
             if planned is not None:
-                key = session.owner.next_key(step, planned.part)
+                key = session.incarnation.next_key(step, planned.part)
                 self._finish_last(wait_s=max(wait_s, _SEALING_S))
                 self._until_last_is_copied()
                 if wanted and self.settings.durable.on_busy == "wait":
-                    session.wait_drained(self.settings.durable.retry_s)
+                    session.wait_for_drain(self.settings.durable.retry_s)
                 staged, items = self._stage(session, planned, flat, key, wait_s)
         except BaseException:
             self._leave_out(session, key, step)
@@ -296,10 +296,10 @@ class Checkpointer:
 
     def _leave_out(self, session: Session, key: ShardKey | None, step: int) -> None:
         """In the background: what the other ranks have of this step can never be whole."""
-        if session.owner.parts < 2 or session.owner.current is None or self._last is None:
+        if session.incarnation.part_count < 2 or session.incarnation.current is None or self._last is None:
             return
         # Also where it is not known yet what would have been written: the next try has the others' number then.
-        self._sealer.submit(session.left_out, key or session.owner.next_key(step, self._last.part))
+        self._sealer.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._last.part))
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
         """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
@@ -338,14 +338,14 @@ class Checkpointer:
             except (TieredCheckpointError, PeerStoreError):  # it is saved again
                 good = False
         session = self.session
-        mine = _SealVote(bool(good), session.owner.attempts_at(step))
+        mine = _SealVote(bool(good), session.incarnation.attempts_at(step))
         answers = [
-            from_json(answer, _SealVote) for answer in self._together.from_all(msgspec.json.encode(mine).decode())
+            from_json(answer, _SealVote) for answer in self._together.all_gather(msgspec.json.encode(mine).decode())
         ]
         if all(answer.good for answer in answers):
             return saved
         # Some may have tried more often than others, and parts of different attempts make no step.
-        session.catch_up(step, max(answer.attempts for answer in answers), self._together.rank)
+        session.align_attempts(step, max(answer.attempts for answer in answers), self._together.rank)
         return None
 
     def _copied(self, saved: SaveHandle, timeout_s: float) -> None:
@@ -387,12 +387,12 @@ class Checkpointer:
     ) -> tuple[StagedShard, list[bytes]]:
         layout = planned.layout
         items = [self._archives.archive(item.fqn, flat[item.fqn]) for item in layout.items]
-        staged = session.stage(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
-        with session.abandoned_on_error(staged):
+        staged = session.lease_slot(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
+        with session.release_on_error(staged):
             pieces = [
                 SlotWrite(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors
             ]
-            staged.memory.fill(pieces, session.copier)
+            staged.memory.copy_in(pieces, session.copier)
             abort_fence.raise_if_aborted()  # again: what was staged had been computed before anything was aborted
         return staged, items
 
@@ -426,9 +426,9 @@ class Checkpointer:
                 error = SaveFailedError(f"step {saved.step} of {self._location.job} was not sealed: {problem!r}")
             log.error("step %d of %s was not sealed: %s", saved.step, self._location.job, error)
             saved._state, saved._error = SaveState.FAILED, error
-            session.abandon(staged)
+            session.release_slot(staged)
             self._tell(session, failed=1)
-            session.left_out(staged.lease.key)
+            session.report_part_aborted(staged.lease.key)
             if error is problem:
                 raise
             raise error from problem
@@ -450,7 +450,7 @@ class Checkpointer:
         writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
         writer.wait_s = wait_s
         try:
-            self._together.dcp(dcp.save, state, storage_writer=writer)
+            self._together.call_dcp(dcp.save, state, storage_writer=writer)
         except CheckpointException as failure:
             error = unwrap_save_error(failure)
             raise error if wait_s is not None and isinstance(error, StoreBusyError) else failure from None
@@ -458,32 +458,32 @@ class Checkpointer:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
         self._last = writer.record.key
-        saved = self._followed(SaveHandle(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
+        saved = self._followed(SaveHandle(step, SaveState.SEALED), durable=durable or self.session.wants_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
         notify_progress_hook(self.session)
         return saved
 
-    def note(self, state: StateDict, step: int) -> None:
+    def record_boundary(self, state: StateDict, step: int) -> None:
         """``state`` is what ``step`` has left: where a fault finds it unchanged, survivors can go on from it.
 
         Every :meth:`save` does this also, whether it is due or not; needed only by who does not call it at every step.
         """
-        self._noter.note(state, step)
+        self._noter.record(state, step)
         self._came_further()
 
     def _give(self, planner: SavePlanner, step: int) -> None:
         """Save as ``step`` what the planners of all ranks have kept of it, and know it to be whole."""
         self._all_ready()
         self._join()
-        self.session.go_back(step)  # what was sealed of later steps is of a past that the job leaves
+        self.session.rewind_to(step)  # what was sealed of later steps is of a past that the job leaves
         # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
         settings = override_settings(self.settings, durable={"url": ""})
         writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=settings)
-        self._together.dcp(dcp.save, {}, storage_writer=writer, planner=planner)
+        self._together.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
-        self.session.commit(writer.record.key.group)
+        self.session.report_complete(writer.record.key.version_id)
 
     def _all_ready(self, names: str = "") -> None:
         """Before a collective: a rank that cannot reach its node must not leave the others waiting in it.
@@ -494,12 +494,12 @@ class Checkpointer:
         try:
             self._finish_last(wait_s=self.settings.memory.wait_s)
             self._until_last_is_copied()
-            self.session.known_epoch()
+            self.session.newest_known_epoch()
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = f"rank {self._together.rank}: {error}"
-        answers = [text.partition(" ") for text in self._together.from_all(f"{names} {problem}")]
+        answers = [text.partition(" ") for text in self._together.all_gather(f"{names} {problem}")]
         if names and all(named == names for named, _, _ in answers):
-            self._noter.is_complete()
+            self._noter.mark_names_complete()
         problems = [text for _, _, text in answers if text]
         if problems:
             raise SaveFailedError("; ".join(problems))
@@ -508,7 +508,7 @@ class Checkpointer:
         if step % self.settings.durable.every and not durable:
             return SaveHandle(step, SaveState.NOT_DUE)
         writer = plain_writer(self.settings.durable, self._location.job, step)
-        self._together.dcp(dcp.save, state, storage_writer=writer)
+        self._together.call_dcp(dcp.save, state, storage_writer=writer)
         return SaveHandle(step, SaveState.DURABLE)
 
     def _finish_last(self, *, wait_s: float) -> None:
@@ -526,7 +526,7 @@ class Checkpointer:
         """To the step after the one that was loaded, whether it is due to be saved or not."""
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
-            session.came_further()
+            session.report_load_survived()
 
     def _observe(self, saved: SaveHandle, blocked_s: float) -> None:
         """What this call knows; a save that got as far as its seal is counted by whoever seals it."""
@@ -538,7 +538,7 @@ class Checkpointer:
 
     def _tell(self, session: Session | None, **values: float) -> None:
         """The agent's metrics; the job's first rank writes down what it hears of protection."""
-        found = session.observe(**values) if session is not None else None
+        found = session.add_metrics(**values) if session is not None else None
         if self._is_first:
             self._recorded.protection(found, missed=round(values.get("skipped", 0) + values.get("failed", 0)))
 
@@ -554,7 +554,7 @@ class Checkpointer:
             if tier == "memory" or not self.settings.durable.url:
                 return tier == "memory"
             left_s = max(0.0, deadline - time.monotonic())
-            view = self.session.node.wait_durable(self._location.job, None, left_s)
+            view = self.session.agent.wait_durable(self._location.job, None, left_s)
         except (StoreBusyError, UnavailableError) as error:
             why = str(error)
         else:
@@ -566,7 +566,7 @@ class Checkpointer:
 
     def _until_durable(self, group: VersionId, timeout_s: float) -> bool:
         try:
-            view = self.session.node.wait_durable(self._location.job, group, timeout_s)
+            view = self.session.agent.wait_durable(self._location.job, group, timeout_s)
         except PeerStoreError as error:
             raise TierUnavailableError(
                 f"whether step {group.version} is durable is not known after {timeout_s:.1f} s: {error}"
@@ -582,10 +582,10 @@ class Checkpointer:
         return True
 
     def _until_copied(self, key: ShardKey, copies: int, domains: int, timeout_s: float) -> ShardReplication:
-        return self.session.node.durability(key, copies=copies, domains=domains, timeout_s=timeout_s)
+        return self.session.agent.replication_status(key, copies=copies, domains=domains, timeout_s=timeout_s)
 
     def _durable_state(self, group: VersionId) -> str:
-        view = next((view for view in self.session.node.drains(self._location.job) if view.group == group), None)
+        view = next((view for view in self.session.agent.drain_status(self._location.job) if view.group == group), None)
         if view is None or view.state in ("waiting", "running"):
             return "durable pending"
         return "durable" if view.state == "done" else f"not durable ({view.error or view.state})"
@@ -603,7 +603,7 @@ class Checkpointer:
         *,
         strict: bool = True,
         on_lost: OnLost = "raise",
-        unproven: Collection[str] = (),
+        exclude_from_proof: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> int:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
@@ -618,12 +618,11 @@ class Checkpointer:
         a ``CheckpointTornError`` then. A damaged step is reported and the next older whole one is used. Where there is
         none: ``CheckpointDamagedError`` and ``CheckpointLostError`` (there were whole steps, and parts of them are on
         no node that answers) name the steps and what is missing of them, ``TierUnavailableError`` the tier that could
-        not be asked. ``on_lost="begin"`` begins from nothing in the first two cases.
+        not be asked. ``on_lost="start_fresh"`` starts from nothing in the first two cases.
 
         At the end ``state`` is asked what it is made of now, and that is compared with what was saved:
-        :class:`RestoreProofError` names what differs. ``unproven`` are names in ``state`` that say something else after
-        a load than was saved, and mean to; ``last_restore.proof`` says what was compared. ``proof=False`` (or
-        ``memory.proof``) turns it off.
+        :class:`RestoreProofError` names what differs. ``exclude_from_proof`` names what may differ in ``state`` after a
+        load; ``last_restore.proof`` says what was compared. ``proof=False`` (or ``memory.proof``) turns it off.
 
         ``timeout_s``: when it is not known by then what there is, because the agent, other nodes or the durable tier do
         not answer, that is a ``TierUnavailableError`` too. What is being read then is read to its end.
@@ -632,31 +631,35 @@ class Checkpointer:
         """
         job = self._location.job
         self._check_open()
-        with self._recorded.restoring() as told, deadlines.timeout_scope(timeout_s):
-            expected = gather_expected_step(job, self._together.from_all) if step is None else None
-            if expected is not None and expected.exactly:
+        with self._recorded.record_restore() as told, deadlines.timeout_scope(timeout_s):
+            expected = gather_expected_step(job, self._together.all_gather) if step is None else None
+            if expected is not None and expected.is_required:
                 step = expected.step
-            told.step = self._restore_any(state, step, strict=strict, on_lost=on_lost, unproven=unproven)
+            told.step = self._restore_any(
+                state, step, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
+            )
             told.report = self.last_restore
             check_restored_step(job, expected, told.step)
             return told.step
 
     def _restore_any(
-        self, state: StateDict, step: int | None, *, strict: bool, on_lost: OnLost, unproven: Collection[str]
+        self, state: StateDict, step: int | None, *, strict: bool, on_lost: OnLost, exclude_from_proof: Collection[str]
     ) -> int:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
         if self._together.rank == 0:
-            self.session.say_memory_only()
-        restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost, unproven=unproven)
+            self.session.warn_memory_only()
+        restored, report = self._restoring.restore(
+            state, step, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
+        )
         self.last_restore = report
         if restored >= 0:
             notify_progress_hook(self.session)
         else:
-            self.session.go_back(-1)
+            self.session.rewind_to(-1)
             if self._together.rank == 0:
-                self.session.observe(**{f"begun_{'absent' if report is None else report.mode}": 1})
+                self.session.add_metrics(**{f"begun_{'absent' if report is None else report.mode}": 1})
         self._prepare(state)
         return restored
 
@@ -670,7 +673,7 @@ class Checkpointer:
             elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 shared += value.nbytes
         self._preparing = [one for one in self._preparing if one.is_alive()]
-        self._preparing.append(self.session.prepare(rank, own + shared // parts))
+        self._preparing.append(self.session.prefault_slots(rank, own + shared // parts))
 
     # -- the rest ---------------------------------------------------------------------------------------------
 
@@ -678,8 +681,8 @@ class Checkpointer:
         """Every step this node can see, oldest first."""
         if not self.settings.enabled:
             found = plain_steps(self.settings.durable, self._location.job)
-            return [StepInfo(step, ("durable",), whole=True) for step in found]
-        return step_infos(self.session.node.survey(self._location.job, fresh=True))
+            return [StepInfo(step, ("durable",), is_complete=True) for step in found]
+        return step_infos(self.session.agent.list_steps(self._location.job, fresh=True))
 
     def drop(self, step: int) -> bool:
         """Give up ``step``, kept or not, in every tier and on every node; whether there was something of it.
@@ -695,10 +698,10 @@ class Checkpointer:
         self._finish_last(wait_s=self.settings.memory.wait_s)
         try:
             session = self.session
-            views = session.node.survey(job, fresh=True).views
+            views = session.agent.list_steps(job, fresh=True).views
             groups = [view.group for view in views if view.group.version == step]
             if groups:
-                session.dropped(groups)
+                session.drop_steps(groups)
         except PeerStoreError as error:
             raise TierUnavailableError(f"step {step} of {job}: {error}") from error
         return bool(groups)
@@ -710,7 +713,7 @@ class Checkpointer:
     def close(self) -> None:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
         self._closed = True
-        self._noter.forget()
+        self._noter.release_tensors()
         for preparing in self._preparing:  # one that came later might have an agent started again
             preparing.join()
         self._sealer.shutdown()
@@ -718,7 +721,7 @@ class Checkpointer:
         if session is not None:
             if self._is_first and self._last_saved is not None:  # copies may have come since the last save
                 self._tell(session)
-            session.look_away()
+            session.stop_watching_agent()
         if self._preemption is not None:
             self._preemption.close()
         self._together.close()

@@ -84,14 +84,15 @@ def hydrate_from_survivors(
     one is believed when both weigh the same.
     """
     meeting = _StoreExchange(store, rank, size)
-    keeper.tries += 1
-    if keeper.tries > _MOST_TRIES and keeper.kept:
-        log.warning("what was kept of %s is given up after %d worlds", ", ".join(keeper.kept), _MOST_TRIES)
-        keeper.drop()
-    covers = {job: _cover_of(kept) for job, kept in keeper.kept.items()}
+    keeper.contribute_attempts += 1
+    if keeper.contribute_attempts > _MOST_TRIES and keeper.retained:
+        log.warning("what was kept of %s is given up after %d worlds", ", ".join(keeper.retained), _MOST_TRIES)
+        keeper.clear()
+    covers = {job: _cover_of(kept) for job, kept in keeper.retained.items()}
     asked = _asked(keeper, meeting, covers)
     found = [
-        _hydrate(meeting, job, asked[job], keeper.kept.get(job), covers.get(job), weigh=weigh) for job in sorted(asked)
+        _hydrate(meeting, job, asked[job], keeper.retained.get(job), covers.get(job), weigh=weigh)
+        for job in sorted(asked)
     ]
     for hydration in found if rank == 0 else ():
         log.log(logging.WARNING if hydration.failed else logging.INFO, "%s", hydration)
@@ -104,11 +105,13 @@ def _asked(
 ) -> dict[str, _JobHoldings]:
     """Who has what, by job: the first rank hears everybody, and tells all."""
     holdings = {
-        job: SurvivorHolding(one.step, one.left, covers[job].digest, one.complete) for job, one in keeper.kept.items()
+        job: SurvivorHolding(one.step, one.world_epoch, covers[job].digest, one.has_all_names)
+        for job, one in keeper.retained.items()
     }
-    proved = keeper.proven if keeper.silent else None
+    proved = keeper.trusted_steps if keeper.aborts_silently else None
     meeting.say(
-        f"stand/{meeting.rank}", SurvivorReport(keeper.left, holdings, keeper.reached, proved, keeper.why_not())
+        f"stand/{meeting.rank}",
+        SurvivorReport(keeper.last_world_epoch, holdings, keeper.reached_steps, proved, keeper.why_not()),
     )
     if meeting.rank == 0:
         stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], SurvivorReport)
@@ -176,14 +179,14 @@ def _choice(
 
 def _needed(ckpt: Checkpointer) -> RequiredNames | None:
     """What the newest whole step has."""
-    node, job = ckpt.session.node, ckpt.session.job
-    seen = node.survey(job, fresh=True)
+    node, job = ckpt.session.agent, ckpt.session.job
+    seen = node.list_steps(job, fresh=True)
     bad = {view.group for view in seen.views if view.quarantined}
     candidates = [view.candidate for view in seen.views]
     chosen = resolve_step(candidates, quarantined=bad, unreachable=list(seen.unreachable)).chosen
     if chosen is None:
         return None
-    step = StepIndex(node.describe(job, chosen.group))
+    step = StepIndex(node.describe_step(job, chosen.group))
     return RequiredNames(chosen.group.version, frozenset(step.tensors), frozenset(step.objects))
 
 
@@ -213,7 +216,7 @@ def _content_of(kept: RetainedState, weigh: TensorChecksum) -> ContentDigest:
     try:
         for item in kept.plan.items:
             plan = item.tensor_data
-            if plan is not None and item.index.fqn in kept.compared:
+            if plan is not None and item.index.fqn in kept.replicated_names:
                 name, value = item.index.fqn, kept.values[item.index.fqn]
                 weights.append((name, weigh(name, value, (*plan.size,), (*plan.chunk.offsets,))))
     except RuntimeError as error:  # of a device that is broken

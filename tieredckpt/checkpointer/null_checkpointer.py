@@ -28,7 +28,7 @@ class NullCheckpointer:
         del step
         return False
 
-    def note(self, state: StateDict, step: int) -> None:
+    def record_boundary(self, state: StateDict, step: int) -> None:
         del state, step
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
@@ -42,10 +42,10 @@ class NullCheckpointer:
         *,
         strict: bool = True,
         on_lost: OnLost = "raise",
-        unproven: Collection[str] = (),
+        exclude_from_proof: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> int:
-        del state, step, strict, on_lost, unproven, timeout_s
+        del state, step, strict, on_lost, exclude_from_proof, timeout_s
         return -1
 
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:

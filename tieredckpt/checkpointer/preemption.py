@@ -62,7 +62,7 @@ class PreemptionHandler:
     def requested(self) -> bool:
         return self._deadline is not None
 
-    def finish(self) -> None:
+    def flush_and_exit(self) -> None:
         """The last save is staged: flush it, and go."""
         self._steps.put(False)
         self._flush_now()
@@ -135,7 +135,7 @@ class LastStepAgreement:
         self._said = False
         self._looked = 0.0
 
-    def is_it(self, step: int, *, told: bool) -> bool:
+    def is_last(self, step: int, *, told: bool) -> bool:
         """Whether ``step`` is the last one; ``told``: this rank has been told to end."""
         try:
             return self._is_it(step, told=told)

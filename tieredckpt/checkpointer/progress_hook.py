@@ -1,8 +1,9 @@
 """Reports of saves and restores: to the launcher's progress hook, and to the run's event log.
 
-It hears of whole steps (:meth:`ProgressHook.sealed`), and before a restore it is asked what it knows of
-(:meth:`ProgressHook.expected`). What the tiers hold decides: the newest whole step wins, whether the overseer knows of
-it or not. What an overseer can do is to insist on a step, and to make sure that a job which was somewhere never begins
+It hears of whole steps (:meth:`ProgressHook.on_sealed`), and before a restore it is asked what it knows of
+(:meth:`ProgressHook.expected_step`). What the tiers hold decides: the newest whole step wins, whether the overseer
+knows of it or not. What an overseer can do is to insist on a step, and to make sure that a job which was somewhere
+never begins
 from nothing because its steps cannot be found.
 """
 
@@ -43,19 +44,19 @@ class ExpectedStep(msgspec.Struct, frozen=True):
 
     step: int | None
     """``None``: it knows of something, but not of what."""
-    said: str
+    source: str
     """For people: who says so, and how."""
-    exactly: bool = False
+    is_required: bool = False
     """Go on from this step, or not at all."""
 
 
 class ProgressHook(Protocol):
     """Called by every rank, at the same points."""
 
-    def expected(self, job: str) -> ExpectedStep | None:
+    def expected_step(self, job: str) -> ExpectedStep | None:
         """Before a restore; ``None``: this process was told nothing. The newest that any rank was told counts."""
 
-    def sealed(self, session: Session) -> None:
+    def on_sealed(self, session: Session) -> None:
         """This process has sealed or restored a step of the session's job. Any thread; does not wait for anybody."""
 
 
@@ -75,13 +76,13 @@ def use_progress_hook(overseer: ProgressHook) -> Iterator[None]:
 def notify_progress_hook(session: Session) -> None:
     """Who keeps account may have something to write down."""
     for overseer in _overseers[-1:]:
-        overseer.sealed(session)
+        overseer.on_sealed(session)
 
 
 def gather_expected_step(job: str, from_all: Callable[[str], Sequence[str]]) -> ExpectedStep | None:
     """One answer for all ranks, which tell each other by ``from_all`` where there is an overseer."""
     for overseer in _overseers[-1:]:
-        mine = msgspec.json.encode(overseer.expected(job)).decode()
+        mine = msgspec.json.encode(overseer.expected_step(job)).decode()
         return newest_expected_step([from_json(one, ExpectedStep | None) for one in from_all(mine)])
     return None
 
@@ -89,7 +90,7 @@ def gather_expected_step(job: str, from_all: Callable[[str], Sequence[str]]) -> 
 def newest_expected_step(told: Sequence[ExpectedStep | None]) -> ExpectedStep | None:
     """Of what each rank was told: the newest step, and before that what is not known."""
     found = [one for one in told if one is not None]
-    return max(found, key=lambda one: (-1 if one.step is None else one.step, one.exactly, one.said), default=None)
+    return max(found, key=lambda one: (-1 if one.step is None else one.step, one.is_required, one.source), default=None)
 
 
 def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) -> None:
@@ -98,19 +99,21 @@ def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) 
         return
     if expected.step is None:
         if restored < 0:
-            raise TierUnavailableError(f"{job}: {expected.said}, and no tier has a whole step: unknown what there was")
-        log.warning("%s: %s; going on from step %d, the newest whole one", job, expected.said, restored)
+            raise TierUnavailableError(
+                f"{job}: {expected.source}, and no tier has a whole step: unknown what there was"
+            )
+        log.warning("%s: %s; going on from step %d, the newest whole one", job, expected.source, restored)
     elif restored < 0:
         raise CheckpointNotFoundError(
-            f"{job}: {expected.said}, and no tier has a whole step. Beginning from nothing would throw away "
+            f"{job}: {expected.source}, and no tier has a whole step. Beginning from nothing would throw away "
             f"{expected.step + 1} steps: bring them back, or begin on purpose, as another job"
         )
     elif restored > expected.step:
-        log.info("%s: %s; step %d is newer and whole, and is gone on from", job, expected.said, restored)
+        log.info("%s: %s; step %d is newer and whole, and is gone on from", job, expected.source, restored)
     else:
         log.warning(
             "%s: %s, which is not there; going on from step %d, %d steps are done again",
-            *(job, expected.said, restored, expected.step - restored),
+            *(job, expected.source, restored, expected.step - restored),
         )
 
 
@@ -119,10 +122,10 @@ def newest_complete_step(session: Session, *, ask: bool, fresh: bool = False) ->
 
     A node knows it as soon as its agent has counted, or heard from the one that counts.
     """
-    known = session.newest_whole()
+    known = session.newest_complete_step()
     if not ask or (known >= session.sealed_step and not fresh):
         return known
-    survey = session.node.survey(session.job, fresh=fresh)
+    survey = session.agent.list_steps(session.job, fresh=fresh)
     spoilt = [view.group for view in survey.views if view.quarantined]
     unreachable = tuple(tier for tier in Tier if tier in survey.unreachable)
     chosen = resolve_step([view.candidate for view in survey.views], quarantined=spoilt, unreachable=unreachable).chosen
@@ -148,14 +151,14 @@ class SaveRestoreLog:
 
     @property
     def _rank(self) -> int:
-        known, told = self._ledger.place.rank, os.environ.get("RANK", "")
+        known, told = self._ledger.position.rank, os.environ.get("RANK", "")
         return known if known >= 0 or not told.isdecimal() else int(told)
 
-    def saved(self, saved: SaveHandle, blocked_s: float) -> None:
+    def record_save(self, saved: SaveHandle, blocked_s: float) -> None:
         """A call of ``save`` that was due."""
         if saved.state is not SaveState.NOT_DUE:
             began = time.time() - blocked_s
-            epoch = self._ledger.place.epoch
+            epoch = self._ledger.position.epoch
             self._ledger.write(SaveEvent(self._rank, saved.step, saved.state.value, began, blocked_s, epoch))
 
     def protection(self, found: ProtectionStatus | None, *, missed: int = 0) -> None:
@@ -170,29 +173,29 @@ class SaveRestoreLog:
             self._ledger.write(Protection(time.time(), found.step, found.unprotected_since, found.left_out))
 
     @contextmanager
-    def restoring(self) -> Iterator[RestoreOutcome]:
+    def record_restore(self) -> Iterator[RestoreOutcome]:
         """However it ends, its time is written down as a stage, where this process is on its way into a world."""
-        told, where, began = RestoreOutcome(), self._ledger.place, time.time()
-        entering = where.reached is not None
-        if where.reached is not None:
-            self._stage(STAGE_LOADER, where.reached, began)
-            where.reached = None
+        told, where, began = RestoreOutcome(), self._ledger.position, time.time()
+        entering = where.stage_began_at is not None
+        if where.stage_began_at is not None:
+            self._stage(STAGE_LOADER, where.stage_began_at, began)
+            where.stage_began_at = None
         try:
             yield told
         finally:
             ended = time.time()
             if entering:
                 self._stage(STAGE_HYDRATE, began, ended)
-                where.reached = ended
+                where.stage_began_at = ended
             if told.step is not None:
                 self._restored(told, began, ended)
 
     def _restored(self, told: RestoreOutcome, began: float, ended: float) -> None:
-        where, step = self._ledger.place, told.step if told.step is not None else -1
+        where, step = self._ledger.position, told.step if told.step is not None else -1
         report = told.report if told.report is not None and told.report.step == step else None
         lost = None if report is None else report.lost
         if lost is None:
-            lost = where.begun - step if where.begun >= step else -1
+            lost = where.newest_begun_step - step if where.newest_begun_step >= step else -1
         self._ledger.write(
             RestoreEvent(
                 rank=self._rank,
@@ -208,5 +211,5 @@ class SaveRestoreLog:
         where.next_step = step + 1
 
     def _stage(self, name: str, began: float, ended: float) -> None:
-        where = self._ledger.place
+        where = self._ledger.position
         self._ledger.write(StageEvent(where.epoch, self._rank, name, began, max(0.0, ended - began)))

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _MAX_FALLBACKS = 8
 _TRIES = 15
 _LOOK_AGAIN_S = 1.0
-OnLost = Literal["raise", "begin"]
+OnLost = Literal["raise", "start_fresh"]
 
 
 class CheckpointRestorer:
@@ -65,7 +65,7 @@ class CheckpointRestorer:
         *,
         strict: bool = True,
         on_lost: OnLost = "raise",
-        unproven: Collection[str] = (),
+        exclude_from_proof: Collection[str] = (),
     ) -> tuple[int, RestoreReport | None]:
         """Fill ``state``: with which step, or -1 where every tier was asked and nothing was ever whole; what was read.
 
@@ -80,8 +80,8 @@ class CheckpointRestorer:
         for _ in range(_MAX_FALLBACKS):
             began = time.perf_counter()
             reader = TieredReader(self._job, step, settings=self._settings)
-            reader.fresh, reader.strict, reader.proves_later = fresh, strict, True
-            reader.choosing = tuple(f"{name}." for name, value in state.items() if _chooses(value))
+            reader.fresh, reader.strict, reader.defers_proof = fresh, strict, True
+            reader.selective_prefixes = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
                 self._look(reader)
             except (CheckpointNotFoundError, CheckpointDamagedError, CheckpointLostError) as nothing:
@@ -95,7 +95,7 @@ class CheckpointRestorer:
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
                 with contextlib.closing(reader):
-                    self._together.dcp(dcp.load, filled, storage_reader=reader, planner=planner)
+                    self._together.call_dcp(dcp.load, filled, storage_reader=reader, planner=planner)
             except CheckpointException as failure:
                 error = unwrap_load_error(failure)
                 # What is left may be whole all the same, or another step is.
@@ -110,10 +110,10 @@ class CheckpointRestorer:
             state.update(
                 {name: value for name, value in filled.items() if not isinstance(value, _StatefulWithPlaceholders)}
             )
-            self._prove(state, reader, unproven, began)
+            self._prove(state, reader, exclude_from_proof, began)
             self._hydrated(reader.report, given)
             if held is not None:
-                held.completes(self._job, names_digest(reader.restored_names))
+                held.mark_names_complete(self._job, names_digest(reader.restored_names))
             self._say(state, reader, strict=strict)
             return reader.restored_step, reader.report
         if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged
@@ -122,26 +122,26 @@ class CheckpointRestorer:
             f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded: {error}"
         )
 
-    def _prove(self, state: StateDict, reader: TieredReader, unproven: Collection[str], began: float) -> None:
+    def _prove(self, state: StateDict, reader: TieredReader, exclude_from_proof: Collection[str], began: float) -> None:
         """Compare what is live now with what the save recorded: one answer for all ranks."""
         evidence, reader.evidence = reader.evidence, None
         if evidence is None or reader.report is None:
             return
         proving = time.perf_counter()
-        live = RestoredState(state, evidence, reader.session.node.store, unproven, _chooses)
+        live = RestoredState(state, evidence, reader.session.agent.store, exclude_from_proof, _chooses)
         try:
             with gc_paused():
                 live.prove()
         except Exception as error:
             log.exception("%s: the live state could not be compared with what was saved", self._job)
-            live.give_up(f"{type(error).__name__}: {error}")
+            live.mark_unproven(f"{type(error).__name__}: {error}")
         # A state_dict() may have collectives: either all ranks ask a second time, or none does.
-        told = self._together.from_all("\n".join(live.doubtful))
+        told = self._together.all_gather("\n".join(live.mismatched_names))
         again = sorted({name for doubtful in told for name in doubtful.split("\n") if name})
         if again:
-            live.ask_again(again)
+            live.recheck(again)
             wrong = describe_mismatches(self._job, reader.report.step, self._together.rank, live.proof)
-            problems = [text for text in self._together.from_all(wrong) if text]
+            problems = [text for text in self._together.all_gather(wrong) if text]
             if problems:
                 raise RestoreProofError(wrong or problems[0])
         proof = live.proof
@@ -190,7 +190,7 @@ class CheckpointRestorer:
         elif isinstance(nothing, CheckpointNotFoundError):
             return None
         else:
-            log.error("%s begins from nothing, as on_lost='begin' says: %s", self._job, nothing)
+            log.error("%s begins from nothing, as on_lost='start_fresh' says: %s", self._job, nothing)
             report.mode = "lost" if isinstance(nothing, CheckpointLostError) else "damaged"
         return report
 
@@ -203,8 +203,8 @@ class CheckpointRestorer:
             except TierUnavailableError as error:
                 unknown = error
             proves = self._settings.memory.proof
-            why = "late" if deadlines.expired() else "awaited" if reader.awaited else ""
-            said = [one.partition(" ") for one in self._together.from_all(f"{why} {'' if proves else 'unproven'}")]
+            why = "late" if deadlines.expired() else "awaited" if reader.peers_pending else ""
+            said = [one.partition(" ") for one in self._together.all_gather(f"{why} {'' if proves else 'unproven'}")]
             if proves and any(unproven for _, _, unproven in said):
                 # The comparison asks states that may have collectives, and what it finds is said to all.
                 log.warning("%s: some ranks say memory.proof=False, so no rank compares what is restored", self._job)
@@ -222,7 +222,7 @@ class CheckpointRestorer:
     def _find(self, reader: TieredReader) -> None:
         """Return if there is something to load: one answer for all ranks, absent, torn, lost and unknown kept apart."""
         try:
-            found: str = reader.check()
+            found: str = reader.describe_choice()
         except CheckpointTornError as error:
             found = f"torn {error}"
         except CheckpointNotFoundError as error:
@@ -233,7 +233,7 @@ class CheckpointRestorer:
             found = f"lost {error}"
         except (TieredCheckpointError, PeerStoreError) as error:
             found = f"unknown {error}"
-        answers = self._together.from_all(found)
+        answers = self._together.all_gather(found)
         unknown = [answer for answer in answers if answer.startswith("unknown ")]
         damaged = [answer for answer in answers if answer.startswith("damaged ")]
         lost = [answer for answer in answers if answer.startswith("lost ")]
@@ -264,7 +264,7 @@ class CheckpointRestorer:
             return -1
         reader = plain_reader(durable, job, steps[-1], trust_objects=self._settings.memory.trust_objects)
         try:
-            self._together.dcp(dcp.load, state, storage_reader=reader)
+            self._together.call_dcp(dcp.load, state, storage_reader=reader)
         except CheckpointException as failure:
             raise unwrap_load_error(failure) from failure
         return steps[-1]

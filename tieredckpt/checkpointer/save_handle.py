@@ -82,7 +82,7 @@ class SaveHandle:
         if self._state is SaveState.DURABLE:
             return self._state
         left_s = max(0.0, deadline - time.monotonic())
-        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, left_s):
+        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.version_id, left_s):
             self._state = SaveState.DURABLE
         return self._state
 
@@ -111,7 +111,7 @@ class SaveHandle:
             return f"{self._state.value}{f' ({self._error})' if self._error else ''}"
         key = self._sealing.result().key
         memory = "1 copy" if self._until_copied is None else describe_replication(self._until_copied(key, 0, 0, 0.0))
-        return memory if self._durable_state is None else f"{memory}, {self._durable_state(key.group)}"
+        return memory if self._durable_state is None else f"{memory}, {self._durable_state(key.version_id)}"
 
     def __repr__(self) -> str:
         return f"Saved(step={self.step}, {self._state.value}{f', {self._error}' if self._error else ''})"
@@ -134,7 +134,7 @@ class StepInfo:
 
     step: int
     tiers: tuple[str, ...]
-    whole: bool
+    is_complete: bool
     quarantined: str = ""
 
 
@@ -145,5 +145,5 @@ def step_infos(survey: StepInventory) -> list[StepInfo]:
         tiers = {tier.value for where in view.found.values() for tier in where}
         if view.durable:
             tiers.add("durable")
-        lines.append(StepInfo(view.group.version, tuple(sorted(tiers)), view.candidate.whole, view.quarantined))
+        lines.append(StepInfo(view.group.version, tuple(sorted(tiers)), view.candidate.is_complete, view.quarantined))
     return sorted(lines, key=lambda line: line.step)

@@ -51,19 +51,22 @@ class LazyCommandGroup(click.Group):
 
     def __init__(self, *args: Any, own: Mapping[str, str], plugins: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.own = own
-        self.plugins = plugins
+        self.builtin_commands = own
+        self.plugin_group = plugins
         """The entry points' group; "": there are none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.own, *sorted(set(metadata.entry_points(group=self.plugins).names) - self.own.keys())]
+        return [
+            *self.builtin_commands,
+            *sorted(set(metadata.entry_points(group=self.plugin_group).names) - self.builtin_commands.keys()),
+        ]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self.own:
-            module, _, name = self.own[cmd_name].partition(":")
+        if cmd_name in self.builtin_commands:
+            module, _, name = self.builtin_commands[cmd_name].partition(":")
             found: click.Command = getattr(import_module(module), name)
             return found
-        added = metadata.entry_points(group=self.plugins, name=cmd_name)
+        added = metadata.entry_points(group=self.plugin_group, name=cmd_name)
         return _command_of(cmd_name, list(added)) if added else None
 
 
@@ -112,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
     except (TieredCheckpointError, CommandError, PeerStoreError, OSError) as error:
-        return screen.failed(error)
+        return screen.report_error(error)
 
 
 def _command_of(name: str, points: list[metadata.EntryPoint]) -> click.Command:

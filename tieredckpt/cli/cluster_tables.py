@@ -78,9 +78,9 @@ def steps_table(view: ClusterStatus, survey: StepInventory, steps: Sequence[Step
         [
             str(one.group.version),
             f"[{STATES[one.state]}]{one.state}[/]",
-            f"{one.held} of {one.parts}" if one.parts else "-",
-            one.in_words(or_more=or_more) if one.held else "-",
-            "yes" if one.settled else "no",
+            f"{one.parts_in_memory} of {one.parts}" if one.parts else "-",
+            one.describe(or_more=or_more) if one.parts_in_memory else "-",
+            "yes" if one.is_replicated else "no",
             durable_cell(one, survey),
             format_age((now_ns - one.saved_ns) / 1e9) if one.saved_ns else "-",
         ]
@@ -117,9 +117,9 @@ def step_warnings(view: ClusterStatus, steps: Iterable[StepRedundancy]) -> list[
         if one.quarantined:
             lines.append(f"[red]{name}[/] is quarantined: {escape(one.quarantined)}")
         lines += [f"[red]{name}[/] part {part} was damaged: {escape(why)}" for part, why in sorted(one.damaged.items())]
-        lines += [f"[yellow]{name}[/] {_weak(weak, view)}" for weak in one.weak[:_WEAK_SHOWN]]
-        if len(one.weak) > _WEAK_SHOWN:
-            more = sum(len(weak.parts) for weak in one.weak[_WEAK_SHOWN:])
+        lines += [f"[yellow]{name}[/] {_weak(weak, view)}" for weak in one.under_replicated[:_WEAK_SHOWN]]
+        if len(one.under_replicated) > _WEAK_SHOWN:
+            more = sum(len(weak.parts) for weak in one.under_replicated[_WEAK_SHOWN:])
             lines.append(f"[yellow]{name}[/] and {more} more parts with too few copies; --json has all")
     return lines
 
@@ -134,7 +134,7 @@ def _weak(weak: UnderReplicatedParts, view: ClusterStatus) -> str:
 
 def steps_to_show(steps: Sequence[StepRedundancy]) -> tuple[list[StepRedundancy], int]:
     """Steps in memory and the newest that is not, and how many older ones there are."""
-    far = [one for one in steps if not one.held and not one.damaged]
+    far = [one for one in steps if not one.parts_in_memory and not one.damaged]
     hidden = {one.group for one in far[:-1]}
     return [one for one in steps if one.group not in hidden], len(hidden)
 
@@ -181,12 +181,12 @@ def step_json(one: StepRedundancy) -> dict[str, Any]:
         "incarnation": one.group.incarnation,
         "state": one.state,
         "parts": one.parts or None,
-        "parts_in_memory": one.held,
+        "parts_in_memory": one.parts_in_memory,
         "copies": one.copies,
         "domains": one.domains,
         "level": one.level,
-        "weak": [{"parts": list(weak.parts), "nodes": list(weak.nodes)} for weak in one.weak],
-        "settled": one.settled,
+        "weak": [{"parts": list(weak.parts), "nodes": list(weak.nodes)} for weak in one.under_replicated],
+        "settled": one.is_replicated,
         "durable": one.durable,
         "drain": None if drain is None else drain_json(drain),
         "quarantined": one.quarantined or None,

@@ -51,10 +51,10 @@ class CommandOutput:
         else:
             show(self.out)
 
-    def note(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self.err.print(escape(text), style="yellow")
 
-    def failed(self, error: BaseException) -> ExitCode:
+    def report_error(self, error: BaseException) -> ExitCode:
         """Report what ended the command; its exit code."""
         code = exit_code_for(error)
         advice = hint_for(error)
@@ -70,7 +70,7 @@ class CommandOutput:
         return code
 
     @contextlib.contextmanager
-    def progress(self, what: str, total_bytes: int) -> Iterator[AdvanceProgress]:
+    def progress_bar(self, what: str, total_bytes: int) -> Iterator[AdvanceProgress]:
         """A bar on standard error, where that is a terminal."""
         if not self.err.is_terminal:
             yield lambda _: None
@@ -87,7 +87,7 @@ class CommandOutput:
             yield lambda count: progress.advance(task, count)
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def spinner(self, what: str) -> Iterator[None]:
         """Say what takes so long, where somebody watches."""
         if not self.err.is_terminal:
             yield

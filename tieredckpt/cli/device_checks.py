@@ -39,12 +39,12 @@ def check_devices(
     """On each of the devices that torch reports; without one it is said what could not be tried."""
     device = device or accelerator()
     torch_s = f"torch {torch.__version__}"
-    if not device.count():
+    if not device.device_count():
         found = check_failed("device", f"{torch_s} reports no accelerator", _why_none())
         return [found, check_warning("device checks", "not tried: registered memory, copies both ways, events, health")]
-    names = [str(torch.device(device.type, index)) for index in range(device.count())]
+    names = [str(torch.device(device.type, index)) for index in range(device.device_count())]
     findings = [check_passed("device", f"{torch_s} reports {', '.join(names)}, {_nccl()}")]
-    for index in range(device.count()):
+    for index in range(device.device_count()):
         findings += _Trial(device, index, empty or _empty, size_bytes, limit_s).findings()
     return findings
 
@@ -92,7 +92,7 @@ class _Trial:
         self._found.append(check_failed("health", f"{self._place}, {self._stage}: {text}", advice))
 
     def _try(self) -> None:
-        self._device.make_current(self._index)
+        self._device.set_current(self._index)
         there = self._empty(self._size_bytes, self._place)
         memory = _slot(2 * self._size_bytes)
         is_quiet = False
@@ -123,7 +123,7 @@ class _Trial:
 
     def _register(self, memory: MappedSlot) -> None:
         self._stage = "registering memory"
-        problem = self._device.register(memory.address, memory.size_bytes, self._place)
+        problem = self._device.register_host_memory(memory.address, memory.size_bytes, self._place)
         self._registered = not problem
         text = f"{self._place}: {show_size(memory.size_bytes)} of shared memory"
         if problem:
@@ -137,7 +137,7 @@ class _Trial:
     def _unregister(self, memory: MappedSlot) -> None:
         if self._registered:
             self._registered = False
-            if problem := self._device.unregister(memory.address, self._place):
+            if problem := self._device.unregister_host_memory(memory.address, self._place):
                 advice = "look at the driver's log; the memory stays taken until this process ends"
                 self._found.append(
                     check_failed("registered memory", f"{self._place}: it stays registered: {problem}", advice)
@@ -172,7 +172,7 @@ class _Trial:
             f"{self._place}: {show_size(size)} each way, bit for bit, {speeds['to_GB_per_s']:.1f} GB/s to it and "
             f"{speeds['from_GB_per_s']:.1f} GB/s from it; every event completed"
         )
-        self._found.append(CheckResult("copies", CheckStatus.GOOD, text, measured=speeds))
+        self._found.append(CheckResult("copies", CheckStatus.PASSED, text, measured=speeds))
 
     def _completes(self, event: DeviceEvent) -> bool:
         deadline = time.monotonic() + self._limit_s / 2

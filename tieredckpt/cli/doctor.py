@@ -74,49 +74,51 @@ def doctor_command(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--size") from error
     found = [_about_settings(settings)]
-    with screen.waiting("looking at this node"):
+    with screen.spinner("looking at this node"):
         agent_findings, known = _about_agent(settings)
         found += [*_about_node(settings), *agent_findings]
     settings = settings if settings.durable.url or known is None else _with_durable(settings, known)
-    with screen.waiting(f"trying {settings.durable.url}"):
+    with screen.spinner(f"trying {settings.durable.url}"):
         found += _about_durable(settings.durable, probe_bytes if bandwidth else 0)
     found.append(about_nccl(os.environ, needed=gpu))
     if gpu:
         from tieredckpt.cli.device_checks import check_devices  # with torch, which takes seconds
 
-        with screen.waiting("trying this node's devices"):
+        with screen.spinner("trying this node's devices"):
             found += check_devices()
     return _print_report(screen, settings, found)
 
 
 def _print_report(screen: CommandOutput, settings: Settings | None, found: Sequence[CheckResult]) -> ExitCode:
-    code = ExitCode.FAILED if any(one.verdict is CheckStatus.BAD for one in found) else ExitCode.OK
-    broken = any(one.verdict is CheckStatus.BAD and one.what in _STORE for one in found)
+    code = ExitCode.FAILED if any(one.status is CheckStatus.FAILED for one in found) else ExitCode.OK
+    broken = any(one.status is CheckStatus.FAILED and one.subject in _STORE for one in found)
     rows = loss_survivals(settings, store_works=not broken) if settings else []
     value = {
         "well": code is ExitCode.OK,
         "findings": [one.as_json() for one in found],
-        "survival": [{"lost": row.lost, "left": row.left} for row in rows],
+        "survival": [{"lost": row.loss, "left": row.survives} for row in rows],
     }
 
     def show(out: Console) -> None:
         _show_findings(out, found)
         if rows:
             out.print()
-            out.print(text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.lost, escape(row.left)] for row in rows]))
+            out.print(
+                text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.loss, escape(row.survives)] for row in rows])
+            )
 
     screen.result(value, show)
     return code
 
 
 def _show_findings(out: Console, found: Sequence[CheckResult]) -> None:
-    colours = {CheckStatus.GOOD: "green", CheckStatus.NOTE: "yellow", CheckStatus.BAD: "bold red"}
-    width = max(len(one.what) for one in found)
+    colours = {CheckStatus.PASSED: "green", CheckStatus.WARNING: "yellow", CheckStatus.FAILED: "bold red"}
+    width = max(len(one.subject) for one in found)
     for one in found:
-        out.print(f"[{colours[one.verdict]}]{one.verdict.value:<4}[/]  {one.what:<{width}}  {escape(one.text)}")
-        if one.advice:
+        out.print(f"[{colours[one.status]}]{one.status.value:<4}[/]  {one.subject:<{width}}  {escape(one.message)}")
+        if one.hint:
             out.print(
-                f"{'':<{width + 8}}{escape(one.advice)}", style="dim" if one.verdict is CheckStatus.NOTE else "bold"
+                f"{'':<{width + 8}}{escape(one.hint)}", style="dim" if one.status is CheckStatus.WARNING else "bold"
             )
 
 
@@ -187,7 +189,7 @@ def _allocated(place: Path) -> int:
 def _about_agent(settings: Settings) -> tuple[list[CheckResult], DurableSettings | None]:
     place = settings.agent_place
     try:
-        connect_to_agent(place.socket, named=place.named).close()
+        connect_to_agent(place.socket, named=place.explicit).close()
         agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     except AgentUnreachableError:
         return [_about_no_agent(settings, place)], None
@@ -235,8 +237,8 @@ def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[Chec
         )
     known = None
     for job in status.jobs:
-        known = agent.survey(job.job).durable or known
-        for drain in agent.drains(job.job):
+        known = agent.list_steps(job.job).durable or known
+        for drain in agent.drain_status(job.job):
             if drain.state == "failed" or (drain.state == "waiting" and drain.error):
                 what = f"{job.job}/step-{drain.group.version} is {drain.state}: {drain.error}"
                 found.append(check_failed("drain", what, f"see {place.log}"))
@@ -264,7 +266,7 @@ def _about_durable(durable: DurableSettings, probe_bytes: int) -> list[CheckResu
         ]
     settings = replace(durable, retry_s=_PATIENCE_S, timeout_s=min(durable.timeout_s, _PATIENCE_S), bandwidth="")
     found = _about_credentials(settings) if urlsplit(settings.url).scheme == "s3" else []
-    if any(one.verdict is CheckStatus.BAD for one in found):
+    if any(one.status is CheckStatus.FAILED for one in found):
         return found
     try:
         with contextlib.closing(open_store(settings.url, settings)) as store:

@@ -31,8 +31,8 @@ class ExportRequest:
     """What is to be written, as the command line says it."""
 
     destination: Path
-    kind: str
-    most_bytes: int
+    file_format: str
+    max_file_bytes: int
     force: bool
     allow_pickle: bool
 
@@ -84,9 +84,9 @@ def export_command(
     wish = ExportRequest(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
-        view = sight.chosen(location, sight.survey(location.job))
+        view = sight.choose_attempt(location, sight.survey(location.job))
         if view.quarantined:
-            screen.note(f"step {view.group.version} is quarantined: {view.quarantined}")
+            screen.info(f"step {view.group.version} is quarantined: {view.quarantined}")
         source = source_of(sight, location.job, view.group)
         with contextlib.closing(source):
             names = selected_names(source.step, prefix=prefix, select=select, exclude=exclude)
@@ -95,7 +95,7 @@ def export_command(
                 for name in names
                 if name in source.step.tensors and not (kind in ("safetensors", "hf") and name in source.step.objects)
             )
-            with screen.progress(f"writing {destination.name}", total) as advance:
+            with screen.progress_bar(f"writing {destination.name}", total) as advance:
                 files = _write(source, names, wish, advance)
     left_out = sorted(name for name in names if name in source.step.objects) if kind in ("safetensors", "hf") else []
     value = {
@@ -118,13 +118,13 @@ def export_command(
 def _write(source: StepSource, names: dict[str, str], wish: ExportRequest, advance: AdvanceProgress) -> int:
     from tieredckpt.export.atomic_output import atomic_file, atomic_folder, check_export_folder
 
-    if wish.kind == "torch":
+    if wish.file_format == "torch":
         from tieredckpt.export.export_formats import write_torch
 
         with atomic_file(wish.destination, force=wish.force) as path:
             write_torch(path, source, names, advance, allow_pickle=wish.allow_pickle)
         return 1
-    if wish.kind == "dcp":
+    if wish.file_format == "dcp":
         from tieredckpt.export.export_formats import write_dcp
 
         with atomic_folder(wish.destination, force=wish.force) as folder:
@@ -133,13 +133,13 @@ def _write(source: StepSource, names: dict[str, str], wish: ExportRequest, advan
     from tieredckpt.export.export_formats import safetensors_entries, write_safetensors, write_safetensors_folder
 
     tensors = safetensors_entries(source, names)
-    if wish.kind == "safetensors":
+    if wish.file_format == "safetensors":
         with atomic_file(wish.destination, force=wish.force) as path:
             write_safetensors(path, source, tensors, advance)
         return 1
     check_export_folder(wish.destination, force=wish.force)
     with atomic_folder(wish.destination, force=wish.force) as folder:
-        return write_safetensors_folder(folder, source, tensors, wish.most_bytes, advance)
+        return write_safetensors_folder(folder, source, tensors, wish.max_file_bytes, advance)
 
 
 def source_of(sight: TierClient, job: str, group: VersionId) -> StepSource:
@@ -147,7 +147,7 @@ def source_of(sight: TierClient, job: str, group: VersionId) -> StepSource:
     from tieredckpt.export.step_source import StepSource
 
     memory = sight.agent.store if sight.agent is not None else None
-    return StepSource(sight.describe(job, group), memory, lambda: sight.store(job), sight.peers(job))
+    return StepSource(sight.describe(job, group), memory, lambda: sight.object_store(job), sight.peers(job))
 
 
 def _most_bytes(text: str) -> int:

@@ -16,35 +16,35 @@ _MUCH_OF_MEMORY = 0.8
 
 
 class CheckStatus(str, enum.Enum):
-    GOOD = "good"
-    NOTE = "note"
-    BAD = "bad"
+    PASSED = "good"
+    WARNING = "note"
+    FAILED = "bad"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    what: str
-    verdict: CheckStatus
-    text: str
-    advice: str = ""
+    subject: str
+    status: CheckStatus
+    message: str
+    hint: str = ""
     measured: Mapping[str, float] | None = None
     """By name, in the unit that the name ends with."""
 
     def as_json(self) -> dict[str, Any]:
-        found = {"what": self.what, "verdict": self.verdict.value, "text": self.text, "advice": self.advice or None}
+        found = {"what": self.subject, "verdict": self.status.value, "text": self.message, "advice": self.hint or None}
         return found if self.measured is None else {**found, "measured": dict(self.measured)}
 
 
 def check_passed(what: str, text: str) -> CheckResult:
-    return CheckResult(what, CheckStatus.GOOD, text)
+    return CheckResult(what, CheckStatus.PASSED, text)
 
 
 def check_warning(what: str, text: str, advice: str = "") -> CheckResult:
-    return CheckResult(what, CheckStatus.NOTE, text, advice)
+    return CheckResult(what, CheckStatus.WARNING, text, advice)
 
 
 def check_failed(what: str, text: str, advice: str) -> CheckResult:
-    return CheckResult(what, CheckStatus.BAD, text, advice)
+    return CheckResult(what, CheckStatus.FAILED, text, advice)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def about_nccl(environ: Mapping[str, str], *, needed: bool) -> CheckResult:
 class LossSurvival:
     """What is left after a loss."""
 
-    lost: str
-    left: str
+    loss: str
+    survives: str
 
 
 def loss_survivals(settings: Settings, *, store_works: bool = True) -> list[LossSurvival]:

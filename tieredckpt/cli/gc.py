@@ -84,7 +84,7 @@ def gc_command(
         if set_aside:
             return _drop_aside(screen, sight, location.job, dry_run=dry_run)
         catalog = sight.catalog(location.job)
-        policy = sight.durable(location.job)
+        policy = sight.durable_settings(location.job)
         last = policy.keep_last if keep_last is None else keep_last
         every = policy.keep_every if keep_last is None else keep_every or 0
         listing = catalog.listing(fresh=True)
@@ -103,7 +103,7 @@ def gc_command(
         )
         uploads = 0
         if not dry_run:
-            with screen.progress(f"deleting {pluralized(len(doomed), 'step')}", sum(sizes)) as advance:
+            with screen.progress_bar(f"deleting {pluralized(len(doomed), 'step')}", sum(sizes)) as advance:
                 for group, size in zip(doomed, sizes, strict=True):
                     delete_step(catalog, location.job, group)
                     advance(size)
@@ -137,7 +137,7 @@ def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: 
     store = require_agent(sight).store
     found = [one for one in store.status().aside if one.name.startswith(f"slot.{job}.")]
     if not dry_run:
-        store.drop_aside([one.name for one in found])
+        store.drop_unrecognized([one.name for one in found])
     value = {
         "job": job,
         "dry_run": dry_run,
@@ -160,13 +160,13 @@ def _size(catalog: DurableCatalog, group: VersionId) -> int:
 
 def _discard(sight: TierClient, catalog: DurableCatalog, job: str, older_than_s: float) -> int:
     """Unfinished uploads, except for those this node's agent goes on with."""
-    journals = sight.agent.store.blobs(job) if sight.agent is not None else []
+    journals = sight.agent.store.list_blobs(job) if sight.agent is not None else []
     keep = [
         name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/")
         for name in journals
         if name.startswith(JOURNAL_BLOB_PREFIX)
     ]
-    return catalog.store.discard_uploads(f"{job}/", older_than_s=older_than_s, keep=keep)
+    return catalog.store.abort_stale_uploads(f"{job}/", older_than_s=older_than_s, keep=keep)
 
 
 def _orphan_decisions(

@@ -67,7 +67,7 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
     )
     yield one("job_faults", "Faults of the job.", found.faults)
     yield one("job_worlds", "Worlds that were formed.", found.worlds)
-    yield one("job_live", "Whether it has no end yet.", found.live)
+    yield one("job_live", "Whether it has no end yet.", found.is_running)
     for name, help_text, value in (
         ("mttr_seconds", "Mean time from a fault to the next step.", found.mttr_s),
         ("mtbf_seconds", "Time of steps per interruption.", found.mtbf_s),
@@ -99,7 +99,7 @@ def _escaped(value: str) -> str:
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
     """The few lines that say the most."""
     name, total_s = escape(found.job or "job"), found.wall.total / 1e6
-    how = "goes on, or was killed" if found.live else found.runs[-1].how
+    how = "goes on, or was killed" if found.is_running else found.runs[-1].how
     began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     sizes = f"{pluralized(found.worlds, 'world')}, at most {pluralized(found.ranks, 'rank')}"
     runs = f", {pluralized(len(found.runs), 'run')}" if len(found.runs) > 1 else ""
@@ -257,13 +257,13 @@ def goodput_command(
     else:
         screen.result(analysis_json(found), lambda out: out.print(render_analysis(found, faults=faults)))
     for complaint in found.complaints:
-        screen.note(f"{place}: {complaint}")
+        screen.info(f"{place}: {complaint}")
     return ExitCode.OK
 
 
 def read_analysis(place: Path) -> GoodputAnalysis:
     read = read_event_log(place)
-    return analyse(read.events, complaints=read.complaints)
+    return analyse(read.events, complaints=read.warnings)
 
 
 def write_html_report(path: Path, found: GoodputAnalysis) -> None:
@@ -285,7 +285,7 @@ def analysis_json(found: GoodputAnalysis) -> dict[str, Any]:
     """All of it but the single steps."""
     value: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(found, step_views=()))
     del value["step_views"]
-    return {**value, "live": found.live, "unstated_us": found.unstated_us}
+    return {**value, "live": found.is_running, "unstated_us": found.unattributed_us}
 
 
 def render_analysis(found: GoodputAnalysis, *, faults: bool) -> RenderableType:
@@ -303,7 +303,7 @@ def _live(out: Console, place: Path, *, faults: bool) -> None:
                 found = read_analysis(place)
                 said = [Text(complaint, style="yellow") for complaint in found.complaints]
                 live.update(Group(render_analysis(found, faults=faults), *said), refresh=True)
-                if not found.live:
+                if not found.is_running:
                     return
                 time.sleep(_REFRESH_S)
     except KeyboardInterrupt:  # the way out

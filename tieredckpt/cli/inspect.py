@@ -46,7 +46,7 @@ def inspect_command(
     """
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
-        view = sight.chosen(location, sight.survey(location.job))
+        view = sight.choose_attempt(location, sight.survey(location.job))
         step = StepIndex(sight.describe(location.job, view.group))
     tensors = [_tensor(step, name) for name in sorted(step.tensors) if _wanted(name, patterns)]
     objects = [_object(step, name) for name in sorted(step.objects) if _wanted(name, patterns)]
@@ -78,7 +78,7 @@ def _summary(step: StepIndex) -> dict[str, Any]:
         "shards": [
             {
                 "part": part,
-                "tiers": [tier.value for tier in step.found[part]],
+                "tiers": [tier.value for tier in step.tiers_by_part[part]],
                 "object": shard.object or None,
                 "encoding": shard.encoding,
                 "size_bytes": shard.size_bytes,

@@ -49,7 +49,7 @@ class StepRow:
     in_memory: int
     """Parts of it in this node's memory."""
     durable: bool
-    whole: bool
+    complete: bool
     copies: int
     """Of the part that has the fewest."""
     size_bytes: int
@@ -60,7 +60,7 @@ class StepRow:
     """Loads of it that have ended their process on this node lately."""
     kept: bool
     drain: DrainStatus | None
-    once_whole: bool = False
+    was_complete: bool = False
     """It is known to have been whole."""
     unsure: bool = False
     """Who could not be asked may have the parts that are missing."""
@@ -75,7 +75,7 @@ class StepRow:
             return "quarantined"
         if self.damaged:
             return "damaged"
-        return "whole" if self.whole else "unknown" if self.unsure else "lost" if self.once_whole else "torn"
+        return "whole" if self.complete else "unknown" if self.unsure else "lost" if self.was_complete else "torn"
 
     def as_json(self, now_ns: int) -> dict[str, Any]:
         draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
@@ -85,7 +85,7 @@ class StepRow:
             "attempt": self.group.attempt,
             "incarnation": self.group.incarnation,
             "state": self.state,
-            "whole": self.whole,
+            "whole": self.complete,
             "tiers": self.tiers,
             "parts": self.parts,
             "parts_in_memory": self.in_memory,
@@ -117,7 +117,7 @@ def step_row(
         parts = len(durable | view.found.keys())
     held = [bool(view.found.get(part)) + (part in durable) for part in durable | view.found.keys()]
     missing = len(held) < parts and not view.covered
-    if not damaged and view.damaged and not view.candidate.whole:
+    if not damaged and view.damaged and not view.candidate.is_complete:
         damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))
     saved = max((shard.meta.saved_ns for shard in manifest.shards), default=0) if manifest else 0
     return StepRow(
@@ -126,7 +126,7 @@ def step_row(
         in_memory=sum(Tier.MEMORY in where for where in view.found.values()),
         durable=view.durable,
         # A manifest that cannot be read does not make a step whole; its parts in memory may.
-        whole=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.whole,
+        complete=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.is_complete,
         copies=0 if missing else min(held, default=0),
         size_bytes=sum(shard.size_bytes for shard in manifest.shards) if manifest else view.size_bytes,
         saved_ns=saved or view.saved_ns,
@@ -135,7 +135,7 @@ def step_row(
         crashed_loads=view.crashed_loads,
         kept=view.kept,
         drain=drain,
-        once_whole=once_whole,
+        was_complete=once_whole,
         unsure=unsure,
     )
 
@@ -160,7 +160,7 @@ def ls_command(screen: CommandOutput, job: str | None, agent_dir: Path | None, d
 
 
 def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> ExitCode:
-    with screen.waiting(f"looking for steps of {location.job}"):
+    with screen.spinner(f"looking for steps of {location.job}"):
         survey = sight.survey(location.job)
         lines = step_rows(sight, location, survey)
     plain = [step for step in survey.plain if location.step in (None, step)]
@@ -185,7 +185,7 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
     """Every attempt at every step, the newest last."""
     views = [view for view in survey.views if location.step in (None, view.group.version)]
     known = survey.once_whole
-    drains = {view.group: view for view in sight.agent.drains(location.job)} if sight.agent else {}
+    drains = {view.group: view for view in sight.agent.drain_status(location.job)} if sight.agent else {}
     wanted = [view.group for view in views if view.durable]
     manifests: dict[VersionId, Manifest] = {}
     damaged: dict[VersionId, str] = {}
@@ -199,11 +199,11 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
             # The agent may have credentials that this process lacks; without it sizes and copies stay unknown.
             with contextlib.suppress(TieredCheckpointError):
                 if sight.agent is not None:
-                    manifests[group] = sight.agent.describe(location.job, group).manifest
+                    manifests[group] = sight.agent.describe_step(location.job, group).manifest
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
         list(readers.map(read, wanted))
-        views = list(readers.map(lambda view: sight.reason(location.job, view), views))
+        views = list(readers.map(lambda view: sight.with_quarantine_reason(location.job, view), views))
     lines = [
         step_row(
             *(view, manifests.get(view.group), damaged.get(view.group, ""), drains.get(view.group)),
@@ -271,7 +271,7 @@ def _note(line: StepRow) -> str:
         return line.quarantined or line.damaged
     if line.drain is not None and line.drain.error and not line.durable:
         return line.drain.error
-    if not line.whole:
+    if not line.complete:
         where = "in what could be asked" if line.unsure else "here"
         return f"{line.parts - line.in_memory} of {line.parts} parts are not {where}"
     if line.crashed_loads > 1:
@@ -312,7 +312,7 @@ def _jobs(screen: CommandOutput, sight: TierClient, durable: str | None) -> Exit
                 }
     elif durable is None:
         raise TierUnavailableError(
-            f"{sight.why_no_agent}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
+            f"{sight.agent_error}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
             "a store"
         )
     if durable is not None:
@@ -341,7 +341,7 @@ def _add_durable_jobs(screen: CommandOutput, sight: TierClient, found: dict[str,
         raise UsageError("--durable is empty: write s3://bucket/prefix or /path")
     store = open_store(settings.url, settings)
     try:
-        with screen.waiting(f"listing {settings.url}"):
+        with screen.spinner(f"listing {settings.url}"):
             matches = [_MANIFEST.fullmatch(info.name) for info in store.list("")]
     finally:
         store.close()
@@ -356,7 +356,7 @@ def _add_durable_jobs(screen: CommandOutput, sight: TierClient, found: dict[str,
 
 def _show_jobs(out: Console, sight: TierClient, rows: Sequence[dict[str, Any]]) -> None:
     if sight.agent is None:
-        out.print(f"[yellow]memory tier not asked:[/] {escape(sight.why_no_agent)}")
+        out.print(f"[yellow]memory tier not asked:[/] {escape(sight.agent_error)}")
     if not rows:
         out.print("no jobs")
         return

@@ -57,7 +57,7 @@ def _say(
     with open_tier_client(settings_from_options(agent_dir, durable, location.job)) as sight:
         survey = sight.survey(location.job)
         # What a load would use is kept; of what is kept, nothing stays so.
-        views = [sight.chosen(location, survey)] if kept else sight.groups(location, survey)
+        views = [sight.choose_attempt(location, survey)] if kept else sight.attempts_at(location, survey)
         before = any(view.kept for view in views)
         marked = _mark(sight, location, views, kept=kept)
     value = {"job": location.job, "step": location.step, "kept": kept, "before": before, "marked": marked}
@@ -73,7 +73,7 @@ def _mark(sight: TierClient, location: Location, views: list[StepStatus], *, kep
     marked = []
     if sight.agent is not None:
         for view in views:
-            sight.agent.store.keep(location.job, view.group, kept=kept)
+            sight.agent.store.retain(location.job, view.group, kept=kept)
         marked.append("memory")
     if any(view.durable for view in views):
         for view in views:

@@ -44,10 +44,10 @@ def quarantine_command(
         raise UsageError("--lift takes no --reason")
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_step_target(target)
-        views = sight.groups(location, sight.survey(location.job))
+        views = sight.attempts_at(location, sight.survey(location.job))
         before = [view.quarantined for view in views]
         marked = _lift(sight, location, views) if lift else _mark(sight, location, views, reason or "by hand")
-        after = sight.groups(location, sight.survey(location.job))
+        after = sight.attempts_at(location, sight.survey(location.job))
     value = {
         "job": location.job,
         "step": location.step,
@@ -78,12 +78,12 @@ def _lift(sight: TierClient, location: Location, views: Sequence[StepStatus]) ->
     marked = []
     if sight.agent is not None:
         for view in views:
-            sight.agent.lift(location.job, view.group)
+            sight.agent.unquarantine(location.job, view.group)
         marked.append("memory")
-    if sight.durable(location.job).url:
+    if sight.durable_settings(location.job).url:
         catalog = sight.catalog(location.job)
         catalog.store.delete([object_keys.quarantine_key(location.job, view.group) for view in views])
-        catalog.forget()
+        catalog.invalidate()
         marked.append("durable")
     return marked
 

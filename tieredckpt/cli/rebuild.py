@@ -116,7 +116,7 @@ def _lacking(manifest: Manifest) -> list[str] | None:
 
 def _check_bytes(screen: CommandOutput, catalog: DurableCatalog, manifest: Manifest) -> None:
     total = sum(shard.size_bytes for shard in manifest.shards)
-    with screen.progress(f"verifying step {manifest.step}", total) as advance:
+    with screen.progress_bar(f"verifying step {manifest.step}", total) as advance:
         for shard in manifest.shards:
             try:
                 bad = damaged_chunks(catalog.store, shard, advance)

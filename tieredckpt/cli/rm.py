@@ -46,10 +46,10 @@ def rm_command(
     location = parse_job_and_step(target, step)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         survey = sight.survey(location.job)
-        views = sight.groups(location, survey)
+        views = sight.attempts_at(location, survey)
         tiers = sorted({tier.value for view in views for where in view.found.values() for tier in where})
         tiers += ["durable"] if any(view.durable for view in views) else []
-        why = sight.why_no_agent
+        why = sight.agent_error
         if why and not force:
             raise TierUnavailableError(
                 f"{why}: whether a node has {location} in memory, or uploads it now and brings it back, is not known. "
@@ -57,7 +57,7 @@ def rm_command(
             )
         if not yes:
             _ask(screen, f"delete {location} from {' and '.join(tiers)}?")
-        sight.drop(location.job, [view.group for view in views])
+        sight.delete_attempts(location.job, [view.group for view in views])
     value = {"job": location.job, "step": location.step, "attempts": len(views), "not_asked": why}
     said = f"{location} is deleted from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
     screen.result({**value, "deleted_from": tiers}, lambda out: out.print(escape(said)))

@@ -148,7 +148,7 @@ def measure_run(directory: Path) -> MeasuredMeans:
     read = read_event_log(directory)
     found = measure_analysis(analyse(read.events))
     if not found.recoveries:
-        raise UsageError(f"--from {directory}: nothing was recovered from in that run; say --recovery or --stage")
+        raise UsageError(f"--event-log {directory}: nothing was recovered from in that run; say --recovery or --stage")
     return found
 
 
@@ -176,7 +176,7 @@ _BAR = 30
 
 def time_shares(forecast: GoodputForecast) -> dict[str, float]:
     """Where the time of all runs went; they add up to 1."""
-    played = forecast.played
+    played = forecast.simulated
     if played is None:
         return {}
     total = float(played.elapsed.sum())
@@ -197,7 +197,7 @@ def simulation_json(
         "nodes": nodes.count,
         "mtbf_s": nodes.mtbf_s,
         "step_s": scheme.step_s or None,
-        "stages_s": asked.by_stage or None,
+        "stages_s": asked.recovery_by_stage or None,
         "from": None if asked.ledger is None else str(asked.ledger),
         "runs": asked.runs,
         "seed": asked.seed,
@@ -220,23 +220,23 @@ def _point(scheme: CheckpointScheme, worth: float) -> dict[str, float]:
 def _forecast_json(one: GoodputForecast) -> dict[str, Any]:
     said: dict[str, Any] = {
         "goodput": one.goodput,
-        "closed_form": one.expected,
+        "closed_form": one.closed_form,
         "interval_s": one.scheme.interval_s,
         "stall_s": one.scheme.stall_s,
         "recovery_s": one.scheme.mean_recovery_s,
         "work_s": one.work_s,
         "played": None,
     }
-    if one.played is not None:
-        low, high = one.played.between(0.05, 0.95)
+    if one.simulated is not None:
+        low, high = one.simulated.percentiles(0.05, 0.95)
         said["played"] = {
-            "goodput": one.played.goodput,
-            "within": one.error,
+            "goodput": one.simulated.goodput,
+            "within": one.confidence_95,
             "low": low,
             "high": high,
-            "elapsed_s": float(one.played.elapsed.mean()),
-            "faults": float(one.played.faults.mean()),
-            "standard_errors_apart": one.apart if one.comparable else None,
+            "elapsed_s": float(one.simulated.elapsed.mean()),
+            "faults": float(one.simulated.faults.mean()),
+            "standard_errors_apart": one.deviation_sigmas if one.is_comparable else None,
             "shares": time_shares(one),
         }
     return said
@@ -263,20 +263,25 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
     nodes, scheme = forecast.nodes, forecast.scheme
     size = f"{asked.gpus:,} GPUs on {pluralized(nodes.count, 'node')}" if asked.gpus else "a job"
     out.print(f"[bold]{size}[/], a fault every {format_duration(nodes.mtbf_s)}, back after {_recoveries(scheme)}")
-    if asked.by_stage:
-        out.print("  " + " + ".join(f"{name} {format_duration(seconds)}" for name, seconds in asked.by_stage.items()))
+    if asked.recovery_by_stage:
+        out.print(
+            "  " + " + ".join(f"{name} {format_duration(seconds)}" for name, seconds in asked.recovery_by_stage.items())
+        )
     if asked.measured is not None:
         out.print(f"  as {asked.ledger} has it: the mean of its {_recovered(asked.measured.recoveries)}")
-    steps = f" ({pluralized(scheme.steps, 'step')})" if scheme.steps else ""
+    steps = f" ({pluralized(scheme.steps_per_interval, 'step')})" if scheme.steps_per_interval else ""
     out.print(
         f"saves every {format_duration(scheme.interval_s)}{steps}, each holds training up for "
         f"{format_duration(scheme.stall_s)}"
     )
-    if nodes.broken:
+    if nodes.node_loss_share:
         away = (
-            f"{_percent(nodes.broken, 0)} of faults take a node away, for {format_duration(nodes.repair_s)} on average"
+            f"{_percent(nodes.node_loss_share, 0)} of faults take a node away, for "
+            f"{format_duration(nodes.repair_s)} on average"
         )
-        lack = f"goes on with {nodes.least} or more" if nodes.least < nodes.count else "waits where none is left"
+        lack = (
+            f"goes on with {nodes.min_nodes} or more" if nodes.min_nodes < nodes.count else "waits where none is left"
+        )
         out.print(f"{away}; {pluralized(nodes.spares, 'spare')}, {lack}")
 
 
@@ -297,17 +302,17 @@ def _recoveries(scheme: CheckpointScheme) -> str:
 
 
 def _show_goodput(out: Console, asked: SimulateOptions, forecast: GoodputForecast) -> None:
-    played = forecast.played
+    played = forecast.simulated
     lines = []
     if played is None:
         why = f"not played: more than {MAX_SIMULATED_FAULTS:,} faults in {format_duration(forecast.work_s)} of work"
-        lines.append(("goodput", f"[bold]{_percent(forecast.expected)}[/] by the closed form; {why}"))
+        lines.append(("goodput", f"[bold]{_percent(forecast.closed_form)}[/] by the closed form; {why}"))
     else:
-        low, high = played.between(0.05, 0.95)
-        within = f"± {100 * forecast.error:.2g} (95 %, {pluralized(asked.runs, 'run')})"
+        low, high = played.percentiles(0.05, 0.95)
+        within = f"± {100 * forecast.confidence_95:.2g} (95 %, {pluralized(asked.runs, 'run')})"
         lines.append(("goodput", f"[bold]{_percent(played.goodput)}[/] {within}"))
         lines.append(("single runs", f"{_percent(low)} to {_percent(high)} (nine in ten)"))
-        lines.append(("closed form", f"{_percent(forecast.expected)}, {_agreement(forecast)}"))
+        lines.append(("closed form", f"{_percent(forecast.closed_form)}, {_agreement(forecast)}"))
         took = f"{format_duration(forecast.work_s)} of work take {format_duration(float(played.elapsed.mean()))}"
         lines.append(("time", f"{took}, with {played.faults.mean():,.0f} faults"))
     spent = {name: share for name, share in time_shares(forecast).items() if share > 0 and name != "work"}
@@ -318,11 +323,14 @@ def _show_goodput(out: Console, asked: SimulateOptions, forecast: GoodputForecas
 
 
 def _agreement(forecast: GoodputForecast) -> str:
-    if not forecast.comparable:
+    if not forecast.is_comparable:
         return "which knows no missing nodes"
-    if forecast.apart <= _AGREE:
-        return f"{forecast.apart:.1f} standard errors away: they agree"
-    return f"[yellow]{forecast.apart:.1f} standard errors away[/]: another --seed or more --runs tell whether by chance"
+    if forecast.deviation_sigmas <= _AGREE:
+        return f"{forecast.deviation_sigmas:.1f} standard errors away: they agree"
+    return (
+        f"[yellow]{forecast.deviation_sigmas:.1f} standard errors away[/]: another --seed or more --runs tell "
+        f"whether by chance"
+    )
 
 
 def _show_curve(
@@ -342,7 +350,7 @@ def _show_curve(
 def _show_policies(out: Console, answer: Mapping[str, GoodputForecast]) -> None:
     rows = []
     for name, one in answer.items():
-        within = "" if one.played is None else f"± {100 * one.error:.2g}"
+        within = "" if one.simulated is None else f"± {100 * one.confidence_95:.2g}"
         rows.append(
             [
                 name,
@@ -350,7 +358,7 @@ def _show_policies(out: Console, answer: Mapping[str, GoodputForecast]) -> None:
                 format_duration(one.scheme.interval_s),
                 _percent(one.goodput),
                 within,
-                _percent(one.expected),
+                _percent(one.closed_form),
                 format_duration(one.work_s / one.goodput) if one.goodput else "for ever",
             ]
         )
@@ -380,7 +388,9 @@ _STALL_S = 0.5
     help="Mean time between failures: 3h/job, 5y/gpu, 200d/node, or llama-3.",
 )
 @click.option("--interval", type=DurationType(), help="Work from save to save. [default: the best one]")
-@click.option("--stall", type=DurationType(zero=True), help="What a save holds training up. [default: --from, 500ms]")
+@click.option(
+    "--stall", type=DurationType(zero=True), help="What a save holds training up. [default: --event-log, 500ms]"
+)
 @click.option(
     "--step", type=DurationType(), help="The length of a step: intervals are whole steps, a live fault repeats one."
 )
@@ -389,17 +399,25 @@ _STALL_S = 0.5
     "--stage", "stages", multiple=True, type=StageDurationType(STAGES), help="The recovery by stages; may be repeated."
 )
 @click.option(
-    "--from",
+    "--event-log",
     "ledger",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The ledger of a run: its stages and its saves' stalls, where none are said here.",
+    help="The event log of a run: its stages and its saves' stalls, where none are said here.",
 )
-@click.option("--live", type=ShareType(), default="0", help="Share of faults that lose nothing: survivors hold it all.")
-@click.option("--durable", type=ShareType(), default="0", help="Share of faults that need the durable tier.")
+@click.option(
+    "--live-share", type=ShareType(), default="0", help="Share of faults that lose nothing: survivors hold it all."
+)
+@click.option("--durable-share", type=ShareType(), default="0", help="Share of faults that need the durable tier.")
 @click.option("--durable-every", type=click.IntRange(1), default=1, show_default=True, help="Saves, to a durable one.")
 @click.option("--durable-recovery", type=DurationType(zero=True), help="Recovery from there. [default: --recovery]")
-@click.option("--broken", type=ShareType(), default="0", help="Share of faults after which the node is away.")
+@click.option(
+    "--node-loss",
+    "node_loss_share",
+    type=ShareType(),
+    default="0",
+    help="Share of faults after which the node is away.",
+)
 @click.option("--repair", type=DurationType(), default="1d", show_default=True, help="How long it is away, on average.")
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes that stand by.")
 @click.option("--min-nodes", type=click.IntRange(1), help="Go on with as few. [default: wait for all]")
@@ -434,7 +452,7 @@ def simulate_command(screen: CommandOutput, /, **given: Any) -> ExitCode:
     nodes = asked.nodes()
     scheme = asked.scheme(nodes.mtbf_s, recovery_s)
     policies = {name: one for name, one in asked.policies(scheme, nodes.mtbf_s).items() if one != scheme}
-    with screen.waiting("playing the runs"):
+    with screen.spinner("playing the runs"):
         forecast = forecast_goodput(scheme, nodes, work_s=asked.work, runs=asked.runs, seed=asked.seed)
         others = {
             name: forecast_goodput(one, nodes, work_s=asked.work, runs=asked.runs, seed=asked.seed)
@@ -463,11 +481,11 @@ class SimulateOptions:
     recovery: float | None
     stages: tuple[tuple[str, float], ...]
     ledger: Path | None
-    live: float
-    durable: float
+    live_share: float
+    durable_share: float
     durable_every: int
     durable_recovery: float | None
-    broken: float
+    node_loss_share: float
     repair: float
     spares: int
     min_nodes: int | None
@@ -491,15 +509,15 @@ class SimulateOptions:
     @property
     def recovery_s(self) -> float:
         if self.recovery is not None and (self.stages or self.ledger is not None):
-            raise UsageError("--recovery says it as a whole: leave out --stage and --from")
+            raise UsageError("--recovery says it as a whole: leave out --stage and --event-log")
         if self.recovery is None and not self.stages and self.ledger is None:
             raise UsageError(
-                "say how long a recovery takes: --recovery TIME, --stage NAME=TIME for each stage, --from DIR"
+                "say how long a recovery takes: --recovery TIME, --stage NAME=TIME for each stage, --event-log DIR"
             )
-        return self.recovery if self.recovery is not None else math.fsum(self.by_stage.values())
+        return self.recovery if self.recovery is not None else math.fsum(self.recovery_by_stage.values())
 
     @property
-    def by_stage(self) -> dict[str, float]:
+    def recovery_by_stage(self) -> dict[str, float]:
         """The recovery's stages in their order; what is said here holds, and of a stage what is said last."""
         known = {} if self.measured is None else self.measured.stages
         said = {**known, **dict(self.stages)}
@@ -517,42 +535,43 @@ class SimulateOptions:
     def nodes(self) -> SimulatedNodes:
         from tieredckpt.goodput.monte_carlo import SimulatedNodes
 
-        if self.gpus is None and (self.mtbf.per is not MtbfUnit.JOB or self.broken):
+        if self.gpus is None and (self.mtbf.per is not MtbfUnit.JOB or self.node_loss_share):
             raise UsageError("say how large the job is: --gpus N (without it --mtbf has to be of the job: 3h/job)")
-        if (self.spares or self.min_nodes is not None) and not self.broken:
-            raise UsageError("--spares and --min-nodes play a part where nodes break: say --broken SHARE")
+        if (self.spares or self.min_nodes is not None) and not self.node_loss_share:
+            raise UsageError("--spares and --min-nodes play a part where nodes break: say --node-loss SHARE")
         count = self.node_count
         least = count if self.min_nodes is None else self.min_nodes
         if least > count:
             raise UsageError(f"--min-nodes {least} is more than the {count} nodes there are")
         return SimulatedNodes(
-            mtbf_s=self.mtbf.of_job(self.gpus or 1, min(self.gpus_per_node, self.gpus or 1)),
+            mtbf_s=self.mtbf.for_job(self.gpus or 1, min(self.gpus_per_node, self.gpus or 1)),
             count=count,
             spares=self.spares,
-            least=least,
-            broken=self.broken,
+            min_nodes=least,
+            node_loss_share=self.node_loss_share,
             repair_s=self.repair,
             resize_s=self.resize,
         )
 
     def scheme(self, mtbf_s: float, recovery: float) -> CheckpointScheme:
-        if self.live + self.durable > 1:
-            raise UsageError(f"--live and --durable are {self.live + self.durable:.0%} together, more than all faults")
-        if self.durable_every > 1 and not self.durable:
-            raise UsageError("--durable-every plays a part where memory is lost: say --durable SHARE")
+        if self.live_share + self.durable_share > 1:
+            share = f"{self.live_share + self.durable_share:.0%}"
+            raise UsageError(f"--live-share and --durable-share are {share} together, more than all faults")
+        if self.durable_every > 1 and not self.durable_share:
+            raise UsageError("--durable-every plays a part where memory is lost: say --durable-share SHARE")
         scheme = CheckpointScheme(
             interval_s=self.step or 1.0,
             stall_s=self.stall_s,
-            snapshot=FaultCost(max(0.0, 1 - self.live - self.durable), recovery),
-            live=FaultCost(self.live, recovery),
-            durable=FaultCost(self.durable, recovery if self.durable_recovery is None else self.durable_recovery),
+            snapshot=FaultCost(max(0.0, 1 - self.live_share - self.durable_share), recovery),
+            live=FaultCost(self.live_share, recovery),
+            durable=FaultCost(self.durable_share, recovery if self.durable_recovery is None else self.durable_recovery),
             durable_every=self.durable_every,
             step_s=self.step or 0.0,
         )
         if self.interval is not None:
-            return scheme.every(self.interval)
+            return scheme.with_interval(self.interval)
         if not has_best_interval(scheme):
-            why = "no fault costs work" if self.live == 1 else "saves cost nothing (--stall 0)"
+            why = "no fault costs work" if self.live_share == 1 else "saves cost nothing (--stall 0)"
             raise UsageError(f"no interval is best where {why}: say --interval TIME")
         return with_best_interval(scheme, mtbf_s)
 

@@ -58,7 +58,7 @@ def status_command(
         if not cluster:
             return _node(screen, sight, None if job is None else resolve_job_name(sight, job))
         name = resolve_job_name(sight, job)
-        with screen.waiting(f"asking the nodes of {name}"):
+        with screen.spinner(f"asking the nodes of {name}"):
             view, survey, steps = survey_cluster(sight, name)
         screen.result(cluster_json(view, survey, steps), lambda out: _show_cluster(out, view, survey, steps))
         return ExitCode.UNAVAILABLE if unknown_nodes(view) or Tier.DURABLE in survey.unreachable else ExitCode.OK
@@ -66,11 +66,11 @@ def status_command(
 
 def survey_cluster(sight: TierClient, job: str) -> tuple[ClusterStatus, StepInventory, list[StepRedundancy]]:
     agent = require_agent(sight)
-    view = agent.cluster(job)
+    view = agent.cluster_status(job)
     survey = sight.survey(job)
-    views = tuple(sight.reason(job, one) for one in survey.views)
+    views = tuple(sight.with_quarantine_reason(job, one) for one in survey.views)
     survey = msgspec.structs.replace(survey, views=views)
-    return view, survey, redundancy_by_step(view, survey, agent.drains(job))
+    return view, survey, redundancy_by_step(view, survey, agent.drain_status(job))
 
 
 # -- all nodes of a job -------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCod
     agent = require_agent(sight)
     state = agent.store.status()
     jobs = [one for one in state.jobs if only in (None, one.job) and (only or one.versions or one.clients)]
-    with screen.waiting("looking at the jobs of this node"):
+    with screen.spinner("looking at the jobs of this node"):
         rows = [_job_json(agent, one) for one in jobs]
     damages = [f"{one.what}: {one.reason}" for one in state.damages if only in (None, one.job)]
     value = {
@@ -129,7 +129,7 @@ def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCod
 
 
 def _job_json(agent: NodeAgentClient, state: JobStatus) -> dict[str, Any]:
-    survey, drains = agent.survey(state.job, fresh=True), agent.drains(state.job)
+    survey, drains = agent.list_steps(state.job, fresh=True), agent.drain_status(state.job)
     return {
         "job": state.job,
         "epoch": state.epoch,

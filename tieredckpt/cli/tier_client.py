@@ -51,7 +51,7 @@ class TierClient:
     ) -> None:
         self.settings = settings
         self.agent = agent
-        self.why_no_agent = why_no_agent
+        self.agent_error = why_no_agent
         self._direct = direct
         self._known: dict[str, DurableSettings] = {}
         self._stores: dict[str, ObjectStore] = {}
@@ -63,8 +63,8 @@ class TierClient:
         """Every attempt at every step in every tier that can be asked; the others are named, not left out."""
         if self.agent is None:
             survey = self._survey_directly(job)
-            return msgspec.structs.replace(survey, unreachable={Tier.MEMORY: self.why_no_agent, **survey.unreachable})
-        survey = self.agent.survey(job, fresh=True)
+            return msgspec.structs.replace(survey, unreachable={Tier.MEMORY: self.agent_error, **survey.unreachable})
+        survey = self.agent.list_steps(job, fresh=True)
         durable = self._choose_durable(job, survey.durable)
         if durable.url and (survey.durable is None or durable.url != survey.durable.url):
             return merge_surveys(without_durable_tier(survey), self._survey_directly(job))
@@ -74,24 +74,24 @@ class TierClient:
         """One step in full, its shards in the nearest tiers first."""
         found: list[StepDescription] = []
         absent: CheckpointNotFoundError | None = None
-        for node in (self.agent, self._direct if self.durable(job).url else None):
+        for node in (self.agent, self._direct if self.durable_settings(job).url else None):
             if node is not None:
                 try:
-                    found.append(node.describe(job, group))
+                    found.append(node.describe_step(job, group))
                 except CheckpointNotFoundError as error:
                     absent = error
         if not found:
             raise absent or CheckpointNotFoundError(f"job {job} has no step {group.version} here")
         return merge_descriptions(found)
 
-    def groups(self, location: Location, survey: StepInventory) -> list[StepStatus]:
+    def attempts_at(self, location: Location, survey: StepInventory) -> list[StepStatus]:
         """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
         views = [view for view in survey.views if location.step in (None, view.group.version)]
         if not views:
             raise step_not_found_error(location, survey)
         return sorted(views, key=lambda view: (view.group.version, *view.group))
 
-    def chosen(self, location: Location, survey: StepInventory) -> StepStatus:
+    def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
         """The attempt a load of ``location`` would use; where none is whole, why not."""
         bad = {view.group for view in survey.views if view.quarantined}
         candidates = [view.candidate for view in survey.views]
@@ -115,7 +115,7 @@ class TierClient:
         group = found.chosen.group
         return next(view for view in survey.views if view.group == group)
 
-    def reason(self, job: str, view: StepStatus) -> StepStatus:
+    def with_quarantine_reason(self, job: str, view: StepStatus) -> StepStatus:
         """With a quarantine mark's own text, instead of the fact that there is one in the durable tier."""
         if view.quarantined and view.durable:
             with contextlib.suppress(TieredCheckpointError):
@@ -123,34 +123,34 @@ class TierClient:
                 return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
         return view
 
-    def drop(self, job: str, groups: Sequence[VersionId]) -> None:
+    def delete_attempts(self, job: str, groups: Sequence[VersionId]) -> None:
         """Give up these steps in every tier that can be seen from here."""
         problem: TierUnavailableError | None = None
         if self.agent is not None:
             try:
-                self.agent.drop(job, groups)
+                self.agent.drop_steps(job, groups)
             except TierUnavailableError as error:
                 problem = error
-        if self.durable(job).url:
-            self._direct.drop(job, groups)
+        if self.durable_settings(job).url:
+            self._direct.drop_steps(job, groups)
         if problem is not None:
             raise problem
 
     # -- the durable tier -------------------------------------------------------------------------------------
 
-    def durable(self, job: str) -> DurableSettings:
+    def durable_settings(self, job: str) -> DurableSettings:
         """Where ``job`` becomes durable: as the command line or the settings say, else as the agent knows."""
         known = self._known.get(job)
         if known is None:
             seen = None
             if self.agent is not None:
-                seen = self.agent.survey(job).durable
+                seen = self.agent.list_steps(job).durable
             known = self._choose_durable(job, seen)
         return known
 
     def catalog(self, job: str) -> DurableCatalog:
         """The job's manifests, read by this process."""
-        durable = self.durable(job)
+        durable = self.durable_settings(job)
         if not durable.url:
             raise CheckpointNotFoundError(
                 f"job {job} has no durable tier that is known here: name it with --durable URL or durable.url"
@@ -159,9 +159,9 @@ class TierClient:
             assert catalog is not None  # noqa: S101 - it was configured with a URL
             return catalog
 
-    def store(self, job: str) -> ObjectStore:
+    def object_store(self, job: str) -> ObjectStore:
         """The job's object store, for reading shards."""
-        durable = self.durable(job)
+        durable = self.durable_settings(job)
         if durable.url not in self._stores:
             self._stores[durable.url] = open_store(durable.url, durable)
         return self._stores[durable.url]
@@ -194,13 +194,13 @@ class TierClient:
         return own
 
     def _survey_directly(self, job: str) -> StepInventory:
-        durable = self.durable(job)
+        durable = self.durable_settings(job)
         if not durable.url:
             raise TierUnavailableError(
-                f"{self.why_no_agent}, and no durable tier is known: start an agent, or name the store with "
+                f"{self.agent_error}, and no durable tier is known: start an agent, or name the store with "
                 "--durable URL or durable.url"
             )
-        return self._direct.survey(job, fresh=True)
+        return self._direct.list_steps(job, fresh=True)
 
 
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
@@ -245,7 +245,7 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
         agent, why = None, ""
         try:
             if memory:
-                connect_to_agent(place.socket, named=place.named).close()
+                connect_to_agent(place.socket, named=place.explicit).close()
                 agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
             else:
                 why = "memory is not asked"
@@ -352,7 +352,7 @@ def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:
 def require_agent(sight: TierClient) -> NodeAgentClient:
     """The agent, or an error: what only it can know is not known without it."""
     if sight.agent is None:
-        raise AgentUnreachableError(f"{sight.why_no_agent}, and only it can tell")
+        raise AgentUnreachableError(f"{sight.agent_error}, and only it can tell")
     return sight.agent
 
 
@@ -367,7 +367,9 @@ def resolve_job_name(sight: TierClient, named: str | None) -> str:
     known = known_job_names(sight)
     if named is not None:
         job = str(parse_location(named).job)
-        if job not in known and not require_agent(sight).cluster(job).roster:  # it may have nodes, and nothing here
+        if (
+            job not in known and not require_agent(sight).cluster_status(job).roster
+        ):  # it may have nodes, and nothing here
             there = f"it has {', '.join(known)}" if known else "it has none"
             raise CheckpointNotFoundError(f"this node's agent keeps nothing for a job {job}: {there}")
         return job

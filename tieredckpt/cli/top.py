@@ -64,7 +64,9 @@ class TrafficCounters:
     """Bytes uploaded by step: a step that is drained again begins at 0."""
 
     @classmethod
-    def of(cls, at_s: float, view: ClusterStatus, drains: Iterable[DrainStatus], state: StoreStatus) -> TrafficCounters:
+    def from_view(
+        cls, at_s: float, view: ClusterStatus, drains: Iterable[DrainStatus], state: StoreStatus
+    ) -> TrafficCounters:
         counted = state.counters
         return cls(
             at_s,
@@ -122,19 +124,21 @@ class ClusterSample:
     view: ClusterStatus
     survey: StepInventory
     drains: tuple[DrainStatus, ...]
-    moment: TrafficCounters
+    counters: TrafficCounters
     at_ns: int
 
 
 def count_missing_copies(steps: Sequence[StepRedundancy]) -> int:
     """Parts with too few copies, of steps that are still to be settled."""
-    return sum(len(weak.parts) for one in steps for weak in one.weak)
+    return sum(len(weak.parts) for one in steps for weak in one.under_replicated)
 
 
 def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> int:
     """Whole steps that are newer than the settled one."""
     settled = newest_replicated(view)
-    return len({s.group for s in steps if s.state == "whole" and s.held and (settled is None or s.group > settled)})
+    return len(
+        {s.group for s in steps if s.state == "whole" and s.parts_in_memory and (settled is None or s.group > settled)}
+    )
 
 
 def render_sample(seen: ClusterSample, before: Sequence[TrafficCounters], height: int) -> RenderableType:
@@ -150,7 +154,7 @@ def render_sample(seen: ClusterSample, before: Sequence[TrafficCounters], height
         parts.append(Text(f"and {pluralized(len(view.nodes) - len(nodes), 'more node')}", style="dim"))
     parts += [Text(), steps_table(view, seen.survey, shown, seen.at_ns) if shown else Text("no steps are saved yet")]
     parts += [Text.from_markup(line) for line in notes]
-    parts += [Text(), _traffic(seen, traffic_rates(before, seen.moment), drains)]
+    parts += [Text(), _traffic(seen, traffic_rates(before, seen.counters), drains)]
     return Group(*parts)
 
 
@@ -216,7 +220,7 @@ def _drain(one: DrainStatus) -> RenderableType:
 
 def sample_json(seen: ClusterSample, before: Sequence[TrafficCounters]) -> dict[str, Any]:
     steps = redundancy_by_step(seen.view, seen.survey, seen.drains)
-    speed = traffic_rates(before, seen.moment)
+    speed = traffic_rates(before, seen.counters)
     return {
         "at": iso_time(seen.at_ns),
         **cluster_json(seen.view, seen.survey, steps),
@@ -268,11 +272,15 @@ def top_command(
 
 def sample_cluster(agent: NodeAgentClient, job: str) -> ClusterSample:
     """One look: what the agent knows by now. The durable tier is not listed anew for it."""
-    view = agent.cluster(job)
-    survey = agent.survey(job)
-    drains = agent.drains(job)
+    view = agent.cluster_status(job)
+    survey = agent.list_steps(job)
+    drains = agent.drain_status(job)
     return ClusterSample(
-        view, survey, drains, TrafficCounters.of(time.monotonic(), view, drains, agent.store.status()), time.time_ns()
+        view,
+        survey,
+        drains,
+        TrafficCounters.from_view(time.monotonic(), view, drains, agent.store.status()),
+        time.time_ns(),
     )
 
 
@@ -283,7 +291,7 @@ def _samples(agent: NodeAgentClient, job: str) -> Iterator[tuple[ClusterSample, 
         began = time.monotonic()
         seen = sample_cluster(agent, job)
         yield seen, list(before)
-        before.append(seen.moment)
+        before.append(seen.counters)
         time.sleep(max(0.0, began + _REFRESH_S - time.monotonic()))
 
 

@@ -83,8 +83,8 @@ def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, d
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
         survey = sight.survey(location.job)
-        views = sight.groups(location, survey)
-        cluster = sight.agent.cluster(location.job) if sight.agent else None
+        views = sight.attempts_at(location, survey)
+        cluster = sight.agent.cluster_status(location.job) if sight.agent else None
         checks = _all(screen, sight, location, views, cluster)
     silent = {} if cluster is None else unknown_nodes(cluster)
     problems = {tier.value: text for tier, text in survey.unreachable.items()}
@@ -116,13 +116,13 @@ def _all(
         (node, fact)
         for node in (cluster.nodes if cluster is not None else ())
         for fact in node.facts
-        if fact.key.group in groups and not node.silent
+        if fact.key.version_id in groups and not node.silent
     ]
     held.sort(key=lambda one: one[1].key)
     manifests, checks = _manifests(sight, location, views)
     total = sum(fact.size_bytes for _, fact in held) + sum(s.size_bytes for m in manifests for s in m.shards)
     known = {shard.key: shard for manifest in manifests for shard in manifest.shards}
-    with screen.progress(f"verifying {location.job}", total) as advance:
+    with screen.progress_bar(f"verifying {location.job}", total) as advance:
         for node, fact in held:
             if sight.agent is not None and cluster is not None and node.node.id == cluster.me:
                 checks.append(_in_memory(sight.agent, fact, known.get(fact.key), cluster.me))
@@ -219,7 +219,7 @@ def _in_store(sight: TierClient, job: str, shard: ShardIndex, advance: AdvancePr
         )
 
     try:
-        bad = damaged_chunks(sight.store(job), shard, advance)
+        bad = damaged_chunks(sight.object_store(job), shard, advance)
     except ObjectNotFoundError:
         return check(ExitCode.DAMAGED, "the object is not there", tuple(range(chunks)))
     except (TierUnavailableError, DurableRefusedError) as error:

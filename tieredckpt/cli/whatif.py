@@ -67,26 +67,26 @@ def whatif_command(
         raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
         name = resolve_job_name(sight, job)
-        with screen.waiting(f"looking at the nodes of {name}"):
+        with screen.spinner(f"looking at the nodes of {name}"):
             view, foresight = open_loss_analysis(sight, name)
         known = cluster_failure_domains(view)
         if each:
-            return _each(screen, view, worst_first([foresight.after([one]) for one in known]))
+            return _each(screen, view, worst_first([foresight.outcome_without([one]) for one in known]))
         wanted = list(dict.fromkeys(find_failure_domain(text, known) for text in lost))
-        outcome = foresight.after(wanted)
-        reads = foresight.reads(outcome)
+        outcome = foresight.outcome_without(wanted)
+        reads = foresight.read_sources(outcome)
         screen.result(outcome_json(view, outcome, reads), lambda out: _show(out, view, outcome, reads))
-        return _EXITS[outcome.fate]
+        return _EXITS[outcome.outlook]
 
 
 def open_loss_analysis(sight: TierClient, job: str) -> tuple[ClusterStatus, LossAnalysis]:
     """Everything there is to know about a job's steps right now."""
     agent = require_agent(sight)
-    view = agent.cluster(job)
+    view = agent.cluster_status(job)
     survey = sight.survey(job)
     limit = sight.settings.memory.avoid_after
-    foresight = LossAnalysis(view, survey, ReplicaCoverage(agent, job).cover, worn_after=limit)
-    if foresight.now is None and not foresight.unclear:
+    foresight = LossAnalysis(view, survey, ReplicaCoverage(agent, job).covers_state, worn_after=limit)
+    if foresight.resumable_step is None and not foresight.is_incomplete:
         raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")
     return view, foresight
 
@@ -99,7 +99,7 @@ class ReplicaCoverage:
         self._job = job
         self._known: dict[VersionId, tuple[StateTable, dict[int, Layout]] | None] = {}
 
-    def cover(self, group: VersionId, parts: Collection[int]) -> bool:
+    def covers_state(self, group: VersionId, parts: Collection[int]) -> bool:
         if group not in self._known:
             self._known[group] = self._ask(group)
         known = self._known[group]
@@ -112,7 +112,7 @@ class ReplicaCoverage:
 
     def _ask(self, group: VersionId) -> tuple[StateTable, dict[int, Layout]] | None:
         try:
-            manifest = self._agent.describe(self._job, group).manifest
+            manifest = self._agent.describe_step(self._job, group).manifest
             names = [shard.meta.table for shard in manifest.shards if shard.meta.table in manifest.tables]
             if not names:
                 return None
@@ -138,22 +138,22 @@ def outcome_json(view: ClusterStatus, outcome: LossOutcome, reads: Sequence[Read
         "lost": [str(one) for one in outcome.lost],
         "nodes_lost": list(outcome.nodes),
         "nodes_left": [one.node.id for one in view.nodes if one.node.id not in outcome.nodes],
-        "fate": outcome.fate.value,
+        "fate": outcome.outlook.value,
         "step": outcome.step,
-        "epoch": chosen.group.epoch if chosen is not None and outcome.plain is None else None,
-        "plain": outcome.plain is not None,
-        "step_now": outcome.before,
+        "epoch": chosen.group.epoch if chosen is not None and outcome.plain_step is None else None,
+        "plain": outcome.plain_step is not None,
+        "step_now": outcome.step_before_loss,
         "lost_s": outcome.lost_s,
         "from_memory": outcome.from_memory,
         "from_durable": outcome.from_durable,
         "reads": [{"parts": list(one.parts) or None, "nodes": list(one.nodes) or None} for one in reads],
         "gone": [
             {"step": one.group.version, "epoch": one.group.epoch, "parts": list(one.parts), "nodes": list(one.nodes)}
-            for one in outcome.gone
+            for one in outcome.lost_steps
         ],
         "quorum": None if quorum is None else {"enough": quorum.enough, "alive": quorum.alive, "of": quorum.of},
         "unknown": dict(outcome.unknown),
-        "perhaps": [group.version for group in outcome.perhaps],
+        "perhaps": [group.version for group in outcome.uncertain_steps],
         "steps": [
             {"step": group.version, "epoch": group.epoch, "attempt": group.attempt, "verdict": verdict.value}
             for group, verdict in sorted(outcome.resolution.verdicts.items(), key=lambda item: item[0].version)
@@ -169,7 +169,7 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
     lines = [("resumes from", _resumes(outcome))]
     lines += _read_lines(reads)
     lines += [("lost", _lost(outcome))]
-    lines += [("", _gone(one)) for one in outcome.gone]
+    lines += [("", _gone(one)) for one in outcome.lost_steps]
     if outcome.quorum is not None:
         colour = "" if outcome.quorum.enough else "yellow"
         text = escape(outcome.quorum.explain())
@@ -180,7 +180,9 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
         lines.append(("", _unknown(outcome)))
     torn = [group.version for group, verdict in outcome.resolution.verdicts.items() if verdict is StepVerdict.TORN]
     torn = sorted(
-        set(torn) - {one.group.version for one in outcome.gone} - {group.version for group in outcome.perhaps}
+        set(torn)
+        - {one.group.version for one in outcome.lost_steps}
+        - {group.version for group in outcome.uncertain_steps}
     )
     if torn:
         lines.append(("not whole", f"{_steps(torn)}, with or without this loss"))
@@ -188,13 +190,13 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
 
 
 def _resumes(outcome: LossOutcome) -> str:
-    if outcome.fate is ResumeOutlook.NOTHING:
+    if outcome.outlook is ResumeOutlook.NOTHING:
         return "[bold red]nothing[/]: no whole step would be left, in memory or elsewhere"
-    if outcome.fate is ResumeOutlook.UNKNOWN:
+    if outcome.outlook is ResumeOutlook.UNKNOWN:
         return "[bold yellow]not known[/]: nothing that is known of would be left"
-    far = ", as far as is known" if outcome.perhaps else ""
-    plain = ", a plain checkpoint" if outcome.plain is not None else ""
-    colour = "green" if outcome.step == outcome.before else "yellow"
+    far = ", as far as is known" if outcome.uncertain_steps else ""
+    plain = ", a plain checkpoint" if outcome.plain_step is not None else ""
+    colour = "green" if outcome.step == outcome.step_before_loss else "yellow"
     return f"[bold {colour}]step {outcome.step}[/]{plain}{far}"
 
 
@@ -216,17 +218,19 @@ def _parts(parts: Sequence[int]) -> str:
 
 
 def _lost(outcome: LossOutcome) -> str:
-    if outcome.before is None:
+    if outcome.step_before_loss is None:
         return "not known"
     if outcome.step is None:
-        return f"all training up to step {outcome.before}" + (", as far as is known" if outcome.unknown else "")
-    if not outcome.gone:
+        return f"all training up to step {outcome.step_before_loss}" + (
+            ", as far as is known" if outcome.unknown else ""
+        )
+    if not outcome.lost_steps:
         return "no training that is saved by now"
-    back = outcome.before - outcome.step
+    back = outcome.step_before_loss - outcome.step
     if back <= 0:  # a past that a lost step had left behind counts again
-        return f"the newest attempt, at step {outcome.before}: an older one is left"
+        return f"the newest attempt, at step {outcome.step_before_loss}: an older one is left"
     span = f", {format_age(outcome.lost_s)} of training" if outcome.lost_s and outcome.lost_s >= 1 else ""
-    return f"{pluralized(back, 'step')}{span}: from {outcome.before} back to {outcome.step}"
+    return f"{pluralized(back, 'step')}{span}: from {outcome.step_before_loss} back to {outcome.step}"
 
 
 def _gone(one: LostStep) -> str:
@@ -235,9 +239,9 @@ def _gone(one: LostStep) -> str:
 
 def _unknown(outcome: LossOutcome) -> str:
     text = "what is there counts neither as held nor as gone"
-    if not outcome.perhaps:
+    if not outcome.uncertain_steps:
         return text
-    return f"{text}; {_steps([group.version for group in outcome.perhaps])} may be whole with it"
+    return f"{text}; {_steps([group.version for group in outcome.uncertain_steps])} may be whole with it"
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -256,11 +260,11 @@ def _names(names: Sequence[str], word: str = "and") -> str:
 def _each(screen: CommandOutput, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> ExitCode:
     value = {"job": view.job, "seen_from": view.me, "losses": [outcome_json(view, one) for one in outcomes]}
     screen.result(value, lambda out: _show_each(out, view, outcomes))
-    return worst_exit_code([_EXITS[one.fate] for one in outcomes])
+    return worst_exit_code([_EXITS[one.outlook] for one in outcomes])
 
 
 def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> None:
-    before = outcomes[0].before
+    before = outcomes[0].step_before_loss
     now = f"step {before}" if before is not None else "nothing that is known"
     out.print(f"[bold]{escape(view.job)}[/]  would now resume from {now}, as {escape(view.me)} sees it")
     out.print()
@@ -269,7 +273,7 @@ def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome
             escape(str(one.lost[0])),
             str(len(one.nodes)),
             _cell(one),
-            "-" if one.step is None or one.before is None else str(max(0, one.before - one.step)),
+            "-" if one.step is None or one.step_before_loss is None else str(max(0, one.step_before_loss - one.step)),
             " + ".join((["memory"] if one.from_memory else []) + (["durable"] if one.from_durable else [])) or "-",
             _quorum_cell(one),
         ]
@@ -289,12 +293,12 @@ def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome
 
 
 def _cell(one: LossOutcome) -> str:
-    if one.fate is ResumeOutlook.NOTHING:
+    if one.outlook is ResumeOutlook.NOTHING:
         return "[red]nothing[/]"
-    if one.fate is ResumeOutlook.UNKNOWN:
+    if one.outlook is ResumeOutlook.UNKNOWN:
         return "[yellow]not known[/]"
-    colour = "green" if one.step == one.before else "yellow"
-    return f"[{colour}]step {one.step}[/]" + (" or newer" if one.perhaps else "")
+    colour = "green" if one.step == one.step_before_loss else "yellow"
+    return f"[{colour}]step {one.step}[/]" + (" or newer" if one.uncertain_steps else "")
 
 
 def _quorum_cell(one: LossOutcome) -> str:

@@ -41,7 +41,7 @@ def load(
     found = reader.read_metadata()
     # DCP reads the metadata once more: by then there may be a newer step.
     reader = TieredReader(target, reader.chosen_step, durable=durable, settings=settings)
-    reader.continues = False
+    reader.resumes_job = False
     state = _blank(found, torch.device(device))
     planner = _TemplateFreeLoadPlanner()
     try:

@@ -59,7 +59,7 @@ class RankGroup:
     def size(self) -> int:
         return dist.get_world_size(self._group) if dist.is_initialized() else 1
 
-    def from_all(self, text: str) -> list[str]:
+    def all_gather(self, text: str) -> list[str]:
         """What every rank says, in order of ranks."""
         if not dist.is_initialized():
             return [text]
@@ -67,7 +67,7 @@ class RankGroup:
         dist.all_gather_object(gathered, text, group=self._group)
         return gathered
 
-    def dcp(self, call: Callable[..., object], state: dict[str, Any], **storage: object) -> None:
+    def call_dcp(self, call: Callable[..., object], state: dict[str, Any], **storage: object) -> None:
         """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
         with warnings.catch_warnings():
             if alone := not dist.is_initialized():
@@ -92,11 +92,11 @@ class PlanMessage:
 
     def __init__(self, message: object, *, stays: bool = False) -> None:
         self.message = message
-        self.stays = stays
+        self.keep_in_plan = stays
         self.name = secrets.token_hex(8)
 
     def __reduce__(self) -> tuple[Callable[[str, object, bool], object], tuple[str, object, bool]]:
-        return _take_out, (self.name, self.message, self.stays)
+        return _take_out, (self.name, self.message, self.keep_in_plan)
 
 
 def _take_out(name: str, message: object, stays: bool) -> object:
@@ -130,7 +130,7 @@ class SaveRanks:
     """In the whole world; empty where this process saves alone."""
 
     @property
-    def parts(self) -> int:
+    def part_count(self) -> int:
         return max(1, len(self.ranks))
 
     @property
@@ -156,7 +156,7 @@ def dcp_call_world_size() -> int | None:
     found = _call()
     if found is None:
         return None
-    return _members(found.group).parts if found.use_dist else 1
+    return _members(found.group).part_count if found.use_dist else 1
 
 
 def _call() -> _DistWrapper | None:
@@ -183,7 +183,7 @@ def decide_for_ranks(proposals: Sequence[SaveProposal]) -> SaveDecision:
 
 def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:
     """One decision for all ranks of a save, without a collective. All of them call it."""
-    if saving.parts == 1:
+    if saving.part_count == 1:
         return decide_for_ranks([proposal])
     store = dist.distributed_c10d._get_default_store()
     rank = saving.part
@@ -194,8 +194,8 @@ def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:
     if rank == 0:
         store.set(f"{prefix}/decision", _decided(store, prefix, saving))
     answer = from_json(_told(store, f"{prefix}/decision", "the first rank did not say"), _Answer)
-    if store.add(f"{prefix}/heard", 1) == saving.parts:
-        for each in range(saving.parts):
+    if store.add(f"{prefix}/heard", 1) == saving.part_count:
+        for each in range(saving.part_count):
             store.delete_key(f"{prefix}/{each}")
             store.delete_key(f"{name}/{each}")
         store.delete_key(f"{prefix}/decision")
@@ -214,7 +214,7 @@ def _decided(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> 
     try:
         proposals = [
             from_json(_told(store, f"{prefix}/{rank}", f"rank {rank} did not come"), SaveProposal)
-            for rank in range(saving.parts)
+            for rank in range(saving.part_count)
         ]
         answer = _Answer(decide_for_ranks(proposals))
     except TieredCheckpointError as error:

@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 _MAX_VOTES = 8
 _SHOWN = 5
 _DOCTOR = "`tieredckpt doctor` tries the store from here"
-START_FRESH_HINT = "To start from nothing on purpose: restore(..., on_lost='begin'), or another job name"
+START_FRESH_HINT = "To start from nothing on purpose: restore(..., on_lost='start_fresh'), or another job name"
 _REBUILD_S = 60.0
 """How long a load waits for a newer step that the other nodes are rebuilding, before it takes an older one."""
 
@@ -89,7 +89,7 @@ class LoadVote:
 
     groups: tuple[VersionId, ...]
     refused: tuple[str, ...] = ()
-    reluctant: tuple[VersionId, ...] = ()
+    avoided: tuple[VersionId, ...] = ()
     """Those whose loads have ended their process on this rank's node: taken when there is no other."""
     plain: int | None = None
     """The plain DCP checkpoint that it found newer than every step."""
@@ -117,7 +117,7 @@ class RestoreReport:
     """Of the peer tier's bytes, what came from which node."""
     mode: Literal["live", "snapshot", "torn", "lost", "damaged"] = "snapshot"
     """``live``: this step is what survivors of a fault had in their tensors. With step -1: ``torn``, no save ever came
-    to be whole; ``lost`` or ``damaged``, and ``on_lost="begin"``."""
+    to be whole; ``lost`` or ``damaged``, and ``on_lost="start_fresh"``."""
     lost: int | None = None
     """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
     proof: RestoreProof | None = None
@@ -134,7 +134,7 @@ class TieredReader(StorageReader):
     what its bytes say. ``trust_objects=True`` loads it all the same; by default ``memory.trust_objects`` decides.
     """
 
-    continues = True
+    resumes_job = True
     """Whether the job goes on from what is loaded; ``False`` for who only looks at it."""
 
     def __init__(
@@ -175,11 +175,11 @@ class TieredReader(StorageReader):
         """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
         self.strict = False
         """An entry that the step has and no rank asks for is an error."""
-        self.choosing: tuple[str, ...] = ()
+        self.selective_prefixes: tuple[str, ...] = ()
         """Prefixes of entries of which the state itself says which it takes."""
-        self.awaited = False
-        """Whether :meth:`check` found less than there was, and nodes that may have it do not answer just now."""
-        self.proves_later = False
+        self.peers_pending = False
+        """Whether :meth:`describe_choice` found less than there was, and nodes that may have it do not answer now."""
+        self.defers_proof = False
         """Whoever loads compares the live state himself, with :attr:`evidence`; else the targets are compared."""
         self.evidence: LoadEvidence | None = None
         """What the last load brought can be told by."""
@@ -290,7 +290,7 @@ class TieredReader(StorageReader):
             # A tensor without elements is asked for by nobody.
             held = (fqn for fqn, shape in zip(step.names.names, step.names.shapes, strict=True) if math.prod(shape))
             left = {*held, *step.names.objects} - asked
-            self.unused = tuple(sorted(name for name in left if not name.startswith(self.choosing)))
+            self.unused = tuple(sorted(name for name in left if not name.startswith(self.selective_prefixes)))
             if self.strict and self.unused:
                 raise MismatchError(
                     f"step {decision.group.version} of {self._location.job} has {len(self.unused)} entries without a "
@@ -319,12 +319,12 @@ class TieredReader(StorageReader):
 
     # -- choosing ---------------------------------------------------------------------------------------------
 
-    def check(self) -> str:
+    def describe_choice(self) -> str:
         """What would be loaded, in words; raises what a load would raise when there is nothing."""
         resolution, plain = self._survey()
-        chosen, known = resolution.chosen, resolution.once_whole
+        chosen, known = resolution.chosen, resolution.newest_known_complete
         found_all = chosen is not None and (known is None or chosen.group >= known)
-        self.awaited = not found_all and resolution.unreachable == (Tier.PEER,)
+        self.peers_pending = not found_all and resolution.unreachable == (Tier.PEER,)
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:
@@ -337,7 +337,7 @@ class TieredReader(StorageReader):
         if not self.settings.enabled:
             newest = max((s for s in plain_steps(self.settings.durable, job) if step in (None, s)), default=None)
             return Resolution(None, {}), newest
-        seen = self.session.node.survey(job, fresh=self.fresh, patience_s=_REBUILD_S)
+        seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
         candidates = [view.candidate for view in seen.views]
         bad = {view.group for view in seen.views if view.quarantined}
         limit = self.settings.memory.avoid_after
@@ -369,7 +369,7 @@ class TieredReader(StorageReader):
         if plain is not None:
             durable = self.settings.durable
             if not durable.url:
-                durable = self.session.node.survey(self._location.job).durable or durable
+                durable = self.session.agent.list_steps(self._location.job).durable or durable
             self._plain = plain, plain_reader(durable, self._location.job, plain, trust_objects=self._trust)
             return None
         if resolution.chosen is None:
@@ -388,7 +388,7 @@ class TieredReader(StorageReader):
             self._refuse(forgotten.newest, CheckpointLostError(describe_forgotten(forgotten)))
         self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
         for group, verdict in resolution.verdicts.items():
-            if verdict is StepVerdict.RELUCTANT:
+            if verdict is StepVerdict.AVOIDED:
                 log.warning(
                     "%s: step %d is passed over: the last %d loads of it ended their process on this node. Step %d is "
                     "taken instead. Name the step to load it all the same; tieredckpt quarantine %s/step-%d --lift, or "
@@ -406,7 +406,7 @@ class TieredReader(StorageReader):
         """The step in full, or ``None`` when it cannot be used after all."""
         if group not in self._steps:
             try:
-                step = RankReadPlan(self.session.node, self._location.job, group, self._unreadable[group])
+                step = RankReadPlan(self.session.agent, self._location.job, group, self._unreadable[group])
                 for dtype in step.names.dtypes:
                     dtype_from_name(dtype)
                 self._steps[group] = step
@@ -440,7 +440,7 @@ class TieredReader(StorageReader):
                 return False
             if self._pinned is None or self._pinned.group != group:
                 self._let_go()
-                self._pinned = PinnedShards(self.session.node.store, group)
+                self._pinned = PinnedShards(self.session.agent.store, group)
             pinned = self._pinned
             near = {part: wanted for part, wanted in ranges.items() if step.tier(part) is Tier.MEMORY}
             found = {part: pinned.verify(step.shards[part], wanted) for part, wanted in near.items()}
@@ -498,13 +498,13 @@ class TieredReader(StorageReader):
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
             cast = self._cast or self._location.cast
-            proven = self.settings.memory.proof and (self.proves_later or load_planner_is_transparent(planner))
+            proven = self.settings.memory.proof and (self.defers_proof or load_planner_is_transparent(planner))
             self.evidence = LoadEvidence(step, session.copier) if proven else None
             work = ReadExecutor(session, step, pinned, planner, cast=cast, trust=self._trust, evidence=self.evidence)
             try:
-                with session.loading(group, self._rank):
+                with session.track_load(group, self._rank):
                     work.run(plan.items)
-                    proof = None if self.proves_later else self._prove(planner, pinned)
+                    proof = None if self.defers_proof else self._prove(planner, pinned)
             except (CheckpointDamagedError, ObjectNotFoundError) as error:
                 raise self._unusable(group, error) from error
             if self._let_go():
@@ -512,12 +512,12 @@ class TieredReader(StorageReader):
             if last:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
         seconds = time.perf_counter() - began
-        if self.continues:
-            session.restored(group, decision.ranks)
+        if self.resumes_job:
+            session.report_restored(group, decision.ranks)
         else:
-            session.came_further(stepped=False)  # what becomes of who only looks says nothing of the step
+            session.report_load_survived(stepped=False)  # what becomes of who only looks says nothing of the step
         failpoint("load.done")
-        session.observe(
+        session.add_metrics(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
         )
         report = RestoreReport(
@@ -544,7 +544,7 @@ class TieredReader(StorageReader):
         session = self.session
         what = f"step {group.version} of {session.job}"
         if isinstance(error, ObjectNotFoundError):
-            seen = session.node.survey(session.job, fresh=True)
+            seen = session.agent.list_steps(session.job, fresh=True)
             if Tier.DURABLE in seen.unreachable:
                 return TierUnavailableError(f"{what}: {error}, and the store cannot be asked why")
             if not any(view.group == group and view.durable for view in seen.views):
@@ -552,7 +552,7 @@ class TieredReader(StorageReader):
                     f"{what} was deleted from the durable tier while it was read (retention: durable.keep_last, or "
                     "tieredckpt gc). Load again: newer steps are there"
                 )
-        session.node.quarantine(session.job, group, str(error))
+        session.agent.quarantine(session.job, group, str(error))
         return CheckpointDamagedError(f"{what} is quarantined on this node: {error}")
 
 
@@ -583,7 +583,7 @@ def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
 
 def _agree(votes: Sequence[LoadVote], location: Location) -> VersionId:
     """The newest step that every rank can load."""
-    reluctant = {group for vote in votes for group in vote.reluctant}
+    reluctant = {group for vote in votes for group in vote.avoided}
     chosen = elect_step([vote.groups for vote in votes], reluctant=reluctant)
     if chosen is None:
         reasons = sorted({reason for vote in votes for reason in vote.refused})

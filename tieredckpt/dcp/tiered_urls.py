@@ -111,7 +111,7 @@ class _Executor:
         ) -> Any:
             if storage_writer is None and checkpoint_id is not None and _is_tiered(checkpoint_id):
                 storage_writer = _writer(checkpoint_id)
-                storage_writer.captured()
+                storage_writer.capture_point()
             return save(staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **how)
 
         executor.execute_save = execute_save

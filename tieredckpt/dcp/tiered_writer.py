@@ -116,13 +116,13 @@ class SlotStager:
         try:
             if not self.settings.enabled:
                 return _private(state_dict)
-            self.captured()
+            self.capture_point()
             with gc_paused():
                 flat = flatten_state(state_dict)
-                planned = self.session.planned_for(state_fingerprint(flat))
+                planned = self.session.cached_plan(state_fingerprint(flat))
                 if planned is None or any(tensor_shards(one) for one in flat.values() if isinstance(one, torch.Tensor)):
                     return _private(state_dict)
-                self._staged = self.session.stage_provisionally(planned, wait_s=wait_s)
+                self._staged = self.session.lease_slot_before_step(planned, wait_s=wait_s)
                 if self._staged is None:
                     return _private(state_dict)
                 return self._stage_into(self._staged, planned, state_dict, flat)
@@ -130,10 +130,10 @@ class SlotStager:
             self._discard_staged()
             raise
 
-    def captured(self) -> None:
+    def capture_point(self) -> None:
         """The state that is saved next has just been staged, by this writer or by another stager."""
         if self.settings.enabled:
-            self._point = self.session.owner.capture()
+            self._point = self.session.incarnation.capture()
 
     def close(self) -> None:
         """Give back what was staged and never written."""
@@ -145,8 +145,8 @@ class SlotStager:
         kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
         kept["_holding"] = False
         if self.settings.enabled:
-            self.session.go_on()  # who saves there has loaded nothing
-            kept["_handed_over"] = self.session.owner.hand_over()
+            self.session.report_continued()  # who saves there has loaded nothing
+            kept["_handed_over"] = self.session.incarnation.hand_over()
         self._end_staging()
         return kept
 
@@ -156,7 +156,7 @@ class SlotStager:
         self._in_use = threading.Semaphore(1)
         self._staged = None
         if slot is not None:
-            self._staged = self.session.take_over(*slot)
+            self._staged = self.session.adopt_slot(*slot)
 
     # -- for the writer ---------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class SlotStager:
     ) -> STATE_DICT_TYPE:
         layout, memory, header = planned.layout, staged.memory, planned.layout.header_bytes
         pieces = [SlotWrite(local_tensor(flat, entry), header + entry.start) for entry in layout.tensors]
-        memory.fill(pieces, self.session.copier)
+        memory.copy_in(pieces, self.session.copier)
         views = {
             entry.fqn: memory.shared_tensor(
                 staged.lease.size_bytes, header + entry.start, piece.tensor.dtype, entry.box.sizes
@@ -184,7 +184,7 @@ class SlotStager:
         moved = [entry for entry in staged.layout.tensors if not _in_place(staged, entry, work.tensor(entry))]
         header = staged.layout.header_bytes
         for entry in moved:
-            staged.memory.fill(
+            staged.memory.copy_in(
                 [SlotWrite(work.tensor(entry), header + entry.start)],
                 self.session.copier,
             )
@@ -200,7 +200,7 @@ class SlotStager:
         staged = self._staged
         self._end_staging()
         if staged is not None:
-            self.session.abandon(staged)
+            self.session.release_slot(staged)
 
 
 def _in_place(staged: StagedShard, entry: TensorEntry, tensor: torch.Tensor) -> bool:
@@ -332,7 +332,7 @@ class TieredWriter(SlotStager, StorageWriter):
         return os.fspath(checkpoint_id).startswith("tiered:/")
 
     def storage_meta(self) -> StorageMeta:
-        return dcp_storage_meta(self._location, self.record.key.group if self.record is not None else None)
+        return dcp_storage_meta(self._location, self.record.key.version_id if self.record is not None else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._plain = None
@@ -406,7 +406,7 @@ class TieredWriter(SlotStager, StorageWriter):
         """This rank has no part of the step, which therefore is torn: what the others have of it is given up."""
         self._discard_staged()
         if self._key is not None:
-            self.session.left_out(self._key)
+            self.session.report_part_aborted(self._key)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Only the coordinator, and only when every rank has written: the step is whole now."""
@@ -416,7 +416,7 @@ class TieredWriter(SlotStager, StorageWriter):
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
         if self.record is not None and self._collectives:
-            self.session.commit(self.record.key.group)
+            self.session.report_complete(self.record.key.version_id)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -433,7 +433,7 @@ class TieredWriter(SlotStager, StorageWriter):
         """What this rank says before a save; without collectives also why it cannot, for nobody may wait for it."""
         step = self._step
         try:
-            owner = self.session.owner
+            owner = self.session.incarnation
             if self._handed_over is not None:
                 owner.take_over(self._handed_over)
                 self._handed_over = None
@@ -485,28 +485,28 @@ class TieredWriter(SlotStager, StorageWriter):
         key = self._key = decision.key(part)
         session.adopt(decision, self._saved_at)
         if part == 0:
-            session.say_memory_only()
+            session.warn_memory_only()
         wait_s = self.settings.memory.wait_s if self.wait_s is None else self.wait_s
         work = PlannedWrites(plan, planner, staged=self._staged is not None)
         if not self.settings.memory.trust_objects:
-            work.warn_of_objects()
+            work.warn_unsafe_objects()
         self._wait_for_durable(session)
         before = self._staged
         earlier = self._staged = self._under(session, before, key)
         staged = self._take_staged(work, part, decision.parts)
         if staged is None:
-            layout = work.layout(session.layouts)
+            layout = work.layout(session.cached_layouts)
             size = sum(map(len, work.item_bytes(layout)))
-            staged = session.stage(key, decision.parts, layout, size, wait_s=wait_s)
-            with session.abandoned_on_error(staged):
+            staged = session.lease_slot(key, decision.parts, layout, size, wait_s=wait_s)
+            with session.release_on_error(staged):
                 self._fill(session, staged, work)
                 abort_fence.raise_if_aborted()  # what was staged had been computed before anything was aborted
-                if before is not None and earlier is None and not before.owner.alive:
+                if before is not None and earlier is None and not before.owner.is_alive:
                     raise SaveFailedError(
                         f"{key}: the process that staged it has ended, and what it had staged may be overwritten"
                     )
             if earlier is not None:
-                session.abandon(earlier)
+                session.release_slot(earlier)
         self._staged = staged
         copied, table = time.perf_counter(), self._whole_table(planner)
         items = work.item_bytes(staged.layout)
@@ -522,7 +522,7 @@ class TieredWriter(SlotStager, StorageWriter):
         )
         self._end_staging()
         self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)
-        session.observe(
+        session.add_metrics(
             saves=1,
             saved_bytes=record.size_bytes,
             copy_seconds=copied - began,
@@ -538,10 +538,10 @@ class TieredWriter(SlotStager, StorageWriter):
         for entry in staged.layout.tensors:
             window.append(SlotWrite(work.tensor(entry), header + entry.start))
             size += entry.size_bytes
-            if size >= _WINDOW_BYTES and not work.keeps:
-                staged.memory.fill(window, session.copier)
+            if size >= _WINDOW_BYTES and not work.is_transparent:
+                staged.memory.copy_in(window, session.copier)
                 window, size = [], 0
-        staged.memory.fill(window, session.copier)
+        staged.memory.copy_in(window, session.copier)
 
     def _under(self, session: Session, staged: StagedShard | None, key: ShardKey) -> StagedShard | None:
         """The slot that was staged, as one of the incarnation that the save is for.
@@ -550,22 +550,22 @@ class TieredWriter(SlotStager, StorageWriter):
         """
         if staged is None or (staged.lease.key.epoch, staged.lease.key.incarnation) == (key.epoch, key.incarnation):
             return staged
-        return session.carry_over(staged, key)
+        return session.relabel_slot(staged, key)
 
     def _remember(self, session: Session, planned: PlannedSave, planner: SavePlanner) -> None:
         if is_default_save_planner(planner) and not any(item.tensor for item in planned.layout.items):
             known = tuple(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
             planned = dataclasses.replace(planned, fingerprint=known)
-        session.remember(planned)
+        session.cache_plan(planned)
 
     def _wait_for_durable(self, session: Session) -> None:
         durable = self.settings.durable
         if durable.on_busy == "wait" and self._becomes_durable(session):
-            session.wait_drained(durable.retry_s)
+            session.wait_for_drain(durable.retry_s)
 
     def _becomes_durable(self, session: Session) -> bool:
         """Whether the step that is being written is wanted in the durable tier, too."""
-        return self.required or session.is_durable(self._step)
+        return self.required or session.wants_durable(self._step)
 
 
 def dcp_storage_meta(location: Location, group: VersionId | None) -> StorageMeta:

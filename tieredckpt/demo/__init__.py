@@ -43,17 +43,17 @@ class PhaseResult:
     events: list[list[dict[str, Any]]] = field(default_factory=list)
     """By rank."""
     seconds: float = 0.0
-    status: tuple[int | None, ...] = ()
+    exit_codes: tuple[int | None, ...] = ()
 
     def losses(self) -> dict[int, str]:
         return {e["step"]: e["loss"] for e in self.events[0] if e["event"] == "step"}
 
-    def restored(self, rank: int = 0) -> dict[str, Any]:
+    def restore_event(self, rank: int = 0) -> dict[str, Any]:
         return next(
             (e for e in self.events[rank] if e["event"] == "restored"), {"step": -1, "tiers": {}, "seconds": 0.0}
         )
 
-    def blocked(self) -> list[float]:
+    def save_stalls_s(self) -> list[float]:
         return [e["blocked"] for events in self.events for e in events if e["event"] == "step"]
 
 
@@ -166,9 +166,9 @@ def _train(
     phase = PhaseResult(
         [_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks)
     )
-    if not killed_in_save and any(phase.status):
+    if not killed_in_save and any(phase.exit_codes):
         raise RuntimeError(
-            f"a rank failed: {phase.status}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:]
+            f"a rank failed: {phase.exit_codes}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:]
         )
     return phase
 
@@ -236,7 +236,7 @@ def _listing(on: _Node, bucket: LocalBucket) -> list[dict[str, Any]]:
     os.environ.update(on.environ)
     node = NodeAgentClient(load_settings({**on.environ, "TIEREDCKPT_DURABLE_URL": bucket.url}), DEMO_JOB)
     with contextlib.closing(node):
-        survey = node.survey(DEMO_JOB, fresh=True)
+        survey = node.list_steps(DEMO_JOB, fresh=True)
     return [
         {
             "step": view.group.version,
@@ -264,9 +264,9 @@ def _summary(
 ) -> dict[str, Any]:
     counters, drain = agent["store"]["counters"], agent["drain"]["totals"]
     copies = next(iter(agent["peers"].values()))["totals"]
-    resumed, hydrated = phases["resumed"].restored(), phases["hydrated"].restored()
-    replaced = phases["replaced"].restored(rank=DEMO_WORLD_SIZE - 1)
-    blocked = phases["resumed"].blocked()
+    resumed, hydrated = phases["resumed"].restore_event(), phases["hydrated"].restore_event()
+    replaced = phases["replaced"].restore_event(rank=DEMO_WORLD_SIZE - 1)
+    blocked = phases["resumed"].save_stalls_s()
     return {
         **result,
         "killed_in_step": DEMO_PHASES[0] - 1,

@@ -28,8 +28,8 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 
 
 class DirectoryBackend:
-    resumes = False
-    pages = False
+    resumes_uploads = False
+    lists_in_pages = False
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -38,7 +38,7 @@ class DirectoryBackend:
     def url(self) -> str:
         return f"file://{self._root}"
 
-    def renew(self) -> bool:
+    def refresh_credentials(self) -> bool:
         return False
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
@@ -83,7 +83,7 @@ class DirectoryBackend:
         upload.retry.run(upload.what, partial(self._copy, upload))
         upload.progress(upload.source.size_bytes)
 
-    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
+    def abort_stale_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
         count = 0
         before = time.time() - older_than_s
         for path, _ in self._files(listable_folder(prefix)):
@@ -204,8 +204,8 @@ class FsspecBackend:
     The others are object stores: what is written there appears when it is closed, so it is closed only when whole.
     """
 
-    resumes = False
-    pages = False
+    resumes_uploads = False
+    lists_in_pages = False
 
     def __init__(self, url: str, options: Mapping[str, str]) -> None:
         self.url = url
@@ -215,7 +215,7 @@ class FsspecBackend:
         self._root = root.rstrip("/")
         self._moves = _has_own_move(fs)
 
-    def renew(self) -> bool:
+    def refresh_credentials(self) -> bool:
         return False
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
@@ -252,7 +252,7 @@ class FsspecBackend:
         upload.retry.run(upload.what, send)
         upload.progress(upload.source.size_bytes)
 
-    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
+    def abort_stale_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
         before = time.time() - older_than_s
         count = 0
         for info in self._all(prefix):

@@ -65,9 +65,9 @@ class UploadJob:
         """The same for a part of it."""
         step = self.bandwidth.slice_bytes
         for start in range(0, len(view), step):
-            self.stop.check()
+            self.stop.raise_if_set()
             with view[start : start + step] as piece:
-                self.bandwidth.take(len(piece), self.stop.wait)
+                self.bandwidth.acquire(len(piece), self.stop.wait)
                 yield piece
 
 
@@ -77,14 +77,14 @@ class ObjectBackend(Protocol):
     @property
     def url(self) -> str: ...
     @property
-    def resumes(self) -> bool:
+    def resumes_uploads(self) -> bool:
         """Whether an interrupted upload leaves something to go on with."""
 
     @property
-    def pages(self) -> bool:
+    def lists_in_pages(self) -> bool:
         """Whether listings come in pages, so that a long silence means that it is away."""
 
-    def renew(self) -> bool:
+    def refresh_credentials(self) -> bool:
         """Look for other credentials after a refusal; whether there are any."""
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
@@ -100,21 +100,21 @@ class ObjectBackend(Protocol):
 
     def delete(self, names: Sequence[str]) -> None: ...
     def upload(self, upload: UploadJob) -> None: ...
-    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int: ...
+    def abort_stale_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int: ...
     def close(self) -> None: ...
 
 
 class FailureKind(Enum):
     """What a caller can do about it."""
 
-    AWAY = "no answer, or one that another try may change"
+    UNAVAILABLE = "no answer, or one that another try may change"
     BUSY = "asked to slow down"
     REFUSED = "the store says no, and would again"
-    ABSENT = "no such object"
+    NOT_FOUND = "no such object"
     EXISTS = "there is one already"
-    SHORT = "the object ends before the bytes asked for"
-    GONE = "no such multipart upload, or not with these parts"
-    FOREIGN = "not about the store: a bug or a wrong call"
+    TRUNCATED = "the object ends before the bytes asked for"
+    UPLOAD_GONE = "no such multipart upload, or not with these parts"
+    NOT_FROM_STORE = "not about the store: a bug or a wrong call"
 
 
 @dataclass(frozen=True)
@@ -154,17 +154,17 @@ def classify_error(error: BaseException) -> StoreFailure:
     if isinstance(error, OSError):
         return _os_error(error)
     if type(error).__module__ == "builtins" or not isinstance(error, Exception):
-        return StoreFailure(FailureKind.FOREIGN, text)
+        return StoreFailure(FailureKind.NOT_FROM_STORE, text)
     if type(error).__module__.startswith("tieredckpt"):
-        return StoreFailure(FailureKind.FOREIGN, text)
-    return StoreFailure(FailureKind.AWAY, _line(f"{type(error).__name__}: {text}"))
+        return StoreFailure(FailureKind.NOT_FROM_STORE, text)
+    return StoreFailure(FailureKind.UNAVAILABLE, _line(f"{type(error).__name__}: {text}"))
 
 
 def classify_response(status: int, code: str = "", message: str = "", *, retry_after_s: float = 0.0) -> StoreFailure:
     """What an HTTP answer of an object store means."""
     meaning = _BY_CODE.get(code) or _BY_STATUS.get(status)
     if meaning is None:
-        meaning = FailureKind.AWAY if status >= 500 else FailureKind.REFUSED
+        meaning = FailureKind.UNAVAILABLE if status >= 500 else FailureKind.REFUSED
     what = " ".join(filter(None, (str(status or ""), code)))
     detail = _line(f"{what}: {message}" if message else what)
     advice = _ADVICE.get(code) or _ADVICE.get(str(status), "")
@@ -214,10 +214,10 @@ def _obstore(error: BaseException, text: str) -> StoreFailure:
         named = _NAMES.get(provider[1], FailureKind.REFUSED)
         return StoreFailure(named, _line(provider[2]), credentials=named is FailureKind.REFUSED)
     if re.search(r"Wanted range starting at", text):
-        return StoreFailure(FailureKind.SHORT, _line(text))
+        return StoreFailure(FailureKind.TRUNCATED, _line(text))
     if "redirect without LOCATION" in text:
         return classify_response(301, "", _line(text))
-    return StoreFailure(_NAMES.get(type(error).__name__, FailureKind.AWAY), _line(text))
+    return StoreFailure(_NAMES.get(type(error).__name__, FailureKind.UNAVAILABLE), _line(text))
 
 
 def _by_name(kind: type[BaseException], text: str) -> StoreFailure | None:
@@ -235,7 +235,7 @@ def _os_error(error: OSError) -> StoreFailure:
     for kind, meaning in _OS_KINDS:
         if isinstance(error, kind):
             return StoreFailure(meaning, detail, credentials=kind is PermissionError)
-    return StoreFailure(_ERRNO.get(error.errno or 0, FailureKind.AWAY), detail)
+    return StoreFailure(_ERRNO.get(error.errno or 0, FailureKind.UNAVAILABLE), detail)
 
 
 def _line(text: str) -> str:
@@ -243,11 +243,11 @@ def _line(text: str) -> str:
 
 
 _OS_KINDS: tuple[tuple[type[OSError], FailureKind], ...] = (
-    (FileNotFoundError, FailureKind.ABSENT),
+    (FileNotFoundError, FailureKind.NOT_FOUND),
     (FileExistsError, FailureKind.EXISTS),
     (PermissionError, FailureKind.REFUSED),
-    (NotADirectoryError, FailureKind.ABSENT),
-    (IsADirectoryError, FailureKind.ABSENT),
+    (NotADirectoryError, FailureKind.NOT_FOUND),
+    (IsADirectoryError, FailureKind.NOT_FOUND),
     (ssl.SSLCertVerificationError, FailureKind.REFUSED),
 )
 _ERRNO = dict.fromkeys(
@@ -256,11 +256,11 @@ _ERRNO = dict.fromkeys(
 )
 
 _BY_STATUS = {
-    404: FailureKind.ABSENT,
-    408: FailureKind.AWAY,
+    404: FailureKind.NOT_FOUND,
+    408: FailureKind.UNAVAILABLE,
     412: FailureKind.EXISTS,
-    416: FailureKind.SHORT,
-    425: FailureKind.AWAY,
+    416: FailureKind.TRUNCATED,
+    425: FailureKind.UNAVAILABLE,
     429: FailureKind.BUSY,
     501: FailureKind.REFUSED,
     503: FailureKind.BUSY,
@@ -297,16 +297,16 @@ _BY_CODE = {
             "InternalError",
             "ServiceUnavailable",
         ),
-        FailureKind.AWAY,
+        FailureKind.UNAVAILABLE,
     ),
     **dict.fromkeys(
         ("NoSuchBucket", "ContainerNotFound", "AccountIsDisabled", "InvalidBucketName", "QuotaExceeded"),
         FailureKind.REFUSED,
     ),
-    **dict.fromkeys(("NoSuchKey", "BlobNotFound"), FailureKind.ABSENT),
+    **dict.fromkeys(("NoSuchKey", "BlobNotFound"), FailureKind.NOT_FOUND),
     **dict.fromkeys(("PreconditionFailed", "ConditionNotMet", "BlobAlreadyExists"), FailureKind.EXISTS),
-    **dict.fromkeys(("NoSuchUpload", "InvalidPart", "InvalidPartOrder"), FailureKind.GONE),
-    "InvalidRange": FailureKind.SHORT,
+    **dict.fromkeys(("NoSuchUpload", "InvalidPart", "InvalidPartOrder"), FailureKind.UPLOAD_GONE),
+    "InvalidRange": FailureKind.TRUNCATED,
 }
 _CREDENTIAL_CODES = frozenset(
     (
@@ -353,7 +353,7 @@ _NAMES = {
             "ClientError",
             "TimeoutError",
         ),
-        FailureKind.AWAY,
+        FailureKind.UNAVAILABLE,
     ),
     **dict.fromkeys(
         (
@@ -375,8 +375,8 @@ _NAMES = {
         FailureKind.REFUSED,
     ),
     **dict.fromkeys(("AlreadyExistsError", "PreconditionError"), FailureKind.EXISTS),
-    **dict.fromkeys(("FileNotFoundError", "NotFoundError"), FailureKind.ABSENT),
-    **dict.fromkeys(("UnknownConfigurationKeyError", "InvalidPathError"), FailureKind.FOREIGN),
+    **dict.fromkeys(("FileNotFoundError", "NotFoundError"), FailureKind.NOT_FOUND),
+    **dict.fromkeys(("UnknownConfigurationKeyError", "InvalidPathError"), FailureKind.NOT_FROM_STORE),
 }
 
 
@@ -402,7 +402,7 @@ class RetryPolicy:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     uniform: Callable[[float, float], float] = random.uniform
-    renew: Callable[[], bool] = lambda: False
+    refresh_credentials: Callable[[], bool] = lambda: False
     """Looks for other credentials when these are refused; whether there are any."""
 
     def run(
@@ -427,13 +427,13 @@ class RetryPolicy:
                 raise
             except Exception as error:  # noqa: BLE001 - every library has a tree of its own; classify() knows them
                 failure = classify_error(error)
-                if failure.credentials and not renewed and self.renew():
+                if failure.credentials and not renewed and self.refresh_credentials():
                     renewed = True
                     continue
                 now = self.clock()
                 deadline = deadline or now + self.retry_s
                 wait_s = backoff_s(attempt, self.uniform, failure.retry_after_s)
-                if failure.meaning not in (FailureKind.AWAY, FailureKind.BUSY) or now + wait_s > deadline:
+                if failure.meaning not in (FailureKind.UNAVAILABLE, FailureKind.BUSY) or now + wait_s > deadline:
                     _raise(what, failure, error, absent, tries=attempt + 1)
                 attempt += 1
                 _log.info("%s: %s; try %d in %s", what, failure.detail, attempt + 1, show_seconds(wait_s))
@@ -443,7 +443,7 @@ class RetryPolicy:
 def _raise(
     what: str, failure: StoreFailure, error: Exception, absent: type[TieredCheckpointError], *, tries: int
 ) -> None:
-    if failure.meaning is FailureKind.FOREIGN:
+    if failure.meaning is FailureKind.NOT_FROM_STORE:
         raise error
     kind = _KINDS.get(failure.meaning, absent)
     again = f" (tried {tries} times; raise durable.retry_s to try longer)" if tries > 1 else ""
@@ -451,10 +451,10 @@ def _raise(
 
 
 _KINDS: dict[FailureKind, type[TieredCheckpointError]] = {
-    FailureKind.AWAY: TierUnavailableError,
+    FailureKind.UNAVAILABLE: TierUnavailableError,
     FailureKind.BUSY: StoreBusyError,
     FailureKind.REFUSED: DurableRefusedError,
     FailureKind.EXISTS: ObjectExistsError,
-    FailureKind.SHORT: CheckpointDamagedError,
-    FailureKind.GONE: UploadGoneError,
+    FailureKind.TRUNCATED: CheckpointDamagedError,
+    FailureKind.UPLOAD_GONE: UploadGoneError,
 }

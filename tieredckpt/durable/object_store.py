@@ -112,7 +112,7 @@ class ObjectStore(Protocol):
         upload are used again only for the same identity; without one, only where the store can prove what they hold.
         """
 
-    def discard_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
+    def abort_stale_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
         """Remove what interrupted uploads left below ``prefix``, except for the names in ``keep``; how many."""
 
     def capabilities(self) -> StoreCapabilities:
@@ -311,16 +311,16 @@ class StopSignal:
     def wait(self, seconds: float) -> None:
         """Sleep, unless told to stop; then raise."""
         self._event.wait(seconds)
-        self.check()
+        self.raise_if_set()
 
-    def check(self) -> None:
+    def raise_if_set(self) -> None:
         if self._event.is_set():
             raise UploadCancelledError(
                 "cancelled, because the process ends; a later upload goes on after the parts that are finished"
             )
 
     @contextlib.contextmanager
-    def following(self, cancel: threading.Event | None) -> Iterator[None]:
+    def linked_to(self, cancel: threading.Event | None) -> Iterator[None]:
         """While in here, stop when somebody sets ``cancel``."""
         if cancel is None:
             yield
@@ -342,15 +342,15 @@ class StopSignal:
             thread.join()
 
     @contextlib.contextmanager
-    def watching(self, sock: socket.socket) -> Iterator[None]:
+    def shutting_down_on_stop(self, sock: socket.socket) -> Iterator[None]:
         """While in here, ``set`` from another thread makes this socket's calls fail, and that is raised as a stop."""
         with self._lock:
             self._sockets.add(sock)
         try:
-            self.check()
+            self.raise_if_set()
             yield
         except OSError:
-            self.check()
+            self.raise_if_set()
             raise
         finally:
             with self._lock:

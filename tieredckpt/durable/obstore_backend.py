@@ -107,8 +107,8 @@ class ObstoreClient:
 class ObstoreBackend(ObstoreClient):
     """One try each, except for ``upload``: obstore cannot go on after the parts that are there, so it retries them."""
 
-    resumes = False
-    pages = True
+    resumes_uploads = False
+    lists_in_pages = True
 
     def __init__(
         self, url: str, store: ObstoreStore, patient: ObstoreStore, *, part_bytes: int, concurrency: int
@@ -119,7 +119,7 @@ class ObstoreBackend(ObstoreClient):
         self._part_bytes = part_bytes
         self._concurrency = concurrency
 
-    def renew(self) -> bool:
+    def refresh_credentials(self) -> bool:
         return False
 
     def upload(self, upload: UploadJob) -> None:
@@ -132,7 +132,7 @@ class ObstoreBackend(ObstoreClient):
         replace(upload.retry, retry_s=0.0).run(upload.what, send)
         upload.progress(upload.source.size_bytes)
 
-    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
+    def abort_stale_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
         return 0
 
     def close(self) -> None:
@@ -145,5 +145,5 @@ def _info(each: ObjectMeta) -> ObjectInfo:
 
 def _raise_unless_absent(error: FileNotFoundError) -> None:
     """By its class, an absent bucket is the same as an absent object."""
-    if classify_error(error).meaning is not FailureKind.ABSENT:
+    if classify_error(error).meaning is not FailureKind.NOT_FOUND:
         raise error

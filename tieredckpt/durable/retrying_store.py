@@ -64,7 +64,7 @@ class RetryingStore:
     ) -> None:
         self._backend = backend
         self._stop = StopSignal()
-        self._retry = replace(retry, renew=backend.renew, sleep=self._stop.wait)
+        self._retry = replace(retry, refresh_credentials=backend.refresh_credentials, sleep=self._stop.wait)
         self._bandwidth = bandwidth
         self._fetch_bytes = fetch_bytes
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class RetryingStore:
         def ask(heard: Callable[[], None]) -> Sequence[ObjectInfo]:
             return retry.run(what, partial(self._listed, prefix, heard))
 
-        if self._backend.pages and patience_s < math.inf:
+        if self._backend.lists_in_pages and patience_s < math.inf:
             found = call_with_idle_timeout(what, ask, patience_s=patience_s, stop=self._stop)
         else:
             found = ask(lambda: None)
@@ -137,7 +137,7 @@ class RetryingStore:
     ) -> None:
         check_object_name(name)
         stop = StopSignal()
-        with UploadSource(source, size_bytes) as opened, stop.following(cancel):
+        with UploadSource(source, size_bytes) as opened, stop.linked_to(cancel):
             upload = UploadJob(
                 name=name,
                 what=self._what("uploading", name),
@@ -151,17 +151,17 @@ class RetryingStore:
             )
             self._backend.upload(upload)
 
-    def discard_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
+    def abort_stale_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
         check_object_prefix(prefix)
         kept = frozenset(keep)
         return self._run(
-            "discarding uploads below", prefix, lambda: self._backend.discard_uploads(prefix, older_than_s, kept)
+            "discarding uploads below", prefix, lambda: self._backend.abort_stale_uploads(prefix, older_than_s, kept)
         )
 
     def capabilities(self) -> StoreCapabilities:
         with self._lock:
             if self._capabilities is None:
-                self._capabilities = StoreCapabilities(self._probe_conditional_put(), self._backend.resumes)
+                self._capabilities = StoreCapabilities(self._probe_conditional_put(), self._backend.resumes_uploads)
             return self._capabilities
 
     def interrupt(self) -> None:
@@ -322,7 +322,7 @@ def call_with_idle_timeout(
         except FutureTimeoutError:
             if answer.done():
                 return answer.result()
-        stop.check()
+        stop.raise_if_set()
         if time.monotonic() - heard_at > patience_s:
             raise TierUnavailableError(f"{what}: timed out, nothing was heard of it for {patience_s:g} s")
 

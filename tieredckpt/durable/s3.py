@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class S3Backend:
-    resumes = True
-    pages = True
+    resumes_uploads = True
+    lists_in_pages = True
 
     def __init__(self, url: str, bucket: str, root: str, settings: DurableSettings) -> None:
         options = S3Options.parse(settings.options)
@@ -53,8 +53,8 @@ class S3Backend:
         )
         self._sdk_reads_ranges = False
 
-    def renew(self) -> bool:
-        return self._account.renew()
+    def refresh_credentials(self) -> bool:
+        return self._account.refresh_credentials()
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         self._account.connection().objects.put(name, data, create_only=create_only)
@@ -88,7 +88,7 @@ class S3Backend:
     def upload(self, upload: UploadJob) -> None:
         self._uploader.send(upload, join_object_name(self._root, upload.name))
 
-    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
+    def abort_stale_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
         found = [
             each
             for page in self._upload_pages(prefix)
@@ -231,7 +231,7 @@ class S3Account:
             self._used.connection = self._connection
             return self._connection
 
-    def renew(self) -> bool:
+    def refresh_credentials(self) -> bool:
         """Read the credentials anew; whether there are others now than those this thread used last."""
         with self._lock:
             old = self._connection
@@ -247,7 +247,7 @@ class S3Account:
             self._connection = fresh
             return True
 
-    def wire(self) -> PartSender:
+    def part_sender(self) -> PartSender:
         """The sender of parts."""
         with self._lock:
             if self._wire is None:

@@ -190,7 +190,7 @@ class MultipartUploader:
             "PartNumber": part.number,
         }
         try:
-            upload.stop.check()
+            upload.stop.raise_if_set()
             with upload.source.window(part.start, part.stop) as window:
                 checksum = base64_checksum(window, self._options.checksum)
                 etag = self._put(upload, window, checksum, "upload_part", target)
@@ -211,7 +211,7 @@ class MultipartUploader:
         ]
 
         def complete() -> None:
-            upload.stop.check()
+            upload.stop.raise_if_set()
             self._account.connection().client.complete_multipart_upload(
                 Bucket=begun.bucket, Key=begun.key, UploadId=begun.upload_id, MultipartUpload={"Parts": listed}
             )
@@ -260,10 +260,10 @@ class MultipartUploader:
         headers |= {header: str(target[name]) for name, header in _HEADERS.items() if name in target}
 
         def once() -> str:
-            upload.stop.check()
+            upload.stop.raise_if_set()
             url = self._account.connection().presign(operation, params)
             with contextlib.closing(upload.pieces_of(window)) as pieces:
-                answer = self._account.wire().put(url, pieces, len(window), headers, upload.stop)
+                answer = self._account.part_sender().put(url, pieces, len(window), headers, upload.stop)
             if "etag" not in answer:
                 raise ConnectionError("an answer without ETag, which no S3 store gives")
             return answer["etag"]
@@ -308,7 +308,7 @@ class PartSender:
         parts = urlsplit(url)
         connection = self._take(parts)
         try:
-            with stop.watching(connection.sock):
+            with stop.shutting_down_on_stop(connection.sock):
                 request = {"Content-Length": str(size_bytes), **headers}
                 reply, document = _exchange(connection, self._target(parts), body, request)
         except BaseException:

@@ -34,31 +34,34 @@ class UnreadableLine(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class EventLogContents(msgspec.Struct, frozen=True):
+class EventLogContents(
+    msgspec.Struct,
+    frozen=True,
+):
     """What was found in a ledger."""
 
     events: tuple[LogEvent, ...] = ()
     """By the time they were over."""
     files: int = 0
-    torn: int = 0
+    truncated_lines: int = 0
     """Last lines without an end: their process was killed as it wrote them, or is writing them now."""
-    damaged: int = 0
+    damaged_lines: int = 0
     """Other lines that are no event."""
-    unknown: int = 0
+    unknown_events: int = 0
     """Lines of a kind that this release does not know."""
-    missing: int = 0
+    missing_files: int = 0
     """Parts of a process's ledger that are there no more."""
-    newer: int = 0
+    newer_files: int = 0
     """Files written by a newer release."""
 
     @property
-    def complaints(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """What is to be said of it, for people. Torn lines are normal."""
         said = (
-            (self.damaged, "damaged lines were passed over"),
-            (self.unknown, "lines are of a kind that this release does not know"),
-            (self.missing, "files are missing: a process that writes very much gives up its oldest"),
-            (self.newer, "files were written by a newer release"),
+            (self.damaged_lines, "damaged lines were passed over"),
+            (self.unknown_events, "lines are of a kind that this release does not know"),
+            (self.missing_files, "files are missing: a process that writes very much gives up its oldest"),
+            (self.newer_files, "files were written by a newer release"),
         )
         return tuple(f"{number} {words}" for number, words in said if number)
 

@@ -55,7 +55,7 @@ class EventLog(Protocol):
     """Promises: ``write`` takes a few microseconds, comes back, and raises nothing; any thread, any forked child."""
 
     @property
-    def place(self) -> RunPosition:
+    def position(self) -> RunPosition:
         """Where this process is, for whoever writes without knowing."""
 
     def write(self, event: LogEvent) -> None:
@@ -69,7 +69,7 @@ class NullEventLog:
     """Nothing is written."""
 
     def __init__(self) -> None:
-        self.place = RunPosition()
+        self.position = RunPosition()
 
     def write(self, event: LogEvent) -> None:
         pass
@@ -85,7 +85,7 @@ class EventLogWriter:
         self, directory: str | os.PathLike[str], *, name: str = "", part_bytes: int = _PART_BYTES, parts: int = _PARTS
     ) -> None:
         self.directory = Path(directory).absolute()
-        self.place = RunPosition()
+        self.position = RunPosition()
         self.lost = 0
         """Events that could not be written."""
         self._name = re.sub(r"[^A-Za-z0-9_-]", "-", name or socket.gethostname())[:100]
@@ -175,8 +175,8 @@ class StdoutEventLog:
         self._ledger = ledger
 
     @property
-    def place(self) -> RunPosition:
-        return self._ledger.place
+    def position(self) -> RunPosition:
+        return self._ledger.position
 
     def write(self, event: LogEvent) -> None:
         self._ledger.write(event)
@@ -205,9 +205,9 @@ class RunPosition:
 
     epoch: int = -1
     rank: int = -1
-    reached: float | None = None
+    stage_began_at: float | None = None
     """On the way to the first step of this world: since when it is in its present stage."""
-    begun: int = -1
+    newest_begun_step: int = -1
     """The newest step that it has begun."""
     next_step: int = 0
     """The one after what was restored in this world."""

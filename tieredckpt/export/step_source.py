@@ -122,7 +122,7 @@ class StepSource:
         return bytes(out)
 
     def _window(self, part: int, window: ByteRange) -> Iterator[memoryview]:
-        shard, tiers = self.step.shards[part], self.step.found[part]
+        shard, tiers = self.step.shards[part], self.step.tiers_by_part[part]
         size = window.stop - window.start
         if Tier.MEMORY in tiers and part not in self._gone and self._pinned is not None:
             look = self._pinned.verify(shard, [window])
@@ -138,7 +138,7 @@ class StepSource:
                 yield data
                 return
         if Tier.DURABLE not in tiers:
-            raise _no_other(shard, self._gone.get(part, ShardCheck.GONE))
+            raise _no_other(shard, self._gone.get(part, ShardCheck.EVICTED))
         self._count(Tier.DURABLE, size)
         try:
             for found in read_durable_shard(self._durable(), shard, [window]):
@@ -151,12 +151,12 @@ class StepSource:
         """The bytes as other nodes have them; ``None`` where the durable tier has to be asked."""
         step = self.step
         if self._peers is None or part not in step.sources:
-            if Tier.DURABLE in step.found[part]:
+            if Tier.DURABLE in step.tiers_by_part[part]:
                 return None
             raise TierUnavailableError(f"{step.shards[part].key} is in the memory of nodes that cannot be asked here")
         data = memoryview(bytearray(window.stop - window.start))  # its shard's layout has been checked
         target = ReadTarget(window.start, window.stop, data)
-        left, _ = self._peers.read({part: [target]}, step.shards, step.sources, step.found)
+        left, _ = self._peers.read({part: [target]}, step.shards, step.sources, step.tiers_by_part)
         if left:
             self._left_to_durable.add(part)
             return None

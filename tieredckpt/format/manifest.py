@@ -68,7 +68,7 @@ class StateTable(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self))
 
     @functools.cached_property
-    def homes(self) -> dict[str, int]:
+    def single_parts(self) -> dict[str, int]:
         """By name the only part that has something of it, where one was named."""
         homes = dict(zip(self.objects, self.object_parts, strict=False))
         homes.update((tensor.fqn, tensor.part) for tensor in self.tensors)
@@ -278,12 +278,12 @@ def build_manifest(
 def _check_manifest(manifest: Manifest) -> None:
     seen = set()
     for shard in manifest.shards:
-        if shard.key.group != manifest.group or shard.key.job != manifest.job:
+        if shard.key.version_id != manifest.group or shard.key.job != manifest.job:
             raise CheckpointDamagedError(f"a manifest of {manifest.job} step {manifest.step} names {shard.key}")
         if shard.parts != manifest.parts:
             raise CheckpointDamagedError(f"a manifest of {manifest.parts} parts names {shard.key} of {shard.parts}")
         if shard.object and parse_shard_object_key(shard.object, manifest.job) != (
-            shard.key.group,
+            shard.key.version_id,
             shard.key.part,
             _KINDS[shard.encoding],
         ):

@@ -34,7 +34,7 @@ class ManifestKey(NamedTuple):
     quarantine: bool
     base: int | None
     """The step the incarnation began from, -1 for nothing, None when it did not say."""
-    kept: bool = False
+    keep: bool = False
 
 
 def group_stem(group: VersionId) -> str:
@@ -113,13 +113,13 @@ def shards_prefix(job: str, group: VersionId | None = None) -> str:
 
 def shard_object_key(key: ShardKey, *, spread: bool, compressed: bool) -> str:
     """A shard's object; spread names start with a hash, so that a store can split its load between them."""
-    place = f"{shards_prefix(key.job, key.group)}{key.part:06d}.safetensors" + (".zst" if compressed else "")
+    place = f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.safetensors" + (".zst" if compressed else "")
     return f"{xxhash.xxh3_64_hexdigest(place.encode())[:4]}/{place}" if spread else place
 
 
 def shard_index_key(key: ShardKey) -> str:
     """A shard's own index, never spread: finding all of a step's takes one listing."""
-    return f"{shards_prefix(key.job, key.group)}{key.part:06d}.index"
+    return f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.index"
 
 
 def plain_prefix(job: str, step: int | None = None) -> str:

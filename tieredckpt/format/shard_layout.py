@@ -324,7 +324,7 @@ class LayoutColumns:
         names = [*self.names, *(item.fqn for item in self.items)]
         return {name: tuple(given.get(name, _split(name))) for name in names}
 
-    def at(self, row: int) -> int:
+    def numbers_offset(self, row: int) -> int:
         """Where the numbers of a row begin: its start, then shape, offsets and sizes."""
         return self._at[row]
 

@@ -86,7 +86,7 @@ class Tiling:
         self.missing = [target] if target.volume else []
         """What none of them had so far. An empty box needs nothing."""
 
-    def lay(self, cover: Box) -> list[Box]:
+    def add(self, cover: Box) -> list[Box]:
         """What ``cover`` has of what is missing."""
         found, rest = [], []
         for hole in self.missing:
@@ -109,7 +109,7 @@ def uncovered(target: Box, covers: Iterable[Box]) -> list[Box]:
     for cover in covers:
         if not tiling.missing:
             break
-        tiling.lay(cover)
+        tiling.add(cover)
     return tiling.missing
 
 

@@ -100,7 +100,7 @@ class StepFileSpace:
                 self._begun.clear()
                 self._last = session
                 for writer in writers:
-                    writer.let_go()
+                    writer.detach()
         return session
 
     def begin(self, step: int) -> None:
@@ -118,14 +118,16 @@ class StepFileSpace:
         with translated_store_errors(f"step {step} of {self.job} cannot be begun"):
             trainer = multiprocessing.parent_process()
             if trainer is not None and trainer.pid is not None and self.settings.enabled:
-                saving.session.follow(process_identity(trainer.pid))  # DCP's background process saves for it
-            saving.captured()
-            store = session.node.store
+                saving.session.follow_trainer_rewind(
+                    process_identity(trainer.pid)
+                )  # DCP's background process saves for it
+            saving.capture_point()
+            store = session.agent.store
             incarnation = f"files-{store.arena_id}"
             # The first process asks what other arenas of this job have counted to; to the others it is given.
-            at_least = 0 if store.epoch(self.space) else session.known_epoch()
+            at_least = 0 if store.epoch(self.space) else session.newest_known_epoch()
             epoch = store.claim(self.space, incarnation, at_least=at_least)
-            here = sorted(store.inventory(self.space), key=lambda fact: fact.sealed_ns)
+            here = sorted(store.list_shards(self.space), key=lambda fact: fact.sealed_ns)
             spared = [fact.key.version for fact in here if fact.key.version != step][-1:]
             left = [fact.key for fact in here if fact.key.version not in spared]
             last = {step: -1}
@@ -137,7 +139,7 @@ class StepFileSpace:
                 if attempt > noted:
                     self._note(session, at, attempt)
             if left:
-                store.forget(self.space, sorted({key.group for key in left}))
+                store.delete_versions(self.space, sorted({key.version_id for key in left}))
         with self._lock:
             self._begun[step] = _Attempt(VersionId(epoch, step, last[step] + 1, incarnation), saving)
 
@@ -165,19 +167,19 @@ class StepFileSpace:
             raise UsageError(f"{name} of step {step} cannot be told from another file: give it another name")
         key = ShardKey(self.space, step, group.epoch, group.incarnation, group.attempt, file_part_number(final))
         with translated_store_errors(f"{name} of step {step} cannot be written"):
-            store, wait_s = session.node.store, session.settings.memory.wait_s
+            store, wait_s = session.agent.store, session.settings.memory.wait_s
             lease = store.lease(key, self._sizes.get(key.part, _FIRST_BYTES), UNKNOWN_PART_COUNT, wait_s=wait_s)
-        writer = SlotFile(self.closed, self.space, session, lease, name)
+        writer = SlotFile(self.file_closed, self.space, session, lease, name)
         with self._lock:
             self._open[step, name] = writer
         return writer
 
-    def closed(self, writer: SlotFile) -> None:
+    def file_closed(self, writer: SlotFile) -> None:
         """The writer has written everything."""
         if not writer.name.endswith(PENDING_SUFFIX):
-            self.place(writer.step, writer.name, writer.name)
+            self.rename(writer.step, writer.name, writer.name)
 
-    def place(self, step: int, name: str, final: str) -> None:
+    def rename(self, step: int, name: str, final: str) -> None:
         """Give a written file its name; ``.metadata`` makes its step whole."""
         with self._lock:
             writer = self._open.get((step, name))
@@ -191,7 +193,7 @@ class StepFileSpace:
         metadata = None
         try:
             if final == DCP_METADATA_NAME:
-                metadata = writer.metadata()
+                metadata = writer.read_dcp_metadata()
             writer.seal(final, None if metadata is None else self._table(step, writer, metadata))
         except BaseException:
             self.drop(step, name)
@@ -223,8 +225,8 @@ class StepFileSpace:
         except AttributeError as error:
             raise UsageError(f"{DCP_METADATA_NAME} of step {step} is not what DCP writes: {error}") from error
         with translated_store_errors(f"step {step} of {self.job} cannot be completed"):
-            facts = self.session.node.store.inventory(self.space)
-        here = {fact.key.part for fact in facts if fact.key.group == writer.group}
+            facts = self.session.agent.store.list_shards(self.space)
+        here = {fact.key.part for fact in facts if fact.key.version_id == writer.group}
         missing = [name for name in names if file_part_number(name) not in here]
         if missing:
             raise SaveFailedError(
@@ -238,9 +240,9 @@ class StepFileSpace:
         """Save what the files hold, and give them up."""
         session = self.session
         with translated_store_errors(f"step {step} of {self.job} cannot be completed"):
-            store = session.node.store
+            store = session.agent.store
             try:
-                seen = session.node.describe(self.space, attempt.group)
+                seen = session.agent.describe_step(self.space, attempt.group)
                 source = StepSource(seen, store, session.durable_store, session.peers)
                 try:
                     save_from_files(attempt.writer, metadata, source)
@@ -248,18 +250,18 @@ class StepFileSpace:
                     source.close()
             finally:
                 self._note(session, step, attempt.group.attempt)
-                store.forget(self.space, [attempt.group])
-            kept = {fact.key.version for fact in store.inventory(self.space)} | {step}
-            for name in store.blobs(self.space):
+                store.delete_versions(self.space, [attempt.group])
+            kept = {fact.key.version for fact in store.list_shards(self.space)} | {step}
+            for name in store.list_blobs(self.space):
                 if name.startswith(_ATTEMPT) and int(name.removeprefix(_ATTEMPT)) not in kept:
                     store.remove_blob(self.space, name)
 
     def _note(self, session: Session, step: int, attempt: int) -> None:
-        session.node.store.put_blob(self.space, f"{_ATTEMPT}{step}", str(attempt).encode())
+        session.agent.store.put_blob(self.space, f"{_ATTEMPT}{step}", str(attempt).encode())
 
     def _noted(self, session: Session, step: int) -> int:
         try:
-            return int(session.node.store.get_blob(self.space, f"{_ATTEMPT}{step}"))
+            return int(session.agent.store.get_blob(self.space, f"{_ATTEMPT}{step}"))
         except ShardNotFoundError:
             return -1
 
@@ -337,7 +339,7 @@ class SideFileStore:
     def __init__(self, job: str) -> None:
         self.job = job
 
-    def put(self, path: str, data: bytes, *, folder: bool = False) -> None:
+    def write(self, path: str, data: bytes, *, folder: bool = False) -> None:
         entry = SideFile(path, time.time_ns(), len(data), folder)
         if len(data) > _MOST_BYTES:
             raise UsageError(
@@ -366,11 +368,11 @@ class SideFileStore:
             raise FileNotFoundError(f"tiered://{self.job}/{path}")
         return data
 
-    def below(self, folder: str) -> list[str]:
+    def list_below(self, folder: str) -> list[str]:
         """The paths of everything below a folder ("": all there is), however deep."""
         prefix = _NOTE + (_stem(f"{folder}/") if folder else "")
         with translated_store_errors(f"the files of {self.job} cannot be listed"):
-            found = {name for name in self._store.blobs(self.job) if name.startswith(prefix)}
+            found = {name for name in self._store.list_blobs(self.job) if name.startswith(prefix)}
             durable = self._durable()
             if durable is not None:
                 found |= {
@@ -393,14 +395,14 @@ class SideFileStore:
 
     def _tidy(self, path: str) -> None:
         """Memory gives up steps for newer ones, and what lies in their folders: seen to once for each step's folder."""
-        own, known = self._step_of(path), self.below("")
+        own, known = self._step_of(path), self.list_below("")
         if own is None or any(self._step_of(other) == own for other in known):
             return
         folders = {step for other in known if (step := self._step_of(other)) is not None}
         if not folders:
             return
-        seen = self._session.node.survey(self.job, fresh=True)
-        newest = max((view.group.version for view in seen.views if view.candidate.whole), default=-1)
+        seen = self._session.agent.list_steps(self.job, fresh=True)
+        newest = max((view.group.version for view in seen.views if view.candidate.is_complete), default=-1)
         gone = {step for step in folders if step < newest} - {view.group.version for view in seen.views}
         for other in known if not seen.unreachable else ():
             if self._step_of(other) in gone:
@@ -419,7 +421,7 @@ class SideFileStore:
 
     @property
     def _store(self) -> Store:
-        return self._session.node.store
+        return self._session.agent.store
 
     def _durable(self) -> ObjectStore | None:
         session = self._session

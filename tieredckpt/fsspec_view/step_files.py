@@ -246,10 +246,10 @@ class JobStepFiles:
 
         def read() -> None:
             if ranks is not None and name != DCP_METADATA_NAME:
-                session.restored(group, ranks)
+                session.report_restored(group, ranks)
 
         return seen.files.open(
-            name, StepSource(seen.step, session.node.store, session.durable_store, session.peers), read
+            name, StepSource(seen.step, session.agent.store, session.durable_store, session.peers), read
         )
 
     def remove(self, step: int) -> bool:
@@ -257,7 +257,7 @@ class JobStepFiles:
         groups = [view.group for view in self._survey().views if view.group.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
             if groups:
-                self.session.dropped(groups)
+                self.session.drop_steps(groups)
         return bool(groups)
 
     def _group(self, step: int, name: str, *, loading: bool) -> VersionId:
@@ -273,7 +273,7 @@ class JobStepFiles:
 
     def _survey(self) -> StepInventory:
         with translated_store_errors(f"{self.job} cannot be looked up"):
-            return self.session.node.survey(self.job, fresh=True)
+            return self.session.agent.list_steps(self.job, fresh=True)
 
     def _view(self, step: int) -> StepStatus:
         """The whole attempt at ``step`` that counts."""
@@ -299,7 +299,7 @@ class JobStepFiles:
         if not fresh and seen is not None and seen.session is session and time.monotonic() - seen.at < _FRESH_S:
             return seen
         with translated_store_errors(f"step {group.version} of {self.job} cannot be read"):
-            at, step = time.monotonic(), StepIndex(session.node.describe(self.job, group))
+            at, step = time.monotonic(), StepIndex(session.agent.describe_step(self.job, group))
         files = files or StepAsFiles(step, Location(parse_location(self.job).job, group.version))
         seen = _Seen(at, session, step, files)
         with self._lock:
@@ -414,7 +414,7 @@ class SlotFile(io.RawIOBase):
         self._start = one_file_layout(name.removesuffix(PENDING_SUFFIX)).header_bytes
         self._at = self._size = 0
         self._sealed = False
-        self._fd = session.node.store.open_slot(lease.slot)
+        self._fd = session.agent.store.open_slot(lease.slot)
 
     @property
     def step(self) -> int:
@@ -422,7 +422,7 @@ class SlotFile(io.RawIOBase):
 
     @property
     def group(self) -> VersionId:
-        return self._lease.key.group
+        return self._lease.key.version_id
 
     @property
     def slot_bytes(self) -> int:
@@ -476,12 +476,12 @@ class SlotFile(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:  # of files in general it closes them, and what was not closed is not all written
-        self.let_go()
+        self.detach()
 
     # -- for the space ----------------------------------------------------------------------------------------
 
     def seal(self, final: str, table: StateTable | None) -> None:
-        store = self._session.node.store
+        store = self._session.agent.store
         layout, sizes = one_file_layout(final), (self._size,)
         total = layout.size_bytes(sizes)
         try:
@@ -500,16 +500,16 @@ class SlotFile(io.RawIOBase):
                 store.seal(self._lease.id, total, encode_meta(meta))
                 self._sealed = True
         finally:
-            self.let_go()
+            self.detach()
 
     def discard(self) -> None:
         """Give the slot back."""
-        self.let_go()
+        self.detach()
         if not self._sealed:
             with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
-                self._session.node.store.abandon(self._lease.id)
+                self._session.agent.store.release(self._lease.id)
 
-    def metadata(self) -> Metadata:
+    def read_dcp_metadata(self) -> Metadata:
         """This file, which is DCP's metadata. Who copies somebody's checkpoint to here runs nothing that is in it."""
         data = io.BytesIO(os.pread(self._fd, self._size, self._start))
         trusted = self._session.settings.memory.trust_objects
@@ -523,7 +523,7 @@ class SlotFile(io.RawIOBase):
             )
         return found
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Nothing more is written; the lease ends with the connection it was given on."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -536,10 +536,10 @@ class SlotFile(io.RawIOBase):
         wanted = max(size_bytes, self._lease.size_bytes + more)
         with translated_store_errors(f"{self.name} of step {self.step} cannot grow"):
             wait_s = self._session.settings.memory.wait_s
-            before, self._lease = self._lease, self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
+            before, self._lease = self._lease, self._session.agent.store.grow(self._lease.id, wanted, wait_s=wait_s)
             if self._lease.generation != before.generation:  # what was written so far has been copied
-                fd = self._session.node.store.open_slot(self._lease.slot)
-                self.let_go()
+                fd = self._session.agent.store.open_slot(self._lease.slot)
+                self.detach()
                 self._fd = fd
 
 

@@ -63,7 +63,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         elif place.other:
             found = _job(place).others.find(place.other)
             if found is None:
-                _job(place).others.put(place.other, b"", folder=True)
+                _job(place).others.write(place.other, b"", folder=True)
             elif not found.folder:
                 raise FileExistsError(path)
 
@@ -126,7 +126,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         elif old.step is None or (old.job, old.step) != (new.job, new.step) or not old.name or not new.name:
             raise io.UnsupportedOperation(f"{path1} to {path2}: DCP's files move only within their step")
         else:
-            _job(old).writing.place(old.step, old.name, new.name)
+            _job(old).writing.rename(old.step, old.name, new.name)
 
     rename = mv
 
@@ -205,7 +205,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             if entry is not None and not entry.folder:
                 return [_side_file(place.job, entry)]
             there = there or entry is not None
-        for path in job.others.below(below):
+        for path in job.others.list_below(below):
             child, _, deeper = path[len(below) + 1 if below else 0 :].partition("/")
             entry = None if deeper or child in found else job.others.find(path)
             if deeper or (entry is not None and entry.folder):
@@ -224,14 +224,14 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         for one in reversed(self.expand_path(path, recursive=recursive, maxdepth=maxdepth)):
             place = self._place(one)
             others = _job(place).others
-            if not recursive and others.below(place.other):
+            if not recursive and others.list_below(place.other):
                 raise IsADirectoryError(one)
             others.remove(place.other)  # a folder that nobody made is there by what is in it
 
     def _remove_step(self, place: TieredPath, step: int, path: str) -> None:
         job = _job(place)
         removed = job.steps.remove(step)
-        for inside in job.others.below(str(place)[len(place.job) + 1 :]):
+        for inside in job.others.list_below(str(place)[len(place.job) + 1 :]):
             removed = job.others.remove(inside) or removed
         if not removed:
             raise FileNotFoundError(path)
@@ -249,7 +249,7 @@ class _SideFileBuffer(io.BytesIO):
         if not self.closed:
             data = self.getvalue()
             super().close()
-            self._others.put(self._path, data)
+            self._others.write(self._path, data)
 
     def discard(self) -> None:
         super().close()

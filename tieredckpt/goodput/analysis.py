@@ -60,20 +60,20 @@ def analyse(events: Iterable[LogEvent], *, job: str = "", complaints: Sequence[s
     """What became of the time of the job that these events are of. Their order does not matter."""
     runs = split_into_runs(events)
     found = PartialAnalysis(job, runs, executed_steps(runs), tuple(complaints))
-    usual = typical_step_us(found.done)
+    usual = typical_step_us(found.steps)
     ended = runs[0].start if runs else 0
     for run in runs:
         injections = [one for one in run.events if isinstance(one, FaultInjected)]
-        ways = [_analyse_transition(run, way, injections) for way in run.ways]
-        done = [one for one in found.done if one.run == run.number]
+        ways = [_analyse_transition(run, way, injections) for way in run.transitions]
+        done = [one for one in found.steps if one.run == run.number]
         firsts = {step.epoch: step for step in done if step.first and step.counts}
         for one in ways:
-            first = firsts.get(one.way.next_epoch) if one.way.next_epoch is not None else None
+            first = firsts.get(one.transition.next_epoch) if one.transition.next_epoch is not None else None
             if first is not None:
-                slow = max(0, first.net_us - usual.get((run.number, first.epoch), first.net_us))
-                one.slow_us = run.inside(one.way.end + slow) - one.way.end
-            for key, time_us in stage_times_by_rank(one.began, one.faults, one.stages).items():
-                found.spent.setdefault((one.way.category, key[2]), []).append(time_us)
+                slow = max(0, first.training_us - usual.get((run.number, first.epoch), first.training_us))
+                one.slow_first_step_us = run.clamp(one.transition.end + slow) - one.transition.end
+            for key, time_us in stage_times_by_rank(one.began_us, one.faults, one.stages).items():
+                found.stage_times.setdefault((one.transition.category, key[2]), []).append(time_us)
         if ended < run.start:
             found.timeline.append(TimeInterval(ended, run.start, TimeCategory.DOWN, run=run.number))
         ended = run.end
@@ -83,30 +83,30 @@ def analyse(events: Iterable[LogEvent], *, job: str = "", complaints: Sequence[s
             found.timeline.append(
                 TimeInterval(start, end, label.category, label.stage, label.epoch, label.ranks, run.number)
             )
-        found.told += ways
-    _attribute_lost_work(found.told, found.done)
+        found.transitions += ways
+    _attribute_lost_work(found.transitions, found.steps)
     return finish_analysis(found)
 
 
 def _analyse_transition(run: JobRun, way: Transition, injections: Sequence[FaultInjected]) -> AnalysedTransition:
-    stages = stages_of_transition(way, run.stages_about(way))
+    stages = stages_of_transition(way, run.stages_of(way))
     faults = fault_records(way, injections, [stage for stage in stages if stage.name == STAGE_DETECT])
     return AnalysedTransition(way, faults, stages, transition_began_at(way, faults, stages))
 
 
 def _claims(ways: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> Iterator[TimeClaim]:
     for one in ways:
-        way = one.way
-        yield from stage_claims(way, one.began, one.faults, one.stages)
-        if one.slow_us:
-            yield TimeClaim(way.end, way.end + one.slow_us, _SLOW_START, stage_label(way, STAGE_FIRST_STEP))
+        way = one.transition
+        yield from stage_claims(way, one.began_us, one.faults, one.stages)
+        if one.slow_first_step_us:
+            yield TimeClaim(way.end, way.end + one.slow_first_step_us, _SLOW_START, stage_label(way, STAGE_FIRST_STEP))
         if way.category is TimeCategory.RECOVERY:
             yield TimeClaim(
-                way.start, one.began, _INTERRUPTED, TimeLabel(TimeCategory.LOST, "interrupted", way.epoch, way.ranks)
+                way.start, one.began_us, _INTERRUPTED, TimeLabel(TimeCategory.LOST, "interrupted", way.epoch, way.ranks)
             )
         if way.category is not TimeCategory.UNKNOWN:
             stage = "" if way.category is TimeCategory.ENDING else STAGE_UNSTATED
-            yield TimeClaim(one.began, way.end, _REST, stage_label(way, stage))
+            yield TimeClaim(one.began_us, way.end, _REST, stage_label(way, stage))
     for step in done:
         yield TimeClaim(
             step.start,
@@ -115,12 +115,12 @@ def _claims(ways: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) ->
             TimeLabel(TimeCategory.PRODUCTIVE if step.counts else TimeCategory.LOST, "", step.epoch, step.ranks),
         )
         if step.counts:
-            yield TimeClaim(*step.saving, _SAVE, TimeLabel(TimeCategory.SAVE, "", step.epoch, step.ranks))
+            yield TimeClaim(*step.save_span, _SAVE, TimeLabel(TimeCategory.SAVE, "", step.epoch, step.ranks))
 
 
 def _attribute_lost_work(told: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> None:
     """What was lost is put down to the way after which training went back."""
-    ways = {(one.way.run, one.way.next_epoch): one for one in told}
+    ways = {(one.transition.run, one.transition.next_epoch): one for one in told}
     last = told[-1] if told else None
     for step in done:
         if not step.counts:
@@ -129,8 +129,8 @@ def _attribute_lost_work(told: Sequence[AnalysedTransition], done: Sequence[Exec
                 one.steps_lost += 1
                 one.lost_us += step.end - step.start
     for one in told:
-        if one.way.category is TimeCategory.RECOVERY:
-            one.lost_us += one.began - one.way.start
+        if one.transition.category is TimeCategory.RECOVERY:
+            one.lost_us += one.began_us - one.transition.start
 
 
 class TimeLabel(NamedTuple):
@@ -235,9 +235,7 @@ _FALLBACK = 100
 
 
 def stages_of_transition(way: Transition, stages: Iterable[StageEvent]) -> list[StageEvent]:
-    return [
-        stage for stage in stages if (way.leads_from(stage.epoch) if stage.name in _AWAY else way.leads_to(stage.epoch))
-    ]
+    return [stage for stage in stages if (way.leaves(stage.epoch) if stage.name in _AWAY else way.enters(stage.epoch))]
 
 
 def transition_began_at(way: Transition, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]) -> int:
@@ -320,11 +318,11 @@ def stage_stats(spent: Mapping[tuple[TimeCategory, str], Sequence[int]]) -> tupl
 class AnalysedTransition:
     """A way, with what was found out about it."""
 
-    way: Transition
+    transition: Transition
     faults: tuple[FaultRecord, ...]
     stages: list[StageEvent]
-    began: int
-    slow_us: int = 0
+    began_us: int
+    slow_first_step_us: int = 0
     """How much longer its world's first step took than one usually does."""
     steps_lost: int = 0
     lost_us: int = 0
@@ -336,11 +334,11 @@ class PartialAnalysis:
 
     job: str
     runs: list[JobRun]
-    done: list[ExecutedStep]
+    steps: list[ExecutedStep]
     complaints: tuple[str, ...]
-    told: list[AnalysedTransition] = field(default_factory=list)
+    transitions: list[AnalysedTransition] = field(default_factory=list)
     timeline: list[TimeInterval] = field(default_factory=list)
-    spent: dict[tuple[TimeCategory, str], list[int]] = field(default_factory=dict)
+    stage_times: dict[tuple[TimeCategory, str], list[int]] = field(default_factory=dict)
     """What ranks spent in a stage, each of them in each world."""
 
 
@@ -349,13 +347,15 @@ _WAYS = (TimeCategory.STARTUP, TimeCategory.RECOVERY, TimeCategory.RESIZE)
 
 def finish_analysis(found: PartialAnalysis) -> Analysis:
     ranks = max((world.ranks for run in found.runs for world in run.worlds.values()), default=0)
-    ranks = max([ranks, 1, *(step.ranks for step in found.done)])
+    ranks = max([ranks, 1, *(step.ranks for step in found.steps)])
     wall, capacity = _totals(found.timeline, ranks)
-    counted = [step for step in found.done if step.counts]
-    recoveries = tuple(_recovery(one, found.timeline) for one in found.told if one.way.category in _WAYS or one.faults)
+    counted = [step for step in found.steps if step.counts]
+    recoveries = tuple(
+        _recovery(one, found.timeline) for one in found.transitions if one.transition.category in _WAYS or one.faults
+    )
     resumed = [one for one in recoveries if one.category is TimeCategory.RECOVERY and one.resumed]
     broken = [one for one in recoveries if one.category is TimeCategory.RECOVERY or one.faults]
-    up_us = sum(stretch.end - stretch.start for run in found.runs for stretch in run.stretches)
+    up_us = sum(stretch.end - stretch.start for run in found.runs for stretch in run.worlds_in_order)
     restores = [one for run in found.runs for one in run.restores]
     tiers: Counter[str] = Counter()
     for restore in restores:
@@ -370,26 +370,26 @@ def finish_analysis(found: PartialAnalysis) -> Analysis:
         capacity=capacity,
         ranks=ranks,
         worlds=sum(len(run.worlds) for run in found.runs),
-        faults=sum(len(one.faults) for one in found.told),
-        steps=len(found.done),
+        faults=sum(len(one.faults) for one in found.transitions),
+        steps=len(found.steps),
         steps_counted=len(counted),
-        steps_lost=len(found.done) - len(counted),
+        steps_lost=len(found.steps) - len(counted),
         tokens=_sum(step.event.tokens for step in counted),
         samples=_sum(step.event.samples for step in counted),
         ettr=wall.share(TimeCategory.PRODUCTIVE.value),
         goodput=capacity.share(TimeCategory.PRODUCTIVE.value),
         mttr_s=sum(one.seconds for one in resumed) / len(resumed) if resumed else None,
         mtbf_s=up_us / 1e6 / len(broken) if broken else None,
-        step_s=duration_stats(step.end - step.start for step in found.done),
+        step_s=duration_stats(step.end - step.start for step in found.steps),
         save_s=duration_stats(to_us(save.seconds) for run in found.runs for save in run.saves),
         restores=dict(sorted(Counter(one.mode for one in restores).items())),
         restored_bytes=dict(sorted(tiers.items())),
-        stages=stage_stats(found.spent),
+        stages=stage_stats(found.stage_times),
         recoveries=recoveries,
         complaints=found.complaints,
         injections=_unnoticed(found),
         timeline=tuple(found.timeline),
-        step_views=tuple(step.view for step in found.done),
+        step_views=tuple(step.view for step in found.steps),
         protected_step=protection[-1].step if protection else None,
         unprotected=tuple(_unprotected(protection, found.runs[-1].end if found.runs else 0)),
     )
@@ -412,7 +412,9 @@ def _unprotected(said: Sequence[Protection], end: int) -> Iterator[Unprotected]:
 
 def _unnoticed(found: PartialAnalysis) -> tuple[UnnoticedInjection, ...]:
     """What was injected and is the cause of no fault."""
-    causes = Counter((fault.at_us, fault.injected) for one in found.told for fault in one.faults if fault.injected)
+    causes = Counter(
+        (fault.at_us, fault.injected) for one in found.transitions for fault in one.faults if fault.injected
+    )
     left = []
     for one in (event for run in found.runs for event in run.events if isinstance(event, FaultInjected)):
         if causes[to_us(one.at), one.kind] > 0:
@@ -425,7 +427,7 @@ def _unnoticed(found: PartialAnalysis) -> tuple[UnnoticedInjection, ...]:
 
 
 def _recovery(one: AnalysedTransition, timeline: Sequence[TimeInterval]) -> TransitionRecord:
-    way, start, end = one.way, one.began, one.way.end + one.slow_us
+    way, start, end = one.transition, one.began_us, one.transition.end + one.slow_first_step_us
     stages: Counter[str] = Counter()
     first = max(0, bisect.bisect_right(timeline, start, key=lambda interval: interval.start_us) - 1)
     last = bisect.bisect_left(timeline, end, key=lambda interval: interval.start_us)
@@ -460,10 +462,10 @@ def _totals(timeline: Sequence[TimeInterval], ranks: int) -> tuple[TimeTotals, T
     capacity: Counter[str] = Counter({**wall, "missing": 0})
     for one in timeline:
         have = min(one.ranks, ranks) or ranks
-        wall[one.category.value] += one.us
-        capacity[one.category.value] += one.us * have
-        capacity["missing"] += one.us * (ranks - have)
-    total = sum(one.us for one in timeline)
+        wall[one.category.value] += one.duration_us
+        capacity[one.category.value] += one.duration_us * have
+        capacity["missing"] += one.duration_us * (ranks - have)
+    total = sum(one.duration_us for one in timeline)
     return TimeTotals(total, dict(wall)), TimeTotals(total * ranks, dict(capacity))
 
 

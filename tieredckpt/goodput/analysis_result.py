@@ -51,7 +51,7 @@ class TimeInterval(msgspec.Struct, frozen=True):
     run: int = 0
 
     @property
-    def us(self) -> int:
+    def duration_us(self) -> int:
         return self.end_us - self.start_us
 
 
@@ -240,13 +240,15 @@ class Analysis(msgspec.Struct, frozen=True):
         return self.unprotected[-1].start_us if self.unprotected and self.unprotected[-1].lasts else None
 
     @property
-    def unstated_us(self) -> int:
+    def unattributed_us(self) -> int:
         """Of the timeline, what nobody said anything of: the unknown, and the parts of ways without a stage."""
         return sum(
-            one.us for one in self.timeline if one.category is TimeCategory.UNKNOWN or one.stage == STAGE_UNSTATED
+            one.duration_us
+            for one in self.timeline
+            if one.category is TimeCategory.UNKNOWN or one.stage == STAGE_UNSTATED
         )
 
     @property
-    def live(self) -> bool:
+    def is_running(self) -> bool:
         """Whether no end of the last run is written down."""
         return not self.runs or not self.runs[-1].how

@@ -41,7 +41,7 @@ class Mtbf:
     seconds: float
     per: MtbfUnit
 
-    def of_job(self, gpus: int, gpus_per_node: int) -> float:
+    def for_job(self, gpus: int, gpus_per_node: int) -> float:
         """The mean time between failures, in seconds, of a job on so many GPUs."""
         if self.per is MtbfUnit.JOB:
             return self.seconds
@@ -87,31 +87,31 @@ class CheckpointScheme:
             raise UsageError(f"the shares of live, snapshot and durable faults make {total:g}, not 1")
         if self.durable_every < 1:
             raise UsageError(f"durable_every is {self.durable_every}: it must be 1 or more")
-        if self.step_s and abs(self.interval_s / self.step_s - self.steps) > 1e-6:
+        if self.step_s and abs(self.interval_s / self.step_s - self.steps_per_interval) > 1e-6:
             raise UsageError(
                 f"an interval of {self.interval_s:g} s is not a whole number of steps of {self.step_s:g} s"
             )
 
     @property
-    def steps(self) -> int:
+    def steps_per_interval(self) -> int:
         """Steps between two saves; 0 where the length of a step plays no part."""
         return max(1, round(self.interval_s / self.step_s)) if self.step_s else 0
 
     @property
-    def saves(self) -> int:
+    def saves_per_round(self) -> int:
         """Saves from one that every kind of fault leaves to the next."""
         return self.durable_every if self.durable.share else 1
 
     @property
     def round_s(self) -> float:
         """Work from one save that every kind of fault leaves to the next."""
-        return self.saves * self.interval_s
+        return self.saves_per_round * self.interval_s
 
     @property
     def mean_recovery_s(self) -> float:
         return sum(one.share * one.recovery_s for one in (self.live, self.snapshot, self.durable))
 
-    def every(self, interval_s: float) -> CheckpointScheme:
+    def with_interval(self, interval_s: float) -> CheckpointScheme:
         """With this interval, or the nearest that is whole steps."""
         if self.step_s:
             interval_s = max(1, round(interval_s / self.step_s)) * self.step_s
@@ -186,7 +186,7 @@ class _Terms:
     def round(self) -> float:
         scheme, mtbf = self._scheme, self._mtbf_s
         if scheme.step_s:
-            piece = self._step(scheme.step_s).times(scheme.steps).then(self._step(scheme.stall_s))
+            piece = self._step(scheme.step_s).times(scheme.steps_per_interval).then(self._step(scheme.stall_s))
         else:
             piece = self._flow(scheme.interval_s + scheme.stall_s)
         # During a snapshot's recovery: left = cost + (1 - far) * (left at the last save) + far * (in a durable one).
@@ -198,8 +198,8 @@ class _Terms:
         ahead, cost, far = (one / stays for one in (piece.ahead, piece.cost + piece.back * cost, stays - piece.ahead))
         # A durable recovery begins anew with every fault, and ends where the round began.
         once = mtbf * math.expm1(scheme.durable.recovery_s / mtbf) if self._far else 0.0
-        factor = _sum(far, scheme.saves)
-        return (cost + far * once) * factor / ahead**scheme.saves
+        factor = _sum(far, scheme.saves_per_round)
+        return (cost + far * once) * factor / ahead**scheme.saves_per_round
 
     def _in_live(self) -> tuple[float, float, float]:
         """A live recovery: its expected time, and how likely it ends in a snapshot's, or a durable one."""
@@ -253,7 +253,7 @@ def with_best_interval(scheme: CheckpointScheme, mtbf_s: float) -> CheckpointSch
     top = worth.index(max(worth))
     shorter, longer = tried[max(0, top - 1)], tried[min(top + 1, len(tried) - 1)]
     if scheme.step_s:
-        return _of_steps(scheme, mtbf_s, shorter.steps, longer.steps)
+        return _of_steps(scheme, mtbf_s, shorter.steps_per_interval, longer.steps_per_interval)
     return _between(scheme, mtbf_s, shorter.interval_s, longer.interval_s)
 
 
@@ -261,7 +261,7 @@ def goodput_by_interval(
     scheme: CheckpointScheme, mtbf_s: float, around: Sequence[float] = INTERVAL_FACTORS
 ) -> list[tuple[CheckpointScheme, float]]:
     """Schemes with shorter and longer intervals than this one, and what goodput is expected of each."""
-    schemes = {one.interval_s: one for one in (scheme.every(scheme.interval_s * factor) for factor in around)}
+    schemes = {one.interval_s: one for one in (scheme.with_interval(scheme.interval_s * factor) for factor in around)}
     return [(one, expected_goodput(one, mtbf_s)) for _, one in sorted(schemes.items())]
 
 
@@ -270,7 +270,7 @@ def _candidate_schemes(scheme: CheckpointScheme, mtbf_s: float) -> Iterator[Chec
     near = math.sqrt(2 * max(scheme.stall_s, 1e-6) * mtbf_s / max(1 - scheme.live.share, 1e-15))
     seen = set()
     for number in range(_TRIED):
-        one = scheme.every(near * 1000 ** (2 * number / (_TRIED - 1) - 1))
+        one = scheme.with_interval(near * 1000 ** (2 * number / (_TRIED - 1) - 1))
         if one.interval_s not in seen:
             seen.add(one.interval_s)
             yield one
@@ -280,19 +280,19 @@ def _of_steps(scheme: CheckpointScheme, mtbf_s: float, low: int, high: int) -> C
     """Thirds of the numbers of steps between the two."""
 
     def worth(steps: int) -> float:
-        return expected_goodput(scheme.every(steps * scheme.step_s), mtbf_s)
+        return expected_goodput(scheme.with_interval(steps * scheme.step_s), mtbf_s)
 
     while high - low > 2:
         left, right = low + (high - low) // 3, high - (high - low) // 3
         low, high = (low, right) if worth(left) >= worth(right) else (left, high)
-    return scheme.every(max(range(low, high + 1), key=worth) * scheme.step_s)
+    return scheme.with_interval(max(range(low, high + 1), key=worth) * scheme.step_s)
 
 
 def _between(scheme: CheckpointScheme, mtbf_s: float, low: float, high: float) -> CheckpointScheme:
     """Golden section in the logarithm of the interval."""
 
     def worth(at: float) -> float:
-        return expected_goodput(scheme.every(math.exp(at)), mtbf_s)
+        return expected_goodput(scheme.with_interval(math.exp(at)), mtbf_s)
 
     low, high = math.log(low), math.log(high)
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
@@ -303,4 +303,4 @@ def _between(scheme: CheckpointScheme, mtbf_s: float, low: float, high: float) -
         else:
             low, left = left, right
             right = low + _GOLDEN * (high - low)
-    return scheme.every(math.exp((low + high) / 2))
+    return scheme.with_interval(math.exp((low + high) / 2))

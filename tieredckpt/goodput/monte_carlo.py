@@ -29,9 +29,9 @@ class SimulatedNodes:
     mtbf_s: float
     count: int = 1
     spares: int = 0
-    least: int = 1
+    min_nodes: int = 1
     """With fewer nodes than this it stands still."""
-    broken: float = 0.0
+    node_loss_share: float = 0.0
     """The share of faults after which the node is away."""
     repair_s: float = 0.0
     """How long it is away, on average."""
@@ -39,10 +39,10 @@ class SimulatedNodes:
     """A pause to take a node back in."""
 
     def __post_init__(self) -> None:
-        if self.broken and not self.repair_s:
+        if self.node_loss_share and not self.repair_s:
             raise UsageError("nodes break, and it is not said how long they are away")
-        if not 1 <= self.least <= self.count:
-            raise UsageError(f"a job of {self.count} nodes cannot do with {self.least} at least")
+        if not 1 <= self.min_nodes <= self.count:
+            raise UsageError(f"a job of {self.count} nodes cannot do with {self.min_nodes} at least")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class SimulatedRuns:
         return self.work_s / float(self.elapsed.mean())
 
     @property
-    def error(self) -> float:
+    def standard_error(self) -> float:
         """The standard error of :attr:`goodput`."""
         runs = len(self.elapsed)
         spread = float(self.elapsed.std(ddof=1)) if runs > 1 else 0.0
         return self.goodput * spread / float(self.elapsed.mean()) / runs**0.5
 
-    def between(self, low: float, high: float) -> tuple[float, float]:
+    def percentiles(self, low: float, high: float) -> tuple[float, float]:
         """The goodput of single runs: so many of them have less, and so many more."""
         return tuple(self.work_s / float(one) for one in np.quantile(self.elapsed, [1 - low, 1 - high]))  # type: ignore[return-value]
 
@@ -96,7 +96,7 @@ class _Simulation:
     ) -> None:
         self._scheme, self._nodes, self._rounds, self._rng = scheme, nodes, rounds, rng
         self._save_s = scheme.interval_s + scheme.stall_s
-        self._goal = rounds * scheme.saves * self._save_s
+        self._goal = rounds * scheme.saves_per_round * self._save_s
         self._recovery = np.array([0.0] + [one.recovery_s for one in (scheme.live, scheme.snapshot, scheme.durable)])
         self._kinds = np.array([scheme.live.share, 1 - scheme.durable.share])
         self._done = np.zeros(runs)
@@ -112,7 +112,7 @@ class _Simulation:
     def play(self) -> SimulatedRuns:
         while (running := self._done < self._goal).any():
             self._one_event(running)
-        rounds = self._rounds * self._scheme.saves
+        rounds = self._rounds * self._scheme.saves_per_round
         return SimulatedRuns(
             work_s=rounds * self._scheme.interval_s,
             elapsed=self._elapsed,
@@ -169,14 +169,14 @@ class _Simulation:
         before = self._done[who]
         self._done[who] = self._kept(before, self._kind[who])
         self._repeated[who] += before - self._done[who]
-        if self._nodes.broken:
-            self._lose_node(who[self._rng.random(len(who)) < self._nodes.broken])
+        if self._nodes.node_loss_share:
+            self._lose_node(who[self._rng.random(len(who)) < self._nodes.node_loss_share])
         self._recover(who)
 
     def _kept(self, done: Floats, kind: NDArray[np.int64]) -> Floats:
         scheme, save_s = self._scheme, self._save_s
         last_save = np.floor(done / save_s + _CLOSE) * save_s
-        round_s = scheme.saves * save_s
+        round_s = scheme.saves_per_round * save_s
         last_round = np.floor(done / round_s + _CLOSE) * round_s
         live = done
         if scheme.step_s:
@@ -192,7 +192,7 @@ class _Simulation:
         self._up[who[~replaced]] -= 1
 
     def _recover(self, who: NDArray[np.intp]) -> None:
-        enough = self._up[who] >= self._nodes.least
+        enough = self._up[who] >= self._nodes.min_nodes
         self._phase[who] = np.where(enough, _Phase.RECOVER, _Phase.WAIT)
         self._left[who] = self._recovery[self._kind[who]]
 
@@ -218,9 +218,9 @@ class GoodputForecast:
     scheme: CheckpointScheme
     nodes: SimulatedNodes
     rounds: int
-    expected: float
+    closed_form: float
     """The goodput that is worked out; it knows no missing nodes."""
-    played: SimulatedRuns | None
+    simulated: SimulatedRuns | None
 
     @property
     def work_s(self) -> float:
@@ -228,24 +228,24 @@ class GoodputForecast:
 
     @property
     def goodput(self) -> float:
-        return self.expected if self.played is None else self.played.goodput
+        return self.closed_form if self.simulated is None else self.simulated.goodput
 
     @property
-    def error(self) -> float:
+    def confidence_95(self) -> float:
         """Half of the 95 % interval of the mean that was played."""
-        return 0.0 if self.played is None else 1.96 * self.played.error
+        return 0.0 if self.simulated is None else 1.96 * self.simulated.standard_error
 
     @property
-    def comparable(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether what was played is what was worked out."""
-        return self.played is not None and not self.nodes.broken
+        return self.simulated is not None and not self.nodes.node_loss_share
 
     @property
-    def apart(self) -> float:
+    def deviation_sigmas(self) -> float:
         """By how many standard errors the two differ."""
-        if self.played is None or not self.played.error:
+        if self.simulated is None or not self.simulated.standard_error:
             return 0.0
-        return abs(self.played.goodput - self.expected) / self.played.error
+        return abs(self.simulated.goodput - self.closed_form) / self.simulated.standard_error
 
 
 def forecast_goodput(

@@ -64,11 +64,11 @@ class Transition:
     ranks: int = 0
     next_ranks: int = 0
 
-    def leads_from(self, epoch: int) -> bool:
+    def leaves(self, epoch: int) -> bool:
         """Whether this is about a world that was left on this way."""
         return self.epoch <= epoch and (self.next_epoch is None or epoch < self.next_epoch)
 
-    def leads_to(self, epoch: int) -> bool:
+    def enters(self, epoch: int) -> bool:
         return self.epoch < epoch and (self.next_epoch is None or epoch <= self.next_epoch)
 
 
@@ -79,8 +79,8 @@ class JobRun:
     number: int
     start: int
     end: int
-    how: str = ""
-    words: str = ""
+    outcome: str = ""
+    message: str = ""
     job: str = ""
     worlds: dict[int, WorldFormed] = field(default_factory=dict)
     steps: list[StepEvent] = field(default_factory=list)
@@ -88,17 +88,17 @@ class JobRun:
     saves: list[SaveEvent] = field(default_factory=list)
     restores: list[RestoreEvent] = field(default_factory=list)
     events: list[LogEvent] = field(default_factory=list)
-    stretches: list[WorldSteps] = field(default_factory=list)
-    ways: list[Transition] = field(default_factory=list)
+    worlds_in_order: list[WorldSteps] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
 
     @property
     def view(self) -> RunRecord:
-        return RunRecord(self.start, self.end, self.how, self.words)
+        return RunRecord(self.start, self.end, self.outcome, self.message)
 
-    def inside(self, at: int) -> int:
+    def clamp(self, at: int) -> int:
         return min(max(at, self.start), self.end)
 
-    def stages_about(self, way: Transition) -> list[StageEvent]:
+    def stages_of(self, way: Transition) -> list[StageEvent]:
         """Of the worlds that a way leads from, through or to: few of all there are."""
         epochs, by_epoch = self._staged
         first = bisect.bisect_left(epochs, way.epoch)
@@ -132,8 +132,8 @@ def split_into_runs(events: Iterable[LogEvent]) -> list[JobRun]:
     for run, later in itertools.pairwise(runs):
         run.end = min(run.end, later.start)
     for run in runs:
-        run.stretches = _stretches(run)
-        run.ways = _ways(run)
+        run.worlds_in_order = _stretches(run)
+        run.transitions = _ways(run)
     return runs
 
 
@@ -156,7 +156,7 @@ def _run(number: int, events: Sequence[LogEvent], first: float | None) -> JobRun
         elif isinstance(event, ProcessBegan | ProcessEnded):
             run.job = run.job or event.job
             if event.who == COORDINATOR_ROLE:  # one that begins again takes back that it had ended
-                run.how, run.words = (event.how, event.words) if isinstance(event, ProcessEnded) else ("", "")
+                run.outcome, run.message = (event.how, event.words) if isinstance(event, ProcessEnded) else ("", "")
     return run
 
 
@@ -193,20 +193,20 @@ def _ways(run: JobRun) -> list[Transition]:
     faults = [one for one in run.events if isinstance(one, FaultEvent)]
     notices = [one for one in run.events if isinstance(one, StopRequested)]
     before: WorldSteps | None = None
-    for after in [*run.stretches, None]:
+    for after in [*run.worlds_in_order, None]:
         start = run.start if before is None else before.end
         end = run.end if after is None else after.start
         way = Transition(
             run.number,
             -1 if before is None else before.epoch,
             None if after is None else after.epoch,
-            run.inside(start),
-            run.inside(max(start, end)),
+            run.clamp(start),
+            run.clamp(max(start, end)),
             ranks=0 if before is None else before.ranks,
         )
-        way.worlds = [world for epoch, world in sorted(run.worlds.items()) if way.leads_to(epoch)]
+        way.worlds = [world for epoch, world in sorted(run.worlds.items()) if way.enters(epoch)]
         way.next_ranks = after.ranks if after is not None else way.worlds[-1].ranks if way.worlds else way.ranks
-        way.faults = [one for one in faults if way.leads_from(one.epoch)]
+        way.faults = [one for one in faults if way.leaves(one.epoch)]
         way.category = _category(run, way, notices, first=before is None)
         ways.append(way)
         before = after
@@ -218,10 +218,10 @@ def _category(run: JobRun, way: Transition, notices: Sequence[StopRequested], *,
         return TimeCategory.STARTUP
     if way.faults or any(world.how in _AFTER_A_FAULT for world in way.worlds):
         return TimeCategory.RECOVERY
-    asked = [one for one in notices if way.leads_from(one.epoch)]
-    if way.next_epoch is not None or way.worlds or (any(one.want == "resize" for one in asked) and not run.how):
+    asked = [one for one in notices if way.leaves(one.epoch)]
+    if way.next_epoch is not None or way.worlds or (any(one.want == "resize" for one in asked) and not run.outcome):
         return TimeCategory.RESIZE
-    return TimeCategory.ENDING if run.how or asked else TimeCategory.UNKNOWN
+    return TimeCategory.ENDING if run.outcome or asked else TimeCategory.UNKNOWN
 
 
 @dataclass
@@ -235,7 +235,7 @@ class ExecutedStep:
     """Of its world."""
     start: int
     end: int
-    saving: tuple[int, int]
+    save_span: tuple[int, int]
     """When it waited for its state to be staged; of no length where it did not."""
     counts: bool = True
     undone_by: tuple[int, int] | None = None
@@ -254,8 +254,8 @@ class ExecutedStep:
         return self.event.rank
 
     @property
-    def net_us(self) -> int:
-        return self.end - self.start - (self.saving[1] - self.saving[0])
+    def training_us(self) -> int:
+        return self.end - self.start - (self.save_span[1] - self.save_span[0])
 
     @property
     def view(self) -> StepRecord:
@@ -283,7 +283,7 @@ def executed_steps(runs: Sequence[JobRun]) -> list[ExecutedStep]:
     done: list[ExecutedStep] = []
     for run in runs:
         saves = {(save.epoch, save.step, save.rank): save for save in run.saves}
-        for stretch in run.stretches:
+        for stretch in run.worlds_in_order:
             for index, step in enumerate(stretch.steps):
                 start, end = to_us(step.began), to_us(event_time(step))
                 saving = _within(saves.get((step.epoch, step.step, step.rank)), start, end)
@@ -331,6 +331,6 @@ def typical_step_us(done: Iterable[ExecutedStep]) -> dict[tuple[int, int], int]:
     for one in done:
         times = worlds.setdefault((one.run, one.epoch), [])
         if not one.first:
-            times.append(one.net_us)
+            times.append(one.training_us)
     anywhere = [time for times in worlds.values() for time in times]
     return {key: round(statistics.median(times or anywhere)) for key, times in worlds.items() if times or anywhere}

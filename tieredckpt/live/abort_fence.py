@@ -28,7 +28,7 @@ class AbortFence:
         self._believed: frozenset[DeviceWork] | None = None
         """What had completed when the world was aborted; ``None`` while it is not."""
 
-    def ask(self) -> None:
+    def raise_if_aborted(self) -> None:
         """Raises where this world is broken: nothing that tensors hold from here on is what was computed."""
         self._refuse()
 
@@ -45,7 +45,7 @@ class AbortFence:
             if self._believed is None:
                 self._believed = frozenset(work for work in self._recorded if work.has_completed())
 
-    def believes(self, work: DeviceWork) -> bool:
+    def trusts(self, work: DeviceWork) -> bool:
         """Whether ``work`` had completed before anything was aborted."""
         with self._lock:
             return work.has_completed() if self._believed is None else work in self._believed
@@ -65,7 +65,7 @@ def current_fence() -> AbortFence:
 
 def raise_if_aborted() -> None:
     """Raises where the world this process trains in is broken."""
-    _fences[-1].ask()
+    _fences[-1].raise_if_aborted()
 
 
 @contextmanager

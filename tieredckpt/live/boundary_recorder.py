@@ -63,7 +63,7 @@ class StatefulTensors:
     tensors: Mapping[str, torch.Tensor]
     owners: Mapping[str, torch.Tensor]
     """The tensors that the training changes; those above have the same memory, but no gradients."""
-    unseen: frozenset[str]
+    uncounted_names: frozenset[str]
     """Those that may be changed outside of an optimizer's step, by kernels that count no versions."""
     places: tuple[dict[Any, Any], ...]
     found: tuple[Any, ...]
@@ -178,24 +178,24 @@ class BoundaryRecorder:
         self._given_up = not (settings.enabled and settings.memory.live)
         self._said = False
 
-    def note(self, state: Mapping[str, Any], step: int) -> None:
+    def record(self, state: Mapping[str, Any], step: int) -> None:
         """``state`` is what ``step`` has left. Never worth an error of the training, but for that of a broken world."""
         abort_fence.raise_if_aborted()
         held = current_survivor_state()
         if self._given_up or held is None:
             return
-        noted = held.notes.get(self._job)
-        if noted is not None and noted.step == step and not held.stepped:
+        noted = held.boundaries.get(self._job)
+        if noted is not None and noted.step == step and not held.optimizer_stepped:
             return  # said twice: by the loop, and by who saves
-        held.notes.pop(self._job, None)  # its copies are written over now
+        held.boundaries.pop(self._job, None)  # its copies are written over now
         if why := held.why_not():
-            held.reached[self._job] = step
+            held.reached_steps[self._job] = step
             if not self._said:
                 log.warning("%s: after a fault only what was saved is used: %s", self._job, why)
             self._said = True
             return
         try:
-            held.note(self._job, self._boundary(state, step))
+            held.record(self._job, self._boundary(state, step))
         except Exception as error:  # noqa: BLE001 - from objects of the user's; what is saved is there all the same
             self._given_up, self._structure = True, None
             log.warning("%s: step boundaries are not noted: %s: %s", self._job, type(error).__name__, error)
@@ -212,13 +212,13 @@ class BoundaryRecorder:
         """A digest of what the state has by name, as it was noted last."""
         return "" if self._structure is None else self._structure.names
 
-    def is_complete(self) -> None:
+    def mark_names_complete(self) -> None:
         """Every rank's state has the names that this one's has."""
         held = current_survivor_state()
         if held is not None and self._structure is not None:
-            held.completes(self._job, self._structure.names)
+            held.mark_names_complete(self._job, self._structure.names)
 
-    def forget(self) -> None:
+    def release_tensors(self) -> None:
         """Let go of the state's tensors."""
         self._structure = None
 
@@ -230,7 +230,7 @@ class StepBoundary:
         self.step = step
         self.settings = settings
         self._structure = structure
-        self.names = structure.names
+        self.names_digest = structure.names
         tensors = {name: one for name, one in loose.items() if isinstance(one, torch.Tensor)}
         small, large = _sorted(tensors, tensors)
         self._own = {name: local_values(one).detach().clone() for name, one in small.items()}
@@ -239,17 +239,17 @@ class StepBoundary:
         self._versions = [watch.versions() for watch in self._watches]
         structure.copy()
         self._objects.update(structure.objects())
-        self.work = abort_fence.current_fence().record(
+        self.device_work = abort_fence.current_fence().record(
             [*structure.placed, *(local_values(one) for one in tensors.values())]
         )
         """Of the step, and the copies above."""
 
-    def torn(self) -> str:
+    def why_changed(self) -> str:
         """The name of something that is not what it was."""
         moved = (watch.moved(before) for watch, before in zip(self._watches, self._versions, strict=True))
         return next((f"{name} was changed after it" for name in moved if name), "")
 
-    def kept(self, left: int, *, complete: bool) -> RetainedState:
+    def retain(self, left: int, *, complete: bool) -> RetainedState:
         values = {name: one for watch in self._watches for name, one in watch.locals().items()}
         values |= self._structure.copies | self._own | self._objects
         compared = frozenset(name for watch in self._watches for name in watch.locals())
@@ -311,14 +311,14 @@ class _Structure:
         self._sources: list[torch.Tensor] = []
         self.copies: dict[str, torch.Tensor] = {}
         for part in self._parts.values():
-            small, _ = _sorted({name: part.tensors[name] for name in part.unseen}, part.owners)
+            small, _ = _sorted({name: part.tensors[name] for name in part.uncounted_names}, part.owners)
             self._sources += [local_values(one).detach() for one in small.values()]
             self.copies.update({name: local_values(one).detach().clone() for name, one in small.items()})
             watched = {name: one for name, one in part.tensors.items() if name not in small}
             self.watches.append(_Watch(watched, part.owners))
         self._targets = list(self.copies.values())
         every = [*self._sources, *(one for watch in self.watches for one in watch.locals().values())]
-        self.placed = [*{accelerator().place_of(one): one for one in every}.values()]
+        self.placed = [*{accelerator().device_of(one): one for one in every}.values()]
         """A tensor of each device that the state is on."""
 
     def loose(self, state: Mapping[str, Any]) -> dict[str, Any] | None:

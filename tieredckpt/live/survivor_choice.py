@@ -38,9 +38,9 @@ class SurvivorHolding(msgspec.Struct, frozen=True):
     """That a rank has something of a step."""
 
     step: int
-    left: int
+    world_epoch: int
     """The world that the step was reached in."""
-    cover: str
+    coverage_digest: str
     """Its digest."""
     complete: bool = False
     """Its names are known to be those of the whole state: every rank of that world had the same."""
@@ -49,13 +49,13 @@ class SurvivorHolding(msgspec.Struct, frozen=True):
 class SurvivorReport(msgspec.Struct, frozen=True):
     """What a rank says of itself before a world's training begins."""
 
-    left: int = -1
+    world_epoch: int = -1
     """The last world it trained in."""
     holdings: Mapping[str, SurvivorHolding] = {}
     """By job."""
-    reached: Mapping[str, int] = {}
+    reached_steps: Mapping[str, int] = {}
     """The last step of each job that it had completed in that world."""
-    proven: Mapping[str, int] | None = None
+    trusted_steps: Mapping[str, int] | None = None
     """The last step of each job that was complete here before this rank aborted anything; ``None`` where an aborted
     collective raises, and nobody takes what another rank's abort has left for its result."""
     off: str = ""
@@ -87,30 +87,32 @@ class SurvivorChoice(msgspec.Struct, frozen=True):
 
 def holdings_by_job(stands: Sequence[SurvivorReport]) -> dict[str, dict[int, SurvivorHolding]]:
     """Who has something, by job and rank. Where the job has trained on since, it has left that past."""
-    newest = max((stand.left for stand in stands), default=-1)
+    newest = max((stand.world_epoch for stand in stands), default=-1)
     found: dict[str, dict[int, SurvivorHolding]] = {}
     for rank, stand in enumerate(stands):
         for job, holding in stand.holdings.items():
-            if holding.left == newest:
+            if holding.world_epoch == newest:
                 found.setdefault(job, {})[rank] = holding
     return found
 
 
 def reached_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
     """The last step of each job that any rank had completed in the last world."""
-    newest = max((stand.left for stand in stands), default=-1)
+    newest = max((stand.world_epoch for stand in stands), default=-1)
     found: dict[str, int] = {}
     for stand in stands:
-        if stand.left == newest:
-            for job, step in stand.reached.items():
+        if stand.world_epoch == newest:
+            for job, step in stand.reached_steps.items():
                 found[job] = max(step, found.get(job, -1))
     return found
 
 
 def why_off(stands: Sequence[SurvivorReport]) -> str:
     """Why a rank of the last world noted nothing; empty where all did."""
-    newest = max((stand.left for stand in stands), default=-1)
-    return next((f"rank {rank}: {one.off}" for rank, one in enumerate(stands) if one.left == newest and one.off), "")
+    newest = max((stand.world_epoch for stand in stands), default=-1)
+    return next(
+        (f"rank {rank}: {one.off}" for rank, one in enumerate(stands) if one.world_epoch == newest and one.off), ""
+    )
 
 
 def trusted_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
@@ -119,8 +121,8 @@ def trusted_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
     A rank that aborts tells the others that there is something to read, and there is not: theirs ends as well. So what
     one survivor has of a step that another one did not complete may be anything. Who was killed has aborted nothing.
     """
-    newest = max((stand.left for stand in stands), default=-1)
-    there = [stand.proven for stand in stands if stand.left == newest and stand.proven is not None]
+    newest = max((stand.world_epoch for stand in stands), default=-1)
+    there = [stand.trusted_steps for stand in stands if stand.world_epoch == newest and stand.trusted_steps is not None]
     jobs = set[str]().union(*there)
     return {job: min(one.get(job, -1) for one in there) for job in jobs}
 
@@ -129,7 +131,7 @@ def ranks_to_compare(holdings: Mapping[int, SurvivorHolding]) -> dict[int, list[
     """By the first of them, ranks that say they have the same of the same step."""
     found: dict[tuple[int, str], list[int]] = {}
     for rank in sorted(holdings):
-        found.setdefault((holdings[rank].step, holdings[rank].cover), []).append(rank)
+        found.setdefault((holdings[rank].step, holdings[rank].coverage_digest), []).append(rank)
     return {ranks[0]: ranks for ranks in found.values() if len(ranks) > 1}
 
 
@@ -152,7 +154,7 @@ def coverage_reporters(holdings: Mapping[int, SurvivorHolding]) -> dict[int, str
     """For each cover the first rank that has it: it says what it is."""
     found: dict[str, int] = {}
     for rank in sorted(holdings):
-        found.setdefault(holdings[rank].cover, rank)
+        found.setdefault(holdings[rank].coverage_digest, rank)
     return {rank: cover for cover, rank in found.items()}
 
 
@@ -193,7 +195,7 @@ def choose_survivor_step(
         if step in wrong:
             refused.append(f"of step {step} {wrong[step]}")
             continue
-        there = {holding.cover for holding in holdings if holding.step == step}
+        there = {holding.coverage_digest for holding in holdings if holding.step == step}
         missing = sorted(missing_names([covers[name] for name in there if name in covers], needed))
         if not missing:
             return SurvivorChoice(step)

@@ -57,15 +57,15 @@ class RetainedState:
     """The state of one step boundary, in the tensors that trained it."""
 
     step: int
-    left: int
+    world_epoch: int
     """The world it was reached in."""
     values: Mapping[str, Any]
     """Local tensors and Python objects, by name."""
     plan: SavePlan
     settings: Settings
-    complete: bool = False
+    has_all_names: bool = False
     """Its names are known to be those of the whole state."""
-    compared: frozenset[str] = frozenset()
+    replicated_names: frozenset[str] = frozenset()
     """Tensors of which replicas have the same: parameters and moments, not buffers or what else is small."""
 
 
@@ -74,65 +74,65 @@ class RecordedBoundary(Protocol):
 
     step: int
     settings: Settings
-    names: str
+    names_digest: str
     """A digest of what the state has, by name."""
 
-    work: DeviceWork
+    device_work: DeviceWork
     """All that devices had to do until it was there."""
 
-    def torn(self) -> str:
+    def why_changed(self) -> str:
         """Why the state is not that of the boundary any more; empty while it is."""
 
-    def kept(self, left: int, *, complete: bool) -> RetainedState: ...
+    def retain(self, left: int, *, complete: bool) -> RetainedState: ...
 
 
 @dataclass
 class SurvivorState:
-    """One process's. Used by the thread that trains; ``stepped`` is also set by an optimizer's hook."""
+    """One process's. Used by the thread that trains; ``optimizer_stepped`` is also set by an optimizer's hook."""
 
-    notes: dict[str, RecordedBoundary] = field(default_factory=dict)
+    boundaries: dict[str, RecordedBoundary] = field(default_factory=dict)
     """The newest boundary of each job in this world."""
-    kept: dict[str, RetainedState] = field(default_factory=dict)
-    reached: dict[str, int] = field(default_factory=dict)
+    retained: dict[str, RetainedState] = field(default_factory=dict)
+    reached_steps: dict[str, int] = field(default_factory=dict)
     """The newest step of each job that was noted in the world that was left last."""
-    proven: dict[str, int] = field(default_factory=dict)
+    trusted_steps: dict[str, int] = field(default_factory=dict)
     """The newest step of each job that was complete here before anything of that world was aborted."""
-    silent: bool = False
+    aborts_silently: bool = False
     """In that world collectives may have ended with garbage, without an error, once any of its ranks aborted them."""
-    left: int = -1
+    last_world_epoch: int = -1
     """The last world that was trained in."""
-    stepped: bool = False
+    optimizer_stepped: bool = False
     """An optimizer's step has begun since the last note."""
-    sees: bool = False
+    hook_has_fired: bool = False
     """It was seen that optimizers' steps are seen."""
-    complete: dict[str, set[str]] = field(default_factory=dict)
+    complete_name_digests: dict[str, set[str]] = field(default_factory=dict)
     """By job digests of names that are known to be all that the state has, whatever rank one asks."""
     replays: bool = False
     """In this world device work was replayed from a graph: that changes tensors, and calls no hook."""
     hydrations: dict[str, Hydration] = field(default_factory=dict)
-    tries: int = 0
+    contribute_attempts: int = 0
     """Worlds that what is kept was to be given to."""
 
-    def note(self, job: str, noted: RecordedBoundary) -> None:
+    def record(self, job: str, noted: RecordedBoundary) -> None:
         """``noted`` is what counts now."""
-        if self.stepped:
-            for other in [name for name in self.notes if name != job]:
-                del self.notes[other]
-        self.notes[job] = noted
-        self.reached[job] = noted.step
-        self.stepped = False
+        if self.optimizer_stepped:
+            for other in [name for name in self.boundaries if name != job]:
+                del self.boundaries[other]
+        self.boundaries[job] = noted
+        self.reached_steps[job] = noted.step
+        self.optimizer_stepped = False
 
-    def enter(self, epoch: int, *, silent: bool = False) -> None:
+    def enter_world(self, epoch: int, *, silent: bool = False) -> None:
         """The world's training begins: what an older one left is not wanted any more.
 
         ``silent``: its collectives end without an error when they are aborted.
         """
-        self.drop()
-        self.tries = 0
-        self.reached.clear()
-        self.proven.clear()
-        self.complete.clear()
-        self.left, self.silent, self.replays = epoch, silent, False
+        self.clear()
+        self.contribute_attempts = 0
+        self.reached_steps.clear()
+        self.trusted_steps.clear()
+        self.complete_name_digests.clear()
+        self.last_world_epoch, self.aborts_silently, self.replays = epoch, silent, False
 
     def is_replayed(self) -> None:
         """Device work is replayed from a graph, by any thread."""
@@ -142,47 +142,49 @@ class SurvivorState:
         """Why boundaries of this world are not noted; empty where they are."""
         return _REPLAYED if self.replays else ""
 
-    def completes(self, job: str, names: str) -> None:
+    def mark_names_complete(self, job: str, names: str) -> None:
         """Nothing belongs to the state of this world but what ``names`` is a digest of."""
-        self.complete.setdefault(job, set()).add(names)
+        self.complete_name_digests.setdefault(job, set()).add(names)
 
-    def hold(self) -> None:
+    def retain_after_fault(self) -> None:
         """The world was left by a fault. What is intact is kept, everything else let go of.
 
         Called in its fence, before this thread aborts anything. What another thread has aborted let collectives end
         with garbage, so only that is believed which had completed before.
         """
-        for job, noted in self.notes.items():
-            believed = current_fence().believes(noted.work)
+        for job, noted in self.boundaries.items():
+            believed = current_fence().trusts(noted.device_work)
             if believed:
-                self.proven[job] = noted.step
+                self.trusted_steps[job] = noted.step
             why = "" if believed else "its device work had not completed when the world was aborted"
-            why = why or self._not_seen() or noted.torn()
+            why = why or self._not_seen() or noted.why_changed()
             if why:
                 log.info("%s: step %d cannot be given from here: %s", job, noted.step, why)
             else:
-                self.kept[job] = noted.kept(self.left, complete=noted.names in self.complete.get(job, ()))
-        self.notes.clear()
-        self.stepped = False
+                self.retained[job] = noted.retain(
+                    self.last_world_epoch, complete=noted.names_digest in self.complete_name_digests.get(job, ())
+                )
+        self.boundaries.clear()
+        self.optimizer_stepped = False
 
     def _not_seen(self) -> str:
         if self.replays:
             return _REPLAYED
-        if self.stepped:
+        if self.optimizer_stepped:
             return "an optimizer's step had begun"
-        return "" if self.sees else "no step of an optimizer of torch.optim was seen"
+        return "" if self.hook_has_fired else "no step of an optimizer of torch.optim was seen"
 
-    def end(self) -> None:
+    def end_world(self) -> None:
         """The world has ended well: nothing was lost."""
-        self.drop()
-        self.reached.clear()
-        self.proven.clear()
+        self.clear()
+        self.reached_steps.clear()
+        self.trusted_steps.clear()
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Nothing is wanted: also nothing is kept in memory."""
-        self.notes.clear()
-        self.kept.clear()
-        self.stepped = False
+        self.boundaries.clear()
+        self.retained.clear()
+        self.optimizer_stepped = False
 
 
 def names_digest(names: Iterable[str]) -> str:
@@ -211,8 +213,10 @@ def track_step_boundaries() -> Iterator[SurvivorState]:
     def begun(_optimizer: Any, _args: Any, _named: Any) -> None:
         if not torch.compiler.is_compiling():  # a compiled step would be compiled anew when the answer changes
             raise_if_aborted()  # first: a step that is refused leaves the boundary before it as it was
-        one.stepped = True  # only written: a compiled step that read it would be compiled anew when it changes
-        one.sees = True
+        one.optimizer_stepped = (
+            True  # only written: a compiled step that read it would be compiled anew when it changes
+        )
+        one.hook_has_fired = True
 
     handle = register_optimizer_step_pre_hook(begun)
     _keepers.append(one)
@@ -222,4 +226,4 @@ def track_step_boundaries() -> Iterator[SurvivorState]:
     finally:
         _keepers.remove(one)
         handle.remove()
-        one.drop()
+        one.clear()

@@ -33,14 +33,14 @@ class RestoredState:
         state: Mapping[str, Any],
         evidence: LoadEvidence,
         store: Store,
-        unproven: Collection[str],
+        exclude_from_proof: Collection[str],
         chooses: Callable[[object], bool],
     ) -> None:
         """``chooses`` says whether a part of the state takes some of what was saved only."""
         self._state = state
         self._evidence = evidence
         self._store = store
-        self._unproven = unproven
+        self._excluded = exclude_from_proof
         self._chooses = chooses
         self._flat: dict[str, Any] = {}
         self.proof = RestoreProof()
@@ -48,7 +48,7 @@ class RestoredState:
 
     def prove(self) -> None:
         """Compare everything with what was saved."""
-        mute: dict[str, str] = dict.fromkeys(self._unproven, "as said")
+        mute: dict[str, str] = dict.fromkeys(self._excluded, "as said")
         self._flat = self._asked(sorted(self._state), mute)
         skip = {}
         if mute or any(map(self._chooses, self._state.values())):
@@ -60,7 +60,7 @@ class RestoredState:
             pinned.release()
         compare_objects(self._evidence, self._flat, skip, self.proof)
 
-    def give_up(self, why: str) -> None:
+    def mark_unproven(self, why: str) -> None:
         """Nothing is known of any entry."""
         self.proof = RestoreProof(left_out=dict.fromkeys(self._names(), why))
 
@@ -103,13 +103,13 @@ class RestoredState:
         return flattened
 
     @property
-    def doubtful(self) -> list[str]:
+    def mismatched_names(self) -> list[str]:
         """Names in the state of which something is not what was saved, as it seems."""
         return sorted({self._top_of(fqn) for fqn in self.proof.wrong})
 
-    def ask_again(self, names: Sequence[str]) -> None:
+    def recheck(self, names: Sequence[str]) -> None:
         """What says something else whenever it is asked (a clock, a counter of its own) cannot be compared."""
-        other = self._asked(names, dict.fromkeys(self._unproven, ""))
+        other = self._asked(names, dict.fromkeys(self._excluded, ""))
         for fqn in [*self.proof.wrong]:
             there = fqn in self._flat
             if there != (fqn in other) or (there and _equal(self._flat[fqn], other[fqn]) is False):

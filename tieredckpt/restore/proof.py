@@ -86,12 +86,12 @@ class LoadEvidence:
         """What can be told by the seal, for each shard."""
         self._by_seal = _mostly_whole(step)
 
-    def begin(self, item: ReadItem, box: Box, target: torch.Tensor) -> LoadedItem:
+    def start_item(self, item: ReadItem, box: Box, target: torch.Tensor) -> LoadedItem:
         brought = LoadedItem(item.storage_index.fqn, item, box, target.dtype, len(self.brought))
         self.brought.append(brought)
         return brought
 
-    def sealed(self, brought: LoadedItem, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
+    def add_sealed(self, brought: LoadedItem, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
         """Whether what these runs bring can be told by the seal of their shard: it is remembered then."""
         if piece.part not in self._by_seal:
             return False
@@ -103,13 +103,13 @@ class LoadEvidence:
             moves.append((base + source, size_bytes, index, target))
         return True
 
-    def copied(self, parts: Sequence[tuple[LoadedItem, Box | None, torch.Tensor]]) -> None:
+    def add_copied(self, parts: Sequence[tuple[LoadedItem, Box | None, torch.Tensor]]) -> None:
         """Remember what was put into these tensors, just now."""
         digests = tensor_digests([tensor for _, _, tensor in parts], self.copier)
         for (brought, box, _), digest in zip(parts, digests, strict=True):
             brought.copied.append(CopiedBox(box, digest))
 
-    def has_object(self, fqn: str, data: bytes) -> None:
+    def add_object(self, fqn: str, data: bytes) -> None:
         self.objects[fqn] = data if len(data) <= _LARGEST_OBJECT else None
 
 
@@ -272,7 +272,7 @@ class RestoreProver:
                 bad.append(chunk)
 
         for chunks in _chunk_windows(moves, shard.chunk_bytes, _Views(live)):
-            self._evidence.copier.each(chunks, compare, len(chunks) * shard.chunk_bytes)
+            self._evidence.copier.run_parallel(chunks, compare, len(chunks) * shard.chunk_bytes)
         for chunk in unread:
             for index in chunk.owners:
                 self._proof.left_out[self._evidence.brought[index].fqn] = "its shard is not in memory any more"
@@ -295,7 +295,7 @@ class RestoreProver:
 
     def _looked_at(self, shard: ShardIndex, fd: int, spans: Sequence[ByteRange]) -> ShardCheck:
         if fd < 0:
-            return ShardCheck.GONE
+            return ShardCheck.EVICTED
         try:
             return self._pinned.verify(shard, spans)
         except TieredCheckpointError as error:
@@ -544,7 +544,7 @@ def tensor_digests(tensors: Sequence[torch.Tensor], copier: Copier) -> list[byte
         sums, number, view = job
         sums[number] = xxhash.xxh3_64_intdigest(view)
 
-    copier.each(jobs, one, sum(len(view) for _, _, view in jobs))
+    copier.run_parallel(jobs, one, sum(len(view) for _, _, view in jobs))
     return [struct.pack(f"<{len(sums)}Q", *sums) for sums in found]
 
 

@@ -146,7 +146,7 @@ class ReadExecutor:
         if not self._trust:
             check_safe_object(item.storage_index.fqn, data)
         if self._evidence is not None:
-            self._evidence.has_object(item.storage_index.fqn, data)
+            self._evidence.add_object(item.storage_index.fqn, data)
         self._planner.load_bytes(item, io.BytesIO(data))
 
     def _flush(self) -> None:
@@ -156,7 +156,7 @@ class ReadExecutor:
         for target, buffer in self._after:
             target.copy_(buffer)
         if self._evidence is not None:
-            self._evidence.copied(self._to_note)
+            self._evidence.add_copied(self._to_note)
         self._to_note = []
         self._begun.clear()
         for item, target in self._done:
@@ -170,7 +170,7 @@ class ReadExecutor:
         copier = self._session.copier
         for part, moves in near.items():
             try:
-                copier.read(self._pinned.file(part), moves)
+                copier.copy_from_file(self._pinned.file(part), moves)
             except OSError as error:
                 raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
         for part, wanted in self._pull(far).items():
@@ -179,7 +179,7 @@ class ReadExecutor:
     def _fill_devices(self) -> None:
         """A buffer full after the other. Returns when the devices have everything."""
         buffers = self._buffers = self._buffers or StagingBuffers(self._device, self._on_devices[0].place)
-        buffer, batch = buffers.next(), _Batch()
+        buffer, batch = buffers.acquire(), _Batch()
         for one in self._on_devices:
             entry = one.piece.entry
             dtype = dtype_from_name(entry.dtype)
@@ -188,7 +188,7 @@ class ReadExecutor:
                 size = box.volume * entry.itemsize
                 if batch.end + size > buffers.size_bytes:
                     self._send(buffers, batch)
-                    buffer, batch = buffers.next(), _Batch()
+                    buffer, batch = buffers.acquire(), _Batch()
                 at, part = batch.end, one.piece.part
                 for run in byte_runs(box, entry.box, box, entry.itemsize):
                     source, address = one.base + run.source, buffer.address + at + run.target
@@ -200,11 +200,11 @@ class ReadExecutor:
                 batch.copies[one.place].append(DeviceCopy(target, buffer.tensor(at, dtype, box.sizes)))
                 batch.end += -(-size // _ALIGNED) * _ALIGNED
         self._send(buffers, batch)
-        buffers.finish()
+        buffers.synchronize()
 
     def _send(self, buffers: StagingBuffers, batch: _Batch) -> None:
         self._bring(batch.near, batch.far)
-        buffers.send(batch.copies)
+        buffers.submit(batch.copies)
 
     def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
         fqn, wanted = item.storage_index.fqn, read_item_box(item)
@@ -212,7 +212,7 @@ class ReadExecutor:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
         if is_plain_tensor(target):
             require_materialized(fqn, target)
-        place = self._device.place_of(target)
+        place = self._device.device_of(target)
         if place is not None and not (is_plain_tensor(target) and has_ordinary_dispatch(target)):
             place = None  # what its elements are made of is known to its class alone
         bytewise = place is None and is_writable_in_place(target)
@@ -224,7 +224,7 @@ class ReadExecutor:
                 if target.data_ptr() in self._begun:  # bound twice: what is there is noted before it is filled again
                     self._flush()
                 self._begun.add(target.data_ptr())
-            brought = self._evidence.begin(item, wanted, target)
+            brought = self._evidence.start_item(item, wanted, target)
         for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
             self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
@@ -286,7 +286,11 @@ class ReadExecutor:
 
     def _is_sealed(self, brought: LoadedItem | None, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
         """Whether what was brought can be told by the seal of its shard."""
-        return brought is not None and self._evidence is not None and self._evidence.sealed(brought, piece, base, found)
+        return (
+            brought is not None
+            and self._evidence is not None
+            and self._evidence.add_sealed(brought, piece, base, found)
+        )
 
     def _note(self, brought: LoadedItem | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
         if brought is not None:
@@ -348,9 +352,9 @@ class ReadExecutor:
             kept.append(found.data)
             size += len(found.data)
             if size >= _MOVED_BYTES:
-                self._session.copier.move(moves)
+                self._session.copier.copy(moves)
                 moves, kept, size = [], [], 0
-        self._session.copier.move(moves)
+        self._session.copier.copy(moves)
 
     def _object(self, fqn: str) -> bytes:
         return self._item(*self._step.object(fqn))

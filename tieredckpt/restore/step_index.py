@@ -49,7 +49,7 @@ class StepIndex:
 
     def __init__(self, described: StepDescription) -> None:
         self.manifest: Manifest = described.manifest
-        self.found: Mapping[int, tuple[Tier, ...]] = described.found
+        self.tiers_by_part: Mapping[int, tuple[Tier, ...]] = described.found
         self.sources: Mapping[int, tuple[PeerSource, ...]] = described.sources
         self.shards: dict[int, ShardIndex] = {shard.key.part: shard for shard in self.manifest.shards}
         self.layouts: dict[int, Layout] = {}
@@ -119,7 +119,7 @@ class StepIndex:
             raise CheckpointDamagedError(f"step {self.group.version} has {fqn} in several shapes: {sorted(shapes)}")
         tiling = Tiling(box)
         for place in places:
-            for common in tiling.lay(place.entry.box):
+            for common in tiling.add(place.entry.box):
                 yield TensorPiece(place.part, place.entry, common, place.item)
             if not tiling.missing:
                 return
@@ -150,10 +150,10 @@ class StepIndex:
 
     def tier(self, part: int) -> Tier:
         """Where a shard is read from."""
-        return self.found[part][0]
+        return self.tiers_by_part[part][0]
 
     def _distance(self, part: int) -> int:
-        return list(Tier).index(self.found[part][0])
+        return list(Tier).index(self.tiers_by_part[part][0])
 
 
 class RankReadPlan:
@@ -168,7 +168,7 @@ class RankReadPlan:
         self._unreadable = frozenset(unreadable)
         self._job = job
         self.group = group
-        self.names = node.names(job, group)
+        self.names = node.step_names(job, group)
         self.shards: dict[int, ShardIndex] = {}
         self.found: dict[int, tuple[Tier, ...]] = {}
         self.sources: dict[int, tuple[PeerSource, ...]] = {}
@@ -194,7 +194,7 @@ class RankReadPlan:
             some = needs[done : done + _ASKED_AT_ONCE]
             last = done + len(some) == len(needs)
             wanted = [(fqn, box.offsets, box.sizes) for fqn, box in some]
-            said = self._node.pieces(self._job, self.group, rank, wanted, objects if last else ())
+            said = self._node.step_pieces(self._job, self.group, rank, wanted, objects if last else ())
             found: list[list[TensorPiece]] = [[] for _ in range(said.answered)]
             for one in said.pieces:
                 fqn, _, _ = wanted[one.need]
@@ -217,7 +217,7 @@ class RankReadPlan:
         left = sorted(used | {item.part for item in self._objects.values()})
         gone = False
         while left:
-            said = self._node.parts(self._job, self.group, left)
+            said = self._node.step_parts(self._job, self.group, left)
             for one in said.parts:
                 part = one.index.key.part
                 self.shards[part], self._headers[part] = one.index, one.header_bytes

@@ -37,7 +37,7 @@ class ShardCheck(enum.Enum):
     """What a look at a shard in this node's memory has found."""
 
     GOOD = "good"
-    GONE = "given up while it was looked for"
+    EVICTED = "given up while it was looked for"
     DAMAGED = "damaged"
     UNREADABLE = "kept, but cannot be read for now"
 
@@ -66,7 +66,7 @@ class PinnedShards:
                         return ShardCheck.DAMAGED
                     done.add(chunks)
         except ShardNotFoundError:
-            return ShardCheck.GONE
+            return ShardCheck.EVICTED
         except ShardDamagedError:
             return ShardCheck.DAMAGED
         except ShardUnreadableError as error:

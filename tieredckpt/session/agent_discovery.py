@@ -86,9 +86,9 @@ def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
             else configured_peer_plan(peer)
         )
         if plan is not None:
-            session.join(plan)
+            session.join_peers(plan)
             first = peer.discovery == DISCOVERY_WORLD and is_local_rank_zero()
-            session.renew = partial(_renewed, session) if first else None
+            session.refresh_peer_plan = partial(_renewed, session) if first else None
         return plan is not None and not is_unreplicated(peer)
     except PeerStoreError as error:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
@@ -107,7 +107,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
     prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # not what an earlier attempt has said
     known, guest, error = None, None, None
     try:
-        me = session.node.me() if is_local_rank_zero() else None
+        me = session.agent.this_node() if is_local_rank_zero() else None
         if me is not None:
             store.set(f"{prefix}/here/{me.id}", "1")
         known = _acquaintance(session, restoring, partial(_is_here, store, prefix)) if is_local_rank_zero() else None
@@ -142,7 +142,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
         raise TierUnavailableError(invitation.unreachable)
     if invitation.problem:
         raise SettingsError(invitation.problem)
-    session.one_agent = invitation.one_agent
+    session.has_single_agent = invitation.one_agent
     if invitation.roster is None:
         return None
     return JobPeersConfig(_agreed(invitation, peer, session.job), replication_settings(peer), roster=invitation.roster)
@@ -196,7 +196,7 @@ def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobP
     Also where none of them lives: what the job's quorum is counted from is this node alone from now on.
     """
     known = _acquaintance(session, restoring)
-    me = session.node.me() if known is not None else None
+    me = session.agent.this_node() if known is not None else None
     if known is None or me is None or restoring:
         return None
     return JobPeersConfig(known.secret, replication_settings(peer), roster=member_list(time.time_ns(), [me]))
@@ -210,7 +210,7 @@ def _acquaintance(
 
     ``is_here`` says of a node that a rank of this very world is on it: the two meet here, and not before.
     """
-    known = session.node.acquaintance(session.job)
+    known = session.agent.known_peers(session.job)
     if not restoring or known is None:
         return known
     deadline = time.monotonic() + _SILENT_S
@@ -225,7 +225,7 @@ def _acquaintance(
             )
             waited_for = silent
         time.sleep(_LOOK_AGAIN_S)
-        known = session.node.acquaintance(session.job)
+        known = session.agent.known_peers(session.job)
     return known
 
 
@@ -235,7 +235,7 @@ def _is_here(store: torch.distributed.Store, prefix: str, node: str) -> bool:
 
 def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
     """This node's agent has begun again: say where it listens now, and hear where those of the other nodes do."""
-    me = session.node.me()
+    me = session.agent.this_node()
     if plan.roster is None or me is None or not dist.is_initialized():
         return plan
     store, prefix = dist.distributed_c10d._get_default_store(), f"tieredckpt/{session.job}/nodes/at"

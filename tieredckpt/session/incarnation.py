@@ -56,13 +56,13 @@ class Incarnation(NamedTuple):
 class CapturePoint(msgspec.Struct, frozen=True):
     """Where an owner stood when a state was captured."""
 
-    life: str
+    lifetime_id: str
     """Changes whenever a step is loaded or the world is left."""
     current: Incarnation | None
     parts: int
     base: int | None
     """The step that was loaded last; -1 for none; ``None`` when nobody said."""
-    reached: int
+    newest_sealed: int
     """The newest step sealed for ``current``; -1 for none."""
 
 
@@ -72,17 +72,17 @@ class SaveProposal(msgspec.Struct, frozen=True):
     job: str
     step: int
     point: CapturePoint
-    left: bool
+    is_stale: bool
     """The state was captured before a step was loaded, or in another world."""
     attempts: int
     """How often this rank has tried to write the step for this incarnation."""
     known_epoch: int
     """The newest epoch its node has heard of."""
-    whole: VersionId | None = None
+    newest_complete: VersionId | None = None
     """The newest version that it knows to be whole."""
     problem: str = ""
     """Why it cannot save."""
-    left_out: tuple[tuple[VersionId, int], ...] = ()
+    aborted_parts: tuple[tuple[VersionId, int], ...] = ()
     """Parts that it will never seal, where agents do not tell each other: the version, and its part of it."""
 
 
@@ -95,8 +95,8 @@ class SaveDecision(msgspec.Struct, frozen=True):
     parts: int
     attempt: int
     base: int | None
-    whole: VersionId | None
-    left_out: tuple[tuple[VersionId, int], ...] = ()
+    newest_complete: VersionId | None
+    aborted_parts: tuple[tuple[VersionId, int], ...] = ()
 
     def key(self, part: int) -> ShardKey:
         return ShardKey(self.job, self.step, self.incarnation.epoch, self.incarnation.name, self.attempt, part)
@@ -117,7 +117,7 @@ def decide_save(proposals: Sequence[SaveProposal], name: str) -> SaveDecision:
     current = points[0].current
     same = all((point.current, point.parts) == (current, parts) for point in points)
     if current is None or not same or known > current.epoch:
-        gone = [rank for rank, one in enumerate(proposals) if one.left]
+        gone = [rank for rank, one in enumerate(proposals) if one.is_stale]
         if gone:
             raise SaveFailedError(
                 f"step {first.step} of {first.job} was staged before this job went back to an older step or left its "
@@ -134,8 +134,8 @@ def decide_save(proposals: Sequence[SaveProposal], name: str) -> SaveDecision:
         parts,
         max(one.attempts for one in proposals),
         base,
-        max((one.whole for one in proposals if one.whole is not None), default=None),
-        tuple(sorted({left for one in proposals for left in one.left_out})),
+        max((one.newest_complete for one in proposals if one.newest_complete is not None), default=None),
+        tuple(sorted({left for one in proposals for left in one.aborted_parts})),
     )
 
 
@@ -144,19 +144,21 @@ def _base(points: Sequence[CapturePoint]) -> int | None:
     went_back = [one.base for one in points if one.current is None and one.base is not None]
     if went_back:
         return min(went_back)
-    had = [max(one.base if one.base is not None else -1, one.reached) for one in points if one.current is not None]
+    had = [
+        max(one.base if one.base is not None else -1, one.newest_sealed) for one in points if one.current is not None
+    ]
     return max(had, default=None)
 
 
 class IncarnationState(msgspec.Struct, frozen=True):
     """What an owner knows that somebody else may need to know."""
 
-    life: str
+    lifetime_id: str
     current: Incarnation | None
     parts: int
     base: int | None
-    reached: int
-    tries: list[tuple[str, int, int]]
+    newest_sealed: int
+    attempts: list[tuple[str, int, int]]
 
 
 @dataclass(frozen=True)
@@ -206,12 +208,12 @@ class IncarnationTracker:
             return self._life.current
 
     @property
-    def parts(self) -> int:
+    def part_count(self) -> int:
         """How many ranks write for it."""
         with self._lock:
             return self._life.parts
 
-    def base_of(self, key: ShardKey) -> int | None:
+    def base_step_of(self, key: ShardKey) -> int | None:
         """The step that the incarnation of a shard goes on from; -1 for nothing; ``None`` when nobody said.
 
         Whatever was loaded since: what was captured before that may still be written for its own incarnation.
@@ -220,7 +222,7 @@ class IncarnationTracker:
             return self._bases.get(Incarnation(key.epoch, key.incarnation))
 
     @property
-    def changed_by(self) -> int | None:
+    def agreed_rank_count(self) -> int | None:
         """How many ranks know of what this owner was told last: those of that save or load. ``None``: all there are."""
         with self._lock:
             return self._changed_by
@@ -241,10 +243,10 @@ class IncarnationTracker:
         left_out: Sequence[tuple[VersionId, int]] = (),
     ) -> SaveProposal:
         with self._lock:
-            left = point.life != self._life.name
+            left = point.lifetime_id != self._life.name
             name = point.current.name if point.current is not None else ""
             tried = self._tries.get((name, step), 0)
-            return SaveProposal(self.job, step, point, left, tried, known_epoch, whole, left_out=tuple(left_out))
+            return SaveProposal(self.job, step, point, left, tried, known_epoch, whole, aborted_parts=tuple(left_out))
 
     def next_key(self, step: int, part: int) -> ShardKey:
         """For a save that needs no agreement, because nothing has changed since the last one that had it."""
@@ -270,14 +272,14 @@ class IncarnationTracker:
             self._tried(decision.incarnation, decision.step, decision.attempt)
             self._goes_on_from(decision.incarnation, decision.base)
             life, current = self._life, self._life.current
-            if point.life == life.name and (current is None or decision.incarnation.epoch >= current.epoch):
+            if point.lifetime_id == life.name and (current is None or decision.incarnation.epoch >= current.epoch):
                 if decision.incarnation != current:
                     life.reached = -1
                 life.current, life.parts, life.base = decision.incarnation, decision.parts, decision.base
                 self._changed_by = decision.parts
             self._tell()
 
-    def sealed(self, key: ShardKey) -> None:
+    def record_sealed(self, key: ShardKey) -> None:
         """This process has sealed its part of a version."""
         with self._lock:
             if (key.epoch, key.incarnation) == self._life.current:
@@ -290,7 +292,7 @@ class IncarnationTracker:
             if (current := self.current) is not None and count > self.attempts_at(step):
                 self._tried(current, step, count - 1)
 
-    def go_back(self, step: int, ranks: int | None = None) -> None:
+    def rewind_to(self, step: int, ranks: int | None = None) -> None:
         """A step was loaded (-1: there was none), by so many ranks together: what is saved next goes on from it."""
         with self._lock:
             self._hear()
@@ -335,8 +337,8 @@ class IncarnationTracker:
     def take_over(self, given: IncarnationHandover) -> None:
         """This process saves for the one that gave this."""
         with self._lock:
-            if given.adopted.life != self._life.name:
-                self._begin(_Life(given.adopted.life))
+            if given.adopted.lifetime_id != self._life.name:
+                self._begin(_Life(given.adopted.lifetime_id))
                 self._tries.clear()
             self._merge(given.adopted)
             self._tells = _SharedMessage(given.page)
@@ -348,18 +350,18 @@ class IncarnationTracker:
 
     def _merge(self, other: IncarnationState) -> None:
         life = self._life
-        if other.life != life.name:
+        if other.lifetime_id != life.name:
             return
-        for name, step, count in other.tries:
+        for name, step, count in other.attempts:
             self._tried(Incarnation(0, name), step, count - 1)
         if other.current is None:
             if life.current is None:
                 life.base = other.base
         elif other.current == life.current:
-            life.reached = max(life.reached, other.reached)
+            life.reached = max(life.reached, other.newest_sealed)
         elif life.current is None or other.current.epoch > life.current.epoch:
             life.current, life.parts, life.base = other.current, other.parts, other.base
-            life.reached = other.reached
+            life.reached = other.newest_sealed
             self._goes_on_from(other.current, other.base)
 
     def _hear(self) -> None:

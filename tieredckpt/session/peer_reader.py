@@ -52,7 +52,7 @@ class PeerReader:
             ReadRequest(shards[part], targets, [source.node for source in sources[part]])
             for part, targets in wanted.items()
         ]
-        pulled = self._puller_of(source for part in wanted for source in sources[part]).pull(wishes)
+        pulled = self._puller_of(source for part in wanted for source in sources[part]).read(wishes)
         left = []
         for part in wanted:
             shard, failure = shards[part], pulled.failed.get(shards[part].key)
@@ -78,7 +78,7 @@ class PeerReader:
 
     def _puller_of(self, sources: Iterable[PeerSource]) -> RangeReader:
         try:
-            passport = self._node.passport(self._job)
+            passport = self._node.peer_credentials(self._job)
         except PeerStoreError as error:
             raise TierUnavailableError(f"{self._job}: {error}") from error
         if passport is None:

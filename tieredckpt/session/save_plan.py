@@ -94,7 +94,7 @@ class PlannedWrites:
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, *, staged: bool = False) -> None:
         self._planner = planner
-        self.keeps = save_planner_is_transparent(planner)
+        self.is_transparent = save_planner_is_transparent(planner)
         """Whether the planner's tensors are the state's own: holding on to them costs nothing."""
         self._by_place: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
         self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
@@ -113,7 +113,7 @@ class PlannedWrites:
             if is_plain_tensor(tensor):
                 entries.append(entry)
                 self._by_place[_place(entry)] = item
-                if self.keeps:
+                if self.is_transparent:
                     self._tensors[_place(entry)] = tensor
             else:
                 items.append(ItemEntry(entry.fqn, ARCHIVE_ITEM, entry))
@@ -139,7 +139,7 @@ class PlannedWrites:
             )
         return tensor
 
-    def warn_of_objects(self) -> None:
+    def warn_unsafe_objects(self) -> None:
         for item in self.items:
             if item.tensor is None:
                 warn_unsafe_object(item.fqn, bytes(self._bytes[item.fqn]))

@@ -73,7 +73,7 @@ def open_session(job: str, settings: Settings) -> Session:
                 session = _sessions[name] = Session(job, settings, _factory(settings, job))
             except (PeerStoreError, OSError) as error:
                 raise TierUnavailableError(f"the node agent cannot be used: {error}") from error
-    session.use(settings)
+    session.update_settings(settings)
     return session
 
 
@@ -105,7 +105,7 @@ def leave_worlds() -> None:
     with _sessions_lock:
         for name, session in _sessions.items():
             if name[0] == os.getpid():
-                session.forget_world()
+                session.leave_world()
 
 
 @contextlib.contextmanager
@@ -141,9 +141,9 @@ class Session:
     def __init__(self, job: str, settings: Settings, node: NodeAgentAPI) -> None:
         self.job = job
         self.settings = settings
-        self.node = node
+        self.agent = node
         self.copier = Copier(copy_thread_count(settings))
-        self.owner = IncarnationTracker(job)
+        self.incarnation = IncarnationTracker(job)
         self._finite = FiniteChecker()
         self.sealed_step = -1
         """What this process sealed last."""
@@ -160,7 +160,7 @@ class Session:
         """The newest version that all ranks have written or loaded, as DCP told them."""
         self._told_whole: VersionId | None = None
         """Of which the agent has heard, where it cannot count by itself."""
-        self.one_agent = False
+        self.has_single_agent = False
         """All ranks have this node's agent, whatever the launcher says of nodes."""
         self._unsaid: list[tuple[VersionId, int]] = []
         """Parts that this rank left out, and of which its agent has not heard."""
@@ -172,8 +172,8 @@ class Session:
         self._durable: ObjectStore | None = None
         self._memories: dict[str, MappedSlot] = {}
         self._known_blobs: set[str] = set()
-        self._arena_id, self._agent_start = node.store.arena_id, node.store.started
-        self.renew: Callable[[JobPeersConfig], JobPeersConfig] | None = None
+        self._arena_id, self._agent_start = node.store.arena_id, node.store.start_id
+        self.refresh_peer_plan: Callable[[JobPeersConfig], JobPeersConfig] | None = None
         """The plan with the addresses that the job's nodes have by now, of which this one may have changed."""
         self._plan: JobPeersConfig | None = None
         transport = peer_transport(settings.agent.interface, settings.agent.tls, settings.agent.transport)
@@ -184,18 +184,18 @@ class Session:
     def _configure(self) -> None:
         """Only who names a durable tier changes it: a tool that merely looks must not."""
         if self.settings.durable.url:
-            self.node.configure(self.job, self.settings.durable)
+            self.agent.configure(self.job, self.settings.durable)
         plan = configured_peer_plan(self.settings.peer)
         if plan is not None:
-            self.join(plan)
+            self.join_peers(plan)
 
-    def join(self, plan: JobPeersConfig) -> None:
+    def join_peers(self, plan: JobPeersConfig) -> None:
         """Keep copies with the job's other nodes from now on."""
         if plan != self._plan:
-            self.node.join(self.job, plan)
+            self.agent.join_peers(self.job, plan)
             self._plan = plan
 
-    def use(self, settings: Settings) -> None:
+    def update_settings(self, settings: Settings) -> None:
         """Settings may change between saves (another durable URL, say)."""
         if settings != self.settings:
             changed = (settings.durable, settings.peer) != (self.settings.durable, self.settings.peer)
@@ -205,11 +205,11 @@ class Session:
                 self._configure()
 
     @property
-    def apart(self) -> bool:
+    def agents_are_isolated(self) -> bool:
         """Whether ranks are on several nodes whose agents do not know each other. Those hear from the ranks what is
         whole, and what was left out, by what the ranks agree on at each save.
         """
-        if self._plan is not None or self.one_agent or not dist.is_initialized():
+        if self._plan is not None or self.has_single_agent or not dist.is_initialized():
             return False
         return local_world_size() not in (0, dist.get_world_size())
 
@@ -217,60 +217,62 @@ class Session:
 
     def propose(self, step: int, point: CapturePoint) -> SaveProposal:
         """What this rank says to the others of a save of what was captured at ``point``."""
-        self.go_on()  # before any rank writes for the incarnation that this save may begin
-        left_out = self._unagreed if self.apart else ()
-        return self.owner.propose(step, point, self.known_epoch(), self.committed, left_out)
+        self.report_continued()  # before any rank writes for the incarnation that this save may begin
+        left_out = self._unagreed if self.agents_are_isolated else ()
+        return self.incarnation.propose(step, point, self.newest_known_epoch(), self.committed, left_out)
 
     def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
         """Write for what the ranks of a save have decided."""
         with self._lock:
-            before = self.owner.current
-            self.owner.adopt(decision, point)
-            if self.owner.current != before:  # alike on all ranks: with something planned, a rank plans with no other
+            before = self.incarnation.current
+            self.incarnation.adopt(decision, point)
+            if (
+                self.incarnation.current != before
+            ):  # alike on all ranks: with something planned, a rank plans with no other
                 self._planned.clear()
-        if decision.whole is not None:
-            self.commit(decision.whole)
+        if decision.newest_complete is not None:
+            self.report_complete(decision.newest_complete)
         with self._lock:
-            self._unsaid += [left for left in decision.left_out if left not in self._unagreed]
-            self._unagreed = [left for left in self._unagreed if left not in decision.left_out]
+            self._unsaid += [left for left in decision.aborted_parts if left not in self._unagreed]
+            self._unagreed = [left for left in self._unagreed if left not in decision.aborted_parts]
         self._say_left_out()
 
-    def forget_world(self) -> None:
+    def leave_world(self) -> None:
         """What is saved next is of a new incarnation, also where the next world is as large as the last one was."""
         with self._lock:
-            self.owner.leave_world()
+            self.incarnation.leave_world()
             self._planned.clear()
 
-    def go_back(self, step: int, ranks: int | None = None) -> None:
+    def rewind_to(self, step: int, ranks: int | None = None) -> None:
         """What is saved next goes on from ``step`` (-1: from nothing): what was saved after it is of a past.
 
         ``ranks``: how many have loaded it together; ``None``: all.
         """
         with self._lock:
-            self.owner.go_back(step, ranks)
+            self.incarnation.rewind_to(step, ranks)
             self._planned.clear()
             self._loaded = None
 
-    def known_epoch(self) -> int:
+    def newest_known_epoch(self) -> int:
         """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
-        known = self.node.store.epoch(self.job)
-        current = self.owner.current
+        known = self.agent.store.epoch(self.job)
+        current = self.incarnation.current
         if current is not None:
             return max(known, current.epoch)
         return max(known, self._epoch_in_tiers())
 
     def _epoch_in_tiers(self) -> int:
         """Where a node's memory is lost, its agent counts from nothing again, but the job's steps are still there."""
-        seen = self.node.survey(self.job)
+        seen = self.agent.list_steps(self.job)
         newest = max((view.group.epoch for view in seen.views), default=0)
         # A tier that cannot be asked may hold any number that was counted so far; the time is above all of them.
         return max(newest, int(time.time())) if seen.unreachable else newest
 
-    def left_out(self, key: ShardKey) -> None:
+    def report_part_aborted(self, key: ShardKey) -> None:
         """This rank will never seal this part: its agent hears it, which has all nodes give the version up."""
         with self._lock:
-            self._unsaid.append((key.group, key.part))
-            self._unagreed = [*self._unagreed, (key.group, key.part)][-_REMEMBERED:]
+            self._unsaid.append((key.version_id, key.part))
+            self._unagreed = [*self._unagreed, (key.version_id, key.part)][-_REMEMBERED:]
         self._say_left_out()
 
     def _say_left_out(self) -> None:
@@ -278,7 +280,7 @@ class Session:
             unsaid, self._unsaid = self._unsaid, []
         for number, (group, part) in enumerate(unsaid):
             try:
-                self.node.store.leave_out(self.job, group, part)
+                self.agent.store.abort_part(self.job, group, part)
             except RequestError as error:  # an agent of an earlier release
                 log.debug("%s: the node agent does not take what was left out: %s", self.job, error)
             except PeerStoreError as error:
@@ -289,97 +291,97 @@ class Session:
                     self._unsaid = [*unsaid[number:], *self._unsaid][-_REMEMBERED:]  # with the next save
                 return
 
-    def catch_up(self, step: int, attempts: int, part: int) -> None:
+    def align_attempts(self, step: int, attempts: int, part: int) -> None:
         """Others have tried ``step`` so often: of tries that this rank has not made it has left its part out."""
-        current = self.owner.current
+        current = self.incarnation.current
         if current is None:
             return
-        for attempt in range(self.owner.attempts_at(step), attempts):
-            self.left_out(ShardKey(self.job, step, current.epoch, current.name, attempt, part))
-        self.owner.skip_attempts(step, attempts)
+        for attempt in range(self.incarnation.attempts_at(step), attempts):
+            self.report_part_aborted(ShardKey(self.job, step, current.epoch, current.name, attempt, part))
+        self.incarnation.skip_attempts(step, attempts)
 
-    def dropped(self, groups: Sequence[VersionId]) -> None:
+    def drop_steps(self, groups: Sequence[VersionId]) -> None:
         """The user gives up these steps, wherever they are."""
-        self.node.drop(self.job, groups)
+        self.agent.drop_steps(self.job, groups)
         if self.committed in groups:
             self.committed = None
 
-    def commit(self, group: VersionId) -> None:
+    def report_complete(self, group: VersionId) -> None:
         """All ranks have written their parts of a version, as DCP told one of them. Agents that know each other count
         by themselves.
         """
         self.committed = group if self.committed is None else max(group, self.committed)
-        if self.apart and self._told_whole != self.committed:
+        if self.agents_are_isolated and self._told_whole != self.committed:
             try:
-                self.node.store.call_whole(self.job, self.committed)
+                self.agent.store.mark_committed(self.job, self.committed)
                 self._told_whole = self.committed
             except PeerStoreError as error:  # it is whole all the same, and said again with the next save
                 log.warning("%s: its agent has not heard that step %d is whole: %s", self.job, group.version, error)
 
-    def newest_whole(self) -> int:
+    def newest_complete_step(self) -> int:
         """The newest step that this node knows to be whole; -1 for none."""
-        group = self.node.store.newest_whole(self.job)
+        group = self.agent.store.newest_committed(self.job)
         known = [one.version for one in (group, self.committed) if one is not None]
         return max(known, default=-1)
 
     @contextlib.contextmanager
-    def loading(self, group: VersionId, rank: int) -> Iterator[None]:
-        """While the block runs, and until :meth:`came_further`, the death of this process is put down to its load."""
+    def track_load(self, group: VersionId, rank: int) -> Iterator[None]:
+        """In the block, and until :meth:`report_load_survived`, this process's death is put down to its load."""
         try:
-            self.node.loading(self.job, group, rank)
+            self.agent.report_load_started(self.job, group, rank)
         except PeerStoreError as error:
             log.debug("the node agent was not told of a load: %s", error)
         self._loading = True
         try:
             yield
         except BaseException:
-            self.came_further(stepped=False)
+            self.report_load_survived(stepped=False)
             raise
 
-    def go_on(self) -> None:
+    def report_continued(self) -> None:
         """This process trains on from what it has loaded: the node hears that the job has left what is newer."""
         with self._lock:
             if self._loaded is not None:
-                self.node.restored(self.job, self._loaded, goes_on=True)
+                self.agent.report_restored(self.job, self._loaded, goes_on=True)
                 self._loaded = None
 
-    def came_further(self, *, stepped: bool = True) -> None:
+    def report_load_survived(self, *, stepped: bool = True) -> None:
         """The load did not end this process: it comes to a step, or ends as it should."""
         if stepped:
             try:
-                self.go_on()
+                self.report_continued()
             except (PeerStoreError, OSError) as error:
                 log.debug("the node agent was not told what is gone on from: %s", error)
         if self._loading:
             self._loading = False
             try:
-                self.node.load_over(self.job, stepped=stepped)
+                self.agent.report_load_ended(self.job, stepped=stepped)
             except (PeerStoreError, OSError) as error:
                 log.debug("the node agent was not told that a load is over: %s", error)
 
-    def restored(self, group: VersionId, ranks: int) -> None:
+    def report_restored(self, group: VersionId, ranks: int) -> None:
         """This process has ``group``, which so many ranks have loaded; what it saves next says so."""
         with self._lock:
-            self.go_back(group.version, ranks)
+            self.rewind_to(group.version, ranks)
             self._loaded = group
         try:
             self.committed = group if self.committed is None else max(group, self.committed)
-            self.node.restored(self.job, group, goes_on=False)
+            self.agent.report_restored(self.job, group, goes_on=False)
             self._tell_children(group)
         except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
             log.warning("the node agent did not note that step %d of %s was loaded: %s", group.version, self.job, error)
 
     def _tell_children(self, group: VersionId) -> None:
         """For processes that DCP saves in: they are handed what they save, and not what was loaded before."""
-        said = msgspec.msgpack.encode((group, self.owner.capture().life))
-        store = self.node.store
+        said = msgspec.msgpack.encode((group, self.incarnation.capture().lifetime_id))
+        store = self.agent.store
         store.put_blob(self.job, _resumed(current_process()), said)
         if not self._told_children:
             self._told_children = True
-            for name in _left_behind(store.blobs(self.job)):
+            for name in _left_behind(store.list_blobs(self.job)):
                 store.remove_blob(self.job, name)
 
-    def follow(self, trainer: ProcessIdentity) -> None:
+    def follow_trainer_rewind(self, trainer: ProcessIdentity) -> None:
         """Go back where the process that this one saves for has loaded a step since this was called last.
 
         Not where this one has loaded one itself: a child of somebody who loads is not always one that DCP saves in.
@@ -387,14 +389,14 @@ class Session:
         if self._told_children:
             return
         try:
-            said = self.node.store.get_blob(self.job, _resumed(trainer))
+            said = self.agent.store.get_blob(self.job, _resumed(trainer))
         except ShardNotFoundError:
             return
         group, life = from_msgpack(said, tuple[VersionId, str])
         if life != self._followed:
             self._followed = life
             with self._lock:
-                self.go_back(group.version)
+                self.rewind_to(group.version)
                 self._loaded = group  # who saves for a process that loaded goes on from there
 
     def durable_store(self) -> ObjectStore:
@@ -403,22 +405,24 @@ class Session:
             if self._durable is None:
                 durable = self.settings.durable
                 if not durable.url:
-                    durable = self.node.survey(self.job).durable or durable
+                    durable = self.agent.list_steps(self.job).durable or durable
                 self._durable = open_store(durable.url, durable)
             return self._durable
 
     # -- plans ------------------------------------------------------------------------------------------------
 
     @property
-    def layouts(self) -> list[Layout]:
+    def cached_layouts(self) -> list[Layout]:
         return [planned.layout for planned in self._planned]
 
-    def planned_for(self, found: Sequence[Fingerprint]) -> PlannedSave | None:
+    def cached_plan(self, found: Sequence[Fingerprint]) -> PlannedSave | None:
         """What was planned for a state like this one, in this world."""
         wanted = tuple(found)
-        return next((p for p in self._planned if p.fingerprint == wanted and p.parts == self.owner.parts), None)
+        return next(
+            (p for p in self._planned if p.fingerprint == wanted and p.parts == self.incarnation.part_count), None
+        )
 
-    def remember(self, planned: PlannedSave) -> None:
+    def cache_plan(self, planned: PlannedSave) -> None:
         others = [
             old for old in self._planned if old.fingerprint != planned.fingerprint or old.layout != planned.layout
         ]
@@ -426,11 +430,11 @@ class Session:
 
     # -- writing ----------------------------------------------------------------------------------------------
 
-    def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> StagedShard:
+    def lease_slot(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> StagedShard:
         """A slot for ``layout`` and ``item_bytes`` more, mapped."""
-        self.came_further()
-        if isinstance(self.node, NodeAgentClient):
-            self.node.look_after()
+        self.report_load_survived()
+        if isinstance(self.agent, NodeAgentClient):
+            self.agent.watch_agent()
         if self._unsaid:
             self._say_left_out()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
@@ -452,7 +456,7 @@ class Session:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
 
     def _leased(self, key: ShardKey, size: int, parts: int, wait_s: float) -> Lease:
-        store = self.node.store
+        store = self.agent.store
         try:
             return store.lease(key, size, parts, wait_s=wait_s)
         except (ArenaBusyError, ArenaFullError):
@@ -463,7 +467,7 @@ class Session:
     def _let_go_of_dropped(self) -> bool:
         """Unmap slots that the agent has given up: their memory counts until then. Whether there were any."""
         with self._lock:
-            dropped = [name for name, memory in self._memories.items() if memory.dropped]
+            dropped = [name for name, memory in self._memories.items() if memory.is_evicted]
             for name in dropped:
                 self._memories.pop(name).close()
             return bool(dropped)
@@ -474,19 +478,19 @@ class Session:
         One that only began again knows them as they were, and may listen elsewhere, as may theirs.
         """
         with self._lock:
-            store = self.node.store
-            if (store.arena_id, store.started) == (self._arena_id, self._agent_start):
+            store = self.agent.store
+            if (store.arena_id, store.start_id) == (self._arena_id, self._agent_start):
                 return
-            lost, self._arena_id, self._agent_start = store.arena_id != self._arena_id, store.arena_id, store.started
+            lost, self._arena_id, self._agent_start = store.arena_id != self._arena_id, store.arena_id, store.start_id
             if lost:
                 self._known_blobs.clear()
                 self._configure()
-            if self._plan is not None and self.renew is not None:
-                self._plan = self.renew(self._plan)
+            if self._plan is not None and self.refresh_peer_plan is not None:
+                self._plan = self.refresh_peer_plan(self._plan)
             elif not lost:
                 return
             if self._plan is not None:
-                self.node.join(self.job, self._plan)
+                self.agent.join_peers(self.job, self._plan)
 
     def _memory(self, lease: Lease) -> MappedSlot:
         with self._lock:
@@ -494,29 +498,29 @@ class Session:
             if known is None or known.generation != lease.generation:
                 if known is not None:
                     known.close()
-                fd = self.node.store.open_slot(lease.slot)
+                fd = self.agent.store.open_slot(lease.slot)
                 known = self._memories[lease.slot] = MappedSlot(fd, lease.slot_bytes, lease.generation)
             self._let_go_of_dropped()
             return known
 
-    def stage_provisionally(self, planned: PlannedSave, *, wait_s: float) -> StagedShard | None:
+    def lease_slot_before_step(self, planned: PlannedSave, *, wait_s: float) -> StagedShard | None:
         """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key.
 
         ``None`` where a newer incarnation has begun that this rank hears of when the ranks of this save agree.
         """
-        current = self.owner.current
+        current = self.incarnation.current
         if current is None:
             raise SaveFailedError(f"{self.job}: a planned save without an incarnation")
         key = ShardKey(self.job, 0, current.epoch, current.name, _PROVISIONAL + next(self._provisional), planned.part)
         try:
-            return self.stage(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
+            return self.lease_slot(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
         except _FencedSaveError:
             return None
         except (StoreBusyError, SaveFailedError, TierUnavailableError) as error:
             what = f"what part {planned.part} of {self.job} stages (epoch {current.epoch} {current.name})"
             raise type(error)(str(error).replace(str(key), what)) from error
 
-    def carry_over(self, staged: StagedShard, key: ShardKey) -> StagedShard | None:
+    def relabel_slot(self, staged: StagedShard, key: ShardKey) -> StagedShard | None:
         """The same slot, as one of the incarnation of ``key``; :meth:`seal` gives it its key.
 
         ``None`` where another rank of this node has begun that incarnation first, which ended this slot. Its memory is
@@ -525,14 +529,14 @@ class Session:
         mine = staged.lease.key
         later = ShardKey(self.job, 0, key.epoch, key.incarnation, _PROVISIONAL + next(self._provisional), mine.part)
         try:
-            lease = self.node.store.relabel(staged.lease.id, later)
+            lease = self.agent.store.relabel(staged.lease.id, later)
         except LeaseLostError:
             return None
         except PeerStoreError as error:
             raise SaveFailedError(f"{key}: what was staged for it was lost: {error}") from error
         return replace(staged, lease=lease)
 
-    def take_over(self, lease: Lease, layout: Layout, owner: ProcessIdentity) -> StagedShard:
+    def adopt_slot(self, lease: Lease, layout: Layout, owner: ProcessIdentity) -> StagedShard:
         """Go on with a slot that another process of this rank has staged."""
         return StagedShard(lease, layout, self._memory(lease), owner)
 
@@ -568,25 +572,25 @@ class Session:
             meta = ShardMeta(
                 layout=layout.digest,
                 item_sizes=sizes,
-                base=self.owner.base_of(key),
+                base=self.incarnation.base_step_of(key),
                 table=table.digest if table else "",
                 durable=durable or required,
                 saved_ns=time.time_ns(),
                 required=required or msgspec.UNSET,
             )
             if keep:  # before it is there: no newer one takes its place in between
-                self.node.store.keep(self.job, key.group)
+                self.agent.store.retain(self.job, key.version_id)
             try:
                 record = self._sealed(staged.lease, total, meta, layout, table)
             except BaseException:
                 if keep:
                     with contextlib.suppress(PeerStoreError):  # as many as there may be are not for what is not there
-                        self.node.store.keep(self.job, key.group, kept=False)
+                        self.agent.store.retain(self.job, key.version_id, kept=False)
                 raise
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
         self.sealed_step = key.version
-        self.owner.sealed(key)
+        self.incarnation.record_sealed(key)
         failpoint("seal.asked")
         return record
 
@@ -601,7 +605,7 @@ class Session:
         def ask() -> ShardRecord:
             for name, make in described.items():
                 self._put_packed(name, make)
-            return self.node.store.seal(lease.id, total, encode_meta(meta), tuple(described))
+            return self.agent.store.seal(lease.id, total, encode_meta(meta), tuple(described))
 
         try:
             return ask()
@@ -610,28 +614,28 @@ class Session:
                 self._known_blobs.clear()
                 self._configure()
                 if self._plan is not None:
-                    self.node.join(self.job, self._plan)
+                    self.agent.join_peers(self.job, self._plan)
         return ask()
 
     def _labelled(self, staged: StagedShard, key: ShardKey, total: int) -> StagedShard:
         """The same slot under its final key, and large enough."""
         lease = staged.lease
         if lease.key != key:
-            lease = self.node.store.relabel(lease.id, key)
+            lease = self.agent.store.relabel(lease.id, key)
         if total > lease.size_bytes:  # perhaps another file then, with what was staged in it
-            lease = self.node.store.grow(lease.id, round_up(total, _SLOT_STEP))
+            lease = self.agent.store.grow(lease.id, round_up(total, _SLOT_STEP))
         return staged if lease is staged.lease else replace(staged, lease=lease, memory=self._memory(lease))
 
-    def prepare(self, part: int, size_bytes: int) -> threading.Thread:
+    def prefault_slots(self, part: int, size_bytes: int) -> threading.Thread:
         """Have slots ready and mapped before the first save; the work is done by the thread that is returned."""
 
         def work() -> None:
             try:
-                for slot in self.node.store.reserve(self.job, part, round_up(size_bytes, _SLOT_STEP)):
+                for slot in self.agent.store.reserve(self.job, part, round_up(size_bytes, _SLOT_STEP)):
                     with self._lock:
                         if slot.slot in self._memories:
                             continue
-                        fd = self.node.store.open_slot(slot.slot)
+                        fd = self.agent.store.open_slot(slot.slot)
                         memory = self._memories[slot.slot] = MappedSlot(fd, slot.size_bytes, slot.generation)
                     memory.prefault()
             except (PeerStoreError, OSError, ValueError) as error:
@@ -643,23 +647,23 @@ class Session:
         return thread
 
     @contextlib.contextmanager
-    def abandoned_on_error(self, staged: StagedShard) -> Iterator[None]:
+    def release_on_error(self, staged: StagedShard) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self.abandon(staged)
+            self.release_slot(staged)
             raise
 
-    def wait_drained(self, timeout_s: float) -> None:
+    def wait_for_drain(self, timeout_s: float) -> None:
         """Until everything that was to become durable is, or cannot, or the time is over."""
-        view = self.node.wait_durable(self.job, None, timeout_s)
+        view = self.agent.wait_durable(self.job, None, timeout_s)
         if view is not None and view.state in ("waiting", "running"):
             log.warning("step %d of %s is still not durable after %.0f s", view.group.version, self.job, timeout_s)
 
-    def abandon(self, staged: StagedShard) -> None:
+    def release_slot(self, staged: StagedShard) -> None:
         """Give the slot back; errors do not matter, the lease would expire anyway."""
         try:
-            self.node.store.abandon(staged.lease.id)
+            self.agent.store.release(staged.lease.id)
         except PeerStoreError as error:
             log.warning("slot of %s was not given back: %s", staged.lease.key, error)
 
@@ -672,15 +676,15 @@ class Session:
                     f"{MAX_BLOB_BYTES}: that is a few million tensors in one rank. Save fewer and larger ones, or from "
                     "more ranks"
                 )
-            self.node.store.put_blob(self.job, name, data)
+            self.agent.store.put_blob(self.job, name, data)
             self._known_blobs.add(name)
 
-    def is_durable(self, step: int) -> bool:
+    def wants_durable(self, step: int) -> bool:
         """Whether policy wants ``step`` in the durable tier."""
         durable = self.settings.durable
         return bool(durable.url) and step % durable.every == 0
 
-    def say_memory_only(self) -> None:
+    def warn_memory_only(self) -> None:
         """Once: where the job's steps are, and for how long, when no durable tier keeps them. For one of its ranks."""
         if self._speaks or self.settings.durable.url:
             return
@@ -703,32 +707,32 @@ class Session:
             *(self.job, self.sealed_step, time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(until)), self.job),
         )
 
-    def look_away(self) -> None:
+    def stop_watching_agent(self) -> None:
         """Nothing is saved for now: this process does not look after the agent any more."""
-        if isinstance(self.node, NodeAgentClient):
-            self.node.look_away()
+        if isinstance(self.agent, NodeAgentClient):
+            self.agent.stop_watching_agent()
 
-    def observe(self, **values: float) -> ProtectionStatus | None:
+    def add_metrics(self, **values: float) -> ProtectionStatus | None:
         """Tell the agent's metrics, and hear up to which step the job is protected; never worth an error."""
         try:
-            return self.node.observe(self.job, values)
+            return self.agent.add_metrics(self.job, values)
         except PeerStoreError as error:
             log.debug("metrics were not taken: %s", error)
             return None
 
     def close(self) -> None:
         self._say_what_is_left()
-        self.came_further(stepped=False)
+        self.report_load_survived(stepped=False)
         if self._told_children:
             with contextlib.suppress(PeerStoreError, OSError):
-                self.node.store.remove_blob(self.job, _resumed(current_process()))
+                self.agent.store.remove_blob(self.job, _resumed(current_process()))
         for memory in self._memories.values():
             memory.close()
         self._memories.clear()
         self.copier.close()
         self.peers.close()
         self._close_durable()
-        self.node.close()
+        self.agent.close()
 
     def _close_durable(self) -> None:
         durable, self._durable = self._durable, None
@@ -737,11 +741,11 @@ class Session:
 
 
 def _resumed(process: ProcessIdentity) -> str:
-    return f"{_RESUMED}{process.pid}.{process.started}"
+    return f"{_RESUMED}{process.pid}.{process.start_time}"
 
 
 def _left_behind(blobs: Iterable[str]) -> list[str]:
     """What processes that were killed have said, but for the latest: of another namespace they only seem to be gone."""
     said = [name.removeprefix(_RESUMED).split(".") for name in blobs if name.startswith(_RESUMED)]
-    gone = [one for one in (ProcessIdentity(int(pid), int(started)) for pid, started in said) if not one.alive]
-    return [_resumed(one) for one in sorted(gone, key=lambda one: one.started)[:-_KEPT_RESUMED]]
+    gone = [one for one in (ProcessIdentity(int(pid), int(started)) for pid, started in said) if not one.is_alive]
+    return [_resumed(one) for one in sorted(gone, key=lambda one: one.start_time)[:-_KEPT_RESUMED]]

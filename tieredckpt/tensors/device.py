@@ -73,18 +73,18 @@ class DeviceBackend(Protocol):
     type: str
     """As in ``torch.device(type)``; ``cpu`` where there is none."""
 
-    def count(self) -> int: ...
+    def device_count(self) -> int: ...
 
-    def in_use(self) -> bool:
+    def is_initialized(self) -> bool:
         """Whether this process has begun to use them: what asks before does not make it begin."""
 
     def current(self) -> torch.device:
         """The calling thread's."""
 
-    def make_current(self, index: int) -> None:
+    def set_current(self, index: int) -> None:
         """For the calling thread."""
 
-    def place_of(self, tensor: torch.Tensor) -> torch.device | None:
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         """Which of these devices has the tensor's elements; ``None``: none of them has."""
 
     def current_stream(self, place: torch.device) -> DeviceStream:
@@ -99,22 +99,22 @@ class DeviceBackend(Protocol):
     def synchronize(self, place: torch.device) -> None:
         """Wait until the device has done all it was given by anybody. From any thread."""
 
-    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
+    def register_host_memory(self, address: int, size_bytes: int, place: torch.device) -> str:
         """Let the devices reach memory of this process by themselves. What went wrong, or nothing.
 
         From any thread: ``place``, a device that this process uses, is asked, not the one that is current there.
         """
 
-    def unregister(self, address: int, place: torch.device) -> str:
-        """What :meth:`register` did is undone, before the memory goes. What went wrong, or nothing."""
+    def unregister_host_memory(self, address: int, place: torch.device) -> str:
+        """What :meth:`register_host_memory` did is undone, before the memory goes. What went wrong, or nothing."""
 
-    def generator(self) -> torch.Generator | None:
+    def default_generator(self) -> torch.Generator | None:
         """What random numbers on the current device are drawn from; ``None``: there is no device. Begins to use it."""
 
-    def allocated_bytes(self) -> int:
+    def memory_allocated(self) -> int:
         """Of the current device's memory, by this process's tensors."""
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         """Give memory back to the devices that no tensor of this process needs."""
 
     def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -126,19 +126,19 @@ class CpuBackend:
 
     type = "cpu"
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         return 0
 
-    def in_use(self) -> bool:
+    def is_initialized(self) -> bool:
         return False
 
     def current(self) -> torch.device:
         return torch.device("cpu")
 
-    def make_current(self, index: int) -> None:
+    def set_current(self, index: int) -> None:
         pass
 
-    def place_of(self, tensor: torch.Tensor) -> torch.device | None:
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         return None
 
     def current_stream(self, place: torch.device) -> DeviceStream:
@@ -153,19 +153,19 @@ class CpuBackend:
     def synchronize(self, place: torch.device) -> None:
         pass
 
-    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
+    def register_host_memory(self, address: int, size_bytes: int, place: torch.device) -> str:
         return "there is no device"
 
-    def unregister(self, address: int, place: torch.device) -> str:
+    def unregister_host_memory(self, address: int, place: torch.device) -> str:
         return ""
 
-    def generator(self) -> torch.Generator | None:
+    def default_generator(self) -> torch.Generator | None:
         return None
 
-    def allocated_bytes(self) -> int:
+    def memory_allocated(self) -> int:
         return 0
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         pass
 
     def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -198,19 +198,19 @@ class AcceleratorBackend:
         self.type = type
         self._module: ModuleType = torch.get_device_module(type)
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         return int(self._module.device_count())
 
-    def in_use(self) -> bool:
+    def is_initialized(self) -> bool:
         return bool(getattr(self._module, "is_initialized", self._module.is_available)())
 
     def current(self) -> torch.device:
         return torch.device(self.type, int(self._module.current_device()))
 
-    def make_current(self, index: int) -> None:
+    def set_current(self, index: int) -> None:
         self._module.set_device(index)
 
-    def place_of(self, tensor: torch.Tensor) -> torch.device | None:
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         return tensor.device if tensor.device.type == self.type else None
 
     def current_stream(self, place: torch.device) -> DeviceStream:
@@ -229,12 +229,12 @@ class AcceleratorBackend:
     def synchronize(self, place: torch.device) -> None:
         torch.accelerator.synchronize(place)
 
-    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
+    def register_host_memory(self, address: int, size_bytes: int, place: torch.device) -> str:
         if not hasattr(self._module, "cudart"):
             return f"torch cannot register memory with {self.type} devices"
         return self._called("cudaHostRegister", place, address, size_bytes, 0)
 
-    def unregister(self, address: int, place: torch.device) -> str:
+    def unregister_host_memory(self, address: int, place: torch.device) -> str:
         return self._called("cudaHostUnregister", place, address)
 
     def _called(self, name: str, place: torch.device, *arguments: int) -> str:
@@ -246,15 +246,15 @@ class AcceleratorBackend:
                     torch.ones(1, device=place)
         return f"{name}: error {code}" if code else ""
 
-    def generator(self) -> torch.Generator | None:
+    def default_generator(self) -> torch.Generator | None:
         index = self._module.current_device()  # first: there are none before the devices are in use
         generators = getattr(self._module, "default_generators", ())
         return generators[index] if generators else None
 
-    def allocated_bytes(self) -> int:
+    def memory_allocated(self) -> int:
         return int(self._module.memory_allocated())
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         self._module.empty_cache()
 
     @contextlib.contextmanager
@@ -326,9 +326,9 @@ def record_device_work(tensors: Iterable[torch.Tensor] | None = None) -> DeviceW
     """
     device = accelerator()
     if tensors is None:
-        places = {device.current()} if device.in_use() else set()
+        places = {device.current()} if device.is_initialized() else set()
     else:
-        places = {place for place in map(device.place_of, tensors) if place is not None}
+        places = {place for place in map(device.device_of, tensors) if place is not None}
     return DeviceWork([device.current_stream(place).record_event() for place in places])
 
 

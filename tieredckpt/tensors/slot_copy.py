@@ -77,7 +77,7 @@ class Copier:
         self.threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="tieredckpt-copy")
 
-    def move(self, moves: Sequence[MemoryCopy], *, before: Callable[[MemoryCopy], None] | None = None) -> None:
+    def copy(self, moves: Sequence[MemoryCopy], *, before: Callable[[MemoryCopy], None] | None = None) -> None:
         """Do all moves; ``before`` is called with each piece's target range first (to put pages behind it)."""
 
         def one(move: MemoryCopy) -> None:
@@ -87,7 +87,7 @@ class Copier:
 
         self._share(moves, one, "stage.half")
 
-    def each(self, jobs: Sequence[T], do: Callable[[T], None], size_bytes: int, *, halfway: str = "") -> None:
+    def run_parallel(self, jobs: Sequence[T], do: Callable[[T], None], size_bytes: int, *, halfway: str = "") -> None:
         """``do`` every job, in these threads and the caller's: in as many as ``size_bytes`` in all are worth."""
         tickets = itertools.count()
         failed: list[BaseException] = []
@@ -112,7 +112,7 @@ class Copier:
         if failed:
             raise failed[0]
 
-    def read(self, fd: int, moves: Sequence[MemoryCopy]) -> None:
+    def copy_from_file(self, fd: int, moves: Sequence[MemoryCopy]) -> None:
         """Do all moves out of a file: their sources are offsets in it. Raises when the file is too short."""
 
         def one(move: MemoryCopy) -> None:
@@ -131,7 +131,7 @@ class Copier:
             for one in moves:
                 do(one)
 
-        self.each(list(_batches(moves)), batch, sum(move.size_bytes for move in moves), halfway=halfway)
+        self.run_parallel(list(_batches(moves)), batch, sum(move.size_bytes for move in moves), halfway=halfway)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -194,7 +194,7 @@ class MappedSlot:
         self._lock = threading.Lock()
 
     @property
-    def dropped(self) -> bool:
+    def is_evicted(self) -> bool:
         """Whether the agent has given the slot up: nothing but this mapping keeps its memory."""
         return self._named and os.fstat(self._fd).st_nlink == 0
 
@@ -224,7 +224,7 @@ class MappedSlot:
                 self._put_pages(start, len(data))
             ctypes.memmove(self.address + start, bytes(data) if isinstance(data, memoryview) else data, len(data))
 
-    def fill(self, pieces: Sequence[SlotWrite], copier: Copier) -> None:
+    def copy_in(self, pieces: Sequence[SlotWrite], copier: Copier) -> None:
         """Copy every piece to its place. Returns when the sources may change again."""
         moves: list[MemoryCopy] = []
         others: list[SlotWrite] = []
@@ -236,7 +236,7 @@ class MappedSlot:
             size = tensor.nbytes
             first = min(first, start)
             end = max(end, start + size)
-            place = device.place_of(tensor)
+            place = device.device_of(tensor)
             if place is not None:
                 on_devices.setdefault(place, []).append(piece)
             elif is_contiguous_in_memory(tensor):
@@ -253,7 +253,7 @@ class MappedSlot:
         with self._copying_from(device, on_devices, warm):
             for tensor, start in others:
                 self._target(tensor, start, warm).copy_(tensor.detach())
-            copier.move(moves, before=put_pages if warm < end else None)
+            copier.copy(moves, before=put_pages if warm < end else None)
         if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last
             self._put_pages(warm, first - warm)
             warm = first
@@ -303,7 +303,7 @@ class MappedSlot:
             if self._device is None and not self._is_closed:
                 self._device = device
                 self._place = place
-                problem = device.register(self.address, self.size_bytes, place)
+                problem = device.register_host_memory(self.address, self.size_bytes, place)
                 self._is_registered = not problem
                 if problem:
                     log.warning(
@@ -318,7 +318,7 @@ class MappedSlot:
         """Before the mapping goes, and never under a copy."""
         if self._is_closed and not self._in_flight and self._is_registered and self._device is not None:
             self._is_registered = False
-            problem = self._device.unregister(self.address, self._place)
+            problem = self._device.unregister_host_memory(self.address, self._place)
             if problem:
                 log.warning("a slot of %d bytes stays registered with the device: %s", self.size_bytes, problem)
 
@@ -365,13 +365,13 @@ class StagingBuffers:
         self._registers = True
         self._buffers = (_PinnedBuffer(size_bytes), _PinnedBuffer(size_bytes))
 
-    def next(self) -> _PinnedBuffer:
+    def acquire(self) -> _PinnedBuffer:
         """The buffer that is filled next: the devices are done with what it held."""
         self._buffers = self._buffers[::-1]
         buffer = self._buffers[0]
         buffer.wait()
         if self._registers and not buffer.is_registered:
-            problem = self._device.register(buffer.address, self.size_bytes, self._place)
+            problem = self._device.register_host_memory(buffer.address, self.size_bytes, self._place)
             self._registers = buffer.is_registered = not problem
             if problem:
                 log.warning(
@@ -382,7 +382,7 @@ class StagingBuffers:
                 )
         return buffer
 
-    def send(self, copies: Mapping[torch.device, Sequence[DeviceCopy]]) -> None:
+    def submit(self, copies: Mapping[torch.device, Sequence[DeviceCopy]]) -> None:
         """Have the devices empty the buffer that was filled last."""
         for place, some in copies.items():
             stream = self._streams.get(place)
@@ -394,7 +394,7 @@ class StagingBuffers:
             finally:
                 self._buffers[0].emptied.append(stream.record_event())
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Everything that was sent is where it belongs."""
         for stream in self._streams.values():
             stream.synchronize()
@@ -410,7 +410,7 @@ class StagingBuffers:
 
     def _unregister(self, buffer: _PinnedBuffer) -> None:
         buffer.is_registered = False
-        problem = self._device.unregister(buffer.address, self._place)
+        problem = self._device.unregister_host_memory(buffer.address, self._place)
         if problem:
             log.warning("a buffer of %d bytes stays registered with the device: %s", self.size_bytes, problem)
 

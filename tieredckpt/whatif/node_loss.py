@@ -58,16 +58,16 @@ class LossAnalysis:
         self._before = self._resolve(frozenset(), {})
 
     @property
-    def now(self) -> int | None:
+    def resumable_step(self) -> int | None:
         """The step the job would be resumed from if nothing were lost."""
         return self._step(self._before)
 
     @property
-    def unclear(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Some node or the durable tier could not be asked."""
         return bool(self._unknown or self._durable)
 
-    def after(self, lost: Sequence[FailureDomain]) -> LossOutcome:
+    def outcome_without(self, lost: Sequence[FailureDomain]) -> LossOutcome:
         """What would be left without the nodes of all these domains."""
         nodes = frozenset(node for one in lost for node in one.nodes)
         missing = self._missing(nodes)
@@ -80,21 +80,21 @@ class LossAnalysis:
             lost=tuple(lost),
             nodes=tuple(sorted(nodes)),
             resolution=found,
-            plain=plain,
-            before=self.now,
+            plain_step=plain,
+            step_before_loss=self.resumable_step,
             from_memory=plain is None and found.chosen is not None and bool(found.chosen.found),
             from_durable=plain is not None or self._needs_durable(found),
-            gone=self._gone(found, plain, nodes, missing),
+            lost_steps=self._gone(found, plain, nodes, missing),
             lost_s=self._lost_s(found) if plain is None else None,
             quorum=self._quorum(nodes),
             unknown=open_questions,
-            perhaps=self._perhaps(found) if open_questions else (),
+            uncertain_steps=self._perhaps(found) if open_questions else (),
         )
 
-    def reads(self, outcome: LossOutcome) -> tuple[ReadSource, ...]:
+    def read_sources(self, outcome: LossOutcome) -> tuple[ReadSource, ...]:
         """Each part from the memory of whoever would be left of its holders, else from the durable tier."""
         chosen = outcome.resolution.chosen
-        if outcome.plain is not None:
+        if outcome.plain_step is not None:
             return (ReadSource((), ()),)
         if chosen is None:
             return ()
@@ -219,7 +219,7 @@ class LossAnalysis:
         if self._roster is None:
             return None
         alive = self._alive - lost
-        return QuorumAfterLoss(self._roster.quorum(alive), len(alive), len(self._roster.nodes))
+        return QuorumAfterLoss(self._roster.has_quorum(alive), len(alive), len(self._roster.nodes))
 
 
 class _Left(Mapping[int, tuple[Tier, ...]]):

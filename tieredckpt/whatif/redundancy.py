@@ -132,8 +132,8 @@ def held_steps(view: ClusterStatus) -> dict[VersionId, HeldStep]:
     facts: dict[VersionId, dict[int, ShardInfo]] = defaultdict(dict)
     for one in view.nodes:
         for fact in one.facts:
-            found[fact.key.group][fact.key.part].append(one.node.id)
-            facts[fact.key.group][fact.key.part] = fact
+            found[fact.key.version_id][fact.key.part].append(one.node.id)
+            facts[fact.key.version_id][fact.key.part] = fact
     return {
         group: HeldStep(
             group,
@@ -187,7 +187,7 @@ class StepRedundancy:
     group: VersionId
     parts: int
     """How many a whole one has; 0 where nobody said."""
-    held: int
+    parts_in_memory: int
     """Parts in the memory of some node."""
     state: str
     """whole, torn, lost (it was whole once), damaged, quarantined; unknown: who was not asked may have the rest."""
@@ -196,8 +196,8 @@ class StepRedundancy:
     domains: int
     """Failure domains of the part that is in the fewest."""
     level: str
-    weak: tuple[UnderReplicatedParts, ...]
-    settled: bool
+    under_replicated: tuple[UnderReplicatedParts, ...]
+    is_replicated: bool
     durable: bool
     drain: DrainStatus | None
     quarantined: str
@@ -205,7 +205,7 @@ class StepRedundancy:
     size_bytes: int
     saved_ns: int
 
-    def in_words(self, *, or_more: bool = False) -> str:
+    def describe(self, *, or_more: bool = False) -> str:
         """``2 copies in 2 racks``: what the weakest part has; ``or_more`` where not every node could be asked."""
         if not self.copies:
             return "none"
@@ -253,7 +253,7 @@ class _Judge:
     ) -> StepRedundancy:
         nodes = held.nodes if held is not None else {}
         parts = held.parts if held is not None else seen.parts if seen is not None else 0
-        whole = (seen is not None and seen.candidate.whole) or len(nodes) >= parts > 0
+        whole = (seen is not None and seen.candidate.is_complete) or len(nodes) >= parts > 0
         quarantined = seen.quarantined if seen is not None else ""
         damaged = seen.damaged if seen is not None else {}
         open_ended = parts == UNKNOWN_PART_COUNT
@@ -265,13 +265,13 @@ class _Judge:
         return StepRedundancy(
             group=group,
             parts=len(nodes) if open_ended else parts,
-            held=len(nodes),
+            parts_in_memory=len(nodes),
             state="quarantined" if quarantined else "whole" if whole else "damaged" if damaged else unfinished,
             copies=min(map(len, nodes.values()), default=0),
             domains=min((len({self._domain[node] for node in there}) for there in nodes.values()), default=0),
             level=self._level,
-            weak=_weak(nodes, needed, self._copies) if wanted else (),
-            settled=self._settled is not None and group <= self._settled and whole,
+            under_replicated=_weak(nodes, needed, self._copies) if wanted else (),
+            is_replicated=self._settled is not None and group <= self._settled and whole,
             durable=seen is not None and seen.durable,
             drain=drain,
             quarantined=quarantined,
@@ -313,12 +313,12 @@ class NodeShare:
 def node_share(node: ClusterNode) -> NodeShare:
     own = sum(fact.size_bytes for fact in node.facts if not fact.holders)
     copied = sum(fact.size_bytes for fact in node.facts if fact.holders)
-    return NodeShare(len({fact.key.group for fact in node.facts}), len(node.facts), own, copied)
+    return NodeShare(len({fact.key.version_id for fact in node.facts}), len(node.facts), own, copied)
 
 
 def loadable_steps(survey: StepInventory) -> list[int]:
     """Steps a load could use, in any tier."""
-    return sorted({one.group.version for one in survey.views if one.candidate.whole and not one.quarantined})
+    return sorted({one.group.version for one in survey.views if one.candidate.is_complete and not one.quarantined})
 
 
 class ResumeOutlook(str, enum.Enum):
@@ -374,15 +374,15 @@ class LossOutcome:
     nodes: tuple[str, ...]
     """The nodes that would be lost."""
     resolution: Resolution
-    plain: int | None
+    plain_step: int | None
     """A plain checkpoint in the durable tier that is newer than anything else left."""
-    before: int | None
+    step_before_loss: int | None
     """The step the job would be resumed from if nothing were lost."""
     from_memory: bool = False
     """Some of it would be read from the memory of nodes that are left."""
     from_durable: bool = False
     """Some of it would be read from the durable tier."""
-    gone: tuple[LostStep, ...] = ()
+    lost_steps: tuple[LostStep, ...] = ()
     """What would have been used rather than what is left, the best first."""
     lost_s: float | None = None
     """Time between the saves of the step that is there and the one that would be left, where both are known."""
@@ -390,18 +390,18 @@ class LossOutcome:
     """None where the job has only one node."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """What could not be asked and would not be lost (nodes, the durable tier), and why."""
-    perhaps: tuple[VersionId, ...] = ()
+    uncertain_steps: tuple[VersionId, ...] = ()
     """Steps that would be used if the unknown has what is missing from them."""
 
     @property
     def step(self) -> int | None:
         """The step the job would be resumed from, as far as is known."""
-        if self.plain is not None:
-            return self.plain
+        if self.plain_step is not None:
+            return self.plain_step
         return self.resolution.chosen.group.version if self.resolution.chosen is not None else None
 
     @property
-    def fate(self) -> ResumeOutlook:
+    def outlook(self) -> ResumeOutlook:
         if self.step is not None:
             return ResumeOutlook.RESUMES
         return ResumeOutlook.UNKNOWN if self.unknown else ResumeOutlook.NOTHING
@@ -413,6 +413,6 @@ def worst_first(outcomes: Sequence[LossOutcome]) -> list[LossOutcome]:
 
     def badness(one: LossOutcome) -> tuple[int, int, bool, bool]:
         enough = one.quorum is None or one.quorum.enough
-        return fates.index(one.fate), -1 if one.step is None else one.step, not one.from_durable, enough
+        return fates.index(one.outlook), -1 if one.step is None else one.step, not one.from_durable, enough
 
     return sorted(outcomes, key=badness)

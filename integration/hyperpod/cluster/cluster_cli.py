@@ -235,7 +235,7 @@ def cluster_enable_command(screen: CommandOutput, /, *, percent: int | None, nam
     from integration.hyperpod.cluster.tiered_storage_config import MIN_ADVISED_PERCENT, enabled_config
 
     if percent is not None and percent < MIN_ADVISED_PERCENT:
-        screen.note(f"AWS's guide asks for {MIN_ADVISED_PERCENT} percent or more; the API takes {percent}")
+        screen.info(f"AWS's guide asks for {MIN_ADVISED_PERCENT} percent or more; the API takes {percent}")
     return _change(screen, name, lambda found: enabled_config(found, percent), **options)
 
 
@@ -280,7 +280,7 @@ def _change(
     clusters.update(name, request)
     lines = [f"cluster {found.name} was asked for it (`tieredckpt cluster show --cluster {found.name}` follows)"]
     if waits:
-        with screen.waiting(f"cluster {found.name} is updating"):
+        with screen.spinner(f"cluster {found.name} is updating"):
             found = clusters.wait(name, wanted, timeout_s=timeout_s)
         lines = [f"cluster {found.name}, {found.status}"]
     _print_cluster(screen, wanted, {**_about(found), "changed": True, "request": request}, lines)

@@ -79,7 +79,7 @@ class CheckpointReporter:
 
     # -- Overseer -----------------------------------------------------------------------------------------------------
 
-    def expected(self, job: str) -> ExpectedStep | None:
+    def expected_step(self, job: str) -> ExpectedStep | None:
         if not self._introduced(job):
             return None
         try:
@@ -88,7 +88,7 @@ class CheckpointReporter:
             self._lost = self._lost or str(error)
             return ExpectedStep(None, f"the agent could not be asked for the job's progress ({error})")
 
-    def sealed(self, session: Session) -> None:
+    def on_sealed(self, session: Session) -> None:
         if self._speaks and not self._closed and self._job in ("", session.job):
             with self._changed:
                 self._session, self._news = session, True

@@ -124,7 +124,7 @@ def sim_run_command(
             if spawn
             else ExternalAgents([one.strip() for one in agents.split(",") if one.strip()], spec.groups[0].name)
         )
-        screen.note(f"job {spec.name}: what is kept of it is in {place.folder}")
+        screen.info(f"job {spec.name}: what is kept of it is in {place.folder}")
         try:
             operating = SimulatedOperator(spec, pods, place, client, told=_event_printer(screen), every_s=every)
             ended = operating.run(stop)

@@ -248,7 +248,7 @@ class LocalPods:
 
     def _lives(self, pod: LocalPod) -> bool:
         child = self._children.get(pod.name)
-        return child.poll() is None if child is not None else ProcessIdentity(pod.pid, pod.started).alive
+        return child.poll() is None if child is not None else ProcessIdentity(pod.pid, pod.started).is_alive
 
     def _reap(self, pod: LocalPod) -> None:
         child = self._children.get(pod.name)

@@ -160,7 +160,7 @@ def recipe_plan_command(screen: ElasticScreen, /, *, file: Path, nproc: int | No
     value = {"file": found.file, "plans": plans_json(plans), "disagreements": wrong}
     screen.result(value, lambda out: out.print(plans_table(plans)))
     for text in wrong:
-        screen.note(text)
+        screen.info(text)
     return 1 if wrong else 0
 
 
@@ -237,7 +237,7 @@ def _remarks(screen: ElasticScreen, found: Recipe) -> None:
     if screen.as_json:
         return
     for note in found.notes:
-        screen.note(note)
+        screen.info(note)
     if found.left_alone:
         screen.err.print(f"left alone, as others' concern: {', '.join(found.left_alone)}", markup=False)
 

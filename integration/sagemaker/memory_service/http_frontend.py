@@ -162,7 +162,7 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
             raise RequestRefusedError(*problem)
         if self.path.partition("?")[0] != "/health":
             self.access.check(self.headers.get("Authorization"))
-            self.server.proven(self.request)
+            self.server.mark_authenticated(self.request)
         want = parse_request(self.command, self.path)
         self.service.counted[type(want).__name__] += 1
         if isinstance(want, Put):
@@ -415,7 +415,7 @@ def serve_memory_service(
     problems = [f"agent.{name}: {text}" for name, text in options.problems()]
     if problems:
         raise UsageError("; ".join(problems))
-    host, port = options.place
+    host, port = options.host_and_port
     access = token_check(options.auth, options.token, directory)
     tls = _tls(options.tls)
     plan = _plan(options)

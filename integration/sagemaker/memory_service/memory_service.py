@@ -62,7 +62,7 @@ class MemoryService:
     def __init__(self, store: NodeStore, me: str, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._store = store
         self._clock_ns = clock_ns
-        store.manage(
+        store.manage_job(
             memory_service_options.MEMORY_SERVICE_JOB,
             memory_service_options.MEMORY_SERVICE_EPOCH,
             memory_service_options.MEMORY_SERVICE_INCARNATION,
@@ -136,13 +136,13 @@ class MemoryService:
     def _give_up_before(self, name: str, rank: int, step: int, stamp: int) -> None:
         """What this node itself had for the same rank and step goes at once."""
         older = [
-            fact.key.group
+            fact.key.version_id
             for fact in self.holdings.here()
             if (fact.key.part, fact.key.version) == (rank, step) and fact.key.attempt < stamp
             if _namespace_of(fact.meta) == name
         ]
         if older:
-            self._store.forget(memory_service_options.MEMORY_SERVICE_JOB, older)
+            self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, older)
 
     def _next_stamp(self) -> int:
         with self._stamping:
@@ -187,7 +187,7 @@ class MemoryService:
         note, until = found.shard.note, found.shard.key.attempt
         gone = RemovedShard(name, note.generation, rank, step, until)
         self.holdings.spreading.change(lambda known: with_removed_shard(known, gone, now_ns=self._clock_ns()))
-        self._store.forget(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.group])
+        self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.version_id])
         self.holdings.put()
 
     def latest(self, name: str, limit: int) -> list[int]:

@@ -60,7 +60,9 @@ class RegistryGossip:
         """Everything this node has heard; others may have put something here meanwhile."""
         with self._lock:
             raw = {
-                name: data for name in self._store.blobs(MEMORY_SERVICE_JOB) if (data := self._blob(name)) is not None
+                name: data
+                for name in self._store.list_blobs(MEMORY_SERVICE_JOB)
+                if (data := self._blob(name)) is not None
             }
             if raw != self._read[0]:
                 whole = Registry()
@@ -90,10 +92,10 @@ class RegistryGossip:
         """Ask nodes that came, or came back, what they know; tell those that were not told. Whether there was news."""
         if self._team is None:
             return False
-        tending, news = self._team.tending, False
+        tending, news = self._team.membership, False
         living = self._others()
         for node in living:
-            life = tending.life(node)
+            life = tending.generation_of(node)
             if self._met.get(node) == life:
                 continue
             data = self._ask(node)
@@ -107,7 +109,7 @@ class RegistryGossip:
     def _others(self) -> list[str]:
         if self._team is None:
             return []
-        return [node for node in sorted(self._team.tending.living) if node != self._team.me.id]
+        return [node for node in sorted(self._team.membership.alive) if node != self._team.this_node.id]
 
     def _tell(self, node: str, data: bytes) -> None:
         note, team = PutPeerBlob(self._mine), self._team
@@ -115,7 +117,7 @@ class RegistryGossip:
             return
         self._untold.discard(node)
         try:
-            peer = team.tending.peer(node)
+            peer = team.membership.client_for(node)
             peer.call("put_blob", note, type(None), payload=[memoryview(data)], within_s=_TOLD_S)
         except (PeerStoreError, OSError) as error:
             log.warning("memory service: %s was not told of a change yet: %s", node, error)
@@ -132,7 +134,7 @@ class RegistryGossip:
         team = self._team
         try:
             if team is not None:
-                data: bytes = team.tending.peer(node).call(
+                data: bytes = team.membership.client_for(node).call(
                     "blob", GetPeerBlob(REGISTRY_BLOB_PREFIX + node), bytes, within_s=_TOLD_S
                 )
                 return data
@@ -217,7 +219,7 @@ class NamespaceInventory(StoreListener):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def here(self) -> list[ShardInfo]:
-        return self._store.inventory(MEMORY_SERVICE_JOB)
+        return self._store.list_shards(MEMORY_SERVICE_JOB)
 
     def nearest(self, namespace: str, rank: int, step: int) -> NamespaceShard | None:
         """What this node itself has."""
@@ -229,20 +231,20 @@ class NamespaceInventory(StoreListener):
         held: dict[str, list[ShardInfo]] = {}
         silent: dict[str, str] = {}
         if self.team is not None:
-            sight = self.team.sight(fresh=True)
+            sight = self.team.inventory(fresh=True)
             held = {node: list(looked.facts) for node, looked in sight.nodes.items()}
-            silent = {node: why for node, why in sight.silent.items() if not self.team.tending.gone(node)}
+            silent = {node: why for node, why in sight.unreachable.items() if not self.team.membership.is_dead(node)}
             verifying = {node for node, looked in sight.nodes.items() if looked.verifying and node != self._me}
             silent |= dict.fromkeys(verifying, "it still verifies what its last agent left")
-            if not self.team.tending.quorum:
-                silent |= {"": self.team.tending.explain()}
+            if not self.team.membership.has_quorum:
+                silent |= {"": self.team.membership.explain_quorum()}
         held[self._me] = self.here()
         registry = self.spreading.known()
         return NamespaceSnapshot(namespace_view(held, registry), registry, silent)
 
     # -- giving up ----------------------------------------------------------------------------------------------------
 
-    def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+    def on_replica_stored(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
         """Another node's shard came here."""
         if record.key.job == MEMORY_SERVICE_JOB:
             self._wanted.set()
@@ -263,7 +265,7 @@ class NamespaceInventory(StoreListener):
             gone = [key for key in surplus_shards(look.view, look.registry, sure=not look.silent) if key in mine]
             if not gone:
                 return 0
-            count = self._store.forget(MEMORY_SERVICE_JOB, [key.group for key in gone])
+            count = self._store.delete_versions(MEMORY_SERVICE_JOB, [key.version_id for key in gone])
             self.given_up += count
             for key in gone:
                 log.info("memory service: step %d of rank %d is not kept any more", key.version, key.part)

@@ -69,7 +69,7 @@ class ShardReceiver:
                 size, head = body.size_bytes, self._fill(lease, 0, body.size_bytes, body)
             yield lease, size, is_dcp_metadata(head)
         finally:
-            self._store.abandon(lease.id)  # of a sealed one there is nothing to give back
+            self._store.release(lease.id)  # of a sealed one there is nothing to give back
 
     def _lease(self, key: ShardKey, size_bytes: int) -> Lease:
         budget = self._store.status().arena.budget_bytes
@@ -249,12 +249,12 @@ class ShardSender:
         record, nodes = self._described(self.team, shard, others)
         size = min(_WINDOW_BYTES, stop - start)
         with mmap.mmap(-1, size) as window, memoryview(window) as view:
-            puller = RangeReader(self.team.tending.peer)
+            puller = RangeReader(self.team.membership.client_for)
             at = start
             while at < stop:
                 end = min(stop, (at // record.chunk_bytes) * record.chunk_bytes + size)
                 with view[: end - at] as piece:
-                    pulled = puller.pull([ReadRequest(record, [ReadTarget(at, end, piece)], nodes)])
+                    pulled = puller.read([ReadRequest(record, [ReadTarget(at, end, piece)], nodes)])
                     if record.key in pulled.failed:
                         raise pulled.failed[record.key]
                     yield piece
@@ -265,7 +265,7 @@ class ShardSender:
         problem: PeerStoreError | OSError | None = None
         for node in nodes:
             try:
-                records = team.records(node, shard.key.group)
+                records = team.fetch_records(node, shard.key.version_id)
             except (PeerStoreError, OSError) as error:
                 log.warning("memory service: %s did not describe %s: %s", node, shard.key, error)
                 problem = error
@@ -275,5 +275,5 @@ class ShardSender:
             if problem is not None:
                 raise PeerUnreachableError(f"who has {shard.key} does not answer: {problem}")
             raise ShardNotFoundError(f"{shard.key} was given up meanwhile")
-        record, having = team.agreed(said)
+        record, having = team.resolve_record(said)
         return record, list(having)

@@ -43,7 +43,7 @@ def test_what_contradicts_recovery_with_nccl_is_named_with_its_reason(cli, agent
     assert text(said, "NCCL environment").startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3: NCCL's watchdog would end")
 
 
-@pytest.mark.skipif(accelerator().count() > 0, reason="there is an accelerator")
+@pytest.mark.skipif(accelerator().device_count() > 0, reason="there is an accelerator")
 def test_without_an_accelerator_gpu_checks_say_so_and_fail(cli, agent_dir):
     said = cli("doctor", "--gpu", "--json")
     assert said.code == 1

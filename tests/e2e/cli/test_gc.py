@@ -62,7 +62,7 @@ def test_without_arguments_the_jobs_policy_decides(cli, agent_dir, tmp_path, dur
     close_sessions()
     policy = DurableSettings(url=durable.url, keep_last=1)
     with Job(agent_dir, policy, "llama").checkpointer() as ckpt:
-        ckpt.session.node.configure("llama", policy)
+        ckpt.session.agent.configure("llama", policy)
     said = cli("gc", "llama", "--json")
     assert [one["step"] for one in said.json["deleted"]] == [1, 2]
     assert said.json["kept"] == [3]
@@ -122,8 +122,8 @@ def test_what_a_newer_agent_left_in_memory_is_kept_until_somebody_drops_it(cli, 
     job.kill_agent()
     place = max((agent_dir / "notes").glob("seal.*"), key=lambda path: path.stat().st_mtime_ns)
     arena = TmpfsArena(agent_dir)
-    note = msgspec.msgpack.decode(arena.get_note(place.name))
-    arena.put_note(place.name, msgspec.msgpack.encode({**note, "format": METADATA_FORMAT + 1}))
+    note = msgspec.msgpack.decode(arena.get_metadata(place.name))
+    arena.put_metadata(place.name, msgspec.msgpack.encode({**note, "format": METADATA_FORMAT + 1}))
     job.expect(1, tiers={"memory"})
     (slot,) = cli("gc", "llama", "--set-aside", "--dry-run", "--json").json["dropped"]
     assert f"format {METADATA_FORMAT + 1}" in slot["reason"]
@@ -259,15 +259,15 @@ def test_what_somebody_deletes_in_the_middle_of_an_upload_is_uploaded_again(cli,
         for one in (*stores, *services):
             cleanup.callback(one.close)
         for number, (store, service) in enumerate(zip(stores, services, strict=True)):
-            monkeypatch.setattr(service, "commits", lambda *_, first=number == 0: first)
+            monkeypatch.setattr(service, "is_committer", lambda *_, first=number == 0: first)
             store.claim("job", "incarnation")
             service.configure("job", durable)
         seal(stores[0], 3, 0, 2)
-        until(lambda: "other parts" in services[0].drains("job")[0].error)
+        until(lambda: "other parts" in services[0].drain_status("job")[0].error)
         root = tmp_path / "durable" / "job"
         said = cli("gc", "job", "--abandoned-after", "0", "--durable", durable.url, "--json")
         assert lost(said)[3][0]
-        assert not list(root.rglob("*.safetensors")) or services[0].drains("job")[0].state != "done"
+        assert not list(root.rglob("*.safetensors")) or services[0].drain_status("job")[0].state != "done"
         seal(stores[1], 3, 1, 2)
         for service in services:
             assert service.wait_durable("job", None, 60.0).state == "done"

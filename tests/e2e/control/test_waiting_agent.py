@@ -94,7 +94,7 @@ with open(sys.argv[1], "r+b") as lock:
 def test_ranks_leave_the_agent_to_their_supervisor():
     """Else both would start another one, and each of them not for the same reasons."""
     with started() as (agent, _):
-        lock = AgentPaths(agent.stays).watch_lock
+        lock = AgentPaths(agent.stays).watchdog_lock
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
         assert b"BlockingIOError" in rank.stderr, rank.stderr
         agent.close()

@@ -20,7 +20,7 @@ SMALL = 11 << 18
 
 def start_agent(say):
     """An embedded agent in this process's environment; it outlives the process."""
-    open_session("nobody", load_settings()).node.survey("nobody")
+    open_session("nobody", load_settings()).agent.list_steps("nobody")
 
 
 def behind(proxy, server, **changes):

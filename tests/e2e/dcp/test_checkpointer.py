@@ -51,7 +51,7 @@ def test_nothing_is_prepared_any_more_when_it_is_closed(agent_dir, monkeypatch):
     """However often it restored: who came too late would find no agent, and start one."""
     threads = []
     monkeypatch.setattr(
-        "tieredckpt.session.session.Session.prepare", lambda *_: threads.append(Awaited()) or threads[-1]
+        "tieredckpt.session.session.Session.prefault_slots", lambda *_: threads.append(Awaited()) or threads[-1]
     )
     with Checkpointer("tiered://loop") as ckpt:
         ckpt.restore({"w": torch.zeros(4)})
@@ -140,7 +140,7 @@ def test_a_damaged_step_is_reported_and_the_older_one_used(agent_dir):
         assert_same(state_at(1), found)
         assert "part 0 in memory: damaged" in " ".join(ckpt.last_restore.refused)
         assert "step 2" in " ".join(ckpt.last_restore.refused)
-        status = ckpt.session.node.store.status()
+        status = ckpt.session.agent.store.status()
         assert any("/2 part 0" in damage.what for damage in status.damages)
 
 
@@ -251,8 +251,8 @@ def test_a_busy_node_skips_and_training_goes_on(agent_dir):
     with Checkpointer(JOB, on_busy="skip") as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
-        store = ckpt.session.node.store
-        pins = [store.pin(fact.key) for fact in store.inventory("loop")]
+        store = ckpt.session.agent.store
+        pins = [store.pin(fact.key) for fact in store.list_shards("loop")]
         results = [ckpt.save(state_at(step), step) for step in range(3, 8)]
         assert results[0].ok  # the extra slot
         results[0].wait()

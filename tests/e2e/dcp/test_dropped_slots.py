@@ -23,19 +23,19 @@ def test_a_copy_that_is_given_up_after_the_vote_fails_no_restore(agent_dir, tmp_
     with Checkpointer("tiered://job", settings=settings, on_sigterm="ignore") as ckpt:
         weight = torch.arange(300_000.0).view(1000, 300)
         ckpt.save({"w": weight, "step": 4}, 4).wait("durable")
-        store = ckpt.session.node.store
+        store = ckpt.session.agent.store
         dropped = []
 
         def reach(point):
             if point == "load.voted":
-                dropped.extend(fact.key for fact in store.inventory("job"))
+                dropped.extend(fact.key for fact in store.list_shards("job"))
                 for key in dropped:
-                    store.report(key, "another reader saw other bytes")
+                    store.report_damage(key, "another reader saw other bytes")
 
         monkeypatch.setattr("tieredckpt.dcp.tiered_reader.failpoint", reach)
         state = {"w": target(), "step": 0}
         assert ckpt.restore(state) == 4
         assert dropped
-        assert store.inventory("job") == []
+        assert store.list_shards("job") == []
         assert torch.equal(state["w"], weight)
         assert state["step"] == 4

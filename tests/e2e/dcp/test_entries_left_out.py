@@ -133,7 +133,7 @@ def test_a_restore_that_fails_between_the_ranks_leaves_nothing_pinned(agent_dir)
     with Checkpointer(JOB) as ckpt:
         with pytest.raises(MismatchError):
             ckpt.restore({"w": torch.zeros(4)})
-        assert ckpt.session.node.store.status().arena.pins == 0
+        assert ckpt.session.agent.store.status().arena.pins == 0
 
 
 class Average:

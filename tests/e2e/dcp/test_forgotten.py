@@ -65,7 +65,7 @@ def test_a_restore_says_when_and_why_memory_was_forgotten(forgetful, capsys):
     with Checkpointer("tiered://another") as ckpt:
         assert ckpt.restore(state_at(0)) == -1
     with Checkpointer(JOB) as ckpt:  # on purpose
-        assert ckpt.restore(state_at(0), on_lost="begin") == -1
+        assert ckpt.restore(state_at(0), on_lost="start_fresh") == -1
         ckpt.save(state_at(1), 1).wait()
         found = zeroed(state_at(1))
         assert ckpt.restore(found) == 1

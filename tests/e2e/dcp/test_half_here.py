@@ -30,10 +30,10 @@ def test_what_cannot_be_read_right_now_is_unknown_not_a_mismatch(agent_dir, rclo
     ranks.run(2, save_own, job.name, vars(settings))
     job.kill_agent()  # the next one has not read the manifest
     with job.checkpointer() as ckpt:
-        store = ckpt.session.node.store
-        for fact in store.inventory(job.name):
+        store = ckpt.session.agent.store
+        for fact in store.list_shards(job.name):
             if fact.key.part == 1:
-                store.report(fact.key, "lost by a test")
+                store.report_damage(fact.key, "lost by a test")
         away = rclone_proxy.on("GET", r"\.manifest", times=10**6)
         away.fail(Answer(503, "SlowDown"))
         state = {"own0": torch.zeros(1000), "own1": torch.zeros(1000)}

@@ -142,7 +142,7 @@ def follow(say, actions):
 def newest(job):
     """Which step a reader would take; asking changes nothing."""
     try:
-        return int(TieredReader(job).check().removeprefix("step "))
+        return int(TieredReader(job).describe_choice().removeprefix("step "))
     except CheckpointNotFoundError:
         return None
 

@@ -184,7 +184,7 @@ class WritesLast(TieredWriter):
 
     def _under(self, session, staged, key):
         assert staged is not None
-        until(lambda: session.node.store.epoch("incarnations") == key.epoch, "the other rank's write")
+        until(lambda: session.agent.store.epoch("incarnations") == key.epoch, "the other rank's write")
         return super()._under(session, staged, key)
 
 
@@ -215,7 +215,7 @@ def save_by_turns(say):
             found.append(newest())
         epochs = {
             fact.key.epoch
-            for fact in open_session("incarnations", load_settings()).node.store.inventory("incarnations")
+            for fact in open_session("incarnations", load_settings()).agent.store.list_shards("incarnations")
         }
     finally:
         end_background_process()
@@ -224,7 +224,7 @@ def save_by_turns(say):
 
 def newest():
     """What would be loaded; asking changes nothing."""
-    return TieredReader(JOB).check()
+    return TieredReader(JOB).describe_choice()
 
 
 def session_of(job):

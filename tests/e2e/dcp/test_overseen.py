@@ -21,11 +21,11 @@ class Ledger:
         self.told = expected
         self.asked, self.sealed_steps = [], []
 
-    def expected(self, job):
+    def expected_step(self, job):
         self.asked.append(job)
         return self.told
 
-    def sealed(self, session):
+    def on_sealed(self, session):
         self.sealed_steps.append((session.job, session.sealed_step, newest_complete_step(session, ask=True)))
 
 
@@ -53,9 +53,9 @@ def test_what_an_overseer_knows_decides_only_where_it_insists(agent_dir):
     assert ledger.sealed_steps == [("overseen", 1, 1), ("overseen", 2, 2)]
     assert restored(ExpectedStep(1, "the operator has 1")) == (2, 2.0)
     assert restored(ExpectedStep(8, "the operator has 8")) == (2, 2.0)
-    assert restored(ExpectedStep(1, "the operator has 1", exactly=True)) == (1, 1.0)
+    assert restored(ExpectedStep(1, "the operator has 1", is_required=True)) == (1, 1.0)
     with pytest.raises(CheckpointNotFoundError):
-        restored(ExpectedStep(8, "the operator has 8", exactly=True))
+        restored(ExpectedStep(8, "the operator has 8", is_required=True))
     with use_progress_hook(ledger), Checkpointer(TARGET) as ckpt:
         assert ckpt.restore(state(), 1) == 1  # who names a step has decided already
     assert ledger.asked == []

@@ -96,9 +96,9 @@ class CountingCopier(Copier):
         super().__init__(1)
         self.read_bytes = 0
 
-    def read(self, fd, moves):
+    def copy_from_file(self, fd, moves):
         self.read_bytes += sum(move.size_bytes for move in moves)
-        super().read(fd, moves)
+        super().copy_from_file(fd, moves)
 
 
 def part_of(tensor, box):
@@ -109,8 +109,10 @@ def save_as(session, step, tensors, boxes_of, owners):
     """One shard per rank; of those with the same box, the owner writes it."""
     parts = len(next(iter(boxes_of.values())))
     table = StateTable(tuple(TableTensor(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()), ())
-    decision = SaveDecision(JOB, step, Incarnation(step + 1, f"i{step}"), parts, attempt=0, base=None, whole=None)
-    session.adopt(decision, session.owner.capture())
+    decision = SaveDecision(
+        JOB, step, Incarnation(step + 1, f"i{step}"), parts, attempt=0, base=None, newest_complete=None
+    )
+    session.adopt(decision, session.incarnation.capture())
     for part in range(parts):
         mine = []
         for name, tensor in tensors.items():
@@ -122,10 +124,10 @@ def save_as(session, step, tensors, boxes_of, owners):
                 )
         layout = build_layout(mine, [], None)
         key = ShardKey(JOB, step, step + 1, f"i{step}", 0, part)
-        staged = session.stage(key, parts, layout, 0, wait_s=5)
+        staged = session.lease_slot(key, parts, layout, 0, wait_s=5)
         header = layout.header_bytes
         pieces = [SlotWrite(part_of(tensors[e.fqn], e.box).contiguous(), header + e.start) for e in layout.tensors]
-        staged.memory.fill(pieces, session.copier)
+        staged.memory.copy_in(pieces, session.copier)
         session.seal(staged, key, [], durable=False, table=table)
 
 

@@ -192,8 +192,8 @@ def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_d
     def reach(point):
         if point == "load.voted":
             with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
-                store = ckpt.session.node.store
-                (fact,) = store.inventory("proof")
+                store = ckpt.session.agent.store
+                (fact,) = store.list_shards("proof")
                 pin = store.pin(fact.key)
                 with open(pinned_file(pin), "r+b") as file:  # noqa: PTH123
                     file.seek(4096 + 3 * CHUNK_BYTES)
@@ -216,13 +216,13 @@ def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_d
 def test_a_bit_that_flips_on_its_way_into_the_target(agent_dir, monkeypatch, way):
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
-    read = Copier.read
+    read = Copier.copy_from_file
 
     def reading(copier, fd, moves):
         read(copier, fd, moves)
         memory_at_address(moves[0].target, 1)[0] ^= 1
 
-    monkeypatch.setattr(Copier, "read", reading)
+    monkeypatch.setattr(Copier, "copy_from_file", reading)
     if way == "restore":
         with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
             restored(zeroed(state))
@@ -427,7 +427,7 @@ def test_what_is_told_to_be_something_else_is_left_out_and_said(agent_dir):
     state = {"data": Told({"at": 0}, lambda own, new: own.update(at=new["at"] + 1)), "w": torch.zeros(5)}
     with pytest.raises(RestoreProofError, match=r"data\.at"):
         restored(state)
-    assert restored(state, unproven={"data"}).left_out == {"data.at": "as said"}
+    assert restored(state, exclude_from_proof={"data"}).left_out == {"data.at": "as said"}
 
 
 def test_an_object_without_an_equality_of_its_own_is_compared_by_what_is_pickled_of_it(agent_dir, monkeypatch):
@@ -574,7 +574,7 @@ def restore_where_one_rank_has_it_off():
     with Checkpointer(JOB, on_sigterm="ignore", proof=proof) as ckpt:
         ckpt.save({"x": torch.ones(3)}, 1).wait()
         ckpt.restore({"x": torch.zeros(3)})
-        return ckpt.last_restore.proof, ckpt._together.from_all("still together")
+        return ckpt.last_restore.proof, ckpt._together.all_gather("still together")
 
 
 def test_where_one_rank_has_it_off_none_waits_for_it(agent_dir, ranks):

@@ -120,7 +120,7 @@ def saves_while_deaf():
             saved = ckpt.save(small(step), step)
             states.append(saved.wait().value)
             dist.barrier()
-            ckpt.session.node.deaf = step in (0, 1, 2)
+            ckpt.session.agent.deaf = step in (0, 1, 2)
         return states, ckpt.session.committed.version >= 3
 
 
@@ -132,7 +132,7 @@ def test_an_agent_away_at_the_wrong_moment_does_not_end_all_later_saves(agent_di
 
 
 def leaves_out_while_deaf():
-    rank, stage, left = dist.get_rank(), Session.stage, {0: (2,), 1: (3,)}
+    rank, stage, left = dist.get_rank(), Session.lease_slot, {0: (2,), 1: (3,)}
 
     def busy(session, key, *args, **more):
         if key.version in left[rank]:
@@ -140,16 +140,16 @@ def leaves_out_while_deaf():
         return stage(session, key, *args, **more)
 
     with use_agent_factory(Forgetful), Checkpointer(JOB) as ckpt:
-        Session.stage = busy
+        Session.lease_slot = busy
         try:
             for step in range(6):
-                ckpt.session.node.deaf = step in (2, 3)
+                ckpt.session.agent.deaf = step in (2, 3)
                 ckpt.save(small(step), step)
                 ckpt.wait()
                 dist.barrier()
         finally:
-            Session.stage = stage
-        return sorted({fact.key.version for fact in ckpt.session.node.store.inventory("loop")})
+            Session.lease_slot = stage
+        return sorted({fact.key.version for fact in ckpt.session.agent.store.list_shards("loop")})
 
 
 def test_what_was_left_out_while_the_agent_was_away_is_said_with_the_next_save(agent_dir, ranks):
@@ -191,10 +191,10 @@ def test_waiting_for_a_slot_is_a_policy_of_its_own(agent_dir):
     with Checkpointer(JOB, on_busy="wait") as ckpt:
         for step in range(3):
             ckpt.save(small(step), step).wait()
-        store = ckpt.session.node.store
-        pins = [store.pin(fact.key) for fact in store.inventory("loop")]
+        store = ckpt.session.agent.store
+        pins = [store.pin(fact.key) for fact in store.list_shards("loop")]
         ckpt.save(small(3), 3).wait()  # the extra slot
-        pins += [store.pin(fact.key) for fact in store.inventory("loop")]
+        pins += [store.pin(fact.key) for fact in store.list_shards("loop")]
         waiting = threading.Event()
         done = []
 
@@ -219,9 +219,9 @@ def test_waiting_ends(agent_dir, monkeypatch):
     with Checkpointer(JOB, on_busy="wait") as ckpt:
         for step in range(3):
             ckpt.save(small(step), step).wait()
-        store = ckpt.session.node.store
+        store = ckpt.session.agent.store
         for step in (9, 10):
-            for fact in store.inventory("loop"):
+            for fact in store.list_shards("loop"):
                 store.pin(fact.key)
             last = ckpt.save(small(step), step)
         assert last.state is SaveState.SKIPPED
@@ -274,8 +274,8 @@ def test_who_seals_hears_in_time_that_the_agent_says_nothing(agent_dir):
 def test_restore_after_everything_was_damaged_raises_and_says_what(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(small(0), 0).wait()
-        for fact in ckpt.session.node.store.inventory("loop"):
-            ckpt.session.node.store.report(fact.key, "a test says so")
+        for fact in ckpt.session.agent.store.list_shards("loop"):
+            ckpt.session.agent.store.report_damage(fact.key, "a test says so")
         state = small(7)
         with pytest.raises((CheckpointDamagedError, CheckpointNotFoundError)):
             ckpt.restore(state, step=0)
@@ -459,7 +459,7 @@ def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
     close_sessions()
     end_agent(agent_dir)
     with pytest.raises(RequestError, match="closed"):
-        session.node.survey("loop")
+        session.agent.list_steps("loop")
     assert agent_pid(agent_dir) is None
 
 
@@ -470,7 +470,7 @@ def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
     def none_left(*_):
         raise ArenaFullError("no memory for a page")
 
-    monkeypatch.setattr("tieredckpt.tensors.slot_copy.MappedSlot.fill", none_left)
+    monkeypatch.setattr("tieredckpt.tensors.slot_copy.MappedSlot.copy_in", none_left)
     with memory_node() as node:
         writer = TieredWriter(JOB, 1)
         dcp.save(small(1), storage_writer=writer, no_dist=True, use_collectives=False)

@@ -22,14 +22,14 @@ LEFT_OUT = {0: (3, 5, 7), 1: (4, 6, 8)}
 def apart():
     """Each rank leaves out steps of its own; what became of all of them, and what a restart finds."""
     rank = dist.get_rank()
-    stage = Session.stage
+    stage = Session.lease_slot
 
     def busy(session, key, *args, **more):
         if key.version in LEFT_OUT[rank]:
             raise StoreBusyError("no room just now")
         return stage(session, key, *args, **more)
 
-    Session.stage = busy
+    Session.lease_slot = busy
     try:
         state = {"w": torch.zeros(1000)}
         with Checkpointer("tiered://apart") as ckpt:
@@ -42,7 +42,7 @@ def apart():
                 dist.barrier()
                 ends.append(saved.state)
     finally:
-        Session.stage = stage
+        Session.lease_slot = stage
     other = {"w": torch.zeros(1000)}
     with Checkpointer("tiered://apart") as ckpt:
         found = ckpt.restore(other)

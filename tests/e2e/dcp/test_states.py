@@ -401,7 +401,7 @@ def test_the_sealed_bytes_in_memory_open_with_safetensors(agent_dir, tmp_path):
     save(state)
     shard = tmp_path / "shard.safetensors"
     with client_of(AgentPaths(agent_dir).socket) as store:
-        (fact,) = store.inventory()
+        (fact,) = store.list_shards()
         shard.write_bytes(stored(store, fact.key))
     with safe_open(shard, "pt") as file:
         assert set(file.keys()) == {"w", "b", "lr"}

@@ -162,10 +162,10 @@ def test_a_step_of_mixed_tiers(agent_dir, directory, ranks):
     job = Job(agent_dir, directory)
     ranks.run(2, save_own, job.name, directory.url)
     with job.checkpointer() as ckpt:
-        store = ckpt.session.node.store
-        for fact in store.inventory(job.name):
+        store = ckpt.session.agent.store
+        for fact in store.list_shards(job.name):
             if fact.key.part == 1:
-                store.report(fact.key, "lost by a test")
+                store.report_damage(fact.key, "lost by a test")
     assert ranks.run(2, load_all, job.name, directory.url) == [(4, {"memory", "durable"})] * 2
 
 
@@ -259,7 +259,7 @@ def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, 
         for step in range(5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         assert not ckpt.wait("durable", timeout_s=20)
-        failed = [view for view in ckpt.session.node.drains(job.name) if view.state == "failed"]
+        failed = [view for view in ckpt.session.agent.drain_status(job.name) if view.state == "failed"]
         assert failed
         assert "403" in failed[-1].error or "credentials" in failed[-1].error.lower()
         assert ckpt.restore(zeroed(state_at(0))) == 4
@@ -277,7 +277,7 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         held.release()
         ckpt.wait("durable", timeout_s=30)
-        states = {view.group.version: view.state for view in ckpt.session.node.drains(job.name)}
+        states = {view.group.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
     assert states[0] == "done"
     assert states[4] == "done"
     assert "skipped" in states.values()
@@ -299,11 +299,10 @@ def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
 ):
     job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=5) as ckpt:
-        ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
         saved = [ckpt.save(state_at(step), step).wait() for step in range(1, 18)]
         assert saved == [SaveState.SEALED] * len(saved)
         assert ckpt.restore(zeroed(state_at(0))) == 17
-        gave_way = [view for view in ckpt.session.node.drains(job.name) if view.state == "skipped"]
+        gave_way = [view for view in ckpt.session.agent.drain_status(job.name) if view.state == "skipped"]
         assert gave_way
         why = ("it gave way to saves in memory", *["a newer one is ready"] * (on_busy == "skip"))
         assert all(view.error.startswith(why) for view in gave_way)
@@ -319,13 +318,12 @@ def test_memory_saves_go_on_while_the_store_is_away_and_steps_were_asked_to_be_d
 ):
     job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=100) as ckpt:
-        ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
         asked = [ckpt.save(state_at(step), step, durable=True) for step in (1, 2)]
         assert [saved.wait() for saved in asked] == [SaveState.SEALED] * 2
         saved = [ckpt.save(state_at(step), step).wait() for step in range(3, 12)]
         assert saved == [SaveState.SEALED] * len(saved)
         assert ckpt.restore(zeroed(state_at(0))) == 11
-        states = {view.group.version: view.state for view in ckpt.session.node.drains(job.name)}
+        states = {view.group.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
         (given_up,) = [step for step, state in states.items() if state == "failed"]
         with pytest.raises(SaveFailedError, match=f"step {given_up} did not become durable: it gave way"):
             asked[given_up - 1].wait("durable", timeout_s=60)
@@ -579,8 +577,10 @@ def test_an_agent_ends_at_once_while_the_store_is_away(agent_dir, rclone, rclone
     rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
     rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
     with Job(agent_dir, behind).checkpointer() as ckpt:
-        known = SaveDecision(ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, whole=None)
-        ckpt.session.adopt(known, ckpt.session.owner.capture())  # or the first save would ask the store
+        known = SaveDecision(
+            ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, newest_complete=None
+        )
+        ckpt.session.adopt(known, ckpt.session.incarnation.capture())  # or the first save would ask the store
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: len(proxy.seen()) > 2)
         close_sessions()

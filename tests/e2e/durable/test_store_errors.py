@@ -114,7 +114,7 @@ def test_a_restore_and_a_wait_that_have_two_seconds_end_with_them_and_name_the_s
 ):
     settings, _ = black_hole
     with Job(agent_dir, settings).checkpointer() as ckpt:
-        ckpt.session.node.store.status()  # the agent runs
+        ckpt.session.agent.store.status()  # the agent runs
         began = time.monotonic()
         with pytest.raises(TierUnavailableError) as raised:
             ckpt.restore(state_at(0), timeout_s=2.0)

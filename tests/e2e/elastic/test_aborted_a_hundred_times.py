@@ -25,7 +25,7 @@ TIMES, SETTLED, AROUND = 100, 10, 5
 ELEMENTS = 1 << 16
 GROWTH = {"descriptors": 2, "threads": 2, "rss": 64 << 20, "device": 32 << 20}
 """Growth allowed in a rank, and on the device, from the first few epochs to the last."""
-REAL = [default_backend()] if accelerator().count() else []
+REAL = [default_backend()] if accelerator().device_count() else []
 PATIENCE = timedelta(minutes=5)
 
 
@@ -70,7 +70,9 @@ class Aborted:
 
     def _ones(self) -> torch.Tensor:
         device = accelerator()
-        return torch.ones(ELEMENTS, device=device.current() if device.count() and self._backend in REAL else "cpu")
+        return torch.ones(
+            ELEMENTS, device=device.current() if device.device_count() and self._backend in REAL else "cpu"
+        )
 
     def _sums(self, epoch: int, group: dist.ProcessGroup | None) -> None:
         tensor = self._ones() * (epoch + self._rank)

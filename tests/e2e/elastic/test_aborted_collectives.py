@@ -27,7 +27,7 @@ KILLED_AT = 6
 """Not a step that follows one that was saved."""
 
 
-BACKENDS = [nccl_like.NAME, *([DEVICE] if accelerator().count() else [])]
+BACKENDS = [nccl_like.NAME, *([DEVICE] if accelerator().device_count() else [])]
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def trained(job):
     assert job.ended(running) == 0, job.output()
     assert job.said("in", epoch=1)[0]["first"] == KILLED_AT
     read = read_event_log(job.folder / "logs" / "ledger")
-    return read, analyse(read.events, complaints=read.complaints), killed_at
+    return read, analyse(read.events, complaints=read.warnings), killed_at
 
 
 def test_its_steps_are_those_that_were_done(run):
@@ -75,7 +75,7 @@ def test_its_steps_are_those_that_were_done(run):
     assert {one.epoch for one in found.step_views if one.step >= KILLED_AT} == {1}
     assert [one.loss for one in found.step_views] == [16.0 * step for step in range(TOTAL)]
     assert found.tokens == TOTAL * 32
-    assert not read.complaints
+    assert not read.warnings
 
 
 def test_one_fault_is_told_as_it_was(run):
@@ -118,7 +118,7 @@ def test_its_time_is_accounted_for(run):
     _, found, _ = run
     assert sum(found.wall.by.values()) == found.wall.total == found.end_us - found.start_us
     assert sum(found.capacity.by.values()) == found.capacity.total == 2 * found.wall.total
-    assert found.unstated_us <= 0.02 * found.wall.total
+    assert found.unattributed_us <= 0.02 * found.wall.total
     assert 0 < found.ettr < 1
     assert found.ettr == pytest.approx(found.goodput)
     assert (found.worlds, found.ranks, found.runs[0].how) == (2, 2, "finished")

@@ -109,7 +109,7 @@ def story(job: Job) -> dict[str, Any]:
     start(job.pods, version="2026-01-31T12:00:00Z", rankIps=[{"rank": n, "ip": f"10.0.0.{n + 1}"} for n in range(2)])
     doomed = job.reach(5, 4, 0, 4)
     seen["rosters"] = [
-        parse_discovery(f"hyperpod:{pod.folder}/config/pod_resourceconfig.json").roster() for pod in job.pods
+        parse_discovery(f"hyperpod:{pod.folder}/config/pod_resourceconfig.json").member_list() for pod in job.pods
     ]
     seen["first progress"] = until(lambda: min(found := job.progress()) >= 4 and found, "progress is reported")
     os.kill(next(one["pid"] for one in doomed if one["rank"] == 3), signal.SIGKILL)

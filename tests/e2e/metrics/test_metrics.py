@@ -142,10 +142,10 @@ def test_skipped_and_failed_saves_are_counted(agent_dir, agent, monkeypatch):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
-        store = ckpt.session.node.store
+        store = ckpt.session.agent.store
         states = []
         for step in range(3, 7):
-            for fact in store.inventory("loop"):
+            for fact in store.list_shards("loop"):
                 store.pin(fact.key)
             states.append(ckpt.save(state_at(step), step).state)
         failed = ckpt.save({"large": torch.zeros(8 << 20)}, 7)
@@ -259,13 +259,13 @@ def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, 
         assert agent.metrics()["protected_step", "kept"] == 2
         assert agent.metrics()["unprotected_seconds", "kept"] == 0
         assert agent.status()["protected"]["kept"] == {"step": 2, "unprotected_since": None, "left_out": 0}
-        store = ckpt.session.node.store
+        store = ckpt.session.agent.store
         pins = []
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
             ckpt.wait()
-            pins += [store.pin(fact.key).id for fact in store.inventory("kept")]
+            pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
         until(lambda: agent.status()["protected"]["kept"]["left_out"] == 1, "the skipped save is counted")
-        found = ckpt.session.node.cluster("kept").protected
+        found = ckpt.session.agent.cluster_status("kept").protected
         assert found.unprotected_since is not None
         assert agent.metrics()["unprotected_seconds", "kept"] > 0
         assert "unprotected since" in (agent_dir / "agent.log").read_text()
@@ -283,11 +283,11 @@ def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
     with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
-        store = ckpt.session.node.store
+        store = ckpt.session.agent.store
         pins = []
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
             ckpt.wait()
-            pins += [store.pin(fact.key).id for fact in store.inventory("kept")]
+            pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
         until(lambda: agent.status()["protected"]["kept"]["left_out"] == 1, "the skipped save is counted")
         told = agent.status()["protected"]["kept"]
         for pin in pins:

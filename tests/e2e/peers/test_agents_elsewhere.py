@@ -32,14 +32,14 @@ def save_from_other_ports(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeroed(sharded(0)))
         ckpt.save(sharded(5), 5).wait(copies=2, timeout_s=60)
-        address = ckpt.session.node.me().address
+        address = ckpt.session.agent.this_node().address
         dist.barrier()
         end_agent(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]), signal.SIGKILL)
         with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
             dist.barrier()
             saved = ckpt.save(sharded(6), 6)
             saved.wait(copies=2, timeout_s=60)
-            assert ckpt.session.node.me().address != address
+            assert ckpt.session.agent.this_node().address != address
         return saved.durability
 
 
@@ -76,11 +76,11 @@ def wait_for_a_stopped_agent(job, url):
         durable.wait("durable", timeout_s=60)
         saved = ckpt.save(sharded(6), 6)
         saved.wait(timeout_s=60)
-        node = open_session(job, ckpt.settings).node
-        view = node.survey(job).views[-1]
+        node = open_session(job, ckpt.settings).agent
+        view = node.list_steps(job).views[-1]
         key = ckpt._last
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
-        ckpt.session.look_away()  # else there would soon be another one
+        ckpt.session.stop_watching_agent()  # else there would soon be another one
         dist.barrier()
         stop_process(pid)
         said = {}
@@ -91,16 +91,16 @@ def wait_for_a_stopped_agent(job, url):
                 "durable": lambda: saved.wait("durable", timeout_s=2.0),
                 "all durable": lambda: ckpt.wait("durable", timeout_s=2.0),
                 "wait_durable": lambda: node.wait_durable(job, None, 2.0),
-                "durability": lambda: node.durability(key, copies=2, timeout_s=2.0),
+                "durability": lambda: node.replication_status(key, copies=2, timeout_s=2.0),
                 "restore": lambda: ckpt.restore(zeroed(sharded(5)), timeout_s=2.0),
             }
             asked = {
                 "status": node.store.status,
-                "survey": lambda: node.survey(job, fresh=True),
-                "describe": lambda: node.describe(job, view.group),
+                "survey": lambda: node.list_steps(job, fresh=True),
+                "describe": lambda: node.describe_step(job, view.group),
                 "pin": lambda: node.store.pin(key),
-                "drains": lambda: node.drains(job),
-                "cluster": lambda: node.cluster(job),
+                "drains": lambda: node.drain_status(job),
+                "cluster": lambda: node.cluster_status(job),
                 "lease": lambda: node.store.lease(msgspec.structs.replace(key, version=7), 1000, 1, wait_s=60),
             }
             for name, wait in waits.items():

@@ -34,11 +34,13 @@ def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(na
         job[partner].freeze()
         (mine,) = job.save(1, "n1", parts=1)
         with job["n1"].agent(job.job) as agent:
-            at_once = agent.durability(mine)
+            at_once = agent.replication_status(mine)
             assert (at_once.copies, at_once.lacking, at_once.settled) == (1, 1, False)
             assert metric(job["n1"], "shards_lacking_copies") == [1.0]
             others = len(names) - 2
-            now = until(lambda: (found := agent.durability(mine)).copies > others and not found.lacking and found)
+            now = until(
+                lambda: (found := agent.replication_status(mine)).copies > others and not found.lacking and found
+            )
             assert now.copies == 1 + others
             assert metric(job["n1"], "shards_short_of_copies") == [1.0 - others]
         job[partner].thaw()
@@ -47,7 +49,7 @@ def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(na
         job.settle(2)
         job.expect([newer])
         with job["n1"].agent(job.job) as agent:
-            found = agent.durability(newer)
+            found = agent.replication_status(newer)
             assert (found.copies, found.lacking, found.settled) == (2, 0, True)
 
 
@@ -57,13 +59,13 @@ def test_a_source_that_sends_a_byte_now_and_then_costs_its_share_and_the_other_o
         (large,) = job.save(1, "n1", parts=1, size_bytes=size)
         job.settle(1)
         with job["n2"].agent() as agent:
-            line = CutLine(int(agent.me().address.rpartition(":")[2]))
+            line = CutLine(int(agent.this_node().address.rpartition(":")[2]))
         reads = undo.enter_context(ThreadPoolExecutor(1))
         undo.enter_context(line.started())
         line.trickle(after_bytes=size // 8)
         with job.reading(large, ["n2", "n1"]) as read:
             read.peers["n2"].close()
-            read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._pass)
+            read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._credentials)
             data, pulled = reads.submit(read).result(240)  # at its pace it would take days
         assert data == content(large, size)
         assert pulled.failed == {}

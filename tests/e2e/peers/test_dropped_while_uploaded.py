@@ -30,10 +30,12 @@ def test_a_step_that_is_dropped_while_another_node_uploads_its_part_does_not_com
         cluster.run(["n1", "n2"], save, vars(behind), environ={"TIEREDCKPT_PEER_COPIES": "1"})
         with cluster["n1"].agent(cluster.job) as one, cluster["n2"].agent(cluster.job) as two:
             rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"000001\.safetensors"))
-            until(lambda: "other parts" in one.drains(cluster.job)[0].error)
-            one.drop(cluster.job, [one.drains(cluster.job)[0].group])
+            until(lambda: "other parts" in one.drain_status(cluster.job)[0].error)
+            one.drop_steps(cluster.job, [one.drain_status(cluster.job)[0].group])
             held.release()
-            (after,) = until(lambda: [view for view in two.drains(cluster.job) if view.state in ("done", "skipped")])
+            (after,) = until(
+                lambda: [view for view in two.drain_status(cluster.job) if view.state in ("done", "skipped")]
+            )
             assert after.state == "skipped"
-            assert two.survey(cluster.job, fresh=True).views == ()
+            assert two.list_steps(cluster.job, fresh=True).views == ()
     assert [name for name in objects(rclone, settings) if name.endswith((".manifest", ".index"))] == []

@@ -55,7 +55,7 @@ def test_export_reads_other_nodes(on_n1, tmp_path, capsys):
 def test_reshard_reads_other_nodes(on_n1, tmp_path):
     assert elastic(["reshard", f"tiered://{on_n1.job}", str(tmp_path / "out"), "--ranks", "3"]) == 0
     state = {name: torch.zeros_like(tensor) for name, tensor in full(7).items()}
-    RankGroup(None).dcp(dcp.load, state, storage_reader=folder_reader(tmp_path / "out", trust_objects=True))
+    RankGroup(None).call_dcp(dcp.load, state, storage_reader=folder_reader(tmp_path / "out", trust_objects=True))
     assert same(state, 7)
 
 
@@ -90,7 +90,7 @@ def test_a_damaged_copy_here_is_read_from_the_node_that_has_another(cluster, mon
 def spoil(host, job):
     """A bit of each shard on this node is another one now."""
     with host.agent(job) as agent:
-        for fact in agent.store.inventory(job):
+        for fact in agent.store.list_shards(job):
             pin = agent.store.pin(fact.key)
             flip(f"/proc/self/fd/{pin.fd}", pin.record.size_bytes // 2)
             agent.store.unpin(pin.id)

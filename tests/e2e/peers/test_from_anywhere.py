@@ -73,10 +73,10 @@ def test_one_step_comes_from_memory_from_a_peer_and_from_storage(cluster, rclone
     said = cluster.run(NAMES, save_durably, 5, environ=environ)
     assert said == ["2 copies in 2 racks, durable"] * 3
     with cluster["n1"].agent(cluster.job) as agent:
-        (copy,) = [fact.key for fact in agent.store.inventory(cluster.job) if fact.holders]
+        (copy,) = [fact.key for fact in agent.store.list_shards(cluster.job) if fact.holders]
     for name in NAMES:  # no good copy of one shard is left in anybody's memory
         with cluster[name].agent(cluster.job) as agent:
-            if copy in {fact.key for fact in agent.store.inventory(cluster.job)}:
+            if copy in {fact.key for fact in agent.store.list_shards(cluster.job)}:
                 pin = agent.store.pin(copy)
                 for at in range(0, pin.record.size_bytes, 4096):
                     flip(pinned_file(pin), at)

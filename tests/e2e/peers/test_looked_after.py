@@ -34,7 +34,7 @@ def watches():
 
 def holds(agent, job, node, step):
     """Whether a node is there, and has parts of a step, as another node sees it."""
-    seen = {one.node.id: one for one in agent.cluster(job).nodes}
+    seen = {one.node.id: one for one in agent.cluster_status(job).nodes}
     return seen[node].standing == "alive" and step in {fact.key.version for fact in seen[node].facts}
 
 
@@ -43,7 +43,7 @@ def end_the_others_agent(job, end):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeroed(sharded(0)))
         ckpt.save(sharded(5), 5).wait(copies=2, timeout_s=60)
-        node, known, pid = ckpt.session.node, ckpt.session.job, agent_pid(mine())
+        node, known, pid = ckpt.session.agent, ckpt.session.job, agent_pid(mine())
         if dist.get_rank() == 1:
             os.kill(pid, end)
             until(lambda: agent_pid(mine()) not in (None, pid), "there is another one, and nobody called it")
@@ -81,9 +81,9 @@ def end_it_on_purpose(job):
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
         for preparing in ckpt._preparing:  # which needs one, too
             preparing.join()
-        ckpt.session.observe(saves=0)
+        ckpt.session.add_metrics(saves=0)
         end_agent(mine(), signal.SIGTERM)
-        ckpt.session.observe(saves=1)  # by a thread that was a moment slower
+        ckpt.session.add_metrics(saves=1)  # by a thread that was a moment slower
         until(lambda: len(noticed.said) > 1 or agent_pid(mine()), "it is missed, and looked for again")
         assert agent_pid(mine()) is None
         assert not (mine() / "agent.sock").exists()

@@ -45,4 +45,4 @@ def test_a_node_that_comes_back_with_its_past_takes_part_and_its_past_does_not(c
 
 def inventory(cluster, name):
     with cluster[name].agent(cluster.job) as agent:
-        return {fact.key for fact in agent.store.inventory(cluster.job)}
+        return {fact.key for fact in agent.store.list_shards(cluster.job)}

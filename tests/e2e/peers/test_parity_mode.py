@@ -22,7 +22,7 @@ def four(ranks):
 def kept(host, job):
     node = NodeAgentClient(host.settings, job)
     try:
-        facts = node.store.inventory(job)
+        facts = node.store.list_shards(job)
         return (
             node.store.status().arena.sealed_bytes,
             sum(fact.size_bytes for fact in facts),

@@ -35,7 +35,7 @@ def evaluated_while_training(job, read):
             if step == 2 and dist.get_rank() == 0:
                 subprocess.run([sys.executable, "-W", "ignore", "-c", _EVALUATION, job, str(read)], check=True)
             dist.barrier()
-        until(lambda: ckpt.session.node.cluster(job).protected.step == 5, "the last step has its copies", 30)
+        until(lambda: ckpt.session.agent.cluster_status(job).protected.step == 5, "the last step has its copies", 30)
         dist.barrier()
         return ckpt.restore(state_of(0))
 

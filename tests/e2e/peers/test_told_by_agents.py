@@ -26,14 +26,14 @@ WAYS = {
 
 def saves(job, left_out):
     """Return which steps this rank sealed, which parts its node still has, and what a restart finds."""
-    mine, stage = left_out.get(dist.get_rank(), ()), Session.stage
+    mine, stage = left_out.get(dist.get_rank(), ()), Session.lease_slot
 
     def busy(session, key, *args, **more):
         if key.version in mine:
             raise StoreBusyError("no room just now")
         return stage(session, key, *args, **more)
 
-    Session.stage = busy
+    Session.lease_slot = busy
     state = {"w": torch.zeros(1000)}
     try:
         with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
@@ -46,14 +46,14 @@ def saves(job, left_out):
                 ends.append(saved.state.name)
                 dist.barrier()
     finally:
-        Session.stage = stage
+        Session.lease_slot = stage
     other = {"w": torch.zeros(1000)}
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         alone = ckpt.settings.peer.discovery == "off"  # one node's memory has no whole step then
         found = STEPS - 1 if alone else ckpt.restore(other)
-        store = ckpt.session.node.store
-        here = sorted({(fact.key.part, fact.key.version) for fact in store.inventory(ckpt.session.job)})
-        whole = store.newest_whole(ckpt.session.job)
+        store = ckpt.session.agent.store
+        here = sorted({(fact.key.part, fact.key.version) for fact in store.list_shards(ckpt.session.job)})
+        whole = store.newest_committed(ckpt.session.job)
         dist.barrier()  # where nothing was asked of the others one may be gone before another one has its group
     return ends, here, whole.version, (found, found if alone else other["w"][0].item())
 

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.e2e
 
 def killed_in_its_first_save(job, step):
     """The second rank ends before it has sealed anything, the first one once it has sealed its part."""
-    stage = Session.stage
+    stage = Session.lease_slot
 
     def dies(*args, **more):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Session.stage = dies if dist.get_rank() == 1 else stage
+    Session.lease_slot = dies if dist.get_rank() == 1 else stage
     ckpt = Checkpointer(job, on_sigterm="ignore")
     assert ckpt.restore(zeroed(sharded(0))) == -1
     assert ckpt.last_restore is None
@@ -41,7 +41,7 @@ def killed_in_its_first_save(job, step):
 
 def sealed_on(host, job):
     with host.agent(job) as agent:
-        return [fact.key.version for fact in agent.store.inventory(job)]
+        return [fact.key.version for fact in agent.store.list_shards(job)]
 
 
 def begin(job, step=None):
@@ -85,7 +85,7 @@ def test_a_job_killed_in_its_first_save_begins_again_and_says_what_was_torn(rank
                 assert "nobody has part 1 of 2" in said
                 assert "saved 20" in said
         with cluster["n1"].agent(cluster.job) as agent:
-            assert [view.group.version for view in agent.survey(cluster.job).views] == [3]
+            assert [view.group.version for view in agent.list_steps(cluster.job).views] == [3]
         directory = ["--agent-dir", str(cluster["n1"].directory)]
         assert main(["ls", cluster.job, *directory]) == 0
         assert re.search(r"3 +torn", capsys.readouterr().out)
@@ -95,19 +95,19 @@ def test_a_job_killed_in_its_first_save_begins_again_and_says_what_was_torn(rank
 
 def leaves_out(job, step):
     """One rank has no room for its part, so that what the others have of the step is given up."""
-    stage = Session.stage
+    stage = Session.lease_slot
 
     def busy(*args, **more):
         raise StoreBusyError("no room just now")
 
-    Session.stage = busy if dist.get_rank() == 1 else stage
+    Session.lease_slot = busy if dist.get_rank() == 1 else stage
     try:
         with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
             assert ckpt.restore(zeroed(sharded(0))) == -1
             ckpt.save(sharded(step), step)
             ckpt.wait()
     finally:
-        Session.stage = stage
+        Session.lease_slot = stage
 
 
 def test_a_torn_step_that_was_given_up_everywhere_is_not_nothing(ranks):
@@ -127,7 +127,7 @@ def lost(job):
         state = zeroed(sharded(0))
         with pytest.raises(CheckpointLostError) as error:
             ckpt.restore(state)
-        assert ckpt.restore(state, on_lost="begin") == -1
+        assert ckpt.restore(state, on_lost="start_fresh") == -1
         report = ckpt.last_restore
         return str(error.value), (report.step, report.mode, report.refused)
 
@@ -145,7 +145,9 @@ def test_what_was_whole_once_is_lost_also_to_agents_that_came_later(ranks, capsy
             cluster[name].kill_agent()
             cluster[name].start()
         with cluster["n3"].agent(cluster.job) as agent:
-            until(lambda: [one.standing for one in agent.cluster(cluster.job).nodes] == ["dead", "alive", "alive"])
+            until(
+                lambda: [one.standing for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"]
+            )
         cluster.add("n4")
         for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
             assert "step 6" in said

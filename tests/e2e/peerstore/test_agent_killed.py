@@ -56,16 +56,16 @@ def work(client, versions, sealed):
             fill(lease, content(of, size_of(of)))
             client.seal(lease.id, size_of(of), b"meta")
             sealed.append(of)
-        client.call_whole("job", key(version).group)
+        client.mark_committed("job", key(version).version_id)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
-    client.forget("job", [key(versions[-1]).group])
+    client.delete_versions("job", [key(versions[-1]).version_id])
     lease = client.lease(key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
-    client.abandon(lease.id)
+    client.release(lease.id)
 
 
 def check(client, sealed):
     """Everything acknowledged that was not superseded is here, whole versions above all, and nothing is half here."""
-    here = [fact.key for fact in client.inventory("job")]
+    here = [fact.key for fact in client.list_shards("job")]
     for of in here:
         assert load(client, of) == content(of, size_of(of))
         assert client.verify(of) == ()
@@ -85,7 +85,7 @@ def go_on(client):
             lease = client.lease(of, 2 * MIB, 2, wait_s=5)
             fill(lease, content(of, size_of(of)))
             client.seal(lease.id, size_of(of))
-    assert max(client.inventory("job"), key=lambda fact: fact.key).key.version == 92
+    assert max(client.list_shards("job"), key=lambda fact: fact.key).key.version == 92
     assert client.status().jobs[0].newest_whole == 92
 
 
@@ -124,7 +124,7 @@ def test_killed_while_it_adopts(directory, point, count):
     with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:
         assert agent.process.wait(20) == -signal.SIGKILL
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        assert sorted(fact.key for fact in client.inventory("job")) == saved
+        assert sorted(fact.key for fact in client.list_shards("job")) == saved
         check(client, saved)
         go_on(client)
 
@@ -136,19 +136,19 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
             lease = client.lease(of, MIB, 1)
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
-            client.call_whole("job", of.group)
+            client.mark_committed("job", of.version_id)
         pin = client.pin(key(2))  # whose file is open for as long as somebody has it
         slot = pinned_file(pin).readlink()
         agent.kill()
     flip(slot, MIB // 2)
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        assert [fact.key for fact in client.inventory("job")] == [key(1)]
+        assert [fact.key for fact in client.list_shards("job")] == [key(1)]
         with pytest.raises(ShardNotFoundError):
             client.pin(key(2))
         (damage,) = client.status().damages
         assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
         assert "chunks differ after a restart" in damage.reason
-        client.call_whole("job", key(2).group)  # somebody who has not heard of it yet
+        client.mark_committed("job", key(2).version_id)  # somebody who has not heard of it yet
         assert client.status().jobs[0].newest_whole == 1
         for version in (3, 4):  # not whole: a second part never comes
             lease = client.lease(key(version), MIB, 2)
@@ -173,7 +173,7 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
             lease = client.lease(of, MIB, 1)
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
-            client.call_whole("job", of.group)
+            client.mark_committed("job", of.version_id)
         pin = client.pin(key(2))  # whose file is open for as long as somebody has it
         slot = pinned_file(pin).readlink()
         agent.kill()
@@ -188,7 +188,7 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
         case "remove the note":
             note.unlink()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        assert [fact.key.version for fact in client.inventory("job")] == left
+        assert [fact.key.version for fact in client.list_shards("job")] == left
         assert len(client.status().damages) == damages
         assert client.status().jobs[0].newest_whole == 1
         assert load(client, key(1)) == content(key(1), MIB)
@@ -223,10 +223,10 @@ def test_the_version_that_was_forgotten_does_not_come_back(directory):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         lease = client.lease(key(1), MIB, 1)
         client.seal(lease.id, MIB)
-        client.call_whole("job", group)
+        client.mark_committed("job", group)
         client.pin(key(1))
-        assert client.forget("job", [group]) == 1
+        assert client.delete_versions("job", [group]) == 1
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        assert client.inventory("job") == []
+        assert client.list_shards("job") == []
         assert client.status().jobs[0].newest_whole is None

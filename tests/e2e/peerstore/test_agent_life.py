@@ -217,7 +217,7 @@ def test_status_for_people_and_for_programs(directory):
     with store_agent(directory, "--budget", "64MiB") as agent, agent.client(retry_s=20, job="job") as client:
         for version in (1, 2):
             save(client, key(version))
-        client.report(key(2), "a test says so")
+        client.report_damage(key(2), "a test says so")
         said = status_of(directory)
         assert said.returncode == EXIT_OK
         assert said.stderr == ""
@@ -355,7 +355,7 @@ class TestSmallTmpfs:
                 mapped = FileMapping(fd, 10 * MIB, writable=True)
             with mapped as mapping, refused:
                 prefault_address(mapping.address, 10 * MIB)
-            client.abandon(lease.id)
+            client.release(lease.id)
             (small_tmpfs / "somebody else").unlink()
             save(client, key(2), 10 * MIB)
             assert load(client, key(2)) == content(key(2), 10 * MIB)

@@ -64,7 +64,7 @@ def test_restarting_it_again_and_again_leaves_files_and_threads_flat():
                 assert agent.wait_ready()
                 with agent.client() as client:
                     save(client, key(version))
-                    client.call_whole("job", key(version).group)
+                    client.mark_committed("job", key(version).version_id)
                     assert load(client, key(version)) == content(key(version), MIB)
                     seen.append((files_of(agent), len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))))
                 agent.kill()

@@ -85,8 +85,8 @@ def test_memory_that_a_reader_keeps_counts_until_it_is_done(directory):
         reader = Reader(directory, 1)
         agent.kill()
     with store_agent(directory, "--budget", "12MiB") as agent, agent.client(retry_s=20) as client:
-        client.forget("job", [key(1).group])
-        assert client.inventory("job") == []
+        client.delete_versions("job", [key(1).version_id])
+        assert client.list_shards("job") == []
         assert client.status().arena.allocated_bytes == SIZE
         with pytest.raises(PeerStoreError):
             client.lease(key(2), 3 * SIZE, 1)
@@ -106,5 +106,5 @@ def test_a_reader_that_is_alive_and_lost_its_pin_keeps_its_bytes(directory):
         until(lambda: client.status().arena.pins == 0, "the pin is taken back")
         for version in range(2, 6):
             save(client, key(version), SIZE)
-        assert key(1) not in {fact.key for fact in client.inventory("job")}
+        assert key(1) not in {fact.key for fact in client.list_shards("job")}
         assert reader.finish() == "right lost"

@@ -98,11 +98,11 @@ def test_a_full_disk_keeps_what_was_durable_and_goes_on_when_there_is_room(agent
         for step in range(1, 4):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         assert not ckpt.wait("durable", timeout_s=1)
-        problem = " ".join(view.error for view in ckpt.session.node.drains(job.name))
+        problem = " ".join(view.error for view in ckpt.session.agent.drain_status(job.name))
         assert "No space left" in problem
         assert ckpt.restore(zeroed(state_at(0))) == 3
         other.unlink()
-        ckpt.session.node.configure(job.name, durable)  # somebody tells the agent that it may work now
+        ckpt.session.agent.configure(job.name, durable)  # somebody tells the agent that it may work now
         assert ckpt.save(state_at(4), 4).wait("durable", timeout_s=60) is SaveState.DURABLE
     assert not list(Path(disk).rglob("*.staged"))
     job.lose_memory()

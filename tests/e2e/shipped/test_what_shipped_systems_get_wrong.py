@@ -100,9 +100,9 @@ def test_2_a_slot_cut_short_is_not_read_as_zeros(agent_dir):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         for step in range(2):
             ckpt.save(state_at(step), step).wait()
-        newest = max(ckpt.session.node.store.inventory("loop"), key=lambda fact: fact.key.version)
-        pin = ckpt.session.node.store.pin(newest.key)
-        ckpt.session.node.store.unpin(pin.id)
+        newest = max(ckpt.session.agent.store.list_shards("loop"), key=lambda fact: fact.key.version)
+        pin = ckpt.session.agent.store.pin(newest.key)
+        ckpt.session.agent.store.unpin(pin.id)
         os.truncate(pinned_file(pin), 5000)
         found = zeroed(state_at(0))
         assert ckpt.restore(found) == 0
@@ -120,9 +120,9 @@ def save_apart(name):
             ckpt.save({f"own{me}": torch.full((1000,), 10.0 * step + me)}, step).wait()
         dist.barrier()
         if me == 1:
-            store = ckpt.session.node.store
-            (bad,) = [f for f in store.inventory(name) if f.key.version == 1 and f.key.part == 1]
-            store.report(bad.key, "lost by a test")
+            store = ckpt.session.agent.store
+            (bad,) = [f for f in store.list_shards(name) if f.key.version == 1 and f.key.part == 1]
+            store.report_damage(bad.key, "lost by a test")
         dist.barrier()
         state = {f"own{me}": torch.zeros(1000)}
         return ckpt.restore(state), float(state[f"own{me}"][0])
@@ -291,7 +291,7 @@ def save_one_part(name, url):
         dist.barrier()
         if dist.get_rank() == 0:
             ckpt.save({"own0": torch.ones(10)}, 1, force=True).wait()  # rank 1 never comes to this step
-            infos = {info.step: info.whole for info in ckpt.steps()}
+            infos = {info.step: info.is_complete for info in ckpt.steps()}
             state = {"own0": torch.zeros(10), "own1": torch.zeros(10)}
             reader = TieredReader(f"tiered://{name}")
             dcp.load(state, storage_reader=reader, no_dist=True)

@@ -43,7 +43,7 @@ def test_our_own_writer_and_reader_are_used(agent_dir, urls):
     assert type(_storage_utils._storage_setup(None, "tiered://job/step-1")) is TieredWriter
     assert type(_storage_utils._storage_setup(None, "tiered://job", reader=True)) is TieredReader
     dcp.save(state_at(1), checkpoint_id="tiered://job/step-1", no_dist=True)
-    (fact,) = open_session("job", load_settings()).node.store.inventory("job")
+    (fact,) = open_session("job", load_settings()).agent.store.list_shards("job")
     assert fact.key.version == 1
 
 
@@ -66,7 +66,7 @@ def test_async_save(agent_dir, urls):
 def test_the_durable_tier_comes_from_the_call_or_the_settings(agent_dir, tmp_path):
     with tieredckpt.enable_urls(durable=f"file://{tmp_path}/durable"):
         dcp.save(state_at(3), checkpoint_id="tiered://job/step-3", no_dist=True)
-    view = open_session("job", load_settings()).node.wait_durable("job", None, 30)
+    view = open_session("job", load_settings()).agent.wait_durable("job", None, 30)
     assert view.state == "done"
     assert list((tmp_path / "durable" / "job" / "manifests").iterdir())
 
@@ -137,5 +137,5 @@ def save_and_load_fsdp():
 
 def test_two_ranks(agent_dir, ranks):
     assert ranks.run(2, save_and_load_fsdp) == [True, True]
-    facts = open_session("fsdp", load_settings()).node.store.inventory("fsdp")
+    facts = open_session("fsdp", load_settings()).agent.store.list_shards("fsdp")
     assert sorted(fact.key.part for fact in facts) == [0, 1]

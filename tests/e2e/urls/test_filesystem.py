@@ -48,7 +48,7 @@ def durable(monkeypatch, tmp_path):
 
 
 def wait_durable(job="job"):
-    view = open_session(job, load_settings()).node.wait_durable(job, None, 30)
+    view = open_session(job, load_settings()).agent.wait_durable(job, None, 30)
     assert view.state == "done", view
 
 
@@ -69,7 +69,7 @@ def test_many_steps_do_not_fill_the_arena(agent_dir):
     for step in range(12):
         save(step)
     load(11)
-    status = StepFileSpace("job").session.node.store.status()
+    status = StepFileSpace("job").session.agent.store.status()
     assert status.arena.allocated_bytes < 64 << 20
 
 
@@ -175,7 +175,7 @@ def test_saves_that_come_to_nothing_keep_no_room(agent_dir):
     """Only the step before may still be on its way."""
 
     def here():
-        return {fact.key.version for fact in space.session.node.store.inventory(space.space)}
+        return {fact.key.version for fact in space.session.agent.store.list_shards(space.space)}
 
     space = StepFileSpace("job")
     for step in range(1, 8):
@@ -202,15 +202,15 @@ def test_a_rank_that_completes_no_step_remembers_no_more_of_them(agent_dir, rank
 
 
 def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_dir, monkeypatch):
-    original = StepFileSpace.place
+    original = StepFileSpace.rename
 
     def forgetful(self, step, name, final):
         if final == ".metadata":
-            store = self.session.node.store
-            store.forget(self.space, [fact.key.group for fact in store.inventory(self.space)])
+            store = self.session.agent.store
+            store.delete_versions(self.space, [fact.key.version_id for fact in store.list_shards(self.space)])
         original(self, step, name, final)
 
-    monkeypatch.setattr(StepFileSpace, "place", forgetful)
+    monkeypatch.setattr(StepFileSpace, "rename", forgetful)
     with pytest.raises(CheckpointException) as failure:
         save(1)
     error = failure.value.failures[0][0]
@@ -354,4 +354,4 @@ def test_a_file_of_a_step_whose_writing_failed_is_not_sealed(agent_dir):
     tiered = fsspec.filesystem("tiered")
     with pytest.raises(TypeError), tiered.open("tiered://job/step-1/__0_0.distcp", "wb") as file:
         file.writelines([b"half of it", None])
-    assert open_session(".job", load_settings()).node.store.inventory(".job") == []
+    assert open_session(".job", load_settings()).agent.store.list_shards(".job") == []

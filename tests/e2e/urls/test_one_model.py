@@ -228,14 +228,14 @@ def test_a_process_goes_on_from_what_it_has_loaded_itself(zygote):
 def test_what_killed_processes_have_loaded_is_forgotten():
     """The latest ones are kept: processes of other namespaces only seem to be gone."""
     save("url", "killed", 1)
-    store = open_session("killed", load_settings()).node.store
+    store = open_session("killed", load_settings()).agent.store
     for started in range(100):
         store.put_blob("killed", f"resumed.{os.getpid()}.{started}", b"")
     close_sessions()
     load("url", "killed", 1)
-    store = open_session("killed", load_settings()).node.store
-    left = {int(name.rpartition(".")[2]) for name in store.blobs("killed") if name.startswith("resumed.")}
-    assert left == {*range(68, 100), current_process().started}
+    store = open_session("killed", load_settings()).agent.store
+    left = {int(name.rpartition(".")[2]) for name in store.list_blobs("killed") if name.startswith("resumed.")}
+    assert left == {*range(68, 100), current_process().start_time}
 
 
 def end_dcps_process():
@@ -261,7 +261,7 @@ def save_by_process(steps):
 def test_a_save_by_dcps_own_process_is_found(ranks):
     listed = ranks.run(1, save_by_process, [1])
     assert listed == [["process/step-1"]]
-    facts = open_session("process", load_settings()).node.store.inventory("process")
+    facts = open_session("process", load_settings()).agent.store.list_shards("process")
     assert {fact.key.version for fact in facts} == {1}, "as tensors, by this package's writer"
 
 

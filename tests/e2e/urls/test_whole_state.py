@@ -105,7 +105,7 @@ def test_looking_at_a_step_is_no_rollback(agent_dir):
             ckpt.save(state_at(step), step).wait()
         assert tieredckpt.load("looked-at", step=1)["step"] == 1
         assert ckpt.save(state_at(3), 3).wait().value == "sealed"
-    facts = open_session("looked-at", load_settings()).node.store.inventory("looked-at")
+    facts = open_session("looked-at", load_settings()).agent.store.list_shards("looked-at")
     assert {2, 3} <= {fact.key.version for fact in facts}
     assert len({fact.key.epoch for fact in facts}) == 1, "a rollback begins a new incarnation"
 
@@ -167,6 +167,6 @@ def test_how_a_process_ends_that_only_looked_says_nothing_of_the_step(agent_dir)
     tieredckpt.save("looked-at", state_at(1), 1)
     look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=False).returncode == -signal.SIGKILL
-    node = open_session("looked-at", load_settings()).node
+    node = open_session("looked-at", load_settings()).agent
     until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
-    assert [view.crashed_loads for view in node.survey("looked-at").views] == [0]
+    assert [view.crashed_loads for view in node.list_steps("looked-at").views] == [0]

@@ -72,7 +72,7 @@ def nodes():
 
 
 def save_for_other(node):
-    until(lambda: node.neighbourhood.team("other").tending.quorum)
+    until(lambda: node.neighbourhood.job_peers("other").membership.has_quorum)
     node.write(key(1, job="other"), MIB)
 
 
@@ -85,7 +85,7 @@ def line(nodes):
 
 @contextlib.contextmanager
 def connected(nodes, *, me="n1", job=JOB, secret=SECRET, via="n1"):
-    channel = nodes.network.transport(via).connect(nodes["n2"].neighbourhood.listening)
+    channel = nodes.network.transport(via).connect(nodes["n2"].neighbourhood.listen_address)
     with contextlib.closing(PeerConnection(channel)) as line:
         authenticate_to_server(channel, job=job, me=me, secret=secret)
         yield line
@@ -104,33 +104,33 @@ def chunk_of(record, number):
 
 
 def offer(line, record, **more):
-    return line.ask("offer", OfferReplica(record, **{"holders": ("n1", "n2"), "whole": False, **more}), OfferReply)
+    return line.call("offer", OfferReplica(record, **{"holders": ("n1", "n2"), "whole": False, **more}), OfferReply)
 
 
 def send(line, wanted, number, data):
-    line.tell("chunk", ReplicaChunk(wanted.transfer, number), [memoryview(data)])
+    line.send("chunk", ReplicaChunk(wanted.transfer, number), [memoryview(data)])
 
 
 def send_and_flush(line, wanted, number, data):
     send(line, wanted, number, data)
-    return line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...])
+    return line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...])
 
 
 def lives_on(nodes):
     """The agent serves an honest member, has what it had, and holds nothing for anybody who left."""
     n2 = nodes["n2"]
     with connected(nodes, me="n3", via="n3") as line:
-        found = line.ask("look", GetNodeInventory(), NodeInventory)
+        found = line.call("look", GetNodeInventory(), NodeInventory)
         assert HERE in {fact.key for fact in found.facts}
         record = record_of(key(77, 1))  # the other part never comes, so nothing becomes superfluous
         wanted = offer(line, record)
         for number in range(CHUNKS):
             send(line, wanted, number, chunk_of(record, number))
-        assert line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
-        line.ask("commit", CommitReplica(wanted.transfer), type(None))
+        assert line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+        line.call("commit", CommitReplica(wanted.transfer), type(None))
     assert n2.is_good(HERE)
     assert n2.is_good(key(77, 1))
-    until(lambda: n2.neighbourhood.desk.receiving.open == 0, "no transfer is left")
+    until(lambda: n2.neighbourhood.server.replica_receiver.open_transfers == 0, "no transfer is left")
     until(lambda: n2.store.status().arena.leases == 0, "no slot is held")
 
 
@@ -145,7 +145,7 @@ def lives_on(nodes):
 def test_who_does_not_know_the_secret_gets_nothing(nodes, job, secret):
     with pytest.raises(PeerRefusedError), connected(nodes, job=job, secret=secret):
         """Not reached."""
-    until(lambda: nodes["n2"].neighbourhood.desk.refused >= 1, "it is counted")
+    until(lambda: nodes["n2"].neighbourhood.server.rejected >= 1, "it is counted")
     lives_on(nodes)
 
 
@@ -165,8 +165,8 @@ READ = ReadRanges(FOREIGN, 0, ((0, 10),))
 )
 def test_a_member_of_one_job_cannot_name_what_belongs_to_another(nodes, line, op, body):
     with pytest.raises(RequestError, match="on a connection of job job"):
-        line.ask(op, body, object)
-    records = line.ask("records", GetShardRecords(FOREIGN.group), list[ShardRecord])
+        line.call(op, body, object)
+    records = line.call("records", GetShardRecords(FOREIGN.version_id), list[ShardRecord])
     assert {record.key.job for record in records} == {JOB}
     lives_on(nodes)
 
@@ -175,7 +175,7 @@ def test_what_another_job_keeps_beside_its_shards_is_not_to_be_had(nodes, line):
     nodes["n2"].store.put_blob("other", "private", b"x")
     for name in ("private", "../other/private", "other/private", ""):
         with pytest.raises(PeerStoreError):
-            line.ask("blob", GetPeerBlob(name), bytes)
+            line.call("blob", GetPeerBlob(name), bytes)
     lives_on(nodes)
 
 
@@ -266,7 +266,7 @@ def test_a_chunk_of_another_length_ends_the_connection(nodes, line, number, size
 def test_a_commit_without_chunks_is_refused(nodes, line):
     wanted = offer(line, record_of())
     with pytest.raises(ShardDamagedError, match="chunks are missing"):
-        line.ask("commit", CommitReplica(wanted.transfer), type(None))
+        line.call("commit", CommitReplica(wanted.transfer), type(None))
     assert not nodes["n2"].holds(key(2))
     line.close()
     lives_on(nodes)
@@ -279,9 +279,9 @@ def test_wrong_bytes_are_named_and_never_sealed(nodes, line):
         data = bytearray(chunk_of(record, number))
         data[0] ^= number == 2
         send(line, wanted, number, data)
-    assert line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == (2,)
+    assert line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == (2,)
     with pytest.raises(ShardDamagedError, match="1 chunks are missing or damaged"):
-        line.ask("commit", CommitReplica(wanted.transfer), type(None))
+        line.call("commit", CommitReplica(wanted.transfer), type(None))
     assert not nodes["n2"].holds(record.key)
     line.close()
     lives_on(nodes)
@@ -293,8 +293,8 @@ def test_chunks_backwards_and_twice_make_one_good_copy(nodes, line):
     for number in [3, 2, 2, 1, 3, 0, 0]:
         send(line, wanted, number, chunk_of(record, number))
     send(line, wanted, 1, bytes(CHUNK_BYTES))  # after the right one: nobody looks at it
-    assert line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
-    line.ask("commit", CommitReplica(wanted.transfer), type(None))
+    assert line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+    line.call("commit", CommitReplica(wanted.transfer), type(None))
     assert load(nodes["n2"].store, record.key) == content(record.key, SIZE)
     lives_on(nodes)
 
@@ -307,9 +307,9 @@ def test_a_chunk_that_comes_twice_at_the_same_time_cannot_change_what_was_compar
         rubbish = halfway(nodes, slow, wanted)
         for number in range(CHUNKS):
             send(line, wanted, number, chunk_of(record, number))
-        line.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...])
+        line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...])
         with contextlib.suppress(ShardDamagedError):  # not while somebody else is at it
-            line.ask("commit", CommitReplica(wanted.transfer), type(None))
+            line.call("commit", CommitReplica(wanted.transfer), type(None))
         finish(nodes, slow, rubbish)
     if nodes["n2"].holds(record.key):
         assert nodes["n2"].is_good(record.key)
@@ -322,7 +322,7 @@ def test_a_slot_is_not_given_to_others_while_somebody_still_writes_into_it(nodes
     wanted = offer(line, record)
     with connected(nodes, via="n1b") as slow:
         rubbish = halfway(nodes, slow, wanted)
-        line.ask("abort", AbortReplica(wanted.transfer), type(None))
+        line.call("abort", AbortReplica(wanted.transfer), type(None))
         n2 = nodes["n2"]
         for part, version in ((0, 3), (0, 4)):
             with contextlib.suppress(PeerStoreError):
@@ -337,7 +337,7 @@ def test_a_slot_is_not_given_to_others_while_somebody_still_writes_into_it(nodes
 
 def halfway(nodes, line, wanted):
     """The first part of a wrong chunk 0 is in the slot, the rest waits on the way."""
-    (transfer,) = nodes["n2"].neighbourhood.desk.receiving._transfers.values()
+    (transfer,) = nodes["n2"].neighbourhood.server.replica_receiver._transfers.values()
     assert transfer.view[0] != 0xAA
     sending = threading.Thread(target=send, args=(line, wanted, 0, b"\xaa" * CHUNK_BYTES), name="hostile")
     nodes.network.delay("n1b", "n2", 0.2)  # a piece at a time
@@ -351,7 +351,7 @@ def finish(nodes, line, sending):
     nodes.network.heal("n1b", "n2")
     sending.join()
     with contextlib.suppress(PeerStoreError):
-        line.ask("look", GetNodeInventory(), NodeInventory)
+        line.call("look", GetNodeInventory(), NodeInventory)
 
 
 def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
@@ -360,13 +360,13 @@ def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
     with connected(nodes, me="n5", via="n5") as other:
         for number in range(CHUNKS):
             send(other, wanted, number, bytes(len(chunk_of(record, number))))
-        assert other.ask("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+        assert other.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
         with pytest.raises(LeaseLostError):
-            other.ask("commit", CommitReplica(wanted.transfer), type(None))
-        other.ask("abort", AbortReplica(wanted.transfer), type(None))
+            other.call("commit", CommitReplica(wanted.transfer), type(None))
+        other.call("abort", AbortReplica(wanted.transfer), type(None))
     for number in range(CHUNKS):
         send(line, wanted, number, chunk_of(record, number))
-    line.ask("commit", CommitReplica(wanted.transfer), type(None))
+    line.call("commit", CommitReplica(wanted.transfer), type(None))
     assert nodes["n2"].is_good(record.key)
     lives_on(nodes)
 
@@ -375,8 +375,8 @@ def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
 
 
 def read(line, nodes, ranges, into=()):
-    (record,) = nodes["n2"].store.records(JOB, HERE.group)
-    return line.ask(
+    (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
+    return line.call(
         "read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), tuple(ranges)), RangeDigests, into=into
     )
 
@@ -412,8 +412,8 @@ def test_ranges_that_overlap_are_answered_one_by_one(nodes, line):
 
 def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
     with connected(nodes) as line:
-        (record,) = nodes["n2"].store.records(JOB, HERE.group)
-        line.tell("read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
+        (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
+        line.send("read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
     until(lambda: nodes["n2"].store.status().arena.pins == 0, "the shard is not pinned any more")
     lives_on(nodes)
 
@@ -424,20 +424,22 @@ def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
 @pytest.mark.parametrize("op", ["", "no such thing", "__init__", "offer", "ping", "settling", "forget", "x" * 100_000])
 def test_nonsense_ends_at_most_its_own_connection(nodes, line, op):
     with pytest.raises(PeerStoreError):
-        line.ask(op, {"nonsense": [1, 2, 3]}, object)
+        line.call(op, {"nonsense": [1, 2, 3]}, object)
     lives_on(nodes)
 
 
 def test_bytes_that_belong_to_nothing_end_the_connection(nodes, line):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
-        line.ask("look", GetNodeInventory(), NodeInventory, payload=[memoryview(bytes(MIB))])
+        line.call("look", GetNodeInventory(), NodeInventory, payload=[memoryview(bytes(MIB))])
     lives_on(nodes)
 
 
 def test_something_small_that_is_not_small_is_refused(nodes, line):
     with pytest.raises(RequestError):
-        line.ask("put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))])
-    assert LAYOUT_BLOB_PREFIX + "b16" not in nodes["n2"].store.blobs(JOB)
+        line.call(
+            "put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))]
+        )
+    assert LAYOUT_BLOB_PREFIX + "b16" not in nodes["n2"].store.list_blobs(JOB)
     lives_on(nodes)
 
 
@@ -477,11 +479,11 @@ def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(n
         store.put_blob(JOB, name, b"mine")
     before = store.get_blob(JOB, name)
     with pytest.raises(RequestError, match="own"):
-        line.ask("blob", GetPeerBlob(name), bytes)
+        line.call("blob", GetPeerBlob(name), bytes)
     with pytest.raises(RequestError, match="own"):
-        line.ask("blobs", GetPeerBlobs((name,)), dict[str, bytes])
+        line.call("blobs", GetPeerBlobs((name,)), dict[str, bytes])
     with pytest.raises(RequestError, match="not for node n1 to change"):
-        line.ask("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(b"theirs")])
+        line.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(b"theirs")])
     assert store.get_blob(JOB, name) == before
     lives_on(nodes)
 
@@ -489,19 +491,19 @@ def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(n
 def test_a_layout_that_is_there_is_not_replaced(nodes, line):
     store = nodes["n2"].store
     for data in (b"first", b"other"):
-        line.ask("put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), type(None), payload=[memoryview(data)])
+        line.call("put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), type(None), payload=[memoryview(data)])
     assert store.get_blob(JOB, LAYOUT_BLOB_PREFIX + "abc") == b"first"
-    assert line.ask("blob", GetPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), bytes) == b"first"
+    assert line.call("blob", GetPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), bytes) == b"first"
 
 
 def test_a_registry_is_changed_by_its_own_node_alone(nodes, line):
     store = nodes["n2"].store
     for data in (b"first", b"second"):
-        line.ask("put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n1"), type(None), payload=[memoryview(data)])
+        line.call("put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n1"), type(None), payload=[memoryview(data)])
     assert store.get_blob(JOB, REGISTRY_BLOB_PREFIX + "n1") == b"second"
     with pytest.raises(RequestError, match="not for node n1"):
-        line.ask("put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n2"), type(None), payload=[memoryview(b"not mine")])
-    assert REGISTRY_BLOB_PREFIX + "n2" not in store.blobs(JOB)
+        line.call("put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n2"), type(None), payload=[memoryview(b"not mine")])
+    assert REGISTRY_BLOB_PREFIX + "n2" not in store.list_blobs(JOB)
 
 
 # -- numbers that nobody counts to ------------------------------------------------------------------------------------
@@ -516,9 +518,9 @@ def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
     with pytest.raises(RequestError, match="cannot have come so far"):
         offer(line, record_of(key(9, epoch=LAST, name="z")))
     base = ResumePoint(LAST, "z", 0, VersionId(1, 1, 0, "z"))
-    line.ask("ping", PingMessage(GossipMessage((), None, (LAST, "z")), base=base), PingMessage)
-    assert store.copies.base(JOB) is None
-    assert store.copies.owner_of(JOB) == (before, "a")
+    line.call("ping", PingMessage(GossipMessage((), None, (LAST, "z")), base=base), PingMessage)
+    assert store.replicas.resume_point(JOB) is None
+    assert store.replicas.current_incarnation(JOB) == (before, "a")
     assert store.claim(JOB, "b") == before + 1
     assert store.lease(key(10, epoch=before + 1, name="b"), MIB, 1).size_bytes == MIB
 
@@ -526,5 +528,5 @@ def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
 @pytest.mark.parametrize("number", [1 << 62, (1 << 64) - 1, -1])
 def test_a_number_that_is_too_large_is_no_message(nodes, line, number):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
-        line.ask("records", {"group": [number, 1, 0, "a"], "parts": []}, object)
+        line.call("records", {"group": [number, 1, 0, "a"], "parts": []}, object)
     lives_on(nodes)

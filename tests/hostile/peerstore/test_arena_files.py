@@ -68,7 +68,7 @@ def directory():
     with store_directory() as place:
         with contextlib.closing(NodeStore(TmpfsArena(place), StoreSettings(budget="64MiB"))) as store:
             save(store, GOOD)
-            store.call_whole("job", GOOD.group)
+            store.mark_committed("job", GOOD.version_id)
         yield place
 
 
@@ -76,7 +76,7 @@ def directory():
 def opened(directory):
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         assert load(store, GOOD) == content(GOOD, MIB)
-        assert [fact.key for fact in store.inventory()] == [GOOD]
+        assert [fact.key for fact in store.list_shards()] == [GOOD]
         yield store
         save(store, key(7))
         assert load(store, key(7)) == content(key(7), MIB)
@@ -87,7 +87,7 @@ def test_a_note_that_is_intact_but_wrong_is_damage(directory, name):
     kind, data = NOTES[name]
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
-    arena.put_note(f"{kind}.{SLOT}", data)
+    arena.put_metadata(f"{kind}.{SLOT}", data)
     with opened(directory) as store:
         assert len(store.status().damages) == 1
         assert store.status().jobs[0].newest_whole == 1
@@ -101,7 +101,7 @@ def test_a_note_that_another_version_may_have_written_is_kept(directory, name):
     kind, data = STRANGE[name]
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
-    arena.put_note(f"{kind}.{SLOT}", data)
+    arena.put_metadata(f"{kind}.{SLOT}", data)
     with opened(directory) as store:
         assert [(one.name, one.size_bytes) for one in store.status().aside] == [(SLOT, 4096)]
         assert store.status().damages == ()
@@ -113,7 +113,7 @@ def test_a_lease_note_does_not_choose_its_file(directory):
     """What is sealed is the slot, whatever path a note claims."""
     arena = TmpfsArena(directory)
     arena.create(SLOT, 10)
-    arena.put_note(f"lease.{SLOT}", leased())
+    arena.put_metadata(f"lease.{SLOT}", leased())
     with opened(directory) as store:
         assert store.lease(VICTIM, 10, 1).slot == SLOT
         with (directory / "slots" / SLOT).open("r+b") as file:  # other tests have slots of this name, too
@@ -128,7 +128,7 @@ def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
     arena.create(SLOT, size)
     Path(arena.path(SLOT)).write_bytes(content(VICTIM, size))
     sums = b"".join(chunk_checksum(content(VICTIM, size)[at : at + MIB]).to_bytes(8, "little") for at in (0, MIB))
-    arena.put_note(f"seal.{SLOT}", sealed(size_bytes=size, checksums=sums))
+    arena.put_metadata(f"seal.{SLOT}", sealed(size_bytes=size, checksums=sums))
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         assert load(store, VICTIM) == content(VICTIM, size)
         pin = store.pin(VICTIM)
@@ -136,7 +136,7 @@ def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
         for version in range(3, 8):
             assert store.lease(key(version), size, 1).slot != SLOT
             save(store, key(version), size)
-        assert max(fact.key.version for fact in store.inventory("job")) == 7
+        assert max(fact.key.version for fact in store.list_shards("job")) == 7
         assert os.pread(pin.fd, size, 0) == content(VICTIM, size)
 
 
@@ -154,7 +154,7 @@ def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
     ],
 )
 def test_notes_about_nothing_are_no_obstacle(directory, name, data):
-    TmpfsArena(directory).put_note(name, data)
+    TmpfsArena(directory).put_metadata(name, data)
     with opened(directory):
         pass
 

@@ -90,7 +90,7 @@ def test_commands_say_why_they_do_not_look_there(place, unsafe, monkeypatch):
     settings = settings_from_mapping({"agent": {"directory": str(at.directory)}})
     with open_tier_client(settings) as sight:
         assert sight.agent is None
-        assert "nobody else can write to" in sight.why_no_agent
+        assert "nobody else can write to" in sight.agent_error
     with pytest.raises(BlockingIOError):
         listener.accept()
 

@@ -73,7 +73,7 @@ def test_an_agent_takes_no_settings_that_cannot_be(store, changes):
         configure = agent_operations(node)["configure"]
         with pytest.raises(SettingsError):
             configure.answer(ConfigureRequest("job", DurableSettings(url="file:///nowhere", **changes)), None)
-        assert store.blobs("job") == []
+        assert store.list_blobs("job") == []
 
 
 @pytest.fixture
@@ -136,8 +136,8 @@ def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
     monkeypatch.setattr(Console, "is_terminal", property(lambda _: terminal))
     screen.out.print(escape(EVIL))
     screen.out.print(text_table(["name", "size"], [[escape(EVIL), "[bold]1[/bold]"]]))
-    screen.note(EVIL)
-    screen.failed(CheckpointDamagedError(EVIL))
+    screen.info(EVIL)
+    screen.report_error(CheckpointDamagedError(EVIL))
     said = out.getvalue()
     assert "\\x1b]0;owned" in said
     assert "[bold]x" in said

@@ -35,7 +35,7 @@ def test_a_flipped_byte_of_a_copy_is_refused_by_the_reader_dropped_reported_and_
     flip(nodes["n2"].path(V1), 3 * MIB)
     _, alone = nodes["n1"].read(V1, sources=["n2"])
     assert alone.failed.keys() == {V1}
-    assert {node for node, _, _ in alone.refused} == {"n2"}
+    assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
     is_mended(nodes["n2"])
     assert any("changed after it was sealed" in reason for reason in nodes["n2"].damages())
     assert nodes["n3"].damages() == nodes["n1"].damages() == []
@@ -47,24 +47,24 @@ def test_a_flipped_byte_of_a_copy_is_refused_by_the_reader_dropped_reported_and_
 def test_a_flipped_byte_of_the_original_is_mended_from_a_copy_and_stays_the_original(nodes):
     flip(nodes["n1"].path(V1), 5 * MIB)
     _, alone = nodes["n3"].read(V1, sources=["n1"])
-    assert {node for node, _, _ in alone.refused} == {"n1"}
+    assert {node for node, _, _ in alone.rejected_replicas} == {"n1"}
     is_mended(nodes["n1"])
     assert nodes["n1"].facts()[V1].holders == ()
-    assert nodes["n1"].team.protecting.standings()[0].mine
+    assert nodes["n1"].team.replicator.statuses()[0].is_owner
 
 
 def test_a_slice_of_a_chunk_is_compared_by_its_holder_before_it_leaves(nodes):
     """The reader of a slice cannot compare it with the seal itself."""
     flip(nodes["n2"].path(V1), CHUNK_BYTES + 10)
     team = nodes["n1"].team
-    (record,) = team.records("n3", V1.group)
+    (record,) = team.fetch_records("n3", V1.version_id)
     start = CHUNK_BYTES + 500
     data = bytearray(100)
     target = ReadTarget(start, start + 100, memoryview(data))
-    alone = RangeReader(team.tending.peer).pull([ReadRequest(record, [target], ["n2"])])
-    assert {node for node, _, _ in alone.refused} == {"n2"}
+    alone = RangeReader(team.membership.client_for).read([ReadRequest(record, [target], ["n2"])])
+    assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
     assert data == bytes(100)
-    both = RangeReader(team.tending.peer).pull([ReadRequest(record, [target], ["n2", "n3"])])
+    both = RangeReader(team.membership.client_for).read([ReadRequest(record, [target], ["n2", "n3"])])
     assert both.failed == {}
     assert data == content(V1, SIZE)[start : start + 100]
     is_mended(nodes["n2"])
@@ -90,21 +90,21 @@ def test_every_copy_is_damaged_in_the_same_place_and_no_byte_of_it_is_used(nodes
 
 
 def test_a_bit_that_turns_on_the_wire_is_asked_for_again_and_the_copy_stays(nodes):
-    nodes.network.flip("n2", "n1", payload=0, byte=77)
+    nodes.network.flip_bit("n2", "n1", payload=0, byte=77)
     data, pulled = nodes["n1"].read(V1, sources=["n2"], streams=1)
     assert data == content(V1, SIZE)
     assert pulled.failed == {}
-    assert pulled.refused == []
+    assert pulled.rejected_replicas == []
     assert nodes["n2"].is_good(V1)
     assert nodes["n2"].damages() == []
 
 
 def test_a_way_that_damages_all_it_carries_is_not_asked_for_ever(nodes):
     for payload in range(8):
-        nodes.network.flip("n2", "n1", payload=payload, byte=77)
+        nodes.network.flip_bit("n2", "n1", payload=payload, byte=77)
     _, alone = nodes["n1"].read(V1, sources=["n2"], streams=1)
     assert alone.failed.keys() == {V1}
-    assert {node for node, _, _ in alone.refused} == {"n2"}
+    assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
     assert nodes["n2"].is_good(V1)
     assert nodes["n2"].damages() == []
 
@@ -112,14 +112,14 @@ def test_a_way_that_damages_all_it_carries_is_not_asked_for_ever(nodes):
 def test_a_connection_that_was_kept_and_ended_meanwhile_is_made_again(nodes):
     """The other agent was started again since: there is nothing wrong with its copy."""
     team = nodes["n1"].team
-    (record,) = team.records("n2", V1.group)
-    peer = team.tending.peer("n2")
-    with peer.line(), peer.line(fresh=True):
+    (record,) = team.fetch_records("n2", V1.version_id)
+    peer = team.membership.client_for("n2")
+    with peer.connection(), peer.connection(fresh=True):
         pass
     for line in peer._idle:
         line.close()
     data = bytearray(SIZE)
-    pulled = RangeReader(lambda _: peer).pull([ReadRequest(record, [ReadTarget(0, SIZE, memoryview(data))], ["n2"])])
+    pulled = RangeReader(lambda _: peer).read([ReadRequest(record, [ReadTarget(0, SIZE, memoryview(data))], ["n2"])])
     assert pulled.failed == {}
     assert data == content(V1, SIZE)
 
@@ -130,42 +130,42 @@ def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes)
     nodes["n2"].write(other, SIZE, parts=2)
     flip(nodes["n2"].path(V1), 5)
     team = nodes["n3"].team
-    records = {record.key: record for record in team.records("n2", V1.group)}
+    records = {record.key: record for record in team.fetch_records("n2", V1.version_id)}
     slice_of, data = bytearray(100), bytearray(SIZE)
     wishes = [
         ReadRequest(records[V1], [ReadTarget(10, 110, memoryview(slice_of))], ["n2"]),
         ReadRequest(records[other], [ReadTarget(0, SIZE, memoryview(data))], ["n2"]),
     ]
-    pulled = RangeReader(team.tending.peer, streams=1).pull(wishes)
+    pulled = RangeReader(team.membership.client_for, streams=1).read(wishes)
     assert pulled.failed.keys() == {V1}
     assert data == content(other, SIZE)
 
 
 def test_a_bit_that_turns_while_a_copy_is_made_is_sent_once_more(nodes):
     for payload in (0, 3):
-        nodes.network.flip("n1", "n2", payload=payload, byte=5)
+        nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(key(2), SIZE)
     nodes.settle(2)
-    assert nodes["n2"].neighbourhood.desk.receiving.damaged_chunks == 2
+    assert nodes["n2"].neighbourhood.server.replica_receiver.damaged_chunks == 2
     assert all(node.holds(key(2)) for node in nodes)
     assert nodes["n2"].store.verify(key(2)) == ()
 
 
 def test_a_way_that_damages_everything_makes_no_copy_and_is_told(nodes):
     for payload in range(1000):
-        nodes.network.flip("n1", "n2", payload=payload, byte=5)
+        nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(key(2), SIZE)
-    trouble = until(lambda: nodes["n1"].team.protecting.trouble(key(2)), "a copy was refused")
+    trouble = until(lambda: nodes["n1"].team.replicator.last_errors(key(2)), "a copy was refused")
     assert "arrived damaged twice" in trouble
     until(lambda: nodes.holders(key(2)) == {"n1", "n3"}, "the other partner has its copy")
-    until(lambda: nodes["n1"].team.protecting.standings()[-1].short == 1, "one copy less than there should be")
+    until(lambda: nodes["n1"].team.replicator.statuses()[-1].unplaceable == 1, "one copy less than there should be")
     assert not nodes["n2"].holds(key(2))
 
 
 def lie(node):
     """From now on the node describes its copy with other checksums."""
-    with node.store._shelf.lock:
-        slot, record = node.store._shelf.sealed(V1)
+    with node.store._table.lock:
+        slot, record = node.store._table.find_shard(V1)
         sums = bytes(byte ^ 0x55 for byte in record.checksums)
         slot.record = msgspec.structs.replace(record, checksums=sums)
 
@@ -174,7 +174,7 @@ def lie(node):
 def test_one_of_two_holders_describes_the_shard_wrongly_and_the_other_is_believed(liar):
     """With one voice against another, the bytes decide."""
     with neighbours("n1", "n2", "n3", "n4", copies=2) as nodes:
-        writer = next(node for node in nodes if liar in node.team.protecting.partners)
+        writer = next(node for node in nodes if liar in node.team.replicator.partners)
         of = key(1)
         writer.write(of, SIZE)
         nodes.settle(1)
@@ -234,9 +234,9 @@ def test_a_copy_is_mended_as_soon_as_somebody_who_has_it_can_be_asked():
             asked.set()
             raise UnavailableError("ask again")
 
-        nodes["n1"].team.look = unknown
+        nodes["n1"].team.local_inventory = unknown
         flip(nodes["n2"].path(V1), 0)
         assert nodes["n2"].store.verify(V1) == (0,)
         assert asked.wait(60)
-        del nodes["n1"].team.look
+        del nodes["n1"].team.local_inventory
         is_mended(nodes["n2"])

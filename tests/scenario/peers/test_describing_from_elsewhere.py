@@ -17,7 +17,7 @@ from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob, unpack
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 WRITERS = NAMES[1:]
-GROUP = key(1).group
+GROUP = key(1).version_id
 
 
 TEXT_OF_TABLE = b"table"
@@ -50,8 +50,8 @@ def nodes():
 def asked(nodes, monkeypatch):
     """Who was asked for what, by n1."""
     asked = Counter()
-    tending = nodes["n1"].team.tending
-    honest = tending.peer
+    tending = nodes["n1"].team.membership
+    honest = tending.client_for
 
     def peer(node):
         found = honest(node)
@@ -65,7 +65,7 @@ def asked(nodes, monkeypatch):
 
         return Counted()
 
-    monkeypatch.setattr(tending, "peer", peer)
+    monkeypatch.setattr(tending, "client_for", peer)
     return asked
 
 
@@ -82,7 +82,7 @@ def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monk
     many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
         nodes["n2"].store.put_blob(JOB, name, name.encode())
-    found = nodes["n1"].team.blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
+    found = nodes["n1"].team.fetch_blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
     assert found == {name: name.encode() for name in many}
 
 
@@ -108,7 +108,7 @@ def test_a_layout_that_is_damaged_everywhere_is_damaged(nodes):
     node = nodes["n1"]
     service = NodeAgentService(node.store, neighbourhood=node.neighbourhood)
     with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
-        service.layouts(JOB, GROUP, [layout(0)], [])
+        service.step_layouts(JOB, GROUP, [layout(0)], [])
 
 
 @pytest.mark.parametrize("what", ["layout", "table"])
@@ -123,7 +123,7 @@ def test_where_this_nodes_own_is_damaged_another_ones_is_taken(nodes, what):
     (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
     flip(file, file.stat().st_size - 1)
     with contextlib.closing(NodeAgentService(node.store, neighbourhood=node.neighbourhood)) as service:
-        found = service.layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
+        found = service.step_layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
     said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
     assert unpack_blob(said) == good
 
@@ -134,7 +134,7 @@ def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
     def silent(node, names):
         raise PeerUnreachableError(f"{node} says nothing")
 
-    monkeypatch.setattr(nodes["n1"].team, "blobs", silent)
+    monkeypatch.setattr(nodes["n1"].team, "fetch_blobs", silent)
     assert others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(0)]) == ({}, False)
 
 
@@ -148,7 +148,7 @@ def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
 
 def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes, asked, monkeypatch):
     others = PeerTier(nodes["n1"].neighbourhood)
-    facts, sources = others.held(JOB, GROUP)
+    facts, sources = others.holders_of_parts(JOB, GROUP)
     assert sorted(facts) == sorted(sources)
     assert {part: [source.node for source in there] for part, there in sources.items()} == {
         part: [name] for part, name in enumerate(WRITERS)
@@ -156,7 +156,7 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
     found = others.records(JOB, GROUP, sources)
     assert {part: record.key for part, record in found.items()} == {part: key(1, part) for part in range(len(WRITERS))}
     assert +asked == Counter({("records", name): 1 for name in WRITERS})
-    team, honest = nodes["n1"].team, nodes["n1"].team.records
+    team, honest = nodes["n1"].team, nodes["n1"].team.fetch_records
 
     def records(node, group, parts):
         if node == "n3":
@@ -164,13 +164,13 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
         assert list(parts) == [WRITERS.index(node)]
         return honest(node, group, parts)
 
-    monkeypatch.setattr(team, "records", records)
+    monkeypatch.setattr(team, "fetch_records", records)
     assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}
 
 
 def test_one_node_commits_a_step_and_the_next_one_when_it_is_gone(nodes):
     others = [PeerTier(node.neighbourhood) for node in nodes]
-    assert {one.first_with(JOB, GROUP) for one in others} == {WRITERS[0]}
-    nodes.network.lose(WRITERS[0])
-    rest = [one for one in others if one.neighbourhood.name != WRITERS[0]]
-    until(lambda: {one.first_with(JOB, GROUP) for one in rest} == {WRITERS[1]})
+    assert {one.committer_of(JOB, GROUP) for one in others} == {WRITERS[0]}
+    nodes.network.kill_node(WRITERS[0])
+    rest = [one for one in others if one.neighbourhood.node_id != WRITERS[0]]
+    until(lambda: {one.committer_of(JOB, GROUP) for one in rest} == {WRITERS[1]})

@@ -10,7 +10,7 @@ ALL = ("n1", "n2", "n3")
 
 
 def kept_on(nodes):
-    return {name for name in ALL if V1.group in nodes[name].store.kept("job")}
+    return {name for name in ALL if V1.version_id in nodes[name].store.retained("job")}
 
 
 def write(nodes, versions):
@@ -22,11 +22,11 @@ def write(nodes, versions):
 def test_what_one_node_keeps_all_keep_until_one_of_them_lets_it_go():
     with neighbours(*ALL, copies=3) as nodes:
         write(nodes, [1])
-        nodes["n2"].store.keep("job", V1.group)
+        nodes["n2"].store.retain("job", V1.version_id)
         until(lambda: kept_on(nodes) == {*ALL}, "all have heard that it is kept")
         write(nodes, range(2, 7))
         assert nodes.holders(V1) == {*ALL}
-        nodes["n3"].store.keep("job", V1.group, kept=False)
+        nodes["n3"].store.retain("job", V1.version_id, kept=False)
         until(lambda: not kept_on(nodes), "all have heard that it is not kept any more")
         write(nodes, range(7, 10))
         assert nodes.holders(V1) == set()
@@ -35,12 +35,12 @@ def test_what_one_node_keeps_all_keep_until_one_of_them_lets_it_go():
 def test_what_is_dropped_is_gone_everywhere_and_no_ping_brings_it_back():
     with neighbours(*ALL, copies=3) as nodes:
         write(nodes, [1, 2])
-        group = key(2).group
-        assert nodes["n3"].team.drop([group]) == {}
-        nodes["n3"].store.forget("job", [group])
+        group = key(2).version_id
+        assert nodes["n3"].team.broadcast_delete([group]) == {}
+        nodes["n3"].store.delete_versions("job", [group])
         assert nodes.holders(key(2)) == set()
         write(nodes, [3])  # pings were exchanged since
-        assert {nodes[name].team.settled for name in ALL} == {key(3).group}
+        assert {nodes[name].team.newest_replicated for name in ALL} == {key(3).version_id}
         assert nodes.holders(V1) | nodes.holders(key(3)) == {*ALL}
 
 
@@ -54,6 +54,6 @@ def test_those_that_answer_give_it_up_while_others_are_silent():
             for other in names:
                 if other != one:
                     nodes.network.stall(one, other)
-        told = dropping.submit(nodes["n1"].team.drop, [key(1).group])
+        told = dropping.submit(nodes["n1"].team.broadcast_delete, [key(1).version_id])
         until(lambda: not nodes[last].holds(key(1)), "it has given it up", timeout_s=20)
         assert set(told.result()) == set(silent), "who has nothing of it is told as well"

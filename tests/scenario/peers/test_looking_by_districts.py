@@ -40,34 +40,34 @@ def nodes(monkeypatch):
             nodes.network.heal(one, other)
 
 
-ASKER = next(name for name in NAMES if len(DISTRICTS.of(name)) >= 2)
-FAR = max(DISTRICTS.beyond(ASKER), key=len)
+ASKER = next(name for name in NAMES if len(DISTRICTS.partition_of(name)) >= 2)
+FAR = max(DISTRICTS.other_partitions(ASKER), key=len)
 """Another district, the asker's lookout first."""
 
 
 def answers_with(nodes, name, answer):
     """From now on ``name`` answers who asks it to look with ``answer(asked, honest answer)``."""
-    looking = nodes[name].team.looking
-    honest = looking.look_for
-    nodes.monkeypatch.setattr(looking, "look_for", lambda asked: answer(asked, honest))
+    looking = nodes[name].team.inventory_service
+    honest = looking.serve_partition
+    nodes.monkeypatch.setattr(looking, "serve_partition", lambda asked: answer(asked, honest))
 
 
 def counted(nodes, name):
     """How often ``name`` is looked at by others from now on."""
     team, looks = nodes[name].team, []
-    honest = team.look
+    honest = team.local_inventory
 
     def look():
         looks.append(name)
         return honest()
 
-    nodes.monkeypatch.setattr(team, "look", look)
+    nodes.monkeypatch.setattr(team, "local_inventory", look)
     return looks
 
 
 def sees_everything(nodes, asker=ASKER):
-    sight = nodes[asker].team.sight(fresh=True)
-    assert sight.silent == {}
+    sight = nodes[asker].team.inventory(fresh=True)
+    assert sight.unreachable == {}
     assert set(sight.nodes) == set(NAMES)
     for name in NAMES:
         assert {fact.key: fact.holders for fact in sight.nodes[name].facts} == {
@@ -77,7 +77,7 @@ def sees_everything(nodes, asker=ASKER):
 
 
 def test_there_are_districts_to_speak_of():
-    assert len(DISTRICTS.beyond(ASKER)) >= 2
+    assert len(DISTRICTS.other_partitions(ASKER)) >= 2
     assert len(FAR) >= 3
 
 
@@ -91,15 +91,17 @@ def test_who_looks_asks_one_node_of_each_other_district(nodes):
     for name in NAMES:
         answers_with(nodes, name, lambda names, honest, name=name: asked.append(name) or honest(names))
     sees_everything(nodes)
-    assert sorted(asked) == sorted(members[0] for members in DISTRICTS.beyond(ASKER))
+    assert sorted(asked) == sorted(members[0] for members in DISTRICTS.other_partitions(ASKER))
 
 
 def test_holders_are_confirmed_by_what_lookouts_say(nodes):
     writer = nodes[ASKER]
-    partner = writer.team.protecting.partners[0]
+    partner = writer.team.replicator.partners[0]
     confirmed = []
-    nodes.monkeypatch.setattr(writer.team.protecting, "confirm", lambda of, by, _life: confirmed.append((of, by)))
-    writer.team.sight(fresh=True)
+    nodes.monkeypatch.setattr(
+        writer.team.replicator, "confirm_holder", lambda of, by, _life: confirmed.append((of, by))
+    )
+    writer.team.inventory(fresh=True)
     mine = next(of for of, fact in writer.facts().items() if not fact.holders)
     assert (mine, partner) in confirmed
 
@@ -114,7 +116,7 @@ def test_what_was_sealed_before_the_question_is_seen(nodes):
     def ask(name):
         while not stop.is_set():
             try:
-                nodes[name].team.sight(fresh=True)
+                nodes[name].team.inventory(fresh=True)
             except PeerStoreError as error:
                 failures.append(error)
 
@@ -125,7 +127,7 @@ def test_what_was_sealed_before_the_question_is_seen(nodes):
         for version in range(2, 12):
             of = ShardKey(JOB, version, 1, "a", 0, version)
             nodes[FAR[version % len(FAR)]].write(of, SIZE, parts=12)
-            assert of in nodes[ASKER].team.sources(fresh=True), f"version {version} was sealed before"
+            assert of in nodes[ASKER].team.shard_sources(fresh=True), f"version {version} was sealed before"
     finally:
         stop.set()
         for thread in asking:
@@ -137,17 +139,17 @@ def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
     lookout, member = FAR[0], FAR[1]
     looks = counted(nodes, member)
     inside, go_on = threading.Semaphore(0), threading.Event()
-    honest = nodes[member].team.look
+    honest = nodes[member].team.local_inventory
 
     def wait_and_look():
         inside.release()
         assert go_on.wait(60)
         return honest()
 
-    nodes.monkeypatch.setattr(nodes[member].team, "look", wait_and_look)
+    nodes.monkeypatch.setattr(nodes[member].team, "local_inventory", wait_and_look)
     arrived, found = [], []
     answers_with(nodes, lookout, lambda asked, honest: arrived.append(1) or honest(asked))
-    peer = nodes[ASKER].team.tending.peer(lookout)
+    peer = nodes[ASKER].team.membership.client_for(lookout)
 
     def ask():
         found.append(peer.call("look_for", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
@@ -172,17 +174,17 @@ def test_a_lookout_that_dies_while_it_looks_is_replaced(nodes):
     lookout = FAR[0]
 
     def die(asked, honest):
-        nodes.network.lose(lookout)
+        nodes.network.kill_node(lookout)
         for name in NAMES:
             if name != lookout:
                 nodes.network.cut(lookout, name)
         return honest(asked)
 
     answers_with(nodes, lookout, die)
-    sight = nodes[ASKER].team.sight(fresh=True)
+    sight = nodes[ASKER].team.inventory(fresh=True)
     assert set(sight.nodes) == set(NAMES) - {lookout}
-    assert set(sight.silent) == {lookout}
-    assert "cannot be reached" in sight.silent[lookout]
+    assert set(sight.unreachable) == {lookout}
+    assert "cannot be reached" in sight.unreachable[lookout]
 
 
 def test_a_lookout_that_says_nothing_is_not_waited_for(nodes):
@@ -231,8 +233,8 @@ def test_a_node_that_nobody_reaches_is_named(nodes):
     for name in NAMES:
         if name != lost:
             nodes.network.cut(lost, name)
-    sight = nodes[ASKER].team.sight(fresh=True)
-    assert set(sight.silent) == {lost}
+    sight = nodes[ASKER].team.inventory(fresh=True)
+    assert set(sight.unreachable) == {lost}
     assert set(sight.nodes) == set(NAMES) - {lost}
 
 
@@ -275,7 +277,7 @@ def test_nodes_of_which_a_lookout_says_nothing_of_use_are_asked_themselves(nodes
 def ask(nodes, names, lookout=FAR[0]):
     return (
         nodes[ASKER]
-        .team.tending.peer(lookout)
+        .team.membership.client_for(lookout)
         .call("look_for", GetPartitionInventory(tuple(names)), PartitionInventory)
     )
 
@@ -309,13 +311,13 @@ def test_what_does_not_fit_into_one_answer_is_left_to_the_asker(nodes):
     """Here because one node has very much to say; the asker gets it from that node."""
     big, room = FAR[1], 1 << 20
     nodes.monkeypatch.setattr("peerstore.peers.peer_inventory.MAX_PARTITION_REPLY_BYTES", room)
-    honest = nodes[big].team.look
+    honest = nodes[big].team.local_inventory
 
     def look():
         looked = honest()
         return msgspec.structs.replace(looked, incarnation="x" * (room + 1))
 
-    nodes.monkeypatch.setattr(nodes[big].team, "look", look)
+    nodes.monkeypatch.setattr(nodes[big].team, "local_inventory", look)
     answer = ask(nodes, FAR)
     assert set(answer.nodes) == set(FAR) - {big}
     assert "does not fit" in answer.silent[big]

@@ -28,7 +28,7 @@ def write(node, of, changed):
 
 def test_chunks_that_did_not_change_are_not_sent_again():
     with neighbours("n1", "n2", copies=2) as nodes:
-        n1, totals = nodes["n1"], nodes["n1"].team.protecting.totals
+        n1, totals = nodes["n1"], nodes["n1"].team.replicator.totals
         write(n1, key(1), ())
         nodes.settle(1)
         assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE, 0)
@@ -44,7 +44,7 @@ def test_chunks_that_did_not_change_are_not_sent_again():
 
 def test_damage_of_an_older_version_does_not_get_into_the_next():
     with neighbours("n1", "n2", copies=2) as nodes:
-        n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].team.protecting.totals
+        n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].team.replicator.totals
         write(n1, key(1), ())
         nodes.settle(1)
         flip(n2.path(key(1)), 3 * CHUNK_BYTES + 5)
@@ -62,12 +62,12 @@ def test_a_source_dies_in_the_middle_and_the_other_one_serves_the_rest():
         (other,) = nodes.holders(key(1)) - {"n1"}
         reader = next(node for node in nodes if node.name not in ("n1", other))
         nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
-        record = nodes[other].store.records("job", key(1).group)[0]
+        record = nodes[other].store.shard_records("job", key(1).version_id)[0]
         data = bytearray(record.size_bytes)
         wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
         with ThreadPoolExecutor(1) as aside:
             nodes.network.drop_after(other, reader.name, 6 * MIB)
-            pulling = aside.submit(RangeReader(reader.team.tending.peer, streams=1).pull, [wish])
+            pulling = aside.submit(RangeReader(reader.team.membership.client_for, streams=1).read, [wish])
             until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
             nodes.lose(other)
             nodes.network.heal("n1", reader.name)
@@ -83,7 +83,7 @@ def test_a_reader_gets_its_ranges_and_no_more(count):
     with neighbours("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(key(1), SIZE)
         nodes.settle(1)
-        (record,) = nodes["n1"].store.records("job", key(1).group)
+        (record,) = nodes["n1"].store.shard_records("job", key(1).version_id)
         step = SIZE // count
         targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
         buffers = [bytearray(stop - start) for start, stop in targets]
@@ -95,12 +95,12 @@ def test_a_reader_gets_its_ranges_and_no_more(count):
             ],
             ["n1"],
         )
-        before = nodes["n1"].neighbourhood.desk.lending.sent_bytes
-        pulled = RangeReader(nodes["n2"].team.tending.peer).pull([wish])
+        before = nodes["n1"].neighbourhood.server.range_server.sent_bytes
+        pulled = RangeReader(nodes["n2"].team.membership.client_for).read([wish])
         assert pulled.failed == {}
         whole = content(key(1), SIZE)
         assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
-        sent = nodes["n1"].neighbourhood.desk.lending.sent_bytes - before
+        sent = nodes["n1"].neighbourhood.server.range_server.sent_bytes - before
         assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
 
 
@@ -111,6 +111,6 @@ def test_a_connection_forgets_the_copies_that_it_has_finished():
             nodes["n1"].write(key(version), MIB)
             nodes.settle(version)
         teams = {id(nodes[name].team) for name in ("n1", "n2")}
-        talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._team) in teams]
+        talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in teams]
         assert talks
         until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")

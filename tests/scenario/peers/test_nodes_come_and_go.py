@@ -45,14 +45,14 @@ def test_two_of_four_nodes_are_lost_at_once():
     with neighbours("n1", "n2", "n3", "n4", copies=3) as nodes:
         keys = save(nodes, 1)
         nodes.settle(1)
-        nodes.network.lose("n2")
+        nodes.network.kill_node("n2")
         nodes.lose("n2")
         nodes.lose("n3")
         for node in nodes:
             until(lambda node=node: node.sees("n1", "n4"), "the two that are left know it")
         expect(nodes, keys, copies=2)
-        until(lambda: not any(node.team.protecting.busy for node in nodes), "nothing is left to do")
-        assert all(one.short == 1 for node in nodes for one in node.team.protecting.standings() if one.mine)
+        until(lambda: not any(node.team.replicator.has_pending for node in nodes), "nothing is left to do")
+        assert all(one.unplaceable == 1 for node in nodes for one in node.team.replicator.statuses() if one.is_owner)
 
 
 @pytest.mark.parametrize("rack", [("n1", "n2"), ("n3", "n4")])
@@ -74,7 +74,7 @@ def test_the_node_that_counts_copies_is_lost(when):
         keys = save(nodes, 1)
         if when == "settled":
             nodes.settle(1)
-        nodes["n1"].team.protecting.wait(lambda: nodes["n1"].team.protecting.totals.copies > 0, 60)
+        nodes["n1"].team.replicator.wait_until(lambda: nodes["n1"].team.replicator.totals.copies > 0, 60)
         nodes.lose("n1")
         for node in nodes:
             until(lambda node=node: node.sees("n2", "n3"))
@@ -104,17 +104,17 @@ def test_an_agent_that_starts_again_with_its_arena_takes_part_as_before_and_noth
         nodes["n1"].write(mine, SIZE, parts=2)
         nodes["n2"].write(other, SIZE, parts=2)
         nodes.settle(1)
-        sent = nodes["n1"].team.protecting.totals.sent_bytes
+        sent = nodes["n1"].team.replicator.totals.sent_bytes
         nodes.restart("n2")
         until(lambda: nodes["n2"].facts().keys() == {mine, other}, "both shards are adopted")
         assert nodes["n2"].sees("n1", "n2") or until(lambda: nodes["n2"].sees("n1", "n2"))
         assert nodes["n2"].facts()[mine].holders == ("n1", "n2")
         assert nodes["n2"].facts()[other].holders == ()
-        until(lambda: "n1" in {node.id for node in nodes["n2"].team.protecting.holders(other)}, "n1's copy counts")
-        until(lambda: "n2" in {node.id for node in nodes["n1"].team.protecting.holders(mine)}, "n2's copy counts")
-        until(lambda: not any(node.team.protecting.busy for node in nodes))
-        assert nodes["n2"].team.protecting.totals.sent_bytes == 0
-        assert nodes["n1"].team.protecting.totals.sent_bytes == sent
+        until(lambda: "n1" in {node.id for node in nodes["n2"].team.replicator.holders(other)}, "n1's copy counts")
+        until(lambda: "n2" in {node.id for node in nodes["n1"].team.replicator.holders(mine)}, "n2's copy counts")
+        until(lambda: not any(node.team.replicator.has_pending for node in nodes))
+        assert nodes["n2"].team.replicator.totals.sent_bytes == 0
+        assert nodes["n1"].team.replicator.totals.sent_bytes == sent
         assert nodes["n2"].settled == 1
 
 
@@ -126,7 +126,7 @@ def test_a_node_that_returns_after_a_newer_incarnation_is_fenced_and_its_past_is
         for other in ("n1", "n2"):
             nodes.network.cut("n3", other)
         n3.write(past, SIZE, parts=3)  # a version that the others never finish
-        nodes.network.lose("n3")
+        nodes.network.kill_node("n3")
         n3.close()
         until(lambda: nodes["n1"].sees("n1", "n2"))
         epoch = nodes["n1"].store.claim(JOB, "b")
@@ -138,11 +138,13 @@ def test_a_node_that_returns_after_a_newer_incarnation_is_fenced_and_its_past_is
         for other in ("n1", "n2"):
             nodes.network.heal("n3", other)
         n3.open()
-        until(lambda: n3.store.copies.owner_of(JOB) == (epoch, "b"), "n3 has heard of the newer incarnation")
+        until(
+            lambda: n3.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n3 has heard of the newer incarnation"
+        )
         with pytest.raises(FencedError, match="past incarnation"):
             n3.store.lease(key(10, 2), SIZE, 3)
         nodes.settle(2, "n3")
-        until(lambda: not n3.team.protecting.busy)
+        until(lambda: not n3.team.replicator.has_pending)
         until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified what it kept")
         assert not nodes.holders(key(2, 2))
         expect(nodes, newer, copies=2)
@@ -156,12 +158,12 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
         for near in ("n1", "n2"):
             for far in ("n3", "n4"):
                 nodes.network.cut(near, far, both=both)
-        until(lambda: not nodes["n3"].team.tending.quorum and not nodes["n4"].team.tending.quorum)
+        until(lambda: not nodes["n3"].team.membership.has_quorum and not nodes["n4"].team.membership.has_quorum)
         until(lambda: nodes["n1"].sees("n1", "n2") and nodes["n2"].sees("n1", "n2"))
         for name in ("n3", "n4"):
             with pytest.raises(NoQuorumError, match="no quorum"):
                 nodes[name].store.claim(JOB, "wrong")
-        until(lambda: nodes["n1"].team.tending.quorum)
+        until(lambda: nodes["n1"].team.membership.has_quorum)
         epoch = nodes["n1"].store.claim(JOB, "b")
         newer = [key(2, part, epoch=epoch, name="b") for part in range(2)]
         for node, of in zip(("n1", "n2"), newer, strict=True):
@@ -178,7 +180,10 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
             for far in ("n3", "n4"):
                 nodes.network.heal(near, far)
         for name in ("n3", "n4"):
-            until(lambda name=name: nodes[name].store.copies.owner_of(JOB) == (epoch, "b"), f"{name} is fenced")
+            until(
+                lambda name=name: nodes[name].store.replicas.current_incarnation(JOB) == (epoch, "b"),
+                f"{name} is fenced",
+            )
             with pytest.raises(FencedError):
                 nodes[name].store.lease(key(6, 3), SIZE, 4)
         nodes.settle(2)
@@ -193,7 +198,7 @@ def test_the_smaller_side_of_a_partition_gives_up_nothing_also_where_it_has_all_
         nodes.settle(1)
         for other in ("n2", "n3"):
             nodes.network.cut("n1", other)
-        until(lambda: not n1.team.tending.quorum and n1.sees("n1"), "n1 knows that it is alone")
+        until(lambda: not n1.team.membership.has_quorum and n1.sees("n1"), "n1 knows that it is alone")
         until(lambda: nodes["n2"].sees("n2", "n3") and nodes["n3"].sees("n2", "n3"))
         epoch = nodes["n2"].store.claim(JOB, "b")
         for version in (2, 3):
@@ -201,14 +206,14 @@ def test_the_smaller_side_of_a_partition_gives_up_nothing_also_where_it_has_all_
             nodes.settle(version, "n2", "n3")
         for version in (2, 3):  # it has two slots, and one more
             n1.write(key(version), SIZE)
-        until(lambda: not n1.team.protecting.busy)
+        until(lambda: not n1.team.replicator.has_pending)
         with pytest.raises(ArenaBusyError, match="not yet whole"):
             n1.store.lease(key(4), SIZE, 1)
         assert n1.settled == 1
         assert n1.is_good(key(1))
         for other in ("n2", "n3"):
             nodes.network.heal("n1", other)
-        until(lambda: n1.store.copies.owner_of(JOB) == (epoch, "b"), "n1 is fenced")
+        until(lambda: n1.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n1 is fenced")
         nodes.settle(3)
         expect(nodes, [key(3, epoch=epoch, name="b")], copies=2)
 
@@ -223,8 +228,8 @@ def test_a_node_that_is_left_alone_goes_on_with_one_copy_and_says_so():
         for version in range(2, 8):
             lease_within(n1, key(version))
             nodes.settle(version)
-        (newest,) = [one for one in n1.team.protecting.standings() if one.key == key(7)]
-        assert (newest.copies, newest.lacking, newest.short) == (1, 0, 1)
+        (newest,) = [one for one in n1.team.replicator.statuses() if one.key == key(7)]
+        assert (newest.copies, newest.missing, newest.unplaceable) == (1, 0, 1)
         assert n1.is_good(key(7))
 
 
@@ -238,10 +243,10 @@ def lease_within(node, of):
 def test_while_copies_are_still_to_be_made_nothing_settled_is_given_up():
     """The partner has no slot for a while: the writer may fill its own, and then has to wait."""
     with neighbours("n1", "n2", copies=2) as nodes:
-        n1, receiving = nodes["n1"], nodes["n2"].neighbourhood.desk.receiving
+        n1, receiving = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
         n1.write(key(1), SIZE)
         nodes.settle(1)
-        offer, receiving.offer = receiving.offer, busy
+        offer, receiving.handle_offer = receiving.handle_offer, busy
         for version in (2, 3):  # two slots for a writer, and one more
             n1.write(key(version), SIZE)
         with pytest.raises(ArenaBusyError, match="with its copies"):
@@ -249,8 +254,8 @@ def test_while_copies_are_still_to_be_made_nothing_settled_is_given_up():
         assert n1.is_good(key(1))
         assert n1.settled == 1
         assert nodes["n2"].holds(key(1))
-        until(lambda: "every slot is in use" in n1.team.protecting.trouble(key(2)), "it says why")
-        receiving.offer = offer
+        until(lambda: "every slot is in use" in n1.team.replicator.last_errors(key(2)), "it says why")
+        receiving.handle_offer = offer
         lease_within(n1, key(4))
         nodes.settle(4)
         expect(nodes, [key(4)], copies=2)
@@ -260,10 +265,10 @@ def test_while_copies_are_still_to_be_made_nothing_settled_is_given_up():
 def test_one_bad_path_holds_up_no_version(end):
     """The third node reaches both ends, so both live: it takes the copies, and tells the scribe what it cannot hear."""
     with neighbours("n1", "n2", "n3", copies=2) as nodes:
-        (partner,) = nodes[end].team.protecting.partners
+        (partner,) = nodes[end].team.replicator.partners
         nodes.network.cut(end, partner)
         for near, far in (end, partner), (partner, end):  # where TCP would give up connections after half a minute
-            for line in list(nodes[near].team.tending.peer(far)._idle):
+            for line in list(nodes[near].team.membership.client_for(far)._idle):
                 line.close()
         keys = [key(1, part) for part in range(3)]
         for node, of in zip(nodes, keys, strict=True):
@@ -273,8 +278,8 @@ def test_one_bad_path_holds_up_no_version(end):
             assert len(nodes.holders(of)) >= 2
             assert all(nodes[name].is_good(of) for name in nodes.holders(of))
         for node in nodes:
-            assert node.team.tending.standing(end) != "dead"
-            assert node.team.tending.standing(partner) != "dead"
+            assert node.team.membership.state_of(end) != "dead"
+            assert node.team.membership.state_of(partner) != "dead"
 
 
 def busy(*_):
@@ -294,7 +299,7 @@ def test_an_agent_that_starts_again_does_not_take_nodes_for_dead_that_it_has_not
         n1 = nodes.restart("n1")
         until(lambda: n1.facts().keys() == {mine, other, key(2)}, "its shards are adopted")
         n1.team._changed()  # as whenever a node comes or goes
-        n1.team.protecting._tell_scribe()
+        n1.team.replicator._report_to_leader()
         assert n1.team.taken_over == 0
         assert n1.facts()[other].holders == ("n2", "n1")
         assert n1.settled == 1
@@ -308,13 +313,13 @@ def test_a_node_that_was_cut_off_on_purpose_catches_up():
     with neighbours("n1", "n2", "n3") as nodes:
         save(nodes, 1)
         nodes.settle(1)
-        nodes["n1"].neighbourhood.cut_off(3600.0)
-        until(lambda: not nodes["n1"].team.tending.quorum, "n1 is alone")
+        nodes["n1"].neighbourhood.partition(3600.0)
+        until(lambda: not nodes["n1"].team.membership.has_quorum, "n1 is alone")
         until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
         keys = save(nodes, 2)
         until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
         assert [node.settled for node in nodes] == [1, 1, 1]
-        nodes["n1"].neighbourhood.cut_off(0.0)
+        nodes["n1"].neighbourhood.partition(0.0)
         nodes.settle(2)
         expect(nodes, keys, copies=2)
 
@@ -338,24 +343,24 @@ def test_a_node_that_is_being_pinged_when_a_roster_comes_is_met_all_the_same():
     """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with neighbours("n1", "n2", membership=slow) as nodes:
-        tending = nodes["n1"].team.tending
-        came, has_come, go_on = tending._came, threading.Event(), threading.Event()
+        tending = nodes["n1"].team.membership
+        came, has_come, go_on = tending._ping_acked, threading.Event(), threading.Event()
 
         def and_then_hangs(node, answer):
             came(node, answer)
             has_come.set()
             assert go_on.wait(60)
 
-        tending._came = and_then_hangs
+        tending._ping_acked = and_then_hangs
         try:
-            tending.beat()
+            tending.run_period()
             assert has_come.wait(60)
             alone = member_list(nodes.plan().roster.version, [nodes["n1"].node])
             for node in nodes:
                 node.join(msgspec.structs.replace(nodes.plan(), roster=alone))
             nodes.meet()
         finally:
-            tending._came = came
+            tending._ping_acked = came
             go_on.set()
         nodes["n1"].write(key(1, 0), parts=2)
         nodes["n2"].write(key(1, 1), parts=2)

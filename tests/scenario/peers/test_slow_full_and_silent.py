@@ -52,8 +52,8 @@ def test_a_slow_partner_delays_copies_and_nothing_else():
         nodes.network.delay("n1", "n2", 0.05)
         n1.write(key(1), SIZE)
         n1.write(key(2), SIZE)
-        (waiting,) = [one for one in n1.team.protecting.standings() if one.key == key(2)]
-        assert (waiting.copies, waiting.lacking) in ((1, 1), (2, 0))
+        (waiting,) = [one for one in n1.team.replicator.statuses() if one.key == key(2)]
+        assert (waiting.copies, waiting.missing) in ((1, 1), (2, 0))
         nodes.settle(2)
         assert nodes["n2"].is_good(key(2))
 
@@ -68,7 +68,7 @@ def test_a_limit_on_copies_holds_up_nobody_who_waits_for_something_else():
             begun.set()
             go_on.wait(60)
 
-        n1.team.pace.take = creep
+        n1.team.rate_limiter.acquire = creep
         n1.write(key(1, 0), SIZE, parts=2)
         assert begun.wait(60)
         n2.write(key(1, 1), SIZE, parts=2)
@@ -104,21 +104,21 @@ def test_where_everybody_is_full_the_writer_goes_on_with_one_copy_and_says_why()
         for version in range(1, 6):
             n1.write(key(version), SIZE)
             nodes.settle(version)
-            (standing,) = [one for one in n1.team.protecting.standings() if one.key == key(version)]
-            assert (standing.copies, standing.lacking, standing.short) == (1, 0, 1)
-            assert "does not fit: the arena's budget is 2097152 bytes" in n1.team.protecting.trouble(key(version))
+            (standing,) = [one for one in n1.team.replicator.statuses() if one.key == key(version)]
+            assert (standing.copies, standing.missing, standing.unplaceable) == (1, 0, 1)
+            assert "does not fit: the arena's budget is 2097152 bytes" in n1.team.replicator.last_errors(key(version))
         assert n1.is_good(key(5))
         assert nodes.holders(key(5)) == {"n1"}
 
 
 def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
     with neighbours("n1", "n2", "n3", copies=3) as nodes:
-        n1, liar = nodes["n1"], nodes["n2"].neighbourhood.desk.receiving
-        liar.offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
+        n1, liar = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
+        liar.handle_offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
         n1.write(key(1), SIZE)
         until(lambda: nodes["n3"].holds(key(1)), "the honest one has its copy")
         assert n1.settled == -1
-        assert n1.team.protecting.totals.errors >= 1
+        assert n1.team.replicator.totals.errors >= 1
         assert n1.is_good(key(1))
 
 
@@ -131,7 +131,7 @@ def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
         first, *others = nodes
 
         def standings():
-            return {(node.name, other): node.team.tending.standing(other) for node in nodes for other in names}
+            return {(node.name, other): node.team.membership.state_of(other) for node in nodes for other in names}
 
         until(lambda: {*standings().values()} == {"alive"}, "all have met")
         for silent in others[:3]:
@@ -141,7 +141,9 @@ def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
 
         def looked_often():
             seen.append(standings())
-            seen.append({(node.name, ""): "alive" if node.team.tending.quorum else "no quorum" for node in nodes})
+            seen.append(
+                {(node.name, ""): "alive" if node.team.membership.has_quorum else "no quorum" for node in nodes}
+            )
             return len(seen) > 1600
 
         until(looked_often)
@@ -156,7 +158,7 @@ def test_a_node_whose_ways_are_cut_while_it_waits_for_an_answer_closes_soon():
         nodes.settle(0)
         nodes.network.stall("n2", "n1")  # on a connection that is there: the answer to an offer may take long
         n1.write(key(1))
-        until(lambda: n1.team.protecting.sending, "it has offered a copy")
+        until(lambda: n1.team.replicator.in_flight, "it has offered a copy")
         nodes.network.cut("n1", "n2")
         began = time.monotonic()
         n1.close()

@@ -102,10 +102,10 @@ def test_the_rank_s_own_device_is_looked_at_not_the_first_one():
         def __init__(self):
             self.index, self.synchronized = threading.local(), []
 
-        def in_use(self):
+        def is_initialized(self):
             return True
 
-        def make_current(self, index):
+        def set_current(self, index):
             self.index.value = index
 
         def current(self):
@@ -115,9 +115,9 @@ def test_the_rank_s_own_device_is_looked_at_not_the_first_one():
             self.synchronized.append(place)
 
     with use_device_backend(Two()) as device:
-        device.make_current(1)
+        device.set_current(1)
         DeviceHealthCheck()()
-        device.make_current(0)
+        device.set_current(0)
     assert device.synchronized == [torch.device("cuda", 1)]
 
 
@@ -125,13 +125,13 @@ def test_what_a_device_keeps_of_a_world_is_told_from_what_it_had_before():
     class Full(CpuBackend):
         in_bytes, released = 100, 0
 
-        def in_use(self):
+        def is_initialized(self):
             return True
 
-        def allocated_bytes(self):
+        def memory_allocated(self):
             return self.in_bytes
 
-        def release_cached(self):
+        def empty_cache(self):
             self.released += 1
 
     with use_device_backend(Full()) as device:
@@ -227,4 +227,4 @@ def test_what_devices_have_completed_is_asked_before_anything_is_aborted():
     rank._abort(ControlNotice(0, NoticeKind.RESTART, "broken"))
     assert aborted == ["mine", "groups", "connections"]
     assert work.has_completed()
-    assert not rank._fence.believes(work)
+    assert not rank._fence.trusts(work)

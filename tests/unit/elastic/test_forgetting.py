@@ -120,9 +120,9 @@ def test_what_is_saved_next_is_of_a_new_incarnation():
     with memory_node():
         session = open_session("job-forget", Settings())
         first = agreed(session)
-        session.owner.skip_attempts(7, 5)
+        session.incarnation.skip_attempts(7, 5)
         reset_process_state()
-        assert session.owner.current is None
+        assert session.incarnation.current is None
         second = agreed(session, known_epoch=first.incarnation.epoch)
         assert second.incarnation.epoch > first.incarnation.epoch
         assert second.attempt == 0
@@ -130,8 +130,8 @@ def test_what_is_saved_next_is_of_a_new_incarnation():
 
 def agreed(session, known_epoch=0):
     """What two ranks that know the same agree on for a save of step 7."""
-    point = session.owner.capture()
-    decision = decide_save([session.owner.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}")
+    point = session.incarnation.capture()
+    decision = decide_save([session.incarnation.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}")
     session.adopt(decision, point)
     return decision
 

@@ -14,10 +14,10 @@ class Drawing(CpuBackend):
     def __init__(self, drawn: int, *, is_used: bool = True) -> None:
         self.state, self.is_used = torch.full((16,), drawn, dtype=torch.uint8), is_used
 
-    def in_use(self):
+    def is_initialized(self):
         return self.is_used
 
-    def generator(self):
+    def default_generator(self):
         return self
 
     def get_state(self):

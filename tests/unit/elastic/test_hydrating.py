@@ -47,11 +47,11 @@ def entering(monkeypatch):
             lambda *_args, **_named: [hydration] if hydration else [],
         )
         with SurvivorRecovery(plane, own_groups=False, settle_s=0) as hydrating:
-            current_survivor_state().kept["job"] = object()
+            current_survivor_state().retained["job"] = object()
             try:
                 hydrating.enter(world, silent=False)
             finally:
-                world.held = dict(current_survivor_state().kept)
+                world.held = dict(current_survivor_state().retained)
         return world
 
     return enter

@@ -31,7 +31,7 @@ class Written:
     """A ledger that keeps what is written."""
 
     def __init__(self) -> None:
-        self.place = RunPosition()
+        self.position = RunPosition()
         self.events = []
 
     def write(self, event) -> None:
@@ -126,7 +126,7 @@ def test_a_change_that_is_wanted(ledger):
 def test_what_is_restored_on_the_way(ledger):
     record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
     into(record, rank=1)
-    with recorded.restoring() as told:
+    with recorded.record_restore() as told:
         told.step = 6
     record.begins(7)
     assert stages(ledger)[3:] == [(0, "loader"), (0, "hydrate"), (0, "loader")]
@@ -140,7 +140,7 @@ def test_what_survivors_give(ledger):
     record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
     into(record)
     record.given(anything=True)
-    with recorded.restoring() as told:
+    with recorded.record_restore() as told:
         told.step = 6
         told.report = RestoreReport(6, VersionId(6, 1, 0, "x"), {"peer": 8}, mode="live", lost=0)
     record.begins(7)
@@ -153,7 +153,7 @@ def test_what_survivors_give(ledger):
 def test_a_restore_that_fails_took_its_time(ledger):
     record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
     into(record)
-    with pytest.raises(OSError, match="gone"), recorded.restoring():
+    with pytest.raises(OSError, match="gone"), recorded.record_restore():
         raise OSError("gone")
     assert stages(ledger)[-1] == (0, "hydrate")
     assert ledger.of(RestoreEvent) == []

@@ -33,7 +33,7 @@ class Screen:
     def __init__(self):
         self.notes = []
 
-    def note(self, text):
+    def info(self, text):
         self.notes.append(text)
 
 

@@ -37,7 +37,7 @@ def printed(capfd):
     record.waits()
     record.placed(RankAssignment(1, 0, 1, 0, 1, 0, 1, "nowhere:1"))
     record.grouped()
-    with SaveRestoreLog(ledger).restoring() as told:
+    with SaveRestoreLog(ledger).record_restore() as told:
         told.step = 11
     for step in (12, 13):
         record.begins(step)

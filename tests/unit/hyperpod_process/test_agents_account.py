@@ -73,10 +73,10 @@ class Session:
         self.job, self.views, self.sealed_step = job, views, sealed
         self.committed = None if committed is None else VersionId(1, committed, 0, "i1")
         self.surveys = 0
-        self.node = SimpleNamespace(survey=self._survey)
+        self.agent = SimpleNamespace(list_steps=self._survey)
         self.away = False
 
-    def newest_whole(self) -> int:
+    def newest_complete_step(self) -> int:
         return -1 if self.committed is None else self.committed.version
 
     def _survey(self, job: str, *, fresh: bool = False) -> StepInventory:
@@ -107,7 +107,7 @@ def test_a_step_that_all_ranks_have_sealed_is_reported_once_with_its_address(mad
     mine = made(agent)
     session = Session(sealed=7, committed=7)
     for _ in range(3):
-        mine.sealed(session)
+        mine.on_sealed(session)
     until(lambda: agent.steps)
     mine.flush()
     assert agent.heard == [
@@ -120,7 +120,7 @@ def test_on_one_node_its_agent_is_asked_which_step_is_whole(made):
     agent = Agent()
     mine = made(agent, alone=lambda: True)
     session = Session("job", whole(3), whole(5), torn(6), sealed=6)
-    mine.sealed(session)
+    mine.on_sealed(session)
     until(lambda: agent.steps == [5])
     session.views = (*session.views, whole(6, epoch=2))
     until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
@@ -130,7 +130,7 @@ def test_what_is_not_known_to_be_whole_is_not_reported(made):
     agent = Agent()
     mine = made(agent)
     session = Session(sealed=7)
-    mine.sealed(session)
+    mine.on_sealed(session)
     mine.flush()
     assert agent.steps == []
     session.away = True
@@ -141,18 +141,18 @@ def test_what_is_not_known_to_be_whole_is_not_reported(made):
 def test_a_rank_that_does_not_speak_says_nothing_and_is_told_nothing(made):
     agent = Agent("tiered://job/step-3")
     mine = made(agent, speaks=False)
-    mine.sealed(Session(sealed=7, committed=7))
+    mine.on_sealed(Session(sealed=7, committed=7))
     mine.flush()
-    assert mine.expected("job") is None
+    assert mine.expected_step("job") is None
     assert agent.heard == []
 
 
 def test_the_agent_has_room_for_one_job(made):
     agent = Agent()
     mine = made(agent)
-    assert mine.expected("job") is None
-    assert mine.expected("another") is None
-    mine.sealed(Session("another", sealed=7, committed=7))
+    assert mine.expected_step("job") is None
+    assert mine.expected_step("another") is None
+    mine.on_sealed(Session("another", sealed=7, committed=7))
     mine.flush()
     assert [kind for kind, _ in agent.heard] == ["ckpt_init"]
 
@@ -160,9 +160,9 @@ def test_the_agent_has_room_for_one_job(made):
 def test_after_going_back_an_older_step_is_what_there_is(made):
     agent = Agent()
     mine = made(agent)
-    mine.sealed(Session(sealed=7, committed=7))
+    mine.on_sealed(Session(sealed=7, committed=7))
     until(lambda: agent.steps == [7])
-    mine.sealed(Session(sealed=5, committed=5))
+    mine.on_sealed(Session(sealed=5, committed=5))
     until(lambda: agent.steps == [7, 5])
 
 
@@ -170,10 +170,10 @@ def test_after_going_back_an_older_step_is_what_there_is(made):
 
 
 def test_the_operators_step_is_expected(made):
-    found = made(Agent("tiered://job/step-240")).expected("job")
-    assert (found.step, found.exactly) == (240, False)
-    assert made(Agent("tiered://job/step-240"), how=ResumeFrom.TOLD).expected("job").exactly
-    assert made(Agent(None)).expected("job") is None
+    found = made(Agent("tiered://job/step-240")).expected_step("job")
+    assert (found.step, found.is_required) == (240, False)
+    assert made(Agent("tiered://job/step-240"), how=ResumeFrom.TOLD).expected_step("job").is_required
+    assert made(Agent(None)).expected_step("job") is None
 
 
 @pytest.mark.parametrize("path", ["s3://b/step_240", "tiered://other/step-240", "tiered://job", 7, ["x"], "tiered://"])
@@ -181,7 +181,7 @@ def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
     found = expected_step_from_path("job", path, ResumeFrom.NEWEST)
     assert found is not None
     assert found.step is None
-    assert "is no step of this job" in found.said
+    assert "is no step of this job" in found.source
 
 
 @hypothesis.given(st.none() | st.text() | st.integers() | st.dictionaries(st.text(), st.text()))
@@ -198,11 +198,11 @@ def test_whatever_the_agent_answers_is_understood_or_unknown(path):
 )
 def test_an_agent_that_cannot_be_asked_is_unknown(made, error):
     mine = made(Agent(error=error))
-    found = mine.expected("job")
+    found = mine.expected_step("job")
     assert found.step is None
     with pytest.raises(TierUnavailableError, match="could not be asked"):
         check_restored_step("job", found, -1)
-    mine.sealed(Session(sealed=7, committed=7))  # training does not end for it
+    mine.on_sealed(Session(sealed=7, committed=7))  # training does not end for it
     mine.flush()
 
 
@@ -271,9 +271,9 @@ def test_the_newest_whole_step_is_the_one_that_a_restore_would_take():
 def test_an_account_that_was_closed_says_nothing_more():
     agent = Agent()
     mine = CheckpointReporter(agent.connect)  # type: ignore[arg-type]
-    mine.sealed(Session(sealed=7, committed=7))
+    mine.on_sealed(Session(sealed=7, committed=7))
     until(lambda: agent.steps)
     mine.close()
-    mine.sealed(Session(sealed=8, committed=8))
+    mine.on_sealed(Session(sealed=8, committed=8))
     assert agent.steps == [7]
     assert not [one for one in threading.enumerate() if one.name == "hyperpod-progress"]

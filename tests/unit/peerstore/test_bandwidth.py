@@ -50,16 +50,16 @@ def test_the_cost_is_counted_over_all_threads():
 
     limit = RateLimiter(1_000_000, clock=lambda: 0.0, sleep=sleep)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: limit.take(limit.slice_bytes), range(40)))
-    assert limit.waited_s == pytest.approx(sum(slept))
+        list(pool.map(lambda _: limit.acquire(limit.slice_bytes), range(40)))
+    assert limit.throttled_s == pytest.approx(sum(slept))
     assert max(slept) == pytest.approx(39 * limit.slice_bytes / 1_000_000)
 
 
 def test_no_limit_costs_nothing():
     limit = RateLimiter(0, sleep=lambda _: pytest.fail("slept"))
     for _ in range(100):
-        limit.take(1 << 30)
-    assert limit.waited_s == 0
+        limit.acquire(1 << 30)
+    assert limit.throttled_s == 0
     assert limit.slice_bytes == SEND_SLICE_BYTES
 
 

@@ -123,8 +123,8 @@ def test_a_closed_client_opens_nothing_again(agent):
     client.close()
     with pytest.raises(RequestError, match="closed"):
         client.status()
-    client.tell("status", StoreStatusRequest(), timeout_s=1.0)
-    client.tell("status", StoreStatusRequest(), timeout_s=1.0, seek=agent.connect)
+    client.notify("status", StoreStatusRequest(), timeout_s=1.0)
+    client.notify("status", StoreStatusRequest(), timeout_s=1.0, seek=agent.connect)
     assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
 
 
@@ -159,13 +159,13 @@ def test_a_request_says_how_long_it_is_waited_for(heeding):
     with contextlib.closing(Client(heeding.connect, retry_s=0)) as client:
         heeding.answer(1)
         client.epoch("job")
-        assert heeding.request().left_s == 60.0
+        assert heeding.request().remaining_s == 60.0
         heeding.answer(1)
         client.call("epoch", JobRequest("job"), int, within_s=7.0)
         heeding.answer(1)
         with deadlines.timeout_scope(3.0), deadlines.timeout_scope(50.0):
             client.epoch("job")
-        within, budget = (message_codec.receive_frame(heeding.ends[0], AgentRequest).left_s for _ in range(2))
+        within, budget = (message_codec.receive_frame(heeding.ends[0], AgentRequest).remaining_s for _ in range(2))
         assert 6.0 < within <= 7.0
         assert 2.0 < budget <= 3.0
 
@@ -175,7 +175,7 @@ def test_an_agent_that_knows_no_deadlines_is_told_none(agent):
         agent.answer(1)
         with deadlines.timeout_scope(3.0):
             client.epoch("job")
-        assert agent.request().left_s == float("inf")
+        assert agent.request().remaining_s == float("inf")
         agent.answer(1)
         client.epoch("job")
         length = int.from_bytes(agent.ends[0].recv(4), "big")
@@ -196,7 +196,7 @@ def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(heeding):
         heeding.answer(7, 1)
         caller.join(30)
         assert answers == [7]
-        assert 0 < second.left_s < first.left_s <= 30.0
+        assert 0 < second.remaining_s < first.remaining_s <= 30.0
 
 
 def test_an_agent_that_says_nothing_is_an_error_that_says_so(heeding):

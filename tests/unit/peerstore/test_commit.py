@@ -55,21 +55,21 @@ events = st.one_of(
 def happen(versions, event):
     what, of, *part = event
     if what == "whole":
-        versions.call_whole(of, ())
+        versions.mark_committed(of, ())
     elif what == "settled":
-        versions.settle(of)
+        versions.mark_replicated(of)
     elif what == "torn":
-        versions.tear([of])
+        versions.mark_aborted([of])
     elif what == "left out":
-        versions.leave_out(of, part[0], ())
+        versions.abort_part(of, part[0], ())
     elif what == "lost":
-        versions.lose(of, part[0])
+        versions.lose_part(of, part[0])
     elif what == "mended":
-        versions.mend(of, part[0])
+        versions.repair_part(of, part[0])
     elif what == "dropped":
         versions.drop([of], 0)
     else:
-        versions.go_on_from(ResumePoint(of.epoch + 1, "next", 0, of), ())
+        versions.resume_from(ResumePoint(of.epoch + 1, "next", 0, of), ())
 
 
 @given(st.lists(events, max_size=25))
@@ -77,11 +77,11 @@ def test_there_are_never_two_answers_about_a_version(happened):
     versions = JobVersions()
     for event in happened:
         happen(versions, event)
-        assert not versions.torn.keys() & versions.marks.keys()
-        assert versions.settled not in versions.torn
-        for torn in versions.torn:
-            assert not versions.wanted(torn)
-            assert not versions.vouched(torn)
+        assert not versions.aborted.keys() & versions.committed.keys()
+        assert versions.replicated not in versions.aborted
+        for torn in versions.aborted:
+            assert not versions.is_needed(torn)
+            assert not versions.is_committed(torn)
 
 
 @given(st.lists(events, max_size=25), groups)
@@ -89,13 +89,13 @@ def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, t
     versions = JobVersions()
     for event in happened:
         happen(versions, event)
-    if torn not in versions.tear([torn]) and torn not in versions.torn:
-        assert versions.vouched(torn)
+    if torn not in versions.mark_aborted([torn]) and torn not in versions.aborted:
+        assert versions.is_committed(torn)
         return
     for event in happened:
         if event[0] != "went on":
             happen(versions, event)
-            assert torn in versions.torn
+            assert torn in versions.aborted
 
 
 @given(st.lists(events, max_size=25), groups)
@@ -106,7 +106,7 @@ def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
     for event in happened:
         if event[0] != "went on":
             happen(versions, event)
-            assert not versions.vouched(gone)
+            assert not versions.is_committed(gone)
 
 
 @given(groups, parts, st.sets(parts), st.booleans())
@@ -114,26 +114,26 @@ def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
     """Its writer has not heard that it was sealed."""
     versions = JobVersions()
     if lost:
-        versions.lose(of, part)
-    news = versions.leave_out(of, part, here)
+        versions.lose_part(of, part)
+    news = versions.abort_part(of, part, here)
     assert news == (part not in here and not lost)
-    assert (of in versions.torn) == news
-    assert not versions.leave_out(of, part, here)
+    assert (of in versions.aborted) == news
+    assert not versions.abort_part(of, part, here)
 
 
 @given(st.lists(st.tuples(groups, parts), max_size=20))
 def test_what_was_left_out_here_is_remembered_by_part(left):
     versions = JobVersions()
     for of, part in left:
-        versions.leave_out(of, part, ())
+        versions.abort_part(of, part, ())
     said = {of: {part for other, part in left if other == of} for of, _ in left}
-    assert versions.torn == said
+    assert versions.aborted == said
 
 
 def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
     versions = JobVersions()
-    versions.tear([group(version) for version in range(3 * MAX_ABORTED_VERSIONS)])
-    assert sorted(versions.torn) == [
+    versions.mark_aborted([group(version) for version in range(3 * MAX_ABORTED_VERSIONS)])
+    assert sorted(versions.aborted) == [
         group(version) for version in range(2 * MAX_ABORTED_VERSIONS, 3 * MAX_ABORTED_VERSIONS)
     ]
 
@@ -142,35 +142,39 @@ def test_versions_that_are_kept_are_counted_and_not_the_attempts_at_them():
     versions = JobVersions()
     whole = set()
     for attempt in range(3 * MAX_RETAINED_VERSIONS):
-        versions.keep([versions.said(group(5, attempt=attempt), kept=True, now_ns=attempt + 1)], lambda: whole)
+        versions.apply_retention(
+            [versions.new_retention_mark(group(5, attempt=attempt), kept=True, now_ns=attempt + 1)], lambda: whole
+        )
         whole.add(group(5, attempt=attempt))
-        assert group(5, attempt=attempt) in versions.stays(whole)
-        assert len(versions.kept) <= 2 * MAX_RETAINED_VERSIONS, "more than a ping may carry"
+        assert group(5, attempt=attempt) in versions.retained(whole)
+        assert len(versions.retention) <= 2 * MAX_RETAINED_VERSIONS, "more than a ping may carry"
     for version in range(6, 5 + MAX_RETAINED_VERSIONS):
-        versions.keep([versions.said(group(version), kept=True, now_ns=1000 + version)], lambda: whole)
+        versions.apply_retention(
+            [versions.new_retention_mark(group(version), kept=True, now_ns=1000 + version)], lambda: whole
+        )
     with pytest.raises(TooManyRetainedError):
-        versions.keep([versions.said(group(1000), kept=True, now_ns=2000)], lambda: whole)
+        versions.apply_retention([versions.new_retention_mark(group(1000), kept=True, now_ns=2000)], lambda: whole)
 
 
 def test_what_is_torn_is_not_kept():
     versions = JobVersions()
     for version in range(3 * MAX_RETAINED_VERSIONS):
-        versions.keep([versions.said(group(version), kept=True, now_ns=version + 1)])
-        versions.tear([group(version)])
+        versions.apply_retention([versions.new_retention_mark(group(version), kept=True, now_ns=version + 1)])
+        versions.mark_aborted([group(version)])
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.booleans())
 def test_what_is_said_here_is_later_than_what_was_heard(heard_ns, now_ns, kept):
     versions = JobVersions()
-    versions.keep([RetentionMark(group(1), not kept, heard_ns)])
-    versions.keep([versions.said(group(1), kept=kept, now_ns=now_ns)])
-    assert versions.kept[group(1)].kept == kept
+    versions.apply_retention([RetentionMark(group(1), not kept, heard_ns)])
+    versions.apply_retention([versions.new_retention_mark(group(1), kept=kept, now_ns=now_ns)])
+    assert versions.retention[group(1)].retained == kept
 
 
 @given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
 def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged, guarded):
-    versions = JobVersions(guarded=guarded, settled=settled, damaged=damaged)
-    safe = versions.safe(whole)
+    versions = JobVersions(requires_replication=guarded, replicated=settled, damaged=damaged)
+    safe = versions.rollback_target(whole)
     if guarded:
         assert safe == (settled if settled not in damaged else None)
     else:
@@ -187,14 +191,14 @@ def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged,
 @given(groups, groups)
 def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
     versions = JobVersions()
-    versions.call_whole(left, ())
+    versions.mark_committed(left, ())
     said = ResumePoint(base.epoch + 1, "next", 0, base)
-    versions.go_on_from(said, ())
-    assert versions.vouched(base)
-    if said.leaves(left):
-        assert not versions.call_whole(left, ())
-        assert not versions.settle(left)
-        assert not versions.vouched(left)
+    versions.resume_from(said, ())
+    assert versions.is_committed(base)
+    if said.abandons(left):
+        assert not versions.mark_committed(left, ())
+        assert not versions.mark_replicated(left)
+        assert not versions.is_committed(left)
 
 
 @given(decided, decided)
@@ -233,8 +237,8 @@ def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story
             left = tuple(sorted(mine & out)) if part in out else ()
             kept, rest = tuple(sorted(mine & safe)), tuple(sorted(mine & (sealed - safe)))
             tally.add(PartsReport(of, PARTS, kept, node, 1, rest, left))
-        torn = tally.torn()
-        done = tally.complete(me="a", living=NODES, life=lambda _: 1)
+        torn = tally.newly_aborted()
+        done = tally.newly_complete(me="a", living=NODES, life=lambda _: 1)
         told.append((torn, done))
         complete, there = len(safe) == PARTS, len(sealed | safe) == PARTS
         assert not (done.settled and not complete)
@@ -256,20 +260,25 @@ def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story
 def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(living, quorum):
     reports = CommitReports("a")
     for part, node in enumerate(NODES):
-        reports.count(PartsReport(group(1), PARTS, (part,), node, 1))
-    reports.count(PartsReport(group(2), 0, (), "b", 1, (), (0,)))
-    found = reports.complete(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
+        reports.add(PartsReport(group(1), PARTS, (part,), node, 1))
+    reports.add(PartsReport(group(2), 0, (), "b", 1, (), (0,)))
+    found = reports.decide(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
     assert found.torn == (group(2),)
     assert (found.settled == group(1)) == (quorum and {"a", *living} == {*NODES})
 
 
 def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
     reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
-    standing = [ReplicationStatus(of, mine=True, copies=1, lacking=1, short=0)]
+    standing = [ReplicationStatus(of, is_owner=True, copies=1, missing=1, unplaceable=0)]
 
     def said(living):
-        return reports.unreported(
-            standing, {of.group: PARTS}, living=dict.fromkeys(living), settled=None, life=1, left_out={group(0): {2}}
+        return reports.pending(
+            standing,
+            {of.version_id: PARTS},
+            living=dict.fromkeys(living),
+            settled=None,
+            life=1,
+            left_out={group(0): {2}},
         )
 
     teller, notes = said("abc")
@@ -279,6 +288,6 @@ def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
         PartsReport(group(1), PARTS, (), "b", 1, (0,)),
     ]
     for note in notes:
-        reports.reported(teller, note)
+        reports.mark_reported(teller, note)
     assert said("abc") == ("a", [])
     assert said("bc") == ("b", notes)  # the first is gone: the next is told all of it

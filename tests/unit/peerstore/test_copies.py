@@ -17,16 +17,16 @@ def record(version, epoch=1, incarnation="a", part=0, parts=2):
 def test_a_whole_version_of_a_past_incarnation_still_gets_its_copies():
     with memory_store() as store:
         store.claim("job", "b", at_least=1)
-        lease = store.begin_copy(record(3), whole=True)
-        store.seal_copy(lease.id, record(3), ("n1", "n2"))
-        assert [fact.key for fact in store.inventory("job")] == [record(3).key]
+        lease = store.begin_replica(record(3), whole=True)
+        store.seal_replica(lease.id, record(3), ("n1", "n2"))
+        assert [fact.key for fact in store.list_shards("job")] == [record(3).key]
 
 
 def test_what_a_past_incarnation_left_unfinished_gets_none():
     with memory_store() as store:
         store.claim("job", "b", at_least=1)
         with pytest.raises(FencedError, match="not whole"):
-            store.begin_copy(record(3), whole=False)
+            store.begin_replica(record(3), whole=False)
 
 
 def seal_own(store, version, epoch=1, incarnation="a", part=0):
@@ -36,32 +36,32 @@ def seal_own(store, version, epoch=1, incarnation="a", part=0):
 
 
 def take_in(store, wanted, holders=("n1", "n2")):
-    lease = store.begin_copy(wanted, whole=True)
-    store.seal_copy(lease.id, wanted, holders)
+    lease = store.begin_replica(wanted, whole=True)
+    store.seal_replica(lease.id, wanted, holders)
 
 
 def test_a_damaged_part_of_the_settled_version_gets_its_slot_back():
     """All slots of the part hold versions, none of which may go while the settled one is damaged: but for itself."""
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.copies.decide("job", CommitDecision(settled=records[1].key.group))
-        store.report(records[1].key, "a flipped bit")
+        store.replicas.apply_decision("job", CommitDecision(settled=records[1].key.version_id))
+        store.report_damage(records[1].key, "a flipped bit")
         seal_own(store, 3)  # takes the slot that came free
         with pytest.raises(ArenaBusyError):
             seal_own(store, 4)
         take_in(store, records[1])
-        assert {fact.key.version for fact in store.inventory("job")} == {1, 2, 3}
-        store.copies.decide("job", CommitDecision(settled=records[2].key.group))
+        assert {fact.key.version for fact in store.list_shards("job")} == {1, 2, 3}
+        store.replicas.apply_decision("job", CommitDecision(settled=records[2].key.version_id))
         seal_own(store, 4)
 
 
 def test_what_was_mended_is_not_damaged_any_more():
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.copies.decide("job", CommitDecision(settled=records[2].key.group))
-        store.report(records[2].key, "a flipped bit")
+        store.replicas.apply_decision("job", CommitDecision(settled=records[2].key.version_id))
+        store.report_damage(records[2].key, "a flipped bit")
         take_in(store, records[2])
         seal_own(store, 3)
         seal_own(store, 4)
@@ -70,73 +70,77 @@ def test_what_was_mended_is_not_damaged_any_more():
 def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
     """They were whole once, as somebody said, and are not any more: nobody will ever settle them."""
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
-            store.call_whole("job", one.key.group)
-        store.copies.decide("job", CommitDecision(settled=records[0].key.group))
-        store.copies.go_back("job", records[0].key.group)
+            store.mark_committed("job", one.key.version_id)
+        store.replicas.apply_decision("job", CommitDecision(settled=records[0].key.version_id))
+        store.replicas.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
         seal_own(store, 2, epoch=2, incarnation="b")
-        assert records[0].key in {fact.key for fact in store.inventory("job")}
+        assert records[0].key in {fact.key for fact in store.list_shards("job")}
 
 
 def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_for_good():
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
-            store.call_whole("job", one.key.group)
-        store.copies.decide("job", CommitDecision(settled=records[0].key.group))
-        store.copies.go_back("job", records[2].key.group)
+            store.mark_committed("job", one.key.version_id)
+        store.replicas.apply_decision("job", CommitDecision(settled=records[0].key.version_id))
+        store.replicas.resume_from("job", records[2].key.version_id)
         seal_own(store, 3, epoch=2, incarnation="b")
-        assert {fact.key.version for fact in store.inventory("job")} == {0, 2, 3}
+        assert {fact.key.version for fact in store.list_shards("job")} == {0, 2, 3}
 
 
 def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_what_it_went_back_to():
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1)]
-        store.copies.decide("job", CommitDecision(settled=records[1].key.group))
-        store.copies.go_back("job", records[0].key.group)
+        store.replicas.apply_decision("job", CommitDecision(settled=records[1].key.version_id))
+        store.replicas.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
-        store.copies.decide("job", CommitDecision(settled=records[1].key.group))  # by a ping from a node that was away
-        assert store.copies.settled("job") == records[0].key.group
-        assert store.copies.base("job") == ResumePoint(2, "b", 0, records[0].key.group)
+        store.replicas.apply_decision(
+            "job", CommitDecision(settled=records[1].key.version_id)
+        )  # by a ping from a node that was away
+        assert store.replicas.newest_replicated("job") == records[0].key.version_id
+        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, records[0].key.version_id)
 
 
 def test_a_node_without_processes_keeps_what_the_others_went_on_from():
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         take_in(store, record(3))
         take_in(store, record(4))
-        store.copies.learn("job", ResumePoint(2, "b", 0, record(3).key.group))
+        store.replicas.learn_resume_point("job", ResumePoint(2, "b", 0, record(3).key.version_id))
         for version in (4, 5):
             take_in(store, record(version, epoch=2, incarnation="b"))
-        assert record(3).key in {fact.key for fact in store.inventory("job")}
+        assert record(3).key in {fact.key for fact in store.list_shards("job")}
         with pytest.raises(FencedError, match="does not need"):
-            store.begin_copy(record(4), whole=True)
+            store.begin_replica(record(4), whole=True)
         with pytest.raises(ArenaBusyError):
-            store.begin_copy(record(6, epoch=2, incarnation="b"), whole=False)
+            store.begin_replica(record(6, epoch=2, incarnation="b"), whole=False)
 
 
 def test_of_what_is_said_of_the_past_the_latest_counts():
     with memory_store() as store:
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         store.claim("job", "a")
-        versions = [record(version).key.group for version in range(4)]
-        store.copies.go_back("job", versions[3])
+        versions = [record(version).key.version_id for version in range(4)]
+        store.replicas.resume_from("job", versions[3])
         again = ResumePoint(1, "a", 1, versions[3])
-        store.copies.go_back("job", versions[3])  # the next rank of this node
-        assert store.copies.base("job") == again
-        store.copies.go_back("job", versions[1])  # that one was not to be read after all
-        assert store.copies.base("job") == ResumePoint(1, "a", 2, versions[1])
-        store.copies.learn("job", again)
-        assert store.copies.base("job") == ResumePoint(1, "a", 2, versions[1])
+        store.replicas.resume_from("job", versions[3])  # the next rank of this node
+        assert store.replicas.resume_point("job") == again
+        store.replicas.resume_from("job", versions[1])  # that one was not to be read after all
+        assert store.replicas.resume_point("job") == ResumePoint(1, "a", 2, versions[1])
+        store.replicas.learn_resume_point("job", again)
+        assert store.replicas.resume_point("job") == ResumePoint(1, "a", 2, versions[1])
         store.claim("job", "b")
-        assert store.copies.base("job") == ResumePoint(2, "b", 0, versions[1])
-        store.copies.learn("job", ResumePoint(1, "a", 7, versions[2]))  # a side that was cut off tried on its own
-        assert store.copies.base("job") == ResumePoint(2, "b", 0, versions[1])
+        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[1])
+        store.replicas.learn_resume_point(
+            "job", ResumePoint(1, "a", 7, versions[2])
+        )  # a side that was cut off tried on its own
+        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[1])
 
 
 def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_write():
@@ -148,19 +152,19 @@ def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_writ
             if cut_off:
                 raise NoQuorumError("sees 2 of 4 nodes")
 
-        store.copies.guard("job", guarded=True)
+        store.replicas.set_replication_guard("job", guarded=True)
         store.claim("job", "a")
-        versions = [record(version).key.group for version in range(2)]
-        store.copies.guard("job", guarded=True, permit=permit)
-        store.copies.go_back("job", versions[0])
-        assert store.copies.base("job") is None
-        store.copies.decide("job", CommitDecision(settled=versions[1]))  # by a ping from the other side
-        assert store.copies.settled("job") == versions[1]
+        versions = [record(version).key.version_id for version in range(2)]
+        store.replicas.set_replication_guard("job", guarded=True, permit=permit)
+        store.replicas.resume_from("job", versions[0])
+        assert store.replicas.resume_point("job") is None
+        store.replicas.apply_decision("job", CommitDecision(settled=versions[1]))  # by a ping from the other side
+        assert store.replicas.newest_replicated("job") == versions[1]
         with pytest.raises(NoQuorumError):
             store.claim("job", "b")
         cut_off = False
         store.claim("job", "b")
-        assert store.copies.base("job") == ResumePoint(2, "b", 0, versions[0])
+        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[0])
 
 
 def test_what_was_loaded_for_an_incarnation_that_another_overtook_is_not_said_for_the_next():
@@ -171,16 +175,16 @@ def test_what_was_loaded_for_an_incarnation_that_another_overtook_is_not_said_fo
             if may:
                 raise may.pop()
 
-        store.copies.guard("job", guarded=True, permit=permit)
-        store.copies.go_back("job", record(0).key.group)
-        store.copies.fence("job", 2, "b")
+        store.replicas.set_replication_guard("job", guarded=True, permit=permit)
+        store.replicas.resume_from("job", record(0).key.version_id)
+        store.replicas.fence("job", 2, "b")
         store.claim("job", "c")
-        assert store.copies.base("job") is None
+        assert store.replicas.resume_point("job") is None
 
 
 @pytest.mark.parametrize(("me", "gives_way"), [("n1", False), ("n3", True)])
 def test_of_two_that_answer_for_one_shard_one_goes_on_doing_so(me, gives_way):
     with memory_store() as store:
         own = seal_own(store, 0)
-        store.copies.offered(own.key, ("n2", me), me=me)
-        assert store.copies.facts("job")[0].holders == (("n2", me) if gives_way else ())
+        store.replicas.merge_holders(own.key, ("n2", me), me=me)
+        assert store.replicas.list_shards("job")[0].holders == (("n2", me) if gives_way else ())

@@ -35,10 +35,10 @@ class Told(StoreListener):
     def __init__(self):
         self.keys = set()
 
-    def sealed(self, record):
+    def on_shard_sealed(self, record):
         self.keys.add(record.key)
 
-    def copied(self, record, holders):
+    def on_replica_stored(self, record, holders):
         self.keys.add(record.key)
 
 
@@ -89,7 +89,7 @@ class Agent:
 
     def sealed(self, lease, of, size=SIZE):
         self.asked(lambda: self.client.seal(lease.id, size, b"meta"))
-        self.asked(lambda: self.client.call_whole(of.job, of.group))
+        self.asked(lambda: self.client.mark_committed(of.job, of.version_id))
 
     def save(self, of):
         self.sealed(self.leased(of), of)
@@ -104,7 +104,7 @@ class Agent:
 
     def has(self, *keys):
         """These are here, whole and bit for bit, and nothing is said of damage."""
-        here = {fact.key for fact in self.asked(self.client.inventory)}
+        here = {fact.key for fact in self.asked(self.client.list_shards)}
         assert set(keys) <= here, set(keys) - here
         for of in keys:
             assert self.asked(lambda of=of: self.client.verify(of)) == ()
@@ -143,7 +143,7 @@ def story(directory, calls):
             first.asked(lambda: first.client.claim("job", "a"))
             first.asked(lambda: first.client.reserve("job", 0, SIZE, slots=1))
             first.save(one)
-            first.asked(lambda: first.client.keep("job", one.group))
+            first.asked(lambda: first.client.retain("job", one.version_id))
             first.asked(lambda: first.client.put_blob("job", "layout.x", BLOB))
             first.has(one)
             lease = first.leased(key(2, attempt=1), MIB)
@@ -151,10 +151,10 @@ def story(directory, calls):
             lease = first.asked(lambda: first.client.relabel(lease.id, two))
             first.sealed(first.filled(lease, two), two)
             given_up = first.asked(lambda: first.client.lease(three, SIZE, 1))
-            first.asked(lambda: first.client.abandon(given_up.id))
+            first.asked(lambda: first.client.release(given_up.id))
             first.has(one, two)
             first.save(three)  # in the place of the second
-            (record,) = first.asked(lambda: first.store.records("job", one.group))
+            (record,) = first.asked(lambda: first.store.shard_records("job", one.version_id))
             take_copy(first, record)
             lend(first, record)
             first.asked(first.store.sweep)
@@ -165,21 +165,21 @@ def story(directory, calls):
             assert first.told.keys >= {one, two, three, four, COPIED}, "somebody was not told"
         with agent(directory, calls, said) as second:
             second.has(one, four, COPIED)
-            assert second.asked(lambda: second.client.kept("job")) == {one.group}
+            assert second.asked(lambda: second.client.retained("job")) == {one.version_id}
             assert second.asked(lambda: second.client.epoch("job")) == 1
             assert second.asked(lambda: second.client.get_blob("job", "layout.x")) == BLOB
             second.sealed(left, five)
-            second.asked(lambda: second.store.take_over(COPIED))
-            second.asked(lambda: second.client.keep("job", one.group, kept=False))
-            second.asked(lambda: second.client.forget("job", [one.group]))
+            second.asked(lambda: second.store.take_ownership(COPIED))
+            second.asked(lambda: second.client.retain("job", one.version_id, kept=False))
+            second.asked(lambda: second.client.delete_versions("job", [one.version_id]))
             second.has(five, COPIED)
         with agent(directory, calls, said) as third:
             third.has(five, COPIED)
             for job in ("other", "job"):
-                third.asked(lambda job=job: third.client.forget(job))
-            assert third.asked(third.client.inventory) == []
+                third.asked(lambda job=job: third.client.delete_versions(job))
+            assert third.asked(third.client.list_shards) == []
         with agent(directory, calls, said) as last:
-            assert last.asked(lambda: last.client.blobs("job")) == []
+            assert last.asked(lambda: last.client.list_blobs("job")) == []
             assert last.asked(last.client.status).arena.slots == 0, "a slot stays for ever"
     wrong = [error for error in said if not isinstance(error, UnavailableError | ArenaFullError | OSError)]
     assert not wrong, "told as something else"
@@ -188,9 +188,9 @@ def story(directory, calls):
 def take_copy(agent, record):
     """As another node has it brought."""
     copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
-    lease = agent.asked(lambda: agent.store.begin_copy(copy, whole=True))
+    lease = agent.asked(lambda: agent.store.begin_replica(copy, whole=True))
     written(agent.asked(lambda: agent.store.open_slot(lease.slot)), content(record.key, SIZE))
-    agent.asked(lambda: agent.store.seal_copy(lease.id, copy, ("n1", "n2")))
+    agent.asked(lambda: agent.store.seal_replica(lease.id, copy, ("n1", "n2")))
 
 
 def lend(agent, record):
@@ -198,7 +198,7 @@ def lend(agent, record):
 
     def lent():
         asked = ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ((10, 20), (MIB, SIZE)))
-        with contextlib.closing(RangeServer(agent.store).prepare("job", asked)) as loan:
+        with contextlib.closing(RangeServer(agent.store).open("job", asked)) as loan:
             loan.fill()
             return bytes(loan.payload[0])
 

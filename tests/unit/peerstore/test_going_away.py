@@ -50,15 +50,15 @@ def test_a_dead_writers_slot_is_free_at_once(store):
 
 
 def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
-    store.arrived(current_process(), "job")
+    store.client_connected(current_process(), "job")
     lease = store.lease(key(), MIB, 1)
     clock.now += 10 * GRACE
     store.sweep()
-    store.departed(current_process(), "job")
+    store.client_disconnected(current_process(), "job")
     clock.now += GRACE
     store.sweep()
-    store.arrived(current_process(), "job")  # it is back in time
-    store.departed(current_process(), "job")
+    store.client_connected(current_process(), "job")  # it is back in time
+    store.client_disconnected(current_process(), "job")
     clock.now += GRACE
     store.sweep()
     assert store.grow(lease.id, 10).id == lease.id
@@ -91,12 +91,12 @@ def test_a_reader_that_went_away_holds_nothing(store, clock):
 
 
 def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
-    store.arrived(current_process(), "job")
+    store.client_connected(current_process(), "job")
     save(store, key())
     store.put_blob("job", "layout", b"x")
     clock.now += 10 * TTL
     store.sweep()
-    store.departed(current_process(), "job")
+    store.client_disconnected(current_process(), "job")
     clock.now += TTL
     store.sweep()
     assert store.status().jobs[0].expires_in_s == 0
@@ -104,8 +104,8 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     assert store.idle_s() == 0, "an agent with shards is needed"
     clock.now += 1
     store.sweep()
-    assert store.inventory() == []
-    assert store.blobs("job") == []
+    assert store.list_shards() == []
+    assert store.list_blobs("job") == []
     assert store.status().jobs == ()
     assert store.status().arena.slots == 0
 
@@ -116,18 +116,18 @@ def test_a_job_that_somebody_reads_or_uploads_is_kept(store, clock):
     clock.now += TTL + 1
     store.sweep()
     assert load(store, key()) == content(key(), MIB)
-    store.unhold(key(), "drain")
+    store.release_hold(key(), "drain")
     store.sweep()
-    assert store.inventory() == []
+    assert store.list_shards() == []
 
 
 def test_how_long_nobody_needed_the_store(store, clock):
     clock.now += 5
     assert store.idle_s() == 5
-    store.arrived(current_process(), "job")
+    store.client_connected(current_process(), "job")
     clock.now += 5
     assert store.idle_s() == 0
-    store.departed(current_process(), "job")
+    store.client_disconnected(current_process(), "job")
     clock.now += 7
     assert store.idle_s() == 7
 
@@ -144,23 +144,23 @@ def test_what_was_given_back_unasked_stays_noted_with_its_time_and_its_cause(clo
             save(store, key(version))
         save(store, key(3, part=0), parts=2)  # never whole
         save(store, key(1, job="torn"), parts=2)
-        assert store.forgotten("job") is None
+        assert store.expired_job("job") is None
         clock.now += TTL + 1
         store.sweep()
-        found = store.forgotten("job")
-        assert (found.job, found.newest) == ("job", key(2).group)
+        found = store.expired_job("job")
+        assert (found.job, found.newest) == ("job", key(2).version_id)
         assert before <= found.at_ns <= time.time_ns()
         assert "no process had used it for 0.2 hours" in found.reason
-        assert store.forgotten("torn") is None, "of which nothing was ever whole"
-        assert store.forgotten("nobody") is None
+        assert store.expired_job("torn") is None, "of which nothing was ever whole"
+        assert store.expired_job("nobody") is None
         assert store.status().jobs == ()
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as again:
-        assert again.forgotten("job") == found
+        assert again.expired_job("job") == found
     arena.purge(keep=EXPIRED_JOB_METADATA)  # an agent that nobody needs leaves
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
-        assert later.forgotten("job") == found
-        later.forget("job")  # its owner says so
-        assert later.forgotten("job") is None
+        assert later.expired_job("job") == found
+        later.delete_versions("job")  # its owner says so
+        assert later.expired_job("job") is None
     arena.purge()
 
 
@@ -170,7 +170,7 @@ def test_only_so_many_ends_are_remembered(store, clock, monkeypatch):
         save(store, key(job=f"job{number}"), 100)
         clock.now += TTL + 1
         store.sweep()
-    assert [bool(store.forgotten(f"job{number}")) for number in range(5)] == [False, False, True, True, True]
+    assert [bool(store.expired_job(f"job{number}")) for number in range(5)] == [False, False, True, True, True]
 
 
 DAY = 86400.0
@@ -188,29 +188,29 @@ def patient(clock):
 def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room(patient, clock):
     told = []
     listener = StoreListener()
-    listener.dropped = told.append
+    listener.on_job_expired = told.append
     patient.subscribe(listener)
     for number in range(3):
         save(patient, key(job=f"old{number}"), 16 * MIB)
         clock.now += 1
     clock.now += 2 * 3600
     save(patient, key(1), 16 * MIB)
-    assert patient.inventory("old0"), "there is room"
+    assert patient.list_shards("old0"), "there is room"
     save(patient, key(2), 16 * MIB)
     patient.sweep()
-    assert [bool(patient.inventory(f"old{number}")) for number in range(3)] == [False, True, True]
+    assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, True, True]
     assert told == ["old0"]
-    said = patient.forgotten("old0")
-    assert said.newest == key().group
+    said = patient.expired_job("old0")
+    assert said.newest == key().version_id
     assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
     held = patient.lease(key(3), 16 * MIB, 1)  # its own older version goes first
-    assert patient.inventory("old1")
+    assert patient.list_shards("old1")
     patient.grow(held.id, 20 * MIB)  # beside the slot it has: that takes both
-    assert [bool(patient.inventory(f"old{number}")) for number in range(3)] == [False, False, False]
+    assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, False, False]
 
 
 def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, clock):
-    patient.arrived(current_process(), "running")
+    patient.client_connected(current_process(), "running")
     save(patient, key(job="running"), 20 * MIB)
     save(patient, key(job="read"), 20 * MIB)
     pin = patient.pin(key(job="read"))
@@ -219,10 +219,10 @@ def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, cloc
     clock.now += 3599
     with pytest.raises(ArenaFullError):
         patient.lease(key(), 20 * MIB, 1)
-    assert {fact.key.job for fact in patient.inventory()} == {"running", "read", "interrupted"}
+    assert {fact.key.job for fact in patient.list_shards()} == {"running", "read", "interrupted"}
     clock.now += 2
     save(patient, key(), 20 * MIB)
-    assert {fact.key.job for fact in patient.inventory()} == {"running", "read", "job"}
+    assert {fact.key.job for fact in patient.list_shards()} == {"running", "read", "job"}
     pin.close()
 
 
@@ -231,5 +231,5 @@ def test_nobody_gives_way_where_that_would_not_help(patient, clock):
     clock.now += 2 * 3600
     with pytest.raises(ArenaFullError):
         patient.lease(key(), 65 * MIB, 1)
-    assert patient.inventory("old")
-    assert patient.forgotten("old") is None
+    assert patient.list_shards("old")
+    assert patient.expired_job("old") is None

@@ -72,10 +72,10 @@ def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
     for slot in given_up(decision, slots):
         newest = max(whole.get(slot.job, ()), default=None)
         assert not slot.busy
-        superseded = newest is not None and slot.group < newest
+        superseded = newest is not None and slot.version_id < newest
         left_behind = slot.job == job and slot.group.epoch < epoch and slot.group not in whole.get(job, ())
         assert superseded or left_behind, (slot, newest)
-        assert slot.group != newest
+        assert slot.version_id != newest
 
 
 @given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60), st.integers(1, 4))
@@ -119,7 +119,8 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
     """Full is said only when the newest whole versions alone leave too little room."""
     decision = choose_slot(slots, job="job", part=part, epoch=1, size_bytes=size, limits=limits, whole=whole)
     keep = {job: max(found, default=None) for job, found in whole.items()}
-    fixed = sum(s.size_bytes for s in slots if s.state is SlotState.SEALED and s.group == keep.get(s.job, math.nan))
+    sealed = [s for s in slots if s.state is SlotState.SEALED]
+    fixed = sum(s.size_bytes for s in sealed if s.version_id == keep.get(s.job, math.nan))
     if isinstance(decision, BudgetExceeded):
         assert fixed + size > limits.budget_bytes
     if fixed + size > limits.budget_bytes:
@@ -129,11 +130,11 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
 @given(slot_views(), wholes)
 def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
     found = evictable_slots(slots, newest_committed(whole))
-    assert all(slot.group < max(whole[slot.job]) and not slot.busy for slot in found)
-    assert [slot.group for slot in found] == sorted(slot.group for slot in found)
+    assert all(slot.version_id < max(whole[slot.job]) and not slot.busy for slot in found)
+    assert [slot.version_id for slot in found] == sorted(slot.version_id for slot in found)
     for job, versions in whole.items():
         if versions:
-            assert max(versions) not in {slot.group for slot in found if slot.job == job}
+            assert max(versions) not in {slot.version_id for slot in found if slot.job == job}
     assert {slot.job for slot in found} <= {job for job, versions in whole.items() if versions}
 
 
@@ -141,8 +142,8 @@ def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
 def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
     for slot in abandoned_slots(slots, whole, newest_committed(whole), job="job", epoch=epoch):
         assert slot.job == "job"
-        assert slot.group.epoch < epoch
-        assert slot.group not in whole.get("job", ())
+        assert slot.version_id.epoch < epoch
+        assert slot.version_id not in whole.get("job", ())
 
 
 @given(
@@ -242,7 +243,7 @@ def test_the_settled_version_is_never_given_up(slots, whole, settled, limits, ep
         slots, job="job", part=0, epoch=epoch, size_bytes=10, limits=limits, whole=whole, settled=settled
     )
     if isinstance(decision, ReuseSlot | CreateSlot):
-        assert not [slot for slot in given_up(decision, slots) if slot.group == settled.get(slot.job)]
+        assert not [slot for slot in given_up(decision, slots) if slot.version_id == settled.get(slot.job)]
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class Node:
         self.limits = SlotLimits(budget, 2, 1)
         self.sizes, self.grown = sizes, grown
         self.slots = list(others)
-        self.whole = {other.job: {other.group} for other in others}
+        self.whole = {other.job: {other.version_id} for other in others}
         self.made = 0
 
     def run(self, versions):
@@ -291,7 +292,7 @@ class Node:
             larger = self.take(CreateSlot(decision.drop), size, part)
             self.slots = [slot for slot in self.slots if slot.name != name]
             leased = larger
-        self.replace(leased, dataclasses.replace(leased, state=SlotState.SEALED, group=group(version)))
+        self.replace(leased, dataclasses.replace(leased, state=SlotState.SEALED, version_id=group(version)))
         return None
 
     def either(self, size, decide):
@@ -306,7 +307,7 @@ class Node:
         self.slots = [slot for slot in self.slots if slot.name not in decision.drop]
         if isinstance(decision, ReuseSlot):
             old = next(slot for slot in self.slots if slot.name == decision.name)
-            leased = dataclasses.replace(old, state=SlotState.LEASED, job="job", part=part, group=None)
+            leased = dataclasses.replace(old, state=SlotState.LEASED, job="job", part=part, version_id=None)
             self.replace(old, leased)
         else:
             self.made += 1

@@ -18,10 +18,10 @@ class Diary(StoreListener):
     def __init__(self):
         self.lines = []
 
-    def sealed(self, record):
+    def on_shard_sealed(self, record):
         self.lines.append(("sealed", record.key))
 
-    def damaged(self, key, record, reason):
+    def on_shard_damaged(self, key, record, reason):
         assert key == record.key
         self.lines.append(("damaged", key, reason))
 
@@ -49,7 +49,7 @@ def test_told_of_damage_found_when_looked_at_again(place):
     store, diary = place(), Diary()
     store.subscribe(diary)
     save(store, key(3))
-    flip(store.path_of(key(3)), 17)
+    flip(store.shard_path(key(3)), 17)
     assert store.verify(key(3)) == (0,)
     reason = "1 of its chunks changed after it was sealed, first: 0"
     assert diary.lines == [("sealed", key(3)), ("damaged", key(3), reason)]
@@ -60,10 +60,10 @@ def test_told_of_damage_found_after_a_restart_also_when_it_listens_later(place):
     save(store, key(3, part=0), parts=3)
     save(store, key(3, part=8), parts=9)
     save(store, key(3, part=1), parts=3)
-    flip(store.path_of(key(3, part=8)), 17)
-    os.truncate(store.path_of(key(3, part=1)), 100)
+    flip(store.shard_path(key(3, part=8)), 17)
+    os.truncate(store.shard_path(key(3, part=1)), 100)
     store = place()
-    assert [fact.key.part for fact in store.inventory()] == [0]
+    assert [fact.key.part for fact in store.list_shards()] == [0]
     diary = Diary()
     store.subscribe(diary)
     assert sorted(diary.lines) == [
@@ -76,7 +76,7 @@ def test_told_of_damage_found_after_a_restart_also_when_it_listens_later(place):
 def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
     store, diary = place(), Diary()
     store.subscribe(diary)
-    store.report(key(1), "so they say")
+    store.report_damage(key(1), "so they say")
     assert diary.lines == []
     assert store.status().damages == ()
 
@@ -87,7 +87,9 @@ class NoRoom(StoreListener):
     def _fail(self, *_, **__):
         raise ArenaFullError("no room for a note")
 
-    sealed = damaged = copied = decided = dropped = departed = _fail
+    on_shard_sealed = on_shard_damaged = on_replica_stored = on_version_decided = on_job_expired = on_client_left = (
+        _fail
+    )
 
 
 def test_one_that_fails_keeps_nobody_from_hearing(place):
@@ -96,8 +98,8 @@ def test_one_that_fails_keeps_nobody_from_hearing(place):
     store.subscribe(NoRoom())
     store.subscribe(diary)
     save(store, key(1))
-    flip(store.path_of(key(1)), 5)
+    flip(store.shard_path(key(1)), 5)
     assert store.verify(key(1)) == (0,)
-    store.call_whole("job", key(0).group)
+    store.mark_committed("job", key(0).version_id)
     assert [line[:2] for line in diary.lines] == [("sealed", key(0)), ("sealed", key(1)), ("damaged", key(1))]
     assert store.status().counters["listener_errors"] == 4

@@ -42,19 +42,19 @@ def go_on(store, versions):
 
 def test_under_a_superseded_version(store, directory, harm):
     go_on(store, (1, 2))
-    harm(store.path_of(key(1)))
+    harm(store.shard_path(key(1)))
     go_on(store, range(3, 8))
     assert len(list((directory / "slots").iterdir())) == store.status().arena.slots == 2
 
 
 def test_under_the_newest_version(store, harm):
     go_on(store, (1, 2))
-    harm(store.path_of(key(2)))
+    harm(store.shard_path(key(2)))
     with pytest.raises(ShardDamagedError):
         store.pin(key(2))
     with pytest.raises(ShardNotFoundError):
         store.pin(key(2))
-    assert [fact.key for fact in store.inventory("job")] == [key(1)], "offered to nobody"
+    assert [fact.key for fact in store.list_shards("job")] == [key(1)], "offered to nobody"
     assert any("job/2" in damage.what for damage in store.status().damages)
     assert load(store, key(1)) == content(key(1), MIB)
     go_on(store, range(3, 8))
@@ -62,7 +62,7 @@ def test_under_the_newest_version(store, harm):
 
 def test_under_a_free_slot(store, directory, harm):
     lease = store.lease(key(1), MIB, 1)
-    store.abandon(lease.id)
+    store.release(lease.id)
     harm(directory / "slots" / lease.slot)
     go_on(store, range(1, 4))
 
@@ -74,7 +74,7 @@ def test_under_a_lease(store, directory, harm):
     with pytest.raises(PeerStoreError):
         store.seal(lease.id, MIB)
     assert not Path(directory / "slots" / lease.slot).exists()
-    store.abandon(lease.id)
+    store.release(lease.id)
     go_on(store, range(1, 4))
 
 

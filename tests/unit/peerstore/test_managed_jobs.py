@@ -43,14 +43,14 @@ def keep(store: NodeStore, job: str, version: int, size_bytes: int = 100) -> Sha
 
 
 def test_slots_are_bounded_by_the_budget_and_by_nothing_else(store: NodeStore) -> None:
-    store.manage("managed", 1, "owner")
+    store.manage_job("managed", 1, "owner")
     kept = [keep(store, "managed", version) for version in range(10)]
-    assert [fact.key for fact in store.inventory("managed")] == kept
+    assert [fact.key for fact in store.list_shards("managed")] == kept
     with pytest.raises(ArenaBusyError):
         keep(store, "managed", 10, (1 << 20) - 999)
-    assert store.forget("managed", [key.group for key in kept[:5]]) == 5
+    assert store.delete_versions("managed", [key.version_id for key in kept[:5]]) == 5
     keep(store, "managed", 10, (1 << 20) - 1999)
-    assert {fact.key.version for fact in store.inventory("managed")} == {5, 6, 7, 8, 9, 10}
+    assert {fact.key.version for fact in store.list_shards("managed")} == {5, 6, 7, 8, 9, 10}
 
 
 def test_another_job_has_as_many_slots_as_its_writers_may_have(store: NodeStore) -> None:
@@ -61,23 +61,23 @@ def test_another_job_has_as_many_slots_as_its_writers_may_have(store: NodeStore)
 
 
 def test_it_is_not_forgotten_although_no_process_takes_part_in_it(store: NodeStore, clock: Clock) -> None:
-    store.manage("managed", 1, "owner")
+    store.manage_job("managed", 1, "owner")
     keep(store, "managed", 1)
     keep(store, "other", 1)
     clock.now = 11.0
     store.sweep()
-    assert [fact.key.job for fact in store.inventory()] == ["managed"]
+    assert [fact.key.job for fact in store.list_shards()] == ["managed"]
 
 
 def test_whose_it_is_is_known_before_anything_is_written(store: NodeStore) -> None:
-    store.manage("managed", 1, "owner")
+    store.manage_job("managed", 1, "owner")
     assert store.epoch("managed") == 1
-    store.manage("managed", 1, "owner")
+    store.manage_job("managed", 1, "owner")
     assert store.epoch("managed") == 1
 
 
 def test_nobody_else_may_call_a_job_so(store: NodeStore) -> None:
-    store.manage("managed", 1, "owner")
+    store.manage_job("managed", 1, "owner")
     with pytest.raises(RequestError, match="this agent's own"):
         store.claim("managed", "trainer")
     with pytest.raises(RequestError, match="this agent's own"):

@@ -37,7 +37,7 @@ def opened(directory):
 def store(directory):
     with opened(directory) as store:
         save(store, KEY, 5 * MIB // 2)
-        store.call_whole("job", KEY.group)
+        store.mark_committed("job", KEY.version_id)
         yield store
 
 
@@ -91,7 +91,7 @@ def test_it_is_said_over_the_socket_by_its_own_name(store, directory, tmp_path):
     ids=["a flipped bit", "short", "empty", "gone"],
 )
 def test_what_is_damaged_is_dropped(store, harm, bad):
-    harm(store.path_of(KEY))
+    harm(store.shard_path(KEY))
     assert store.verify(KEY) == bad
     with pytest.raises(ShardNotFoundError):
         store.pin(KEY)
@@ -100,7 +100,7 @@ def test_what_is_damaged_is_dropped(store, harm, bad):
 
 @pytest.mark.parametrize("harm", [lambda path: os.truncate(path, MIB), os.unlink], ids=["short", "gone"])
 def test_a_reader_hears_of_damage_once_and_of_nothing_from_then_on(store, harm):
-    harm(store.path_of(KEY))
+    harm(store.shard_path(KEY))
     with pytest.raises(ShardDamagedError):
         store.pin(KEY)
     with pytest.raises(ShardNotFoundError):
@@ -110,7 +110,7 @@ def test_a_reader_hears_of_damage_once_and_of_nothing_from_then_on(store, harm):
 
 @pytest.mark.parametrize("size_bytes", [5 * MIB // 2, 8 * MIB], ids=["nothing behind it", "more behind it"])
 def test_a_file_of_another_size_that_has_every_byte_that_counts_is_whole(store, size_bytes):
-    os.truncate(store.path_of(KEY), size_bytes)
+    os.truncate(store.shard_path(KEY), size_bytes)
     is_whole(store)
 
 
@@ -143,13 +143,13 @@ def adopting(store):
 def test_what_a_killed_agent_left_waits_until_it_can_be_read(directory, call):
     with opened(directory) as store:
         save(store, KEY, 5 * MIB // 2)
-        store.call_whole("job", KEY.group)
+        store.mark_committed("job", KEY.version_id)
     with contextlib.ExitStack() as stack:
         with failing(call, errno.EMFILE, below=str(directory / "slots" / "slot.job")) as failed:
             store = stack.enter_context(opened(directory))
             until(lambda: len(failed) > 2, "a second try")
             assert adopting(store) == 1
-        assert [fact.key for fact in store.inventory()] == [KEY]
+        assert [fact.key for fact in store.list_shards()] == [KEY]
         is_whole(store)
 
 
@@ -165,7 +165,7 @@ def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
     with opened(directory) as store:
         save(store, KEY, MIB)
         save(store, key(1, part=1), MIB, parts=2)
-        path = store.path_of(KEY)
+        path = store.shard_path(KEY)
     clock = Clock()
     small = StoreSettings(budget="3MiB")
     with (
@@ -174,11 +174,11 @@ def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
     ):
         until(lambda: failed, "a first try")
         clock.now = 60.0
-        assert [fact.key for fact in store.inventory()] == [key(1, part=1)]
+        assert [fact.key for fact in store.list_shards()] == [key(1, part=1)]
         assert Path(path).exists(), "it was not given up"
         for version in (2, 3, 4):
             save(store, key(version), MIB)
-            store.call_whole("job", key(version).group)
+            store.mark_committed("job", key(version).version_id)
         assert store.status().damages == ()
 
 
@@ -186,12 +186,12 @@ def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
 
 
 def asked(store, *ranges):
-    (record,) = store.records("job", KEY.group)
+    (record,) = store.shard_records("job", KEY.version_id)
     return ReadRanges(KEY, checksums.chunk_checksum(record.checksums), ranges)
 
 
 def lent(store, *ranges):
-    loan = RangeServer(store).prepare("job", asked(store, *ranges))
+    loan = RangeServer(store).open("job", asked(store, *ranges))
     try:
         loan.fill()
     finally:
@@ -205,14 +205,14 @@ def test_another_node_hears_that_it_cannot_be_read_and_not_that_it_is_absent(sto
         with pytest.raises(ShardUnreadableError):
             lent(store, (10, 20))
         with pytest.raises(ShardUnreadableError):
-            RangeServer(store).suspected(KEY, [(0, 1)])
-        RangeServer(store).suspect(KEY, [(0, 1)])
+            RangeServer(store).verify_chunks(KEY, [(0, 1)])
+        RangeServer(store).try_verify_chunks(KEY, [(0, 1)])
     lent(store, (10, 20))
     is_whole(store)
     assert store.status().arena.pins == 0
 
 
 def test_a_file_that_is_gone_is_damage_to_another_node(store):
-    Path(store.path_of(KEY)).unlink()
+    Path(store.shard_path(KEY)).unlink()
     with pytest.raises(ShardDamagedError):
         lent(store, (10, 20))

@@ -48,17 +48,17 @@ def rolled_back(directory, monkeypatch):
     """A step of this version's, one of the next version's, and then this version again."""
     with opened(directory) as store:
         save(store, OLD)
-        store.call_whole("job", OLD.group)
+        store.mark_committed("job", OLD.version_id)
     with newer_release(monkeypatch), opened(directory) as store:
         assert load(store, OLD) == content(OLD, MIB), "an upgrade finds everything"
         save(store, NEW, meta=b"of the next version")
-        store.call_whole("job", NEW.group)
+        store.mark_committed("job", NEW.version_id)
     return directory
 
 
 def test_what_a_newer_version_left_is_kept_and_the_older_step_restores(rolled_back, monkeypatch):
     with opened(rolled_back) as store:
-        assert [fact.key for fact in store.inventory()] == [OLD]
+        assert [fact.key for fact in store.list_shards()] == [OLD]
         assert load(store, OLD) == content(OLD, MIB)
         status = store.status()
         (claim, slot) = sorted(status.aside, key=lambda one: one.size_bytes)
@@ -68,7 +68,7 @@ def test_what_a_newer_version_left_is_kept_and_the_older_step_restores(rolled_ba
         assert status.damages == ()
         save(store, key(3))
     with newer_release(monkeypatch), opened(rolled_back) as store:
-        assert sorted(fact.key.version for fact in store.inventory()) == [1, 2, 3]
+        assert sorted(fact.key.version for fact in store.list_shards()) == [1, 2, 3]
         assert load(store, NEW) == content(NEW, MIB)
         assert store.status().aside == ()
 
@@ -84,12 +84,12 @@ def test_writers_of_the_past_stay_refused(directory, monkeypatch):
 
 def test_it_takes_its_part_of_the_budget_and_can_be_dropped_by_hand(rolled_back):
     with opened(rolled_back, "2MiB") as store:
-        assert [fact.key for fact in store.inventory()] == [OLD]
+        assert [fact.key for fact in store.list_shards()] == [OLD]
         with pytest.raises(ArenaFullError, match="1048576 bytes more are in slots that another version"):
             save(store, key(3))
         name = next(one.name for one in store.status().aside if one.size_bytes)
-        assert store.drop_aside(["slot.other"]) == 0
-        assert store.drop_aside([name]) == MIB
+        assert store.drop_unrecognized(["slot.other"]) == 0
+        assert store.drop_unrecognized([name]) == MIB
         assert store.status().arena.aside_bytes == 0
         assert not [path for path in rolled_back.rglob("*") if path.name.endswith(name)]
         save(store, key(3))
@@ -114,7 +114,7 @@ def test_what_is_intact_and_not_understood_is_kept(directory, kind, harm):
     place = max((directory / "notes").glob(f"{kind}.*"), key=lambda path: path.stat().st_mtime_ns)
     place.write_bytes(UNKNOWN[harm](place.read_bytes()))
     with opened(directory) as store:
-        assert [fact.key for fact in store.inventory()] == [OLD]
+        assert [fact.key for fact in store.list_shards()] == [OLD]
         with pytest.raises(ShardNotFoundError):
             store.pin(NEW)
         (aside,) = store.status().aside
@@ -128,7 +128,7 @@ def test_a_note_that_cannot_be_read_is_not_one_that_is_wrong(directory):
         save(store, OLD)
     (place,) = (directory / "notes").glob("seal.*")
     with failing("open", errno.EIO, below=str(place)), opened(directory) as store:
-        assert store.inventory() == []
+        assert store.list_shards() == []
         assert [one.size_bytes for one in store.status().aside] == [MIB]
     with opened(directory) as store:
         assert load(store, OLD) == content(OLD, MIB)

@@ -179,7 +179,7 @@ def test_settings_that_contradict_themselves_name_the_key(wrong):
 
 
 def test_where_an_agent_lives(tmp_path):
-    assert default_agent_paths({"PEERSTORE_DIR": str(tmp_path)}) == AgentPaths(tmp_path, named=True)
+    assert default_agent_paths({"PEERSTORE_DIR": str(tmp_path)}) == AgentPaths(tmp_path, explicit=True)
     assert str(default_agent_paths({}).directory).endswith(f"peerstore-{os.getuid()}")
     place = AgentPaths(tmp_path)
     assert {path.parent for path in (place.socket, place.lock, place.launch_lock, place.log)} == {tmp_path}
@@ -189,25 +189,25 @@ def test_where_an_agent_lives(tmp_path):
 
 
 def test_a_process_is_alive_until_it_ends_also_as_a_zombie():
-    assert current_process().alive
+    assert current_process().is_alive
     child = subprocess.Popen(["sleep", "60"])
     owner = process_identity(child.pid)
-    assert owner.alive
+    assert owner.is_alive
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not owner.alive, "a zombie counts as alive"
+    assert not owner.is_alive, "a zombie counts as alive"
     child.wait()
-    assert not owner.alive
+    assert not owner.is_alive
     assert process_start_time(child.pid) == -1
 
 
 def test_a_number_given_to_a_later_process_is_another_owner():
-    assert not ProcessIdentity(os.getpid(), current_process().started - 1).alive
+    assert not ProcessIdentity(os.getpid(), current_process().start_time - 1).is_alive
     assert current_process() != ProcessIdentity(os.getpid(), 0)
 
 
 def test_a_process_nobody_here_can_see_counts_as_alive():
-    assert process_identity(0).alive
+    assert process_identity(0).is_alive
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

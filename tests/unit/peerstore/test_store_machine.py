@@ -58,9 +58,9 @@ class StoreLife(RuleBasedStateMachine):
     def lease(self, version, part, size):
         self.attempt += 1
         of = key(version, part, epoch=self.epoch, name=self.name, attempt=self.attempt // 2)
-        if of in self.sealed or any(lease.key == of for lease in self.leases.values()) or of.group in self.lost:
+        if of in self.sealed or any(lease.key == of for lease in self.leases.values()) or of.version_id in self.lost:
             return
-        if any(group == of.group for group, _ in self.marked):
+        if any(group == of.version_id for group, _ in self.marked):
             return  # what is whole has no writers any more
         before = self.whole()
         try:
@@ -96,7 +96,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def abandon(self, data):
         lease = self.leases.pop(data.draw(st.sampled_from(list(self.leases))))
-        self.store.abandon(lease.id)
+        self.store.release(lease.id)
 
     @rule()
     def restart_the_job(self):
@@ -117,11 +117,11 @@ class StoreLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark(self, data):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
-        if any(lease.key.group == of.group for lease in self.leases.values()):
+        if any(lease.key.version_id == of.version_id for lease in self.leases.values()):
             return
-        self.store.call_whole("job", of.group)
-        if of.group not in self.damaged:
-            self.marked.add((of.group, frozenset(k.part for k in self.sealed if k.group == of.group)))
+        self.store.mark_committed("job", of.version_id)
+        if of.version_id not in self.damaged:
+            self.marked.add((of.version_id, frozenset(k.part for k in self.sealed if k.version_id == of.version_id)))
 
     @precondition(lambda self: self.sealed and len(self.pins) < 2)
     @rule(data=st.data())
@@ -134,27 +134,27 @@ class StoreLife(RuleBasedStateMachine):
     def unpin(self, data):
         pin = data.draw(st.sampled_from(list(self.pins)))
         of = self.pins.pop(pin)
-        assert self.store.unpin(pin) == (of.group not in self.damaged_groups())
+        assert self.store.unpin(pin) == (of.version_id not in self.damaged_groups())
 
     @precondition(lambda self: self.sealed)
     @rule(data=st.data())
     def forget(self, data):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
-        gone = {k for k in self.sealed if k.group == of.group}
-        assert self.store.forget("job", [of.group]) == len(gone)
+        gone = {k for k in self.sealed if k.version_id == of.version_id}
+        assert self.store.delete_versions("job", [of.version_id]) == len(gone)
         self.lose(gone)
 
     @precondition(lambda self: any(self.sealed.values()) and not self.pins)
     @rule(data=st.data())
     def flip_a_byte(self, data):
         of = data.draw(st.sampled_from(sorted(k for k, size in self.sealed.items() if size)))
-        flip(self.store.path_of(of), data.draw(st.integers(0, self.sealed[of] - 1)))
+        flip(self.store.shard_path(of), data.draw(st.integers(0, self.sealed[of] - 1)))
         if data.draw(st.booleans()):
             assert self.store.verify(of) == (0,)
         else:
             self.kill_the_agent()
         assert any(str(of) == damage.what for damage in self.store.status().damages)
-        self.damaged.add(of.group)
+        self.damaged.add(of.version_id)
         self.lose({of})
 
     @rule()
@@ -163,14 +163,14 @@ class StoreLife(RuleBasedStateMachine):
         self.store.close()
         self.pins.clear()
         self.open()
-        self.store.inventory()
+        self.store.list_shards()
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def lose(self, keys):
         for of in keys:
             del self.sealed[of]
-        gone = {of.group for of in keys}
+        gone = {of.version_id for of in keys}
         self.lost |= gone
         self.marked = {(group, parts) for group, parts in self.marked if group not in gone}
 
@@ -178,11 +178,11 @@ class StoreLife(RuleBasedStateMachine):
         return set()  # bytes are flipped only while nobody reads
 
     def here(self):
-        return {fact.key for fact in self.store.inventory("job")}
+        return {fact.key for fact in self.store.list_shards("job")}
 
     def whole(self):
-        groups = {of.group for of in self.sealed}
-        found = {g for g in groups if sum(of.group == g for of in self.sealed) == PARTS}
+        groups = {of.version_id for of in self.sealed}
+        found = {g for g in groups if sum(of.version_id == g for of in self.sealed) == PARTS}
         return found | {g for g, parts in self.marked if all(key_of(g, part) in self.sealed for part in parts)}
 
     def settle(self, before):
@@ -190,8 +190,8 @@ class StoreLife(RuleBasedStateMachine):
         is newer, nothing that is pinned."""
         newest = max(before, default=None)
         for of in set(self.sealed) - self.here():
-            superseded = newest is not None and of.group < newest
-            stranded = of.epoch < self.epoch and of.group not in before
+            superseded = newest is not None and of.version_id < newest
+            stranded = of.epoch < self.epoch and of.version_id not in before
             assert superseded or stranded, of
             assert of not in self.pins.values()
             del self.sealed[of]

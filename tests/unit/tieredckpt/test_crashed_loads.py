@@ -32,10 +32,10 @@ def dead(number):
 
 
 def end(loads, owner, group=STEP, rank=0, *, done=False):
-    loads.begun(owner, "job", group, rank)
+    loads.load_started(owner, "job", group, rank)
     if done:
-        loads.done(owner, "job")
-    loads.left(owner, "job")
+        loads.load_done(owner, "job")
+    loads.process_left(owner, "job")
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -47,11 +47,11 @@ def test_who_dies_in_a_load_or_before_its_first_step_counts(loads, done):
 
 
 def test_who_says_goodbye_or_lives_does_not(loads):
-    loads.begun(dead(1), "job", STEP, 0)
-    loads.over(dead(1), "job", stepped=False)
-    loads.left(dead(1), "job")
+    loads.load_started(dead(1), "job", STEP, 0)
+    loads.load_ended(dead(1), "job", stepped=False)
+    loads.process_left(dead(1), "job")
     end(loads, current_process())
-    loads.begun(dead(2), "job", STEP, 0)  # its connections are still open
+    loads.load_started(dead(2), "job", STEP, 0)  # its connections are still open
     assert loads.count("job") == {}
 
 
@@ -62,10 +62,10 @@ def test_ranks_of_one_node_that_die_together_are_one_restart(loads):
 
 
 def test_who_looks_at_what_it_loaded_for_long_did_not_die_of_it(loads, clock):
-    loads.begun(dead(1), "job", STEP, 0)
-    loads.done(dead(1), "job")
+    loads.load_started(dead(1), "job", STEP, 0)
+    loads.load_done(dead(1), "job")
     clock.now += 3600
-    loads.left(dead(1), "job")
+    loads.process_left(dead(1), "job")
     assert loads.count("job") == {}
 
 
@@ -83,8 +83,8 @@ def test_it_expires(loads, clock):
 def test_a_step_after_it_and_a_newer_save_clear_it(loads):
     end(loads, dead(1))
     end(loads, dead(2), OLDER)
-    loads.begun(dead(3), "job", STEP, 0)
-    loads.over(dead(3), "job", stepped=True)
+    loads.load_started(dead(3), "job", STEP, 0)
+    loads.load_ended(dead(3), "job", stepped=True)
     assert loads.count("job") == {OLDER: 1}
     loads.forget("job", before=10)
     assert loads.count("job") == {}

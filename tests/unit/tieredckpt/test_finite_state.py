@@ -21,7 +21,7 @@ def node():
 
 
 def steps(node):
-    return sorted({fact.key.version for fact in node.store.inventory("finite")})
+    return sorted({fact.key.version for fact in node.store.list_shards("finite")})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])

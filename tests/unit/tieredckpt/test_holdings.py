@@ -33,9 +33,9 @@ def test_copies_and_domains_are_those_of_the_weakest_part():
     )
     one = only(seen)
     assert (one.copies, one.domains, one.level) == (2, 1, "rack")
-    assert one.in_words() == "2 copies in 1 rack"
+    assert one.describe() == "2 copies in 1 rack"
     assert one.size_bytes == 3 * SIZE
-    assert one.weak[0] == UnderReplicatedParts(tuple(set(range(17)) - {0, 8, 16}), ())
+    assert one.under_replicated[0] == UnderReplicatedParts(tuple(set(range(17)) - {0, 8, 16}), ())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_copies_and_domains_are_those_of_the_weakest_part():
 )
 def test_domains_are_those_of_the_innermost_level(labels, words):
     seen = view(node("n0", labels[0], {7: [0]}, parts=1), node("n1", labels[1], {7: [~0]}, parts=1))
-    assert only(seen).in_words() == words
+    assert only(seen).describe() == words
 
 
 def test_where_copies_are_missing_is_named_the_worst_first():
@@ -60,7 +60,7 @@ def test_where_copies_are_missing_is_named_the_worst_first():
         node("n1", "", {7: [2, 3]}, parts=6),
         node("n2", "", {7: [5]}, parts=6),
     )
-    assert only(seen).weak == (
+    assert only(seen).under_replicated == (
         UnderReplicatedParts((4,), ()),
         UnderReplicatedParts((0, 1), ("n0",)),
         UnderReplicatedParts((3,), ("n1",)),
@@ -68,7 +68,7 @@ def test_where_copies_are_missing_is_named_the_worst_first():
     )
     assert only(seen).state == "torn"
     one_node = view(node("n0", "", {7: [0]}, parts=1), roster=0)
-    assert only(one_node).weak == (), "a job on one node lacks nothing"
+    assert only(one_node).under_replicated == (), "a job on one node lacks nothing"
 
 
 def test_what_is_older_than_the_settled_step_needs_no_copies():
@@ -77,8 +77,8 @@ def test_what_is_older_than_the_settled_step_needs_no_copies():
         node("n1", "", {7: [~0]}, parts=1, settled=group(6)),
     )
     six, seven, eight = redundancy_by_step(seen, survey())
-    assert [one.settled for one in (six, seven, eight)] == [True, True, False]
-    assert [one.weak for one in (six, seven, eight)] == [(), (), (UnderReplicatedParts((0,), ("n0",)),)]
+    assert [one.is_replicated for one in (six, seven, eight)] == [True, True, False]
+    assert [one.under_replicated for one in (six, seven, eight)] == [(), (), (UnderReplicatedParts((0,), ("n0",)),)]
     assert newest_replicated(seen) == group(7)
 
 
@@ -87,7 +87,7 @@ def test_a_silent_node_adds_nothing_and_is_named():
     assert held_steps(seen)[group(7)].nodes == {0: ("n0",)}
     assert set(unknown_nodes(seen)) == {"n1", "n2"}
     assert unknown_nodes(seen)["n1"] == "timed out"
-    assert only(seen).in_words(or_more=True) == "1+ copies in 1+ nodes"
+    assert only(seen).describe(or_more=True) == "1+ copies in 1+ nodes"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,9 @@ def test_a_silent_node_adds_nothing_and_is_named():
 def test_states(said, state, durable):
     one = only(view(node("n0", "", {7: [0]})), survey(said))
     assert (one.state, one.durable) == (state, durable)
-    assert bool(one.weak) == (not said.covered) or one.weak == (UnderReplicatedParts((0,), ("n0",)),)
+    assert bool(one.under_replicated) == (not said.covered) or one.under_replicated == (
+        UnderReplicatedParts((0,), ("n0",)),
+    )
 
 
 def test_a_step_with_an_open_number_of_parts():
@@ -111,13 +113,13 @@ def test_a_step_with_an_open_number_of_parts():
         view(node("n0", "", {7: [0, 5]}, parts=UNKNOWN_PART_COUNT)),
         survey(StepStatus(group(7), UNKNOWN_PART_COUNT, {}, covered=True)),
     )
-    assert (one.parts, one.held, one.state) == (2, 2, "whole")
+    assert (one.parts, one.parts_in_memory, one.state) == (2, 2, "whole")
 
 
 def test_steps_that_are_only_durable_are_there_too():
     three, seven = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), survey(durable=[3]))
-    assert (three.group.version, three.held, three.in_words(), three.state) == (3, 0, "none", "whole")
-    assert seven.held == 2
+    assert (three.group.version, three.parts_in_memory, three.describe(), three.state) == (3, 0, "none", "whole")
+    assert seven.parts_in_memory == 2
 
 
 def test_attempts_at_one_step_are_apart():

@@ -25,7 +25,7 @@ X, Y = Incarnation(3, "x"), Incarnation(4, "y")
 def proposal(current=X, parts=2, base=None, reached=-1, known=0, **how):
     point = CapturePoint("life", current, parts, base, reached)
     return SaveProposal(
-        **{"job": JOB, "step": 9, "point": point, "left": False, "attempts": 0, "known_epoch": known} | how
+        **{"job": JOB, "step": 9, "point": point, "is_stale": False, "attempts": 0, "known_epoch": known} | how
     )
 
 
@@ -65,11 +65,11 @@ def test_a_new_incarnation_that_nobody_went_back_for_keeps_what_was_saved():
 
 
 def test_what_was_staged_before_a_load_is_written_for_its_own_incarnation_or_not_at_all():
-    assert decide_save([proposal(left=True), proposal(left=True)], "new").incarnation == X
+    assert decide_save([proposal(is_stale=True), proposal(is_stale=True)], "new").incarnation == X
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
-        decide_save([proposal(left=True), proposal(left=True, known=4)], "new")
+        decide_save([proposal(is_stale=True), proposal(is_stale=True, known=4)], "new")
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
-        decide_save([proposal(left=True), proposal(None, 0, base=4)], "new")
+        decide_save([proposal(is_stale=True), proposal(None, 0, base=4)], "new")
 
 
 def test_ranks_that_save_different_steps_are_told_so():
@@ -84,8 +84,13 @@ def test_a_rank_that_cannot_save_says_why_to_all():
 
 def test_the_newest_whole_version_is_told_to_all():
     whole = VersionId(3, 7, 0, "x")
-    assert decide_save([proposal(whole=whole), proposal(whole=VersionId(3, 6, 0, "x"))], "new").whole == whole
-    assert decide_save([proposal()], "new").whole is None
+    assert (
+        decide_save(
+            [proposal(newest_complete=whole), proposal(newest_complete=VersionId(3, 6, 0, "x"))], "new"
+        ).newest_complete
+        == whole
+    )
+    assert decide_save([proposal()], "new").newest_complete is None
 
 
 def agree(owners, step, points=None, known=0, name="n"):
@@ -94,7 +99,7 @@ def agree(owners, step, points=None, known=0, name="n"):
     decision = decide_save([owner.propose(step, point, known, None) for owner, point in pairs], name)
     for part, (owner, point) in enumerate(pairs):
         owner.adopt(decision, point)
-        owner.sealed(decision.key(part))
+        owner.record_sealed(decision.key(part))
     return decision
 
 
@@ -118,7 +123,7 @@ def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_inc
     owner = IncarnationTracker(JOB)
     first = agree([owner], 20)
     point = owner.capture()
-    owner.go_back(10)
+    owner.rewind_to(10)
     assert agree([owner], 21, [point]).incarnation == first.incarnation
     assert owner.current is None
     second = agree([owner], 11, known=first.incarnation.epoch, name="second")
@@ -130,20 +135,20 @@ def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_inc
 def test_an_owner_knows_how_many_ranks_have_heard_what_it_has():
     owners = [IncarnationTracker(JOB) for _ in range(2)]
     agree(owners, 3)
-    assert owners[0].changed_by == 2
-    owners[0].go_back(2, ranks=1)
-    assert owners[0].changed_by == 1
+    assert owners[0].agreed_rank_count == 2
+    owners[0].rewind_to(2, ranks=1)
+    assert owners[0].agreed_rank_count == 1
     assert agree(owners, 4, known=1, name="second").base == 2
-    assert owners[0].changed_by == 2
+    assert owners[0].agreed_rank_count == 2
     agree(owners[:1], 5, known=2)
-    assert (owners[0].changed_by, owners[1].changed_by) == (1, 2)
+    assert (owners[0].agreed_rank_count, owners[1].agreed_rank_count) == (1, 2)
     owners[0].leave_world()
-    assert owners[0].changed_by is None
+    assert owners[0].agreed_rank_count is None
 
 
 def test_leaving_a_world_keeps_what_was_saved_in_it():
     owner = IncarnationTracker(JOB)
-    owner.go_back(4)
+    owner.rewind_to(4)
     owner.leave_world()
     assert owner.capture().base == 4
     first = agree([owner], 7)
@@ -209,7 +214,7 @@ def test_the_trainer_hears_what_was_agreed_in_the_background(trainer):
 
 def test_the_background_process_goes_back_with_its_trainer(trainer):
     first = trainer.save_in_background(1)
-    trainer.owner.go_back(0)
+    trainer.owner.rewind_to(0)
     assert trainer.owner.current is None
     second = trainer.save_in_background(1)
     assert (second.incarnation.epoch, second.base, second.attempt) == (first.incarnation.epoch + 1, 0, 0)
@@ -225,7 +230,7 @@ def test_trainer_and_background_are_always_in_one_incarnation(ways):
         wanted = None
         for step, way in enumerate(ways):
             if way == "load":
-                trainer.owner.go_back(step)
+                trainer.owner.rewind_to(step)
                 wanted = None
             elif way == "leave":
                 trainer.owner.leave_world()
@@ -279,7 +284,7 @@ class Ranks(RuleBasedStateMachine):
     @rule(who=some, step=st.integers(0, 30))
     def load(self, who, step):
         for one in who:
-            self.ranks[one].owner.go_back(step, len(who))
+            self.ranks[one].owner.rewind_to(step, len(who))
             self.ranks[one].branch = "went back"
             self.ranks[one].life += 1
 
@@ -330,13 +335,13 @@ def test_a_save_that_ends_after_a_load_says_what_its_own_incarnation_began_from(
         seal = ckpt.session.seal
 
         def late(*args, **named):
-            ckpt.session.go_back(7)
+            ckpt.session.rewind_to(7)
             return seal(*args, **named)
 
         ckpt.session.seal = late
         ckpt.save(state, 21).wait()
         ckpt.session.seal = seal
-        bases = {fact.key.version: decode_meta(fact.meta).base for fact in node.store.inventory("late")}
+        bases = {fact.key.version: decode_meta(fact.meta).base for fact in node.store.list_shards("late")}
         assert bases == {20: -1, 21: -1}
         ckpt.save(state, 8).wait()
-        assert {decode_meta(f.meta).base for f in node.store.inventory("late") if f.key.version == 8} == {7}
+        assert {decode_meta(f.meta).base for f in node.store.list_shards("late") if f.key.version == 8} == {7}

@@ -59,7 +59,7 @@ def saved(request, tmp_path):
 
 def on(device: LateDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
-        name: tensor if name == "host" else device.put(tensor, number % device.count())
+        name: tensor if name == "host" else device.put(tensor, number % device.device_count())
         for number, (name, tensor) in enumerate(state.items())
     }
 
@@ -71,13 +71,13 @@ def restored(open_checkpointer, seed: int = 0, **how) -> tuple[LateDevice, dict[
             setattr(device, name, value)
         state = on(device, {name: torch.zeros_like(tensor) for name, tensor in content(7).items()})
         for tensor in state.values():
-            if tensor.numel() and device.place_of(tensor):
+            if tensor.numel() and device.device_of(tensor):
                 device.launch(lambda it: it.add_(1), [tensor])  # nobody has waited for it
         with open_checkpointer() as ckpt:
             assert ckpt.restore(state) == 1
             (tier,) = ckpt.last_restore.bytes_by_tier
         left = device.registered
-        found = {name: device.get(tensor) if device.place_of(tensor) else tensor for name, tensor in state.items()}
+        found = {name: device.get(tensor) if device.device_of(tensor) else tensor for name, tensor in state.items()}
         device.close()
         assert left == set()
         return device, found, tier
@@ -145,7 +145,7 @@ def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
 @pytest.mark.parametrize("saved", ["durable"], indirect=True)
 def test_mutant_without_the_final_synchronize(saved, monkeypatch):
     """What was brought is looked at, for the proof of the restore, before it is there."""
-    monkeypatch.setattr(slot_copy.StagingBuffers, "finish", lambda self: None)
+    monkeypatch.setattr(slot_copy.StagingBuffers, "synchronize", lambda self: None)
     assert is_wrong(saved[0])
 
 
@@ -167,7 +167,7 @@ def drain(device: LateDevice, place: torch.device) -> None:
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkeypatch):
     """The tier goes away in the middle: the devices still empty a buffer that is let go of."""
-    given, calls = Copier.read, []
+    given, calls = Copier.copy_from_file, []
 
     def read(self, fd, moves):
         calls.append(fd)
@@ -183,7 +183,7 @@ def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkey
             assert device.registered == set()
             return device.violations
 
-    monkeypatch.setattr(Copier, "read", read)
+    monkeypatch.setattr(Copier, "copy_from_file", read)
     assert fails() == []
     monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
     assert fails() == ["memory was unregistered while a device copies it"]

@@ -22,10 +22,10 @@ class Agent:
     answers: list[tuple[str, ...]]
     asked: int = 0
 
-    def me(self) -> PeerNode:
+    def this_node(self) -> PeerNode:
         return ME
 
-    def acquaintance(self, job: str) -> KnownPeers:
+    def known_peers(self, job: str) -> KnownPeers:
         silent = self.answers[min(self.asked, len(self.answers) - 1)]
         self.asked += 1
         return KnownPeers(b"s" * 32, (ME,), 7, silent)
@@ -33,14 +33,14 @@ class Agent:
 
 @dataclass
 class Session:
-    node: Agent
+    agent: Agent
     job: str = "job"
     settings: Settings = field(default_factory=Settings)
-    one_agent: bool = False
-    renew: object = None
+    has_single_agent: bool = False
+    refresh_peer_plan: object = None
     joined: list[object] = field(default_factory=list)
 
-    def join(self, plan: object) -> None:
+    def join_peers(self, plan: object) -> None:
         self.joined.append(plan)
 
 

@@ -46,6 +46,6 @@ def test_who_saves_in_time_is_not_flushed_again(heard):
     told = PreemptionHandler(flushed.append, grace_s=60.0)
     signal.raise_signal(signal.SIGTERM)
     assert (told.requested, heard) == (True, [])
-    told.finish()
+    told.flush_and_exit()
     assert (len(flushed), heard, told.requested) == (1, ["before"], False)
     told.close()

@@ -169,7 +169,7 @@ def test_every_candidate_gets_a_verdict():
 def test_what_is_passed_over_is_the_last_to_fall_back_to():
     found = resolve_step([step(1), step(3), step(2)], reluctant=[VersionId(1, 3, 0, "a")])
     assert [c.group.version for c in found.alternatives] == [1, 3]
-    assert found.verdicts[VersionId(1, 3, 0, "a")] is StepVerdict.RELUCTANT
+    assert found.verdicts[VersionId(1, 3, 0, "a")] is StepVerdict.AVOIDED
     assert not found.lost
 
 
@@ -204,17 +204,17 @@ def test_only_whole_steps_are_chosen_and_none_is_lost_without_a_reason(found):
     result = resolve_step(found)
     assert set(result.verdicts) == {c.group for c in found}
     if result.chosen is None:
-        assert not any(c.whole for c in found)
+        assert not any(c.is_complete for c in found)
     else:
-        assert result.chosen.whole
-        better = [c for c in found if c.whole and c.group.version > result.chosen.group.version]
+        assert result.chosen.is_complete
+        better = [c for c in found if c.is_complete and c.group.version > result.chosen.group.version]
         assert all(result.verdicts[c.group] is StepVerdict.SUPERSEDED for c in better)
 
 
 @given(candidates)
 def test_a_branch_that_began_from_nothing_cannot_hide_every_step(found):
     result = resolve_step(found)
-    assert (result.chosen is None) == (not any(c.whole for c in found))
+    assert (result.chosen is None) == (not any(c.is_complete for c in found))
 
 
 # -- what stands in the way: torn, quarantined, unreachable --------------------------------------------------------
@@ -305,14 +305,14 @@ def one_by_one(candidates, quarantined):
     return {
         one.group
         for one in candidates
-        if one.whole
+        if one.is_complete
         and one.group not in quarantined
         and any(
-            later.whole
+            later.is_complete
             and later.group not in quarantined
-            and later.base is not None
+            and later.base_step is not None
             and later.group.epoch > one.group.epoch
-            and later.base < one.group.version
+            and later.base_step < one.group.version
             for later in candidates
         )
     }
@@ -348,13 +348,15 @@ class Counted(Candidate):
     looks = 0
 
     @property
-    def whole(self):
+    def is_complete(self):
         Counted.looks += 1
         return True
 
 
 def test_ten_thousand_steps_are_each_looked_at_a_few_times():
-    steps = [Counted(VersionId(1 + n // 100, n, 0, f"i{n // 100}"), 0, {}, base=n - n % 100 - 1) for n in range(10_000)]
+    steps = [
+        Counted(VersionId(1 + n // 100, n, 0, f"i{n // 100}"), 0, {}, base_step=n - n % 100 - 1) for n in range(10_000)
+    ]
     Counted.looks = 0
     found = resolve_step(steps)
     assert found.chosen is steps[-1]

@@ -23,7 +23,7 @@ def state():
 
 
 def attempts(node, job, step):
-    return sorted(fact.key.attempt for fact in node.store.inventory(job) if fact.key.version == step)
+    return sorted(fact.key.attempt for fact in node.store.list_shards(job) if fact.key.version == step)
 
 
 def test_what_was_saved_is_not_saved_again(node, state):
@@ -45,7 +45,7 @@ def test_what_was_skipped_is_tried_as_the_others_try_it(node, state):
     with Checkpointer("tiered://seal") as ckpt:
         ckpt.save(state, 0).wait()
         ckpt._last_saved = None  # as after a save that was skipped
-        ckpt._together.from_all = lambda mine: [mine, '{"good": true, "attempts": 3}']  # the other rank
+        ckpt._together.all_gather = lambda mine: [mine, '{"good": true, "attempts": 3}']  # the other rank
         ckpt.seal(state, 8)
         assert attempts(node, "seal", 8) == [3]
 
@@ -69,7 +69,7 @@ def test_a_failure_is_an_error_and_not_a_report(node, state):
         def failing(*_args, **_named):
             raise SaveFailedError("no slot")
 
-        ckpt.session.stage = failing
+        ckpt.session.lease_slot = failing
         with pytest.raises(SaveFailedError, match="no slot"):
             ckpt.seal(state, 8)
 
@@ -86,7 +86,7 @@ def test_a_seal_that_is_refused_leaves_nothing_kept(node, state):
         ckpt.session.seal = late
         with pytest.raises(SaveFailedError, match="was fenced"):
             ckpt.save(state, 8, keep=True).wait()
-        assert node.store.kept("seal") == set()
+        assert node.store.retained("seal") == set()
 
 
 def test_switched_off_it_writes_a_plain_checkpoint(state, tmp_path):

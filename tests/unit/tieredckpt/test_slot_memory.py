@@ -28,9 +28,9 @@ def layout_of(elements):
 def saved(session, device, step, elements):
     """One save the way a writer does it, of what is on a device: the slot and what it must hold."""
     tensor = torch.arange(elements, dtype=torch.float32) + 1000 * step
-    staged = session.stage(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
+    staged = session.lease_slot(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
     with use_device_backend(device):
-        staged.memory.fill([SlotWrite(device.put(tensor), staged.layout.header_bytes)], session.copier)
+        staged.memory.copy_in([SlotWrite(device.put(tensor), staged.layout.header_bytes)], session.copier)
     record = session.seal(staged, staged.lease.key, [], durable=False, table=None)
     return staged, record, tensor
 
@@ -41,9 +41,9 @@ def test_a_device_sees_the_slot_that_is_sealed_whatever_size_the_saves_have(sess
     for step, elements in enumerate([200_000, 200_000, 50_000, 50_000, 200_000, 200_000, 50_000]):
         staged, record, tensor = saved(session, device, step, elements)
         header = staged.layout.header_bytes
-        pin = session.node.store.pin(record.key)
+        pin = session.agent.store.pin(record.key)
         sealed = pinned_file(pin).read_bytes()[: record.size_bytes]
-        session.node.store.unpin(pin.id)
+        session.agent.store.unpin(pin.id)
         assert sealed[header : header + tensor.nbytes] == tensor.numpy().tobytes()
         device.close()
         assert device.violations == [], f"save {step}"

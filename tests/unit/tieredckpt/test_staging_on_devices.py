@@ -65,7 +65,7 @@ def test_mutant_that_reuses_a_slot_before_its_event(monkeypatch):
         assert any(trainer.where)
         with slot(laid(trainer.state)[1]) as memory:
             monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
-            memory.fill(laid(trainer.state)[0], copier)
+            memory.copy_in(laid(trainer.state)[0], copier)
             monkeypatch.setattr(LateStream, "synchronize", waited)
             trainer.step()
             stage(device, memory, trainer, copier)
@@ -95,7 +95,7 @@ def closed_under_a_copy() -> list[str]:
 
             device.copy = copy
             view = memory.tensor(512, source.dtype, source.shape)
-            saves = threading.Thread(target=memory.fill, args=([SlotWrite(source, 512)], copier))
+            saves = threading.Thread(target=memory.copy_in, args=([SlotWrite(source, 512)], copier))
             saves.start()
             started.wait()
             left.close()
@@ -111,12 +111,12 @@ def test_mutant_that_cuts_a_registered_file(grows_again):
     with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(20_000))
         with slot(source.nbytes) as memory:
-            memory.fill([SlotWrite(source, 512)], copier)
+            memory.copy_in([SlotWrite(source, 512)], copier)
             size = os.fstat(memory._fd).st_size
             os.ftruncate(memory._fd, 0)
             if grows_again:
                 os.ftruncate(memory._fd, size)
-                memory.fill([SlotWrite(source, 512)], copier)
+                memory.copy_in([SlotWrite(source, 512)], copier)
         said = "other pages" if grows_again else "its file was cut"
         assert any(said in one for one in device.violations)
 
@@ -131,7 +131,7 @@ def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
         with slot(source.nbytes) as memory:
             for _ in range(3):
                 device.launch(lambda it: it.add_(1), [source])
-                memory.fill([SlotWrite(source, 512)], copier)
+                memory.copy_in([SlotWrite(source, 512)], copier)
             assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.get(source))
     assert len([one for one in caplog.records if "out of locked memory" in one.message]) == 1
     assert device.violations == []
@@ -142,7 +142,7 @@ def test_a_thread_of_another_device_registers_in_the_name_of_the_one_that_is_use
     with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(100), index=1)
         with slot(source.nbytes) as memory:
-            saves = threading.Thread(target=memory.fill, args=([SlotWrite(source, 512)], copier))
+            saves = threading.Thread(target=memory.copy_in, args=([SlotWrite(source, 512)], copier))
             saves.start()
             saves.join()
         assert device.asked == {torch.device(device.type, 1)}
@@ -151,5 +151,5 @@ def test_a_thread_of_another_device_registers_in_the_name_of_the_one_that_is_use
 
 def test_state_on_the_cpu_registers_nothing():
     with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier, slot(4096) as memory:
-        memory.fill([SlotWrite(torch.randn(100), 512), SlotWrite(torch.randn(9, 5).t(), 1024)], copier)
+        memory.copy_in([SlotWrite(torch.randn(100), 512), SlotWrite(torch.randn(9, 5).t(), 1024)], copier)
         assert not device.registered

@@ -7,7 +7,7 @@ from tieredckpt.agent.agent_api import LayoutsPage, ShardLocation, ShardLocation
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.format.manifest import ShardIndex, ShardMeta
 
-GROUP = key(1).group
+GROUP = key(1).version_id
 
 
 class Forgets:
@@ -16,14 +16,14 @@ class Forgets:
     def __init__(self, *, parts: bool) -> None:
         self._parts = parts
 
-    def summary(self, job, group):
+    def step_summary(self, job, group):
         return StepSummary((0,), 1, "test", ("layout",), ())
 
-    def parts(self, job, group, parts, *, item_sizes=False):
+    def step_parts(self, job, group, parts, *, item_sizes=False):
         index = ShardIndex(key(1), 1, 0, 1, b"", ShardMeta("layout", ()))
         return ShardLocations([ShardLocation(index, 0, ("memory",), ())] if self._parts else [], [])
 
-    def layouts(self, job, group, layouts, tables):
+    def step_layouts(self, job, group, layouts, tables):
         return LayoutsPage({}, {}, more=False)
 
 

@@ -62,7 +62,10 @@ def test_the_durable_copy_is_read_and_the_near_one_kept(slots, tmp_path, code):
         assert set(ckpt.last_restore.bytes_by_tier) == {"memory"}
         assert_same(state_at(2), far)
         assert_same(state_at(2), near)
-        assert [(info.step, info.whole, info.quarantined) for info in ckpt.steps()] == [(1, True, ""), (2, True, "")]
+        assert [(info.step, info.is_complete, info.quarantined) for info in ckpt.steps()] == [
+            (1, True, ""),
+            (2, True, ""),
+        ]
 
 
 def test_the_only_copy_is_waited_for_and_no_older_step_is_taken(slots):
@@ -72,7 +75,7 @@ def test_the_only_copy_is_waited_for_and_no_older_step_is_taken(slots):
         found = zeroed(state_at(0))
         assert ckpt.restore(found) == 2
         assert_same(state_at(2), found)
-        assert [info.whole for info in ckpt.steps()] == [True, True]
+        assert [info.is_complete for info in ckpt.steps()] == [True, True]
 
 
 def test_a_step_that_is_given_up_while_it_is_looked_at_is_not_called_damaged(slots, caplog, monkeypatch):
@@ -81,8 +84,8 @@ def test_a_step_that_is_given_up_while_it_is_looked_at_is_not_called_damaged(slo
 
         def given_up_first(store, key, chunks=None):
             monkeypatch.setattr(NodeStore, "verify", verify)
-            store.forget(key.job, [key.group])
-            for pin in list(store._reading._pins):
+            store.delete_versions(key.job, [key.version_id])
+            for pin in list(store._reader._pins):
                 store.unpin(pin)
             return verify(store, key, chunks)
 

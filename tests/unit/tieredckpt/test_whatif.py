@@ -26,8 +26,8 @@ def foresee(seen, said=None, covers=NOT_COVERED, **more):
     known = cluster_failure_domains(seen)
 
     def lose(*names):
-        outcome = foresight.after([find_failure_domain(name, known) for name in names])
-        return outcome, foresight.reads(outcome)
+        outcome = foresight.outcome_without([find_failure_domain(name, known) for name in names])
+        return outcome, foresight.read_sources(outcome)
 
     return lose
 
@@ -58,9 +58,9 @@ PAIRS = view(
 def test_mirror_pairs(lost, step, gone):
     outcome, _ = foresee(PAIRS)(*lost)
     assert outcome.step == step
-    assert outcome.before == 7
-    assert [(one.group.version, one.parts, one.nodes) for one in outcome.gone] == gone
-    assert outcome.fate is (ResumeOutlook.NOTHING if step is None else ResumeOutlook.RESUMES)
+    assert outcome.step_before_loss == 7
+    assert [(one.group.version, one.parts, one.nodes) for one in outcome.lost_steps] == gone
+    assert outcome.outlook is (ResumeOutlook.NOTHING if step is None else ResumeOutlook.RESUMES)
     assert not outcome.unknown
 
 
@@ -82,7 +82,7 @@ def test_the_durable_tier_is_fallen_back_to():
     assert outcome.step == 5
     assert reads == (ReadSource((), ()),)
     assert (outcome.from_memory, outcome.from_durable) == (False, True)
-    assert [one.group.version for one in outcome.gone] == [7, 6]
+    assert [one.group.version for one in outcome.lost_steps] == [7, 6]
 
 
 def test_a_durable_step_is_read_from_both():
@@ -90,16 +90,16 @@ def test_a_durable_step_is_read_from_both():
     assert outcome.step == 7
     assert reads == (ReadSource((0, 1), ()), ReadSource((2,), ("n16",)), ReadSource((3,), ("n16", "n24")))
     assert (outcome.from_memory, outcome.from_durable) == (True, True)
-    assert outcome.gone == ()
+    assert outcome.lost_steps == ()
 
 
 def test_a_plain_checkpoint_that_is_newer_is_used():
     lose = foresee(PAIRS, survey(durable=[4], plain=(2, 6)))
     outcome, reads = lose("node:n0", "node:n8")
-    assert (outcome.step, outcome.plain) == (6, 6)
+    assert (outcome.step, outcome.plain_step) == (6, 6)
     assert reads == (ReadSource((), ()),)
-    assert [one.group.version for one in outcome.gone] == [7]
-    assert lose("node:n0")[0].plain is None
+    assert [one.group.version for one in outcome.lost_steps] == [7]
+    assert lose("node:n0")[0].plain_step is None
 
 
 def test_quarantined_steps_are_not_resumed_from():
@@ -130,7 +130,7 @@ def test_replicas_of_the_lost_parts_may_cover_the_state():
     assert outcome.step == 7
     assert asked == [(group(7), [1])], "asked only about what is not all there"
     assert reads == (ReadSource((1,), ("n1",)),)
-    assert lose("node:n0", "node:n1")[0].fate is ResumeOutlook.NOTHING
+    assert lose("node:n0", "node:n1")[0].outlook is ResumeOutlook.NOTHING
 
 
 def test_a_past_that_was_left_does_not_come_back():
@@ -155,42 +155,42 @@ QUIET = view(
 
 def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():
     outcome, _ = foresee(QUIET)("node:n0")
-    assert outcome.fate is ResumeOutlook.UNKNOWN
+    assert outcome.outlook is ResumeOutlook.UNKNOWN
     assert outcome.step is None
     assert outcome.unknown == {"n1": "no answer within 10 s"}
-    assert outcome.perhaps == (group(6), group(7))
+    assert outcome.uncertain_steps == (group(6), group(7))
     assert Tier.PEER in outcome.resolution.unreachable
 
 
 def test_when_it_is_lost_too_nothing_is_unknown():
     outcome, _ = foresee(QUIET)("node:n0", "node:n1")
-    assert outcome.fate is ResumeOutlook.NOTHING
+    assert outcome.outlook is ResumeOutlook.NOTHING
     assert outcome.unknown == {}
-    assert outcome.perhaps == ()
+    assert outcome.uncertain_steps == ()
     assert outcome.resolution.unreachable == ()
 
 
 def test_a_newer_step_may_be_whole_with_what_it_holds():
     seen = view(*QUIET.nodes, node("n2", "rack=r2"))
     outcome, _ = foresee(seen)("node:n2")
-    assert (outcome.step, outcome.fate) == (6, ResumeOutlook.RESUMES)
-    assert outcome.perhaps == (group(7),)
-    assert foresee(seen)("node:n2", "node:n1")[0].perhaps == ()
+    assert (outcome.step, outcome.outlook) == (6, ResumeOutlook.RESUMES)
+    assert outcome.uncertain_steps == (group(7),)
+    assert foresee(seen)("node:n2", "node:n1")[0].uncertain_steps == ()
 
 
 def test_a_node_that_still_verifies_may_hold_more():
     seen = view(node("n0", "", {7: [0, 1]}), node("n1", "", {}, verifying=2))
     outcome, _ = foresee(seen)("node:n0")
-    assert outcome.fate is ResumeOutlook.UNKNOWN
+    assert outcome.outlook is ResumeOutlook.UNKNOWN
     assert "2 shards" in outcome.unknown["n1"]
 
 
 def test_a_store_that_is_away_is_not_an_empty_one():
     away = survey(unreachable={Tier.DURABLE: "503"})
     outcome, _ = foresee(PAIRS, away)("rack:r0", "rack:r1")
-    assert outcome.fate is ResumeOutlook.UNKNOWN
+    assert outcome.outlook is ResumeOutlook.UNKNOWN
     assert outcome.unknown == {"durable tier": "503"}
-    assert foresee(PAIRS)("rack:r0", "rack:r1")[0].fate is ResumeOutlook.NOTHING
+    assert foresee(PAIRS)("rack:r0", "rack:r1")[0].outlook is ResumeOutlook.NOTHING
 
 
 # -- quorum -----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ _GOOD, _POOR = 0.95, 0.8
 
 
 def report_header(one: Analysis) -> Markup:
-    if one.live:
+    if one.is_running:
         state, colour = "no end is written down", "state"
     else:
         how = one.runs[-1].how
@@ -92,7 +92,7 @@ def _tiles(one: Analysis) -> list[tuple[str, str, MarkupPart, MarkupPart]]:
             "nothing was recovered from"
             if not one.faults
             else "training did not go on yet"
-            if one.live
+            if one.is_running
             else "training did not go on"
         )
         tiles.append(("", "median recovery", "-", more))
@@ -210,7 +210,7 @@ def recoveries_section(one: Analysis) -> Markup:
     resumed = [way for way in ways if way.resumed]
     note = f"{count_text(len(ways), 'recovery').replace('recoverys', 'recoveries')}, from the fault to the next step"
     if len(resumed) < len(ways):
-        note += f"; {len(ways) - len(resumed):,} did not get there{' yet' if one.live else ''}"
+        note += f"; {len(ways) - len(resumed):,} did not get there{' yet' if one.is_running else ''}"
     parts: list[MarkupPart] = []
     if len(ways) <= _EACH:
         parts.append(_bars(one, [(_label(way, one), way) for way in ways], _quantiles(resumed)))
@@ -313,7 +313,7 @@ def _bar(one: Analysis, label: str, way: TransitionRecord, scale: LinearScale, y
         edges = f"M{svg_number(end - 9)} {svg_number(y + 1)}l5 {svg_number(_ROW - 3)}m4 0l-5 -{svg_number(_ROW - 3)}"
         parts.append(element("path", d=edges, stroke="var(--card)", stroke_width=2.5, fill="none"))
     lost = f" · {count_text(way.steps_lost, 'step')}" if way.steps_lost else ""
-    ended = "" if way.resumed else " so far" if one.live else " · not resumed"
+    ended = "" if way.resumed else " so far" if one.is_running else " · not resumed"
     words = element("title", describe_transition(way, one))
     parts.append(
         element("text", words, f"{duration_text(way.seconds)}{lost}{ended}", x=end + 7, y=y + 16, class_="strong")
@@ -483,7 +483,7 @@ def _row(one: Analysis, fault: FaultRecord, way: TransitionRecord, *, first: boo
     )
     how: MarkupPart = (_HOW.get(way.how, way.how), element("div", change, class_="sub"))
     if not way.resumed:
-        how = "not yet" if one.live else "did not go on"
+        how = "not yet" if one.is_running else "did not go on"
     return at, fault_location(fault), what, (reason, after), how, duration_text(way.seconds), f"{way.steps_lost:,}"
 
 
@@ -559,9 +559,9 @@ def saves_section(one: Analysis) -> Markup:
 
 def _blocked(one: Analysis, seconds: float) -> Markup | None:
     points = [
-        ((each.end_us - one.start_us) / 1e6, each.us / 1e6)
+        ((each.end_us - one.start_us) / 1e6, each.duration_us / 1e6)
         for each in one.timeline
-        if each.category is TimeCategory.SAVE and each.us
+        if each.category is TimeCategory.SAVE and each.duration_us
     ]
     if not points:
         return None

@@ -107,10 +107,10 @@ def test_the_device_in_use_is_set_and_put_back():
     devices = torch.Generator(), torch.Generator()  # stand in for those of two devices
 
     class Two(CpuBackend):
-        def in_use(self):
+        def is_initialized(self):
             return True
 
-        def generator(self):
+        def default_generator(self):
             return devices[1]
 
     with use_device_backend(Two()):
@@ -129,17 +129,17 @@ def _is_set_and_put_back(devices):
     assert all(torch.equal(one.get_state(), state) for one, state in zip(devices, before, strict=True))
 
 
-@pytest.mark.skipif(not accelerator().count(), reason="no accelerator")
+@pytest.mark.skipif(not accelerator().device_count(), reason="no accelerator")
 def test_dropout_on_a_device_is_the_same_on_any_rank():
     place = accelerator().current()
     torch.rand(1, device=place)
-    state = accelerator().generator().get_state()
+    state = accelerator().default_generator().get_state()
     batch, layer, found = torch.ones(1000, device=place), torch.nn.Dropout(0.5), []
     for _ in range(2):
         with seeded(1, 2, 3):
             found.append(layer(batch))
     assert torch.equal(*found)
-    assert torch.equal(accelerator().generator().get_state(), state)
+    assert torch.equal(accelerator().default_generator().get_state(), state)
 
 
 def test_a_generator_of_ones_own_leaves_the_others_alone():

@@ -24,7 +24,7 @@ def racks(*sizes, tag=""):
 
 
 def crowded(found, nodes):
-    rack = {node.id: node.label("rack") for node in nodes}
+    rack = {node.id: node.failure_domain("rack") for node in nodes}
     return [group for group in found if len({rack[node] for node in group}) < len(group)]
 
 
@@ -85,7 +85,7 @@ def test_groups_are_apart_in_zones_when_there_are_enough():
         for rack in range(3)
         for index in range(2)
     ]
-    zone = {node.id: node.label("zone") for node in nodes}
+    zone = {node.id: node.failure_domain("zone") for node in nodes}
     assert all(len({zone[node] for node in group}) == len(group) == 4 for group in parity_groups(nodes, 4))
 
 

@@ -18,15 +18,15 @@ def hosts(count):
 
 def cut(nodes, split_from=2):
     districts = NodePartitions(nodes, split_from=split_from)
-    return {frozenset(districts.of(node)) for node in nodes}
+    return {frozenset(districts.partition_of(node)) for node in nodes}
 
 
 @given(NAMES, st.integers(2, 64))
 def test_every_node_is_looked_at_once(nodes, split_from):
     districts = NodePartitions(nodes, split_from=split_from)
     for me in nodes:
-        assert me in districts.of(me)
-        seen = [*districts.of(me), *(node for members in districts.beyond(me) for node in members)]
+        assert me in districts.partition_of(me)
+        seen = [*districts.partition_of(me), *(node for members in districts.other_partitions(me) for node in members)]
         assert sorted(seen) == sorted(nodes)
 
 
@@ -36,23 +36,23 @@ def test_all_who_have_the_same_nodes_cut_in_the_same_way(nodes, random):
     random.shuffle(shuffled)
     one, other = NodePartitions(nodes, split_from=2), NodePartitions(shuffled, split_from=2)
     for me in nodes:
-        assert one.of(me) == other.of(me)
-        assert one.beyond(me) == other.beyond(me)
+        assert one.partition_of(me) == other.partition_of(me)
+        assert one.other_partitions(me) == other.other_partitions(me)
 
 
 @given(NAMES)
 def test_whoever_is_asked_finds_in_its_district_whom_it_is_asked_for(nodes):
     districts = NodePartitions(nodes, split_from=2)
     for me in nodes:
-        for members in districts.beyond(me):
-            assert all(set(districts.of(lookout)) == set(members) for lookout in members)
+        for members in districts.other_partitions(me):
+            assert all(set(districts.partition_of(lookout)) == set(members) for lookout in members)
 
 
 @given(NAMES, st.integers(2, 300))
 def test_a_small_job_is_one_district(nodes, split_from):
     districts = NodePartitions(nodes, split_from=split_from)
     if len(nodes) < split_from:
-        assert all(set(districts.of(me)) == nodes and districts.beyond(me) == [] for me in nodes)
+        assert all(set(districts.partition_of(me)) == nodes and districts.other_partitions(me) == [] for me in nodes)
 
 
 @given(NAMES, st.data())
@@ -85,7 +85,7 @@ def test_of_two_numbers_of_districts_one_is_the_other_cut_in_two():
 def test_as_many_ask_the_one_as_the_other():
     nodes = hosts(1000)
     districts = NodePartitions(nodes)
-    asked = Counter(members[0] for me in nodes for members in districts.beyond(me))
+    asked = Counter(members[0] for me in nodes for members in districts.other_partitions(me))
     mean = sum(asked.values()) / len(nodes)
     assert max(asked.values()) <= 3 * mean
     assert len(asked) >= 0.9 * len(nodes), "everybody is somebody's lookout"
@@ -94,13 +94,16 @@ def test_as_many_ask_the_one_as_the_other():
 def test_one_outside_of_the_roster_looks_like_all_others():
     nodes = hosts(500)
     districts = NodePartitions(nodes)
-    seen = [*districts.of("stranger"), *(node for members in districts.beyond("stranger") for node in members)]
+    seen = [
+        *districts.partition_of("stranger"),
+        *(node for members in districts.other_partitions("stranger") for node in members),
+    ]
     assert sorted(seen) == sorted(nodes)
 
 
 def test_nobody_is_there():
-    assert NodePartitions(()).of("me") == ()
-    assert NodePartitions(()).beyond("me") == []
+    assert NodePartitions(()).partition_of("me") == ()
+    assert NodePartitions(()).other_partitions("me") == []
 
 
 # -- whom to ask next -------------------------------------------------------------------------------------------------
@@ -109,21 +112,21 @@ def test_nobody_is_there():
 @given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.sets(st.sampled_from("abcdefgh")))
 def test_the_living_are_asked_in_turn_and_not_all_of_them(members, gone):
     errand = DelegateCandidates(members, gone=gone.__contains__)
-    asked = list(iter(errand.next, None))
+    asked = list(iter(errand.next_delegate, None))
     assert asked == [node for node in members if node not in gone][:MAX_DELEGATES]
-    assert errand.next() is None
+    assert errand.next_delegate() is None
 
 
 def test_where_nobody_is_of_use_nobody_else_is_asked():
     errand = DelegateCandidates(("a", "b"), gone=lambda _: False)
-    assert errand.next() == "a"
-    errand.give_up()
-    assert errand.next() is None
+    assert errand.next_delegate() == "a"
+    errand.stop()
+    assert errand.next_delegate() is None
 
 
 def test_one_that_has_died_meanwhile_is_not_asked():
     gone = set()
     errand = DelegateCandidates(("a", "b", "c"), gone=gone.__contains__)
-    assert errand.next() == "a"
+    assert errand.next_delegate() == "a"
     gone.add("b")
-    assert errand.next() == "c"
+    assert errand.next_delegate() == "c"

@@ -31,7 +31,7 @@ def names(count: int) -> list[str]:
 
 
 def dead_in(net: Network, name: str) -> int:
-    return sum(member.standing(name) is DEAD for member in net.up.values())
+    return sum(member.state_of(name) is DEAD for member in net.up.values())
 
 
 # -- who lives --------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def test_nodes_that_start_together_find_each_other(count):
     net = Network(nodes(count), seed=count)
     assert net.until(net.agreed, within_s=20) < 10
     assert net.with_quorum() == set(names(count))
-    assert len({member.living for member in net.up.values()}) == 1
+    assert len({member.alive for member in net.up.values()}) == 1
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 40])
@@ -62,7 +62,7 @@ def test_a_lossy_network_kills_nobody():
 
     def watch():
         for member in net.up.values():
-            assert len(member.living) == 30, f"seed {net.seed}: {member.explain()}"
+            assert len(member.alive) == 30, f"seed {net.seed}: {member.explain_quorum()}"
 
     for _ in range(60):
         net.run(1)
@@ -78,7 +78,7 @@ def test_one_broken_path_between_two_nodes_makes_neither_suspect(one_way):
     net.cut = lambda x, y: (x, y) == ("n0000", b) or (not one_way and (y, x) == ("n0000", b))
     for _ in range(120):
         net.run(1)
-        assert all(member.standing(name) is ALIVE for member in net.up.values() for name in ("n0000", b))
+        assert all(member.state_of(name) is ALIVE for member in net.up.values() for name in ("n0000", b))
     net.heal()
     net.until(net.agreed, within_s=30)
 
@@ -121,7 +121,7 @@ def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_addr
     for _ in range(20):
         net.run(1)
         assert dead_in(net, "n0003") <= 1  # only itself has to find the others again
-    assert all(again in member.living for member in net.up.values())
+    assert all(again in member.alive for member in net.up.values())
 
 
 def test_a_suspended_machine_declares_nobody_dead_when_it_wakes():
@@ -133,8 +133,8 @@ def test_a_suspended_machine_declares_nobody_dead_when_it_wakes():
     assert dead_in(net, "n0005") == 8
     net.run(2)
     assert net.alive("n0005") == set(names(9))
-    assert not sleeper.quorum
-    net.until(lambda: net.agreed() and sleeper.quorum, within_s=30)
+    assert not sleeper.has_quorum
+    net.until(lambda: net.agreed() and sleeper.has_quorum, within_s=30)
     assert {dead_in(net, name) for name in net.up} == {0}
 
 
@@ -170,7 +170,7 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
         net.run(1)
         watch()
     if not lossy:
-        expected = [one for one in sides if net.roster.quorum(one)]
+        expected = [one for one in sides if net.roster.has_quorum(one)]
         assert net.with_quorum() == (expected[0] if expected else set())
     net.loss = 0.0
     net.heal()
@@ -217,15 +217,15 @@ def test_a_new_roster_told_to_one_node_becomes_everybodys():
     net.roster = member_list(2, [*net.roster.nodes[5:], newcomer])
     net.start(newcomer, net.roster)
     net.until(net.agreed, within_s=30)
-    assert {member.roster for member in net.up.values()} == {net.roster}
+    assert {member.member_list for member in net.up.values()} == {net.roster}
     assert net.with_quorum() == {one.id for one in net.roster.nodes}
-    assert "n0000 is not in roster 2" in net.up["n0000"].explain()
+    assert "n0000 is not in roster 2" in net.up["n0000"].explain_quorum()
 
 
 def test_a_node_that_knows_no_roster_gets_one_from_who_pings_it():
     net = Network(nodes(5), 9)
     net.kill("n0002")
-    assert net.start(nodes(5)[2]).roster is None
+    assert net.start(nodes(5)[2]).member_list is None
     net.until(net.agreed, within_s=30)
 
 
@@ -354,11 +354,11 @@ class Lives(RuleBasedStateMachine):
         self.net.loss = 0.0
         for name in sorted(set(self.net.lives) - set(self.net.up))[:3]:
             self.net.start(next(one for one in self.net.roster.nodes if one.id == name), self.net.roster)
-        told = [member for member in self.net.up.values() if member.roster]
+        told = [member for member in self.net.up.values() if member.member_list]
         if told:
             self.net.run(20)
             self.net.until(self.net.agreed, within_s=QUIET_S)
-            assert len({member.living for member in self.net.up.values()}) == 1
+            assert len({member.alive for member in self.net.up.values()}) == 1
             assert len({member.fence for member in self.net.up.values()}) == 1
 
 

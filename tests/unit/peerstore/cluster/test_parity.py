@@ -43,7 +43,7 @@ def test_the_picture_in_the_docstring_is_the_plan():
     group = Kept({name: bytes(12) for name in ("n0", "n1", "n2", "n3")})
     mixed = {
         keeper: {
-            f"{'abcd'[group.stripe.place(s.member)]}{s.chunks.start}" for s in group.stripe.parity(keeper).segments
+            f"{'abcd'[group.stripe.index_of(s.member)]}{s.chunks.start}" for s in group.stripe.parity(keeper).segments
         }
         for keeper in group.stripe.members
     }

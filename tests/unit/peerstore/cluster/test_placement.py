@@ -48,7 +48,7 @@ copies_of = st.integers(1, 3)
 
 
 def loads(placement):
-    return {node: len(placement.keeps(node)) for node in placement.partners}
+    return {node: len(placement.replicas_on(node)) for node in placement.partners}
 
 
 def fatal_racks(placement, nodes):
@@ -116,7 +116,7 @@ def test_nobody_keeps_more_than_it_has_room_for(nodes, alike, copies):
         assert load <= MAX_SHARE_FACTOR * each, node
     placement = place_replicas(nodes, copies=copies)
     for node, share in memory_shares(nodes).items():
-        assert len(placement.keeps(node)) <= max(each, math.ceil(MAX_SHARE_FACTOR * each * share)) + each
+        assert len(placement.replicas_on(node)) <= max(each, math.ceil(MAX_SHARE_FACTOR * each * share)) + each
 
 
 @untimed
@@ -124,7 +124,9 @@ def test_nobody_keeps_more_than_it_has_room_for(nodes, alike, copies):
 def test_what_a_node_keeps_is_who_has_it_as_partner(nodes, copies):
     placement = place_replicas(nodes, copies=copies)
     for node in placement.partners:
-        assert placement.keeps(node) == tuple(sorted(o for o, found in placement.partners.items() if node in found))
+        assert placement.replicas_on(node) == tuple(
+            sorted(o for o, found in placement.partners.items() if node in found)
+        )
 
 
 # -- equal memory -----------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_alone_in_its_domain_a_node_keeps_its_share_give_or_take_the_copies(memo
     nodes = cluster(*[1] * len(memory), memory=memory, tag=str(tag))
     placement = place_replicas(nodes, copies=copies)
     for node, share in memory_shares(nodes).items():
-        assert len(placement.keeps(node)) - share * (copies - 1) <= copies
+        assert len(placement.replicas_on(node)) - share * (copies - 1) <= copies
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -250,7 +252,7 @@ def test_on_average_nodes_keep_in_proportion_to_their_memory(sizes, copies):
     placement, share = place_replicas(nodes, copies=copies), memory_shares(nodes)
     by_memory = defaultdict(list)
     for node in nodes:
-        by_memory[node.memory_bytes].append(len(placement.keeps(node.id)) / (copies - 1) / share[node.id])
+        by_memory[node.memory_bytes].append(len(placement.replicas_on(node.id)) / (copies - 1) / share[node.id])
     assert all(0.8 < statistics.mean(found) < 1.25 for found in by_memory.values())
 
 
@@ -261,7 +263,7 @@ def test_small_nodes_keep_nothing_while_large_ones_have_room(pairs, tag):
     placement = place_replicas(nodes)
     large = [node.id for node in nodes if node.memory_bytes > 1]
     assert all(set(partners) <= set(large) for partners in placement.partners.values()) or pairs == 1
-    assert sum(len(placement.keeps(node)) for node in large) == 2 * pairs
+    assert sum(len(placement.replicas_on(node)) for node in large) == 2 * pairs
 
 
 def test_unknown_memory_is_average_and_small_differences_are_none():

@@ -17,13 +17,13 @@ class Tending:
     """Whoever is asked answers with what was said that it would."""
 
     def __init__(self, says, gone=(), dead=()):
-        self.says, self.gone, self._dead = says, set(gone).__contains__, set(dead)
+        self.says, self.is_dead, self._dead = says, set(gone).__contains__, set(dead)
         self.asked = []
 
-    def standing(self, node):
+    def state_of(self, node):
         return "dead" if node in self._dead else "alive"
 
-    def peer(self, name):
+    def client_for(self, name):
         tending = self
 
         class Peer:
@@ -72,7 +72,7 @@ def test_of_two_answers_that_come_at_one_time_one_counts():
 def test_one_lookout_a_district_is_asked():
     tending = Tending({"a": all_of, "c": all_of})
     with afar(tending) as one:
-        found = one.look([("a", "b"), ("c", "d")], short_s=1.0)
+        found = one.collect([("a", "b"), ("c", "d")], short_s=1.0)
     assert sorted(tending.asked) == ["a", "c"]
     assert all(isinstance(looked, NodeInventory) for looked in found.values())
     assert set(found) == {"a", "b", "c", "d"}
@@ -82,7 +82,7 @@ def test_one_lookout_a_district_is_asked():
 def test_those_that_are_gone_are_not_asked_and_those_that_fail_are_replaced():
     tending = Tending({"d": all_of}, gone={"a", "c"})
     with afar(tending) as one:
-        found = one.look([("a", "b", "c", "d")], short_s=1.0)
+        found = one.collect([("a", "b", "c", "d")], short_s=1.0)
     assert tending.asked == ["b", "d"]
     assert set(found) == {"a", "b", "c", "d"}
 
@@ -90,7 +90,7 @@ def test_those_that_are_gone_are_not_asked_and_those_that_fail_are_replaced():
 def test_where_all_lookouts_fail_the_nodes_are_looked_at_with_all_the_time_there_is():
     tending = Tending({})
     with afar(tending) as one:
-        found = one.look([("a", "b")], short_s=1.0)
+        found = one.collect([("a", "b")], short_s=1.0)
     assert one.directly == [{"a": None, "b": None}]
     assert found == dict.fromkeys("ab", "looked at directly")
 
@@ -103,7 +103,7 @@ def test_who_was_not_reached_is_looked_at_for_a_short_time_unless_it_is_held_dea
 
     tending = Tending({"a": some}, dead={"c"})
     with afar(tending) as one:
-        found = one.look([("a", "b", "c", "d")], short_s=1.0)
+        found = one.collect([("a", "b", "c", "d")], short_s=1.0)
     assert one.directly == [{"b": 1.0, "d": 1.0}]
     assert found["c"] == "it does not answer"
     assert "x" not in found

@@ -25,11 +25,11 @@ def tending(now):
             node("n0"),
             PeerCredentials("job", NodeId("n0"), b"s" * 32),
             network.transport("n0"),
-            store.copies,
+            store.replicas,
             clock=lambda: now[0],
         )
         try:
-            made.set_roster(member_list(1, [node("n0"), node("n8"), node("n16")]))
+            made.set_member_list(member_list(1, [node("n0"), node("n8"), node("n16")]))
             yield made
         finally:
             made.close()
@@ -37,16 +37,16 @@ def tending(now):
 
 def says(tended, sender, about, standing, number=1):
     rumour = MemberUpdate(node(about), number, standing)
-    tended.pinged(NodeId(sender), PingMessage(GossipMessage((rumour,), None, (0, ""))))
+    tended.handle_ping(NodeId(sender), PingMessage(GossipMessage((rumour,), None, (0, ""))))
 
 
 def test_who_was_not_heard_of_yet_is_not_gone_for_a_while():
     now = [100.0]
     with tending(now) as tended:
         says(tended, "n8", "n8", MemberState.ALIVE)
-        assert set(tended.living) == {"n0", "n8", "n16"}
+        assert set(tended.alive) == {"n0", "n8", "n16"}
         now[0] += 3600
-        assert set(tended.living) == {"n0", "n8"}
+        assert set(tended.alive) == {"n0", "n8"}
 
 
 def test_who_was_seen_alive_and_is_dead_is_gone_at_once():
@@ -54,6 +54,6 @@ def test_who_was_seen_alive_and_is_dead_is_gone_at_once():
     with tending(now) as tended:
         says(tended, "n16", "n16", MemberState.ALIVE)
         says(tended, "n16", "n8", MemberState.ALIVE)
-        assert set(tended.living) == {"n0", "n8", "n16"}
+        assert set(tended.alive) == {"n0", "n8", "n16"}
         says(tended, "n16", "n8", MemberState.DEAD)
-        assert set(tended.living) == {"n0", "n16"}
+        assert set(tended.alive) == {"n0", "n16"}

@@ -40,7 +40,7 @@ def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
     came = Counter()
 
     def take(source):
-        piece = board.next(source, wait=False)
+        piece = board.take(source, wait=False)
         if piece is not None:
             assert source in piece.sources
             assert not any(piece is other for mine in taken.values() for other in mine)
@@ -50,45 +50,45 @@ def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
     def done(source):
         piece = taken[source].pop()
         came[id(piece)] += 1
-        board.done(source, piece)
+        board.complete(source, piece)
 
     for kind, source in steps:
         if kind == "lose":
             lost.add(source)
             while taken[source]:  # a connection that ends puts back what it had
-                board.put_back(taken[source].pop())
-            board.lose(source, LOST)
+                board.requeue(taken[source].pop())
+            board.drop_source(source, LOST)
         elif kind == "take" and source not in lost:
             take(source)
         elif taken[source]:
             if kind == "done":
                 done(source)
             elif kind == "put back":
-                board.put_back(taken[source].pop())
+                board.requeue(taken[source].pop())
             elif kind == "without":
-                board.put_back(taken[source].pop(), without=source, because=LOST)
+                board.requeue(taken[source].pop(), without=source, because=LOST)
             elif kind == "refuse":
-                board.refuse(source, taken[source].pop(), BAD)
+                board.reject_replica(source, taken[source].pop(), BAD)
     for source in SOURCES:
         while taken[source]:
             done(source)
     for source in SOURCES:
         while source not in lost and take(source):
             done(source)
-        assert not board.wants(source)
-        assert board.next(source, wait=True) is None
-    board.give_up()
+        assert not board.wait_for_work(source)
+        assert board.take(source, wait=True) is None
+    board.finish()
 
     assert set(came.values()) <= {1}
     missing = [piece for piece in pieces if id(piece) not in came]
     assert all(not piece.sources for piece in missing)
-    assert set(board.report.failed) == {piece.wish.record.key for piece in missing}
+    assert set(board.report.failed) == {piece.wish.shard.key for piece in missing}
     assert sum(board.report.bytes_from.values()) == sum(p.size_bytes for p in pieces if id(p) in came)
 
 
 def test_what_fewest_others_have_is_taken_first_and_then_what_a_source_is_preferred_for():
     board = PieceQueue([wish(0, MIB, ["n1", "n2"]), wish(1, MIB, ["n2", "n1"]), wish(2, MIB, ["n2"])])
-    assert [board.next("n2", wait=False).wish.record.key.part for _ in range(3)] == [2, 1, 0]
+    assert [board.take("n2", wait=False).wish.shard.key.part for _ in range(3)] == [2, 1, 0]
 
 
 class Hand:
@@ -98,7 +98,7 @@ class Hand:
         self.board, self.source, self.pieces, self.cuts = board, source, [], 0
 
     def take(self, *, wait=False):
-        piece = self.board.next(self.source, wait=wait, cut=self.cut)
+        piece = self.board.take(self.source, wait=wait, cut=self.cut)
         self.pieces += [piece] if piece else []
         return piece
 
@@ -109,10 +109,10 @@ class Hand:
 
     def put_back(self):
         while self.pieces:
-            self.board.put_back(self.pieces.pop())
+            self.board.requeue(self.pieces.pop())
 
     def done(self):
-        self.board.done(self.source, self.pieces.pop())
+        self.board.complete(self.source, self.pieces.pop())
 
 
 def slow_and_quick(sizes, *, clock):
@@ -148,7 +148,7 @@ def test_one_that_is_about_to_be_done_keeps_what_it_has():
     quick.done()
     now[0] = 40.0
     kept.arrived_bytes = MIB * 9 // 10
-    assert board._look_after("quick") is not None
+    assert board._take_from_slow_sources("quick") is not None
     assert slow.cuts == 0
 
 
@@ -161,11 +161,11 @@ def test_one_that_stops_shortly_before_its_end_does_not_keep_what_it_has():
     quick.done()
     kept.arrived_bytes = MIB - 1000  # nearly all of it, at once
     now[0] = 3.0
-    again = board._look_after("quick")
+    again = board._take_from_slow_sources("quick")
     assert slow.cuts == 0
     now[0] += again
     kept.arrived_bytes += 1
-    board._look_after("quick")
+    board._take_from_slow_sources("quick")
     assert slow.cuts == 1
 
 
@@ -180,7 +180,7 @@ def test_what_only_the_slow_source_has_left_still_comes_from_it():
     assert quick.take(wait=True) is kept
     assert slow.take() is None  # it is passed over while there is another one
     quick.put_back()
-    board.lose("quick", LOST)
+    board.drop_source("quick", LOST)
     assert slow.take(wait=True) is kept
     slow.done()
-    assert not board.wants("slow")
+    assert not board.wait_for_work("slow")

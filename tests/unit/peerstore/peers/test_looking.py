@@ -21,8 +21,8 @@ class Watched:
     """Nodes as membership and the network would have them."""
 
     def __init__(self, *names):
-        self.me = PeerNode(NodeId("me"), "me:1")
-        self.roster = member_list(1, [self.me, *(PeerNode(NodeId(name), f"{name}:1") for name in names)])
+        self.this_node = PeerNode(NodeId("me"), "me:1")
+        self.member_list = member_list(1, [self.this_node, *(PeerNode(NodeId(name), f"{name}:1") for name in names)])
         self.dead, self.away = set(), set()
         self.asked = []
         self.now = 0.0
@@ -33,13 +33,13 @@ class Watched:
         return self.now
 
     @property
-    def lives(self):
+    def generations(self):
         return {}
 
-    def standing(self, name):
+    def state_of(self, name):
         return "dead" if name in self.dead else "alive"
 
-    def peer(self, name):
+    def client_for(self, name):
         return Line(self, name)
 
     @contextlib.contextmanager
@@ -74,13 +74,13 @@ def test_one_that_is_taken_for_dead_gets_a_second_and_is_asked_once_in_a_while()
     watched.lose("n2")
     with watched.looked_at() as looking:
         for _ in range(5):
-            sight = looking.sight(fresh=True)
+            sight = looking.get(fresh=True)
             assert set(sight.nodes) == {"me", "n1"}
-            assert sight.silent == {"n2": "n2 does not answer"}
+            assert sight.unreachable == {"n2": "n2 does not answer"}
         assert [asked for asked in watched.asked if asked[0] == "n2"] == [("n2", DEAD_NODE_TIMEOUT_S)]
         assert [asked for asked in watched.asked if asked[0] == "n1"] == 5 * [("n1", NODE_INVENTORY_TIMEOUT_S)]
         watched.now += NEGATIVE_CACHE_S
-        looking.sight(fresh=True)
+        looking.get(fresh=True)
         assert len([asked for asked in watched.asked if asked[0] == "n2"]) == 2
 
 
@@ -88,26 +88,26 @@ def test_one_that_is_heard_of_again_is_asked_at_once():
     watched = Watched("n1")
     watched.lose("n1")
     with watched.looked_at() as looking:
-        assert set(looking.sight(fresh=True).silent) == {"n1"}
+        assert set(looking.get(fresh=True).unreachable) == {"n1"}
         watched.dead.clear()
         watched.away.clear()
-        assert set(looking.sight(fresh=True).nodes) == {"me", "n1"}
+        assert set(looking.get(fresh=True).nodes) == {"me", "n1"}
         watched.lose("n1")
-        looking.forget()
-        assert set(looking.sight(fresh=True).silent) == {"n1"}
+        looking.invalidate()
+        assert set(looking.get(fresh=True).unreachable) == {"n1"}
         watched.dead.clear()
-        looking.forget()  # membership has changed
+        looking.invalidate()  # membership has changed
         watched.dead.add("n1")
         watched.away.clear()
-        assert set(looking.sight(fresh=True).nodes) == {"me", "n1"}, "it came back, whatever is said of it by now"
+        assert set(looking.get(fresh=True).nodes) == {"me", "n1"}, "it came back, whatever is said of it by now"
 
 
 def test_one_that_is_taken_for_dead_and_answers_is_seen():
     watched = Watched("n1")
     watched.dead.add("n1")
     with watched.looked_at() as looking:
-        assert set(looking.sight(fresh=True).nodes) == {"me", "n1"}
-        assert looking.sight(fresh=True).silent == {}
+        assert set(looking.get(fresh=True).nodes) == {"me", "n1"}
+        assert looking.get(fresh=True).unreachable == {}
 
 
 def test_one_whose_machine_says_at_once_that_nobody_is_there_is_asked_every_time():
@@ -117,7 +117,7 @@ def test_one_whose_machine_says_at_once_that_nobody_is_there_is_asked_every_time
     watched.costs_s = 0.0
     with watched.looked_at() as looking:
         for _ in range(3):
-            assert set(looking.sight(fresh=True).silent) == {"n1"}
+            assert set(looking.get(fresh=True).unreachable) == {"n1"}
         assert len(watched.asked) == 3
 
 
@@ -126,7 +126,7 @@ def test_one_that_is_not_known_to_be_dead_is_asked_every_time():
     watched.away.add("n1")
     with watched.looked_at() as looking:
         for _ in range(3):
-            assert set(looking.sight(fresh=True).silent) == {"n1"}
+            assert set(looking.get(fresh=True).unreachable) == {"n1"}
         assert [within_s for _, within_s in watched.asked] == 3 * [NODE_INVENTORY_TIMEOUT_S]
 
 
@@ -134,18 +134,18 @@ def test_one_that_verifies_is_waited_for():
     watched = Watched("n1")
     watched.answers = {"n1": [BUSY, BUSY, EMPTY]}
     with watched.looked_at() as looking:
-        sight = looking.sight(fresh=True)
+        sight = looking.get(fresh=True)
     assert sight.nodes["n1"] is EMPTY
-    assert sight.silent == {}
+    assert sight.unreachable == {}
 
 
 def test_one_that_verifies_for_too_long_is_named():
     watched = Watched("n1")
     watched.answers, watched.takes_s = {"n1": [BUSY, EMPTY]}, NODE_INVENTORY_TIMEOUT_S
     with watched.looked_at() as looking:
-        sight = looking.sight(fresh=True)
+        sight = looking.get(fresh=True)
     assert sight.nodes["n1"] is BUSY
-    assert sight.silent == {"n1": "it still verifies 3 shards that its last agent left"}
+    assert sight.unreachable == {"n1": "it still verifies 3 shards that its last agent left"}
 
 
 def test_all_dead_ones_are_asked_together():
@@ -160,6 +160,6 @@ def test_all_dead_ones_are_asked_together():
             together.wait(60)
             return super().call(*args, **options)
 
-    watched.peer = lambda name: Waits(watched, name)
+    watched.client_for = lambda name: Waits(watched, name)
     with watched.looked_at() as looking:
-        assert set(looking.sight(fresh=True).silent) == set(names)
+        assert set(looking.get(fresh=True).unreachable) == set(names)

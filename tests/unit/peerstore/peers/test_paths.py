@@ -25,11 +25,11 @@ def warnings(caplog):
 def test_a_slow_way_is_told_once_by_node_address_and_interface(caplog):
     made = paths()
     for _ in range(3):
-        made.took("n2", "10.0.0.2:7070", 64 * MIB, 0.5)
+        made.record_transfer("n2", "10.0.0.2:7070", 64 * MIB, 0.5)
     (said,) = warnings(caplog)
     for part in ("n2", "10.0.0.2:7070", "eth0", "0.134 GB/s", "12.5 GB/s", "another interface"):
         assert part in said
-    assert made.rates == {"n2": pytest.approx(128 * MIB)}
+    assert made.bytes_per_s == {"n2": pytest.approx(128 * MIB)}
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,17 @@ def test_a_slow_way_is_told_once_by_node_address_and_interface(caplog):
     ids=["fast", "too little to say", "no time", "a link that does not say"],
 )
 def test_no_warning(caplog, link, size_bytes, seconds):
-    paths(link).took("n2", "a:1", size_bytes, seconds)
+    paths(link).record_transfer("n2", "a:1", size_bytes, seconds)
     assert warnings(caplog) == []
 
 
 def test_one_bad_transfer_is_not_a_slow_way(caplog):
     made = paths()
     for seconds in (0.01, 0.01, 0.09):
-        made.took("n2", "a:1", 64 * MIB, seconds)
+        made.record_transfer("n2", "a:1", 64 * MIB, seconds)
     assert warnings(caplog) == []
-    made.took("n3", "b:1", 64 * MIB, 0.01)
-    assert made.rates["n3"] > made.rates["n2"] > 64 * MIB / 0.09
+    made.record_transfer("n3", "b:1", 64 * MIB, 0.01)
+    assert made.bytes_per_s["n3"] > made.bytes_per_s["n2"] > 64 * MIB / 0.09
 
 
 def test_a_way_that_is_not_known_is_no_reason_to_fail(caplog):
@@ -56,6 +56,6 @@ def test_a_way_that_is_not_known_is_no_reason_to_fail(caplog):
         raise PeerUnreachableError("no route")
 
     made = PathMonitor(link=unknown)
-    made.took("n2", "a:1", 64 * MIB, 9.0)
+    made.record_transfer("n2", "a:1", 64 * MIB, 9.0)
     assert warnings(caplog) == []
-    assert made.rates == {"n2": pytest.approx(64 * MIB / 9)}
+    assert made.bytes_per_s == {"n2": pytest.approx(64 * MIB / 9)}

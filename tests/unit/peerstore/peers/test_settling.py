@@ -22,13 +22,15 @@ class Job:
         self._groups = {}
         self._lock = threading.Lock()
         self.all = threading.Event()
-        store = SimpleNamespace(copies=SimpleNamespace(settled=self._groups.get, decide=self._decide))
+        store = SimpleNamespace(
+            replicas=SimpleNamespace(newest_replicated=self._groups.get, apply_decision=self._decide)
+        )
         tending = SimpleNamespace(
-            me=SimpleNamespace(id=NODES[0]),
-            living=dict.fromkeys(NODES),
-            quorum=True,
-            life=lambda _node: 0,
-            peer=lambda node: SimpleNamespace(call=lambda op, body, *_, **__: self._hear(node, op, body)),
+            this_node=SimpleNamespace(id=NODES[0]),
+            alive=dict.fromkeys(NODES),
+            has_quorum=True,
+            generation_of=lambda _node: 0,
+            client_for=lambda node: SimpleNamespace(call=lambda op, body, *_, **__: self._hear(node, op, body)),
         )
         changed = threading.Condition()
         reports = CommitReports(NODES[0])
@@ -48,7 +50,7 @@ class Job:
                 self.all.set()
 
     def settle(self, version):
-        self.settlement.settling(PartsReport(VersionId(1, version, 0, "a"), 1, (0,), NODES[1]))
+        self.settlement.handle_report(PartsReport(VersionId(1, version, 0, "a"), 1, (0,), NODES[1]))
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_a_parity_is_found_under_what_it_is_made_of():
         parity_key(stripe(n16=1, n0=2), NodeId("n8")),
     ]
     assert len(set(keys)) == 4
-    assert all(key.kind and key.seat < 0 for key in keys)
+    assert all(key.kind and key.slot_part < 0 for key in keys)
 
 
 def test_a_record_that_is_not_what_it_says_is_refused():
@@ -144,7 +144,7 @@ def test_a_record_that_is_not_what_it_says_is_refused():
 def test_old_keys_are_read_and_written_as_before():
     old = {"job": "job", "version": 1, "epoch": 1, "incarnation": "a", "attempt": 0, "part": 0}
     key = msgspec.convert(old, ShardKey)
-    assert (key.kind, key.seat) == ("", 0)
+    assert (key.kind, key.slot_part) == ("", 0)
     assert msgspec.to_builtins(key) == old
 
 
@@ -153,7 +153,8 @@ def test_old_keys_are_read_and_written_as_before():
 
 def missing(one, living, held=()):
     return [
-        (lost.shard.key.part, lost.heirs) for lost in lost_shards([one], living=living, held=set(held).__contains__)
+        (lost.shard.key.part, lost.rebuilders)
+        for lost in lost_shards([one], living=living, held=set(held).__contains__)
     ]
 
 
@@ -167,13 +168,13 @@ def test_what_nobody_is_known_to_hold_is_missing():
 
 
 def looked(*parities):
-    return NodeInventory((), 1, "a", None, 0, tuple(one.fact for one in parities))
+    return NodeInventory((), 1, "a", None, 0, tuple(one.info for one in parities))
 
 
 def test_the_first_that_has_a_parity_makes_a_shard_again():
     third = kept("n8", n0=0, n16=1)
     (_, lost) = lost_shards([third], living=MEMBERS, held=lambda _: False)
-    assert lost.heirs == ("n0", "n8")
+    assert lost.rebuilders == ("n0", "n8")
     assert not is_first_rebuilder(lost, "n8", {"n0": looked(kept("n0", n16=1, n8=2))})
     assert is_first_rebuilder(lost, "n8", {"n0": looked()}), "the first one has started again with nothing"
     assert is_first_rebuilder(lost, "n8", {})

@@ -25,26 +25,26 @@ class Plain:
     """The rule without any short cut."""
 
     def __init__(self):
-        self.notes = {}
+        self.boundaries = {}
 
     def add(self, note):
-        known = self.notes.get((note.group, note.by))
+        known = self.boundaries.get((note.group, note.by))
         if known is None or note.life >= known.life:
-            self.notes[note.group, note.by] = note
+            self.boundaries[note.group, note.by] = note
 
-    def complete(self, me, living):
+    def complete_name_digests(self, me, living):
         found = []
-        for group in {group for group, _ in self.notes}:
+        for group in {group for group, _ in self.boundaries}:
             counted = [
                 note
-                for (of, node), note in self.notes.items()
+                for (of, node), note in self.boundaries.items()
                 if of == group and (node == me or (node in living and LIVES[node] <= note.life))
             ]
             in_all = max((note.parts_in_all for note in counted), default=0)
             if in_all and set(range(in_all)) <= {part for note in counted for part in note.parts}:
                 found.append(group)
         newest = max(found, default=None)
-        self.notes = {key: note for key, note in self.notes.items() if key[0] != newest}
+        self.boundaries = {key: note for key, note in self.boundaries.items() if key[0] != newest}
         return newest
 
 
@@ -54,7 +54,9 @@ def test_it_says_what_the_plain_rule_says(told):
     for note, living in told:
         tally.add(note)
         plain.add(note)
-        assert tally.complete(me="a", living=living, life=LIVES.__getitem__).settled == plain.complete("a", living)
+        assert tally.newly_complete(
+            me="a", living=living, life=LIVES.__getitem__
+        ).settled == plain.complete_name_digests("a", living)
 
 
 def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
@@ -70,7 +72,7 @@ def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
         for part, node in enumerate(nodes):
             parts, sealed = ((part,), ()) if safe else ((), (part,))
             tally.add(PartsReport(of, len(nodes), parts, node, 1, sealed))
-            said.append(tally.complete(me=nodes[0], living=nodes, life=life))
+            said.append(tally.newly_complete(me=nodes[0], living=nodes, life=life))
     assert [found for found in said if found] == [CommitDecision(whole=of), CommitDecision(of, of)]
     assert len(looked) <= 2 * len(nodes)
 

@@ -32,7 +32,7 @@ def test_however_many_ask_while_somebody_works_share_the_next_turn():
     found = {}
 
     def ask(name):
-        found[name] = turns.next()
+        found[name] = turns.run()
 
     first = threading.Thread(target=ask, args=("first",))
     first.start()
@@ -57,15 +57,15 @@ def test_what_is_recent_is_not_looked_for_again():
     now = [0.0]
     numbers = iter(range(1, 10))
     turns = SingleFlight(lambda: next(numbers), clock=lambda: now[0])
-    assert turns.recent(2.0) == 1
+    assert turns.cached(2.0) == 1
     now[0] = 1.9
-    assert turns.recent(2.0) == 1
+    assert turns.cached(2.0) == 1
     now[0] = 2.0
-    assert turns.recent(2.0) == 2
-    assert turns.next() == 3
-    assert turns.recent(2.0) == 3
-    turns.forget()
-    assert turns.recent(2.0) == 4
+    assert turns.cached(2.0) == 2
+    assert turns.run() == 3
+    assert turns.cached(2.0) == 3
+    turns.invalidate()
+    assert turns.cached(2.0) == 4
 
 
 def test_a_turn_that_fails_is_nobody_elses():
@@ -79,8 +79,8 @@ def test_a_turn_that_fails_is_nobody_elses():
 
     turns = SingleFlight(work)
     with pytest.raises(ValueError, match="the first"):
-        turns.next()
-    assert turns.next() == 2
+        turns.run()
+    assert turns.run() == 2
 
 
 def test_an_answer_is_as_new_as_the_question():
@@ -92,7 +92,7 @@ def test_an_answer_is_as_new_as_the_question():
     def say_and_look(name):
         for number in range(50):
             facts.append((name, number))
-            if (name, number) not in turns.next():
+            if (name, number) not in turns.run():
                 failures.append((name, number))
 
     threads = [threading.Thread(target=say_and_look, args=(name,)) for name in range(8)]
@@ -106,11 +106,11 @@ def test_who_cannot_wait_is_told_so_and_the_turn_is_still_everybody_elses():
     work = Work()
     turns = SingleFlight(work)
     with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
-        turns.next()  # whose turn it is
+        turns.run()  # whose turn it is
     with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
-        turns.next()
+        turns.run()
     later = []
-    patient = threading.Thread(target=lambda: later.append(turns.next()))
+    patient = threading.Thread(target=lambda: later.append(turns.run()))
     patient.start()
     until(lambda: turns.waiting == 1, "the first two have gone")
     work.go_on.release(2)
@@ -122,5 +122,5 @@ def test_what_is_found_for_all_is_not_cut_short_by_who_began_it():
     left = []
     turns = SingleFlight(lambda: left.append(deadlines.remaining_s()))
     with deadlines.timeout_scope(60):
-        turns.next()
+        turns.run()
     assert left == [float("inf")]

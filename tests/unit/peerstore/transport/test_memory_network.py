@@ -156,7 +156,7 @@ def test_one_bit_of_one_payload_arrives_turned(network, line):
     near, far = line.meet()
     near.send(b"a", [memoryview(bytes(1000))])
     assert payload(far) == bytes(1000)
-    network.flip("n1", "n2", payload=1, byte=777, bit=3)
+    network.flip_bit("n1", "n2", payload=1, byte=777, bit=3)
     near.send(b"headers do not count")
     near.send(b"b", [memoryview(bytes(1000))])
     near.send(b"c", [memoryview(bytes(500)), memoryview(bytes(500))])
@@ -177,7 +177,7 @@ def test_a_node_that_is_lost_takes_its_channels_and_its_listeners_with_it(networ
     near, far = line.meet()
     waiting = line.aside(near.receive)
     clock.until_waiting()
-    network.lose("n2")
+    network.kill_node("n2")
     with pytest.raises(PeerUnreachableError, match="n2 is gone"):
         waiting.result(PATIENCE_S)
     with pytest.raises(PeerUnreachableError, match="n2 is gone"):

@@ -192,7 +192,7 @@ def test_an_introduction_that_is_none_ends_the_channel(raw, introduction):
 def test_pieces_that_were_not_offered_end_the_channel_and_cost_no_buffer(raw, memory, piece, error, match):
     other = RegisteredMemory("UCX", {}, buffer_bytes=MIB, buffers=1, timeout_s=PATIENCE_S)
     near, far = raw
-    near.send(envelope(1, encode(PayloadOffer(5000, other.introduction))))
+    near.send(envelope(1, encode(PayloadOffer(5000, other.agent_metadata))))
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == 5000
     near.send(piece)
     target = bytearray(5000)
@@ -209,14 +209,14 @@ def test_a_reader_with_smaller_buffers_reads_in_steps(raw, memory):
     data = bytes(range(256)) * (3 * MIB // 256) + b"end"
     buffer = other.take(lambda: None)
     buffer.view[: len(data)] = data
-    ticket = other.lend(buffer)
-    near.send(envelope(1, b"head" + encode(PayloadOffer(len(data), other.introduction)), 4))
+    ticket = other.publish(buffer)
+    near.send(envelope(1, b"head" + encode(PayloadOffer(len(data), other.agent_metadata)), 4))
     near.send(envelope(2, encode(PayloadPiece(buffer.address, len(data), ticket))))
     assert far.receive(idle_s=PATIENCE_S).header == b"head"
     target = bytearray(len(data))
     far.receive_into([memoryview(target)])
     assert target == data
-    while other.still_lent([ticket]):
+    while other.unread_tickets([ticket]):
         time.sleep(0.001)
     other.close()
 

@@ -40,7 +40,7 @@ def test_nobody_is_reached_and_nobody_reaches_it_until_the_time_is_over(two):
     cut, other, mine, theirs, now = two
     assert asks(cut, theirs)
     assert asks(other, mine)
-    cut.cut(5.0)
+    cut.partition(5.0)
     with pytest.raises(PeerUnreachableError, match="on purpose"):
         asks(cut, theirs)
     with contextlib.suppress(PeerUnreachableError):
@@ -57,7 +57,7 @@ def test_what_is_open_ends(two):
     into = other.connect(mine, timeout_s=TIMEOUT_S)
     into.send(b"here")
     assert into.receive(idle_s=TIMEOUT_S).header == b"here"
-    cut.cut(5.0)
+    cut.partition(5.0)
     with pytest.raises(PeerUnreachableError):
         out.send(b"more")
     with contextlib.suppress(PeerUnreachableError):

@@ -98,7 +98,7 @@ def seal(store, step, part=0, parts=1, *, durable=False, required=False):
 
 
 def state_of(service, step):
-    return next((view for view in service.drains(JOB) if view.group.version == step), None)
+    return next((view for view in service.drain_status(JOB) if view.group.version == step), None)
 
 
 def stored(directory):
@@ -142,7 +142,7 @@ def test_what_gave_way_is_told_to_whoever_waits_for_it_or_for_all(node, road):
         seal(node.store, step)
     waiting.join()
     assert [view.state for view in told] == ["failed"]
-    node.drain.drop(JOB, [group_of(2)])
+    node.drain.cancel_steps(JOB, [group_of(2)])
     assert node.wait_durable(JOB, None, 0.0).state == "failed", "nothing newer makes up for it"
     road.away = False
     seal(node.store, 5, durable=True)
@@ -156,7 +156,7 @@ def test_what_was_asked_for_is_not_given_up_while_the_store_works_and_the_save_w
     assert road.waits.wait(LONG_S)
     seal(node.store, 2, durable=True, required=True)
     seal(node.store, 3)
-    assert not node.drain.give_way(JOB, last=False)
+    assert not node.drain.free_a_slot(JOB, last=False)
     assert state_of(node, 2).state == "waiting"
     seal(node.store, 4)
     assert state_of(node, 2).state == "failed", "a save that does not wait is not refused"
@@ -169,7 +169,7 @@ def test_parts_that_come_after_their_step_gave_way_do_not_bring_it_back(node, ro
     seal(node.store, 1, 0, 2, durable=True, required=True)
     seal(node.store, 2, 0, 2, durable=True, required=True)
     until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
-    assert node.drain.give_way(JOB, last=True)
+    assert node.drain.free_a_slot(JOB, last=True)
     seal(node.store, 1, 1, 2, durable=True, required=True)
     assert state_of(node, 1).state == "failed"
 
@@ -178,7 +178,7 @@ def test_a_torn_step_that_was_asked_for_has_failed(node, road):
     road.may_go.clear()
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
-    node.store.leave_out(JOB, group_of(1), 1)
+    node.store.abort_part(JOB, group_of(1), 1)
     assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank left its part out"
     assert state_of(node, 1).state == "failed"
 
@@ -224,7 +224,7 @@ def test_what_one_node_gave_up_is_heard_by_the_others_at_once(two):
     told = []
     waiting = threading.Thread(target=lambda: told.append(first.wait_durable(JOB, group_of(1), LONG_S)))
     waiting.start()
-    assert second.drain.give_way(JOB, last=True)
+    assert second.drain.free_a_slot(JOB, last=True)
     waiting.join(LONG_S / 4)
     assert [view.state for view in told] == ["failed"]
     assert told[0].error == f"node n2: {state_of(second, 1).error}"
@@ -238,7 +238,7 @@ def test_an_upload_for_a_step_that_another_node_gave_up_ends(two):
         seal(service.store, 1, number, 2, durable=True, required=True)
     assert roads[0].waits.wait(LONG_S)
     until(lambda: "is away" in state_of(second, 1).error)
-    assert second.drain.give_way(JOB, last=True)
+    assert second.drain.free_a_slot(JOB, last=True)
     assert first.wait_durable(JOB, group_of(1), LONG_S / 4).state == "failed"
     assert roads[0].cancelled == 1
 
@@ -248,7 +248,7 @@ def test_a_part_that_is_sealed_after_another_node_gave_the_step_up_is_not_upload
     roads[1].away = True
     seal(second.store, 1, 1, 2, durable=True, required=True)
     until(lambda: "is away" in state_of(second, 1).error)
-    assert second.drain.give_way(JOB, last=True)
+    assert second.drain.free_a_slot(JOB, last=True)
     until(lambda: state_of(first, 1) is not None, "it has been told")
     seal(first.store, 1, 0, 2, durable=True, required=True)
     assert first.wait_durable(JOB, group_of(1), LONG_S / 4).state == "failed"
@@ -266,8 +266,8 @@ def test_what_the_store_refuses_of_one_node_is_heard_by_the_others(two):
 
 def test_words_about_steps_that_never_come_take_little_room(node):
     for step in range(200):
-        node.store.not_durable(JOB, group_of(step), "node n2: no")
-    assert len(node.drains(JOB)) <= 32
+        node.store.notify_not_durable(JOB, group_of(step), "node n2: no")
+    assert len(node.drain_status(JOB)) <= 32
 
 
 # -- what is dropped stays away -----------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_an_upload_of_what_is_dropped_ends(node, road, tmp_path):
     road.may_go.clear()
     seal(node.store, 1, durable=True)
     assert road.waits.wait(LONG_S)
-    node.drop(JOB, [group_of(1)])
+    node.drop_steps(JOB, [group_of(1)])
     assert road.cancelled == 1
     road.may_go.set()
     assert state_of(node, 1).state == "skipped"
@@ -299,11 +299,11 @@ def test_a_step_that_another_node_drops_does_not_come_back(tmp_path):
             seal(one.store, 1, number, 2, durable=True)
         until(lambda: "other parts" in state_of(services["n1"], 1).error)
         assert roads["n2"].waits.wait(LONG_S)
-        services["n1"].drop(JOB, [group_of(1)])
+        services["n1"].drop_steps(JOB, [group_of(1)])
         roads["n2"].may_go.set()
         assert services["n2"].wait_durable(JOB, None, LONG_S).state == "skipped"
         until(lambda: stored(tmp_path) == [], "nothing of it stays")
-        assert services["n2"].survey(JOB, fresh=True).views == ()
+        assert services["n2"].list_steps(JOB, fresh=True).views == ()
 
 
 def test_what_is_dropped_while_it_is_committed_is_taken_back(node, road, tmp_path, monkeypatch):
@@ -317,7 +317,7 @@ def test_what_is_dropped_while_it_is_committed_is_taken_back(node, road, tmp_pat
     monkeypatch.setattr(DurableCatalog, "commit", slowly)
     seal(node.store, 1, durable=True)
     assert entered.wait(LONG_S)
-    node.store.forget(JOB, [group_of(1)])  # as another node's drop does
+    node.store.delete_versions(JOB, [group_of(1)])  # as another node's drop does
     may_end.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "skipped"
     until(lambda: stored(tmp_path) == [], "it is taken back")

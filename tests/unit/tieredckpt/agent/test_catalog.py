@@ -83,6 +83,6 @@ def test_many_steps_are_deleted_without_a_look_at_all_of_them_each_time(director
     after = catalog.listing()
     assert sorted(after.manifests) == groups[200:]
     assert after.quarantined == {*groups[200:]}
-    catalog.deleted(groups[200])
+    catalog.mark_deleted(groups[200])
     assert groups[200] in after.manifests
     assert sorted(catalog.listing().manifests) == groups[201:]

@@ -40,4 +40,4 @@ def test_a_smaller_arena_gives_back_free_slots_at_once_and_keeps_what_it_has():
         assert len(store.reserve("job", 1, 16 << 20, slots=2)) == 2
         with pytest.raises(RequestError, match="keeps nothing"):
             store.set_budget("0")
-        store.abandon(lease.id)
+        store.release(lease.id)

@@ -238,6 +238,6 @@ def test_the_settings_reach_the_agents_command_line() -> None:
     command = agent_command(settings)
     expected = ["--memory-service", "0.0.0.0:9200", "--memory-service-auth", "open", "--memory-service-copies", "2"]
     assert command[command.index("--memory-service") :][:6] == expected
-    assert settings.agent.served == MemoryServiceOptions(
+    assert settings.agent.memory_service_options == MemoryServiceOptions(
         "0.0.0.0:9200", "open", nodes="dns:agents:7070", secret="file:/run/secret"
     )

@@ -84,11 +84,11 @@ def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(aren
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
         seal(store, 3, 0, 2)
         assert service.wait_durable("job", None, 0.0).state in ("waiting", "running")
-        until(lambda: "other parts" in service.drains("job")[0].error)
+        until(lambda: "other parts" in service.drain_status("job")[0].error)
         seal(store, 6, 0, 2)
         seal(store, 6, 1, 2)
         assert service.wait_durable("job", None, 20.0).state == "done"
-        assert [view.state for view in service.drains("job")] == ["skipped", "done"]
+        assert [view.state for view in service.drain_status("job")] == ["skipped", "done"]
     finally:
         service.close()
         store.close()
@@ -110,7 +110,7 @@ def test_one_node_reads_the_indexes_of_all_and_deletes_for_all(tmp_path, monkeyp
     services = [NodeAgentService(store) for store in stores]
     try:
         for number, (store, service) in enumerate(zip(stores, services, strict=True)):
-            monkeypatch.setattr(service, "commits", lambda *_, first=number == 0: first)
+            monkeypatch.setattr(service, "is_committer", lambda *_, first=number == 0: first)
             store.claim("job", "incarnation")
             service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable", keep_last=1))
         for step in range(3):
@@ -132,7 +132,7 @@ def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_pat
     services = [NodeAgentService(one) for one in (store, other)]
     try:
         for part, (one, service) in enumerate(zip((store, other), services, strict=True)):
-            monkeypatch.setattr(service, "commits", lambda *_: False)
+            monkeypatch.setattr(service, "is_committer", lambda *_: False)
             one.claim("job", "incarnation")
             service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
             seal(one, 3, part, 2)

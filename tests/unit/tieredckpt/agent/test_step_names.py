@@ -47,12 +47,12 @@ def test_eight_ranks_that_ask_what_there_is_have_it_made_once(store, table, monk
     monkeypatch.setattr(step_locator, "pack_blob", lambda data: made["packed"].append(data) or packed(data))
     agent = NodeAgentService(store)
     try:
-        pages = [agent.names_page("job", GROUP, "", 0) for _ in range(8)]
-        found = [agent.pieces("job", GROUP, rank, [(NAMES[rank], (0,), (4,))], ()) for rank in range(len(NAMES))]
+        pages = [agent.step_names_page("job", GROUP, "", 0) for _ in range(8)]
+        found = [agent.step_pieces("job", GROUP, rank, [(NAMES[rank], (0,), (4,))], ()) for rank in range(len(NAMES))]
     finally:
         agent.close()
     assert {page.digest for page in pages} == {pages[0].digest}
-    assert agent.names("job", GROUP).names == NAMES
+    assert agent.step_names("job", GROUP).names == NAMES
     assert [len(said.pieces) for said in found] == [1] * len(NAMES)
     assert len(made["packed"]) == 1
     assert len(made["decoded"]) == (table is not None)

@@ -27,35 +27,35 @@ def tried(device, limit_s=LIMIT_S):
 
 
 def bad_ones(found):
-    return [one for one in found if one.verdict is CheckStatus.BAD]
+    return [one for one in found if one.status is CheckStatus.FAILED]
 
 
 def test_every_device_is_tried_and_left_as_it_was():
     device = LateDevice(seed=3, count=2)
     found = tried(device)
-    assert [one.what for one in found] == ["device", *["registered memory", "copies", "health"] * 2]
+    assert [one.subject for one in found] == ["device", *["registered memory", "copies", "health"] * 2]
     assert bad_ones(found) == []
-    copies = [one for one in found if one.what == "copies"]
+    copies = [one for one in found if one.subject == "copies"]
     assert [one.measured.keys() for one in copies] == [{"to_GB_per_s", "from_GB_per_s"}] * 2
-    assert ["privateuseone:1" in one.text for one in copies] == [False, True]
+    assert ["privateuseone:1" in one.message for one in copies] == [False, True]
     device.close()
     assert (device.registered, device.violations, device.races) == (set(), [], [])
 
 
 def test_without_a_device_it_is_said_what_was_not_tried():
     found = check_devices(CpuBackend())
-    assert [one.verdict for one in found] == [CheckStatus.BAD, CheckStatus.NOTE]
-    assert "reports no accelerator" in found[0].text
-    assert "not tried" in found[1].text
+    assert [one.status for one in found] == [CheckStatus.FAILED, CheckStatus.WARNING]
+    assert "reports no accelerator" in found[0].message
+    assert "not tried" in found[1].message
 
 
 def test_memory_that_cannot_be_registered_is_a_finding_and_the_rest_is_tried():
     device = LateDevice(count=1)
     device.refuses = "error 2"
     (one,) = bad_ones(tried(device))
-    assert one.what == "registered memory"
-    assert "error 2" in one.text
-    assert "ulimit -l" in one.advice
+    assert one.subject == "registered memory"
+    assert "error 2" in one.message
+    assert "ulimit -l" in one.hint
     assert device.violations == []
 
 
@@ -66,17 +66,17 @@ def test_other_bytes_than_were_given_are_a_finding(monkeypatch):
     def flips(copies, stream):
         copy(copies, stream)
         (one,) = copies
-        if device.place_of(one.target):
+        if device.device_of(one.target):
             device.launch(lambda it: it[100].bitwise_xor_(4), [one.target], stream=stream)
 
     monkeypatch.setattr(device, "copy", flips)
     (one,) = bad_ones(tried(device))
-    assert (one.what, "other bytes" in one.text) == ("copies", True)
+    assert (one.subject, "other bytes" in one.message) == ("copies", True)
     device.close()
     assert (device.registered, device.violations) == (set(), [])
 
 
-@pytest.mark.parametrize("where", ["copy", "register", "synchronize"])
+@pytest.mark.parametrize("where", ["copy", "register_host_memory", "synchronize"])
 def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, where):
     device = LateDevice(count=1)
     given = getattr(device, where)
@@ -90,7 +90,7 @@ def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, wher
 
     monkeypatch.setattr(device, where, raises)
     (one,) = bad_ones(tried(device))
-    assert (one.what, "illegal memory access" in one.text) == ("health", True)
+    assert (one.subject, "illegal memory access" in one.message) == ("health", True)
     device.close()
     assert (device.registered, device.violations) == (set(), [])
 
@@ -103,34 +103,34 @@ def test_an_event_that_never_completes_ends_the_trial_and_memory_stays_under_the
     monkeypatch.setattr(device, "synchronize", lambda _place: for_ever.wait())
     monkeypatch.setattr(device_checks, "_left", [])
     found = tried(device, limit_s=0.4)
-    assert bad_ones(found)[0].what == "health"
+    assert bad_ones(found)[0].subject == "health"
     for_ever.set()
     assert device.violations == []
 
 
-@pytest.mark.parametrize("where", ["copy", "register", "synchronize"])
+@pytest.mark.parametrize("where", ["copy", "register_host_memory", "synchronize"])
 def test_a_device_that_does_not_come_back_is_a_finding(monkeypatch, where):
     device = LateDevice(count=1)
     for_ever = threading.Event()
     monkeypatch.setattr(device, where, lambda *_: for_ever.wait() and "")
     monkeypatch.setattr(device_checks, "_left", [])
     found = tried(device, limit_s=0.2)
-    assert [one.what for one in bad_ones(found)] == ["health"]
-    assert "does not answer" in bad_ones(found)[0].text
+    assert [one.subject for one in bad_ones(found)] == ["health"]
+    assert "does not answer" in bad_ones(found)[0].message
     for_ever.set()
 
 
 def test_the_nccl_environment_is_said_as_it_is():
     unset = about_nccl({}, needed=True)
-    assert unset.verdict is CheckStatus.GOOD
-    assert "unset: TORCH_NCCL_ASYNC_ERROR_HANDLING=0, TORCH_NCCL_ENABLE_MONITORING=0" in unset.text
-    assert "costs their processes" in unset.text
+    assert unset.status is CheckStatus.PASSED
+    assert "unset: TORCH_NCCL_ASYNC_ERROR_HANDLING=0, TORCH_NCCL_ENABLE_MONITORING=0" in unset.message
+    assert "costs their processes" in unset.message
     is_set = about_nccl({"NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, needed=True)
-    assert "set: NCCL_ASYNC_ERROR_HANDLING=0; unset: TORCH_NCCL_ENABLE_MONITORING=0" in is_set.text
-    assert "leaves their processes" in is_set.text
+    assert "set: NCCL_ASYNC_ERROR_HANDLING=0; unset: TORCH_NCCL_ENABLE_MONITORING=0" in is_set.message
+    assert "leaves their processes" in is_set.message
     environ = {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert about_nccl(environ, needed=False).verdict is CheckStatus.NOTE
+    assert about_nccl(environ, needed=False).status is CheckStatus.WARNING
     wrong = about_nccl(environ, needed=True)
-    assert wrong.verdict is CheckStatus.BAD
-    assert "TORCH_NCCL_ENABLE_MONITORING=1: once the watchdog" in wrong.text
-    assert "unset TORCH_NCCL_ENABLE_MONITORING, TORCH_DISTRIBUTED_DEBUG" in wrong.advice
+    assert wrong.status is CheckStatus.FAILED
+    assert "TORCH_NCCL_ENABLE_MONITORING=1: once the watchdog" in wrong.message
+    assert "unset TORCH_NCCL_ENABLE_MONITORING, TORCH_DISTRIBUTED_DEBUG" in wrong.hint

@@ -29,9 +29,9 @@ NODE = MemoryMeasurements(
     ],
 )
 def test_memory(changes, place, budget):
-    found = {one.what: one for one in check_memory(dataclasses.replace(NODE, **changes), "/dev/shm/x")}
-    assert (found["shared memory"].verdict, found["memory budget"].verdict) == (place, budget)
-    assert all(one.advice for one in found.values() if one.verdict is CheckStatus.BAD)
+    found = {one.subject: one for one in check_memory(dataclasses.replace(NODE, **changes), "/dev/shm/x")}
+    assert (found["shared memory"].status, found["memory budget"].status) == (place, budget)
+    assert all(one.hint for one in found.values() if one.status is CheckStatus.FAILED)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_memory(changes, place, budget):
     [(0, True, "good"), (-59, True, "good"), (100, True, "note"), (-1000, True, "bad"), (1000, False, "note")],
 )
 def test_clocks(skew, signed, verdict):
-    assert check_clock_skew(skew, signed=signed).verdict == verdict
+    assert check_clock_skew(skew, signed=signed).status == verdict
 
 
 def left(tree):
-    return {row.lost: row.left for row in loss_survivals(settings_from_mapping(tree))}
+    return {row.loss: row.survives for row in loss_survivals(settings_from_mapping(tree))}
 
 
 def test_without_a_durable_tier_a_lost_node_is_a_lost_job():

@@ -77,25 +77,25 @@ def test_a_recovery_as_a_run_had_it(run, answer, tmp_path):
     told = Imagined(faults=5, resizes=0)
     ledger = written(tmp_path / "ledger", told.events)
     past = analyse(told.events)
-    said = answer("--mtbf", "3h/job", "--from", ledger)
+    said = answer("--mtbf", "3h/job", "--event-log", ledger)
     assert said["recovery_s"] == pytest.approx(past.mttr_s)
     assert said["stall_s"] == pytest.approx(past.save_s.sum_s / past.save_s.count)
     assert next(iter(said["stages_s"])) == "detect"
-    faster = answer("--mtbf", "3h/job", "--from", ledger, "--stage", "detect=0", "--stall", "1s")
+    faster = answer("--mtbf", "3h/job", "--event-log", ledger, "--stage", "detect=0", "--stall", "1s")
     assert faster["recovery_s"] == pytest.approx(past.mttr_s - said["stages_s"]["detect"])
     assert faster["stall_s"] == 1
-    assert "the mean of its 5 recoveries" in run("--mtbf", "3h/job", "--from", ledger, *QUICK)[1]
+    assert "the mean of its 5 recoveries" in run("--mtbf", "3h/job", "--event-log", ledger, *QUICK)[1]
 
 
 def test_a_run_that_says_nothing_about_recoveries(run, tmp_path):
     quiet = written(tmp_path / "quiet", Imagined(faults=0, resizes=0).events)
-    code, _, err = run("--mtbf", "3h/job", "--from", quiet)
-    assert (code, "--from" in err, "--recovery" in err) == (2, True, True)
-    assert run("--mtbf", "3h/job", "--from", tmp_path / "nowhere")[0] == 3
+    code, _, err = run("--mtbf", "3h/job", "--event-log", quiet)
+    assert (code, "--event-log" in err, "--recovery" in err) == (2, True, True)
+    assert run("--mtbf", "3h/job", "--event-log", tmp_path / "nowhere")[0] == 3
 
 
 def test_spares_and_missing_nodes(run, answer):
-    asked = ["--gpus", 1024, "--mtbf", "1y/gpu", "--recovery", "1min", "--broken", "30%", "--repair", "3d"]
+    asked = ["--gpus", 1024, "--mtbf", "1y/gpu", "--recovery", "1min", "--node-loss", "30%", "--repair", "3d"]
     alone, spares, fewer = (answer(*asked, *more) for more in ([], ["--spares", 20], ["--min-nodes", 100]))
     assert alone["goodput"] < fewer["goodput"] < spares["goodput"]
     assert alone["played"]["standard_errors_apart"] is None
@@ -104,7 +104,7 @@ def test_spares_and_missing_nodes(run, answer):
 
 
 def test_intervals_are_whole_steps(answer):
-    said = answer("--mtbf", "3h/job", "--recovery", "45s", "--step", "7s", "--interval", "1min", "--live", "20%")
+    said = answer("--mtbf", "3h/job", "--recovery", "45s", "--step", "7s", "--interval", "1min", "--live-share", "20%")
     assert said["interval_s"] == 63
     assert all(one["interval_s"] % 7 == 0 for one in said["curve"])
 
@@ -112,7 +112,7 @@ def test_intervals_are_whole_steps(answer):
 def test_memory_that_is_lost(answer):
     asked = ["--mtbf", "3h/job", "--recovery", "45s", "--interval", "1min"]
     kept = answer(*asked)
-    lost = answer(*asked, "--durable", "10%", "--durable-every", 60, "--durable-recovery", "10min")
+    lost = answer(*asked, "--durable-share", "10%", "--durable-every", 60, "--durable-recovery", "10min")
     assert lost["closed_form"] < kept["closed_form"]
     assert lost["recovery_s"] == pytest.approx(0.9 * 45 + 0.1 * 600)
 
@@ -128,7 +128,7 @@ def test_too_many_faults_are_said_not_played(run):
     [
         ([], "--recovery"),
         (["--recovery", "1min"], "--gpus"),
-        (["--recovery", "1min", "--from", "somewhere"], "--from"),
+        (["--recovery", "1min", "--event-log", "somewhere"], "--event-log"),
         (["--recovery", "1min", "--stage", "detect=1s", "--mtbf", "1h/job"], "--stage"),
         (["--recovery", "soon"], "--recovery"),
         (["--recovery", "-5s"], "--recovery"),
@@ -138,17 +138,17 @@ def test_too_many_faults_are_said_not_played(run):
         (["--mtbf", "0/gpu"], "--mtbf"),
         (["--mtbf", "llama-9"], "--mtbf"),
         (["--interval", "0"], "--interval"),
-        (["--live", "150%"], "--live"),
-        (["--live", "some"], "--live"),
+        (["--live-share", "150%"], "--live-share"),
+        (["--live-share", "some"], "--live-share"),
         (["--gpus", "100", "--recovery", "1min"], "--gpus"),
         (["--gpus", "0"], "--gpus"),
-        (["--gpus", "64", "--recovery", "1min", "--live", "60%", "--durable", "60%"], "--durable"),
+        (["--gpus", "64", "--recovery", "1min", "--live-share", "60%", "--durable-share", "60%"], "--durable-share"),
         (["--gpus", "64", "--recovery", "1min", "--durable-every", "5"], "--durable-every"),
         (["--gpus", "64", "--recovery", "1min", "--spares", "2"], "--spares"),
-        (["--gpus", "64", "--recovery", "1min", "--broken", "1%", "--min-nodes", "9"], "--min-nodes"),
-        (["--mtbf", "1h/job", "--recovery", "1min", "--broken", "1%"], "--gpus"),
+        (["--gpus", "64", "--recovery", "1min", "--node-loss", "1%", "--min-nodes", "9"], "--min-nodes"),
+        (["--mtbf", "1h/job", "--recovery", "1min", "--node-loss", "1%"], "--gpus"),
         (["--mtbf", "1h/job", "--recovery", "1min", "--stall", "0"], "--stall"),
-        (["--mtbf", "1h/job", "--recovery", "1min", "--live", "1"], "--interval"),
+        (["--mtbf", "1h/job", "--recovery", "1min", "--live-share", "1"], "--interval"),
         (["--runs", "1"], "--runs"),
     ],
 )

@@ -44,8 +44,8 @@ def test_what_a_killed_writer_left_is_hidden_and_discarded(store: RetryingStore,
         os.utime(path, (0, 0))
     os.utime(left[2])
     assert [info.name for info in store.list("")] == ["a/x"]
-    assert store.discard_uploads("b/", older_than_s=0) == 0
-    assert store.discard_uploads("a/", older_than_s=3600, keep=["a/kept"]) == 1
+    assert store.abort_stale_uploads("b/", older_than_s=0) == 0
+    assert store.abort_stale_uploads("a/", older_than_s=3600, keep=["a/kept"]) == 1
     assert sorted(root.rglob("*.staged")) == sorted(left[1:])
 
 

@@ -86,7 +86,7 @@ def story(folder, calls):
         left = [info.name for info in asked(lambda: list(store.list("")))]
         assert not [name for name in left if "epoch-1/step-1" in name]
         assert asked(lambda: store.get(f"{object_keys.shards_prefix(JOB, TWO)}0.safetensors")) == DATA
-        asked(lambda: store.discard_uploads("", older_than_s=0.0))
+        asked(lambda: store.abort_stale_uploads("", older_than_s=0.0))
         assert not list((folder / "durable").rglob("*.staged*"))
     told = (TierUnavailableError, DurableRefusedError, ObjectExistsError, OSError)
     wrong = [error for error in said if not isinstance(error, told)]

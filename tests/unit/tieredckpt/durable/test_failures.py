@@ -22,13 +22,13 @@ from tieredckpt.durable.object_backend import (
 )
 from tieredckpt.errors import UsageError
 
-AWAY, BUSY, REFUSED = FailureKind.AWAY, FailureKind.BUSY, FailureKind.REFUSED
+AWAY, BUSY, REFUSED = FailureKind.UNAVAILABLE, FailureKind.BUSY, FailureKind.REFUSED
 ABSENT, EXISTS, SHORT, GONE, FOREIGN = (
-    FailureKind.ABSENT,
+    FailureKind.NOT_FOUND,
     FailureKind.EXISTS,
-    FailureKind.SHORT,
-    FailureKind.GONE,
-    FailureKind.FOREIGN,
+    FailureKind.TRUNCATED,
+    FailureKind.UPLOAD_GONE,
+    FailureKind.NOT_FROM_STORE,
 )
 
 

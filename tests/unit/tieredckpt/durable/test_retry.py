@@ -124,7 +124,7 @@ def test_an_absent_object_where_there_can_be_none_is_a_refusal(retry: RetryPolic
 
 def test_refused_credentials_are_replaced_once(retry: RetryPolicy, clock: Clock):
     answers = [True, True]
-    renewing = replace(retry, renew=answers.pop)
+    renewing = replace(retry, refresh_credentials=answers.pop)
     assert renewing.run("x", Fails(HttpStatusError(400, "ExpiredToken", ""))) == "done"
     with pytest.raises(DurableRefusedError, match="log in again"):
         renewing.run("x", Fails(*[HttpStatusError(400, "ExpiredToken", "")] * 2))

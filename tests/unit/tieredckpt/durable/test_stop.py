@@ -18,7 +18,7 @@ def test_one_word_ends_sleeps_and_sockets_also_those_of_children():
     watched = threading.Event()
 
     def read() -> None:
-        with child.watching(ours):
+        with child.shutting_down_on_stop(ours):
             watched.set()
             if not ours.recv(1):
                 raise ConnectionResetError
@@ -35,7 +35,7 @@ def test_one_word_ends_sleeps_and_sockets_also_those_of_children():
 def test_a_child_leaves_its_parent_alone():
     stop = StopSignal()
     stop.child().set()
-    stop.check()
+    stop.raise_if_set()
 
 
 def test_children_of_the_stopped_are_stopped():
@@ -46,15 +46,15 @@ def test_children_of_the_stopped_are_stopped():
 
 def test_errors_of_a_socket_are_its_own_while_nobody_stops():
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(BrokenPipeError), StopSignal().watching(ours):
+    with ours, theirs, pytest.raises(BrokenPipeError), StopSignal().shutting_down_on_stop(ours):
         raise BrokenPipeError
 
 
 def test_following_a_cancel():
     stop, cancel = StopSignal(), threading.Event()
-    with stop.following(cancel):
+    with stop.linked_to(cancel):
         cancel.set()
         with pytest.raises(UploadCancelledError):
             stop.wait(FOREVER_S)
-    with StopSignal().following(None):
+    with StopSignal().linked_to(None):
         pass

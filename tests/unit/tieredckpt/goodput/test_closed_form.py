@@ -44,7 +44,7 @@ def schemes(draw):
 
 @pytest.mark.parametrize(("gpus", "hours", "recovery_s"), [(2048, 24.7, 895), (16384, 3.1, 112), (98304, 31 / 60, 19)])
 def test_llama_3s_failure_rate(gpus, hours, recovery_s):
-    mtbf_s = MTBF_PRESETS["llama-3"].of_job(gpus, 8)
+    mtbf_s = MTBF_PRESETS["llama-3"].for_job(gpus, 8)
     assert mtbf_s / 3600 == pytest.approx(hours, rel=0.01)
     assert round(longest_recovery_s(mtbf_s, 0.99)) == recovery_s
     often = goodput_formula(mtbf_s=mtbf_s, interval_s=1e-3, stall_s=0, recovery_s=longest_recovery_s(mtbf_s, 0.99))
@@ -52,9 +52,9 @@ def test_llama_3s_failure_rate(gpus, hours, recovery_s):
 
 
 def test_a_rate_is_of_a_gpu_a_node_or_the_job():
-    assert Mtbf(800, MtbfUnit.GPU).of_job(16, 8) == 50
-    assert Mtbf(800, MtbfUnit.NODE).of_job(16, 8) == 400
-    assert Mtbf(800, MtbfUnit.JOB).of_job(16, 8) == 800
+    assert Mtbf(800, MtbfUnit.GPU).for_job(16, 8) == 50
+    assert Mtbf(800, MtbfUnit.NODE).for_job(16, 8) == 400
+    assert Mtbf(800, MtbfUnit.JOB).for_job(16, 8) == 800
 
 
 @given(mtbf=st.floats(1, 1e7), interval=times, stall=st.floats(0, 1e3), recovery=st.floats(0, 1e4))
@@ -122,7 +122,7 @@ def test_no_interval_is_better_than_the_best(scheme, mtbf, factor):
     worth = expected_goodput(top, mtbf)
     assume(worth > 1e-6)
     assume(top.interval_s * max(1.0, factor) < 1e6 * mtbf)  # beyond it the numbers have too few digits
-    assert worth >= expected_goodput(scheme.every(top.interval_s * factor), mtbf) * (1 - 1e-6)
+    assert worth >= expected_goodput(scheme.with_interval(top.interval_s * factor), mtbf) * (1 - 1e-6)
     assert worth >= max(one for _, one in goodput_by_interval(top, mtbf)) * (1 - 1e-6)
 
 

@@ -30,7 +30,7 @@ def test_a_run_without_faults():
     (start,) = found.recoveries
     assert start.category is TimeCategory.STARTUP
     assert start.stages == {"launch": 1, "rendezvous": 1, "groups": 1, "loader": 2}
-    assert not found.live
+    assert not found.is_running
 
 
 def test_a_killed_rank_is_a_recovery_with_its_stages():
@@ -173,7 +173,7 @@ def test_a_coordinator_that_starts_again_begins_no_run():
 
 def test_a_run_that_goes_on_has_no_end():
     found = analyse(Told().began(0).world(0).steps(0, 3, at=1).events)
-    assert found.live
+    assert found.is_running
     assert seconds(found) == {"startup": 1, "productive": 3}
 
 
@@ -189,7 +189,7 @@ def test_what_nobody_wrote_down_is_said_to_be_unknown():
     found = analyse(told.events)
     assert seconds(found) == {"productive": 4, "resize": 3}
     assert found.recoveries[-1].stages == {"unstated": 3}
-    assert found.unstated_us == 3 * SECOND
+    assert found.unattributed_us == 3 * SECOND
 
 
 def test_tokens_are_counted_for_steps_that_count():
@@ -228,7 +228,7 @@ def test_a_spare_that_waited_took_no_time_of_the_recovery():
 
 def test_nothing():
     found = analyse([])
-    assert (found.wall.total, found.ettr, found.timeline, found.live) == (0, 0.0, (), True)
+    assert (found.wall.total, found.ettr, found.timeline, found.is_running) == (0, 0.0, (), True)
 
 
 def test_up_to_which_step_a_job_is_protected_and_since_when_not():

@@ -34,12 +34,12 @@ MIXED = [
 @pytest.mark.parametrize("scheme", PLAIN + MIXED)
 def test_played_is_what_is_worked_out(scheme, mtbf_s):
     forecast = forecast_goodput(scheme, SimulatedNodes(mtbf_s), work_s=20 * mtbf_s, runs=300, seed=7)
-    assert forecast.comparable
-    assert forecast.apart < 4  # standard errors: one in 16,000 by chance, and the seed is fixed
-    assert forecast.played.error < 0.02 * forecast.expected
+    assert forecast.is_comparable
+    assert forecast.deviation_sigmas < 4  # standard errors: one in 16,000 by chance, and the seed is fixed
+    assert forecast.simulated.standard_error < 0.02 * forecast.closed_form
 
 
-NODES = SimulatedNodes(3000, count=16, spares=1, least=14, broken=0.5, repair_s=9000, resize_s=5)
+NODES = SimulatedNodes(3000, count=16, spares=1, min_nodes=14, node_loss_share=0.5, repair_s=9000, resize_s=5)
 
 
 @pytest.mark.parametrize("nodes", [SimulatedNodes(1000), NODES])
@@ -62,15 +62,15 @@ def test_no_faults_no_losses():
     one = simulate_runs(restart_scheme(60, 3, 1e6), SimulatedNodes(1e30), rounds=10, runs=3, seed=0)
     assert list(one.elapsed) == [630.0] * 3
     assert one.goodput == pytest.approx(600 / 630)
-    assert one.error == 0
+    assert one.standard_error == 0
 
 
 def test_spares_and_smaller_worlds_help():
     def goodput(**changes):
-        nodes = SimulatedNodes(3000, count=16, broken=0.5, repair_s=9000, **({"least": 16} | changes))
+        nodes = SimulatedNodes(3000, count=16, node_loss_share=0.5, repair_s=9000, **({"min_nodes": 16} | changes))
         return simulate_runs(restart_scheme(60, 1, 30), nodes, rounds=2000, runs=50, seed=5).goodput
 
-    alone, spares, smaller = goodput(), goodput(spares=4), goodput(least=8)
+    alone, spares, smaller = goodput(), goodput(spares=4), goodput(min_nodes=8)
     assert alone < smaller < spares
     assert (
         spares
@@ -80,9 +80,9 @@ def test_spares_and_smaller_worlds_help():
 
 def test_where_nothing_gets_done_nothing_is_played():
     forecast = forecast_goodput(restart_scheme(600, 1, 6000), SimulatedNodes(300), work_s=86400, runs=10, seed=0)
-    assert forecast.played is None
-    assert forecast.goodput == forecast.expected < 1e-6
-    assert forecast.rounds * forecast.scheme.interval_s / forecast.expected / 300 > MAX_SIMULATED_FAULTS
+    assert forecast.simulated is None
+    assert forecast.goodput == forecast.closed_form < 1e-6
+    assert forecast.rounds * forecast.scheme.interval_s / forecast.closed_form / 300 > MAX_SIMULATED_FAULTS
 
 
 def test_work_ends_with_a_save_that_lasts():
@@ -91,7 +91,7 @@ def test_work_ends_with_a_save_that_lasts():
     assert forecast_goodput(scheme, SimulatedNodes(1e9), work_s=2400, runs=2, seed=0).work_s == 2400
 
 
-@pytest.mark.parametrize("wrong", [{"broken": 0.5}, {"count": 4, "least": 5}, {"least": 0}])
+@pytest.mark.parametrize("wrong", [{"node_loss_share": 0.5}, {"count": 4, "min_nodes": 5}, {"min_nodes": 0}])
 def test_nodes_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError):
         SimulatedNodes(1000, **wrong)

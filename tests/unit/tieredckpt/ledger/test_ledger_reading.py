@@ -45,8 +45,8 @@ def test_any_line_is_an_event_or_counted(line):
 def test_a_torn_last_line_is_normal(length):
     read = parse_event_files({"a": LINE + b"\n" + LINE[:length]})
     assert read.events == (STEP,)
-    assert (read.torn, read.damaged) == (int(length > 0), 0)
-    assert read.complaints == ()
+    assert (read.truncated_lines, read.damaged_lines) == (int(length > 0), 0)
+    assert read.warnings == ()
 
 
 def test_every_event_survives_its_way():
@@ -71,4 +71,4 @@ def test_files_of_a_newer_release_are_read_and_said(tmp_path):
     (tmp_path / "n0.1.2.jsonl").write_bytes(b'{"event":"opened","at":1,"pid":1,"version":2}\n' + LINE + b"\n")
     read = read_event_log(tmp_path)
     assert STEP in read.events
-    assert read.complaints == ("1 files were written by a newer release",)
+    assert read.warnings == ("1 files were written by a newer release",)

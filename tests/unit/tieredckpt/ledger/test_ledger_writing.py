@@ -29,7 +29,13 @@ def test_what_is_written_is_read(tmp_path):
     writer.close()
     read = read_event_log(tmp_path / "ledger")
     assert [event for event in read.events if isinstance(event, StepEvent)] == written
-    assert (read.files, read.torn, read.damaged, read.unknown, read.missing) == (1, 0, 0, 0, 0)
+    assert (read.files, read.truncated_lines, read.damaged_lines, read.unknown_events, read.missing_files) == (
+        1,
+        0,
+        0,
+        0,
+        0,
+    )
     assert [event.pid for event in read.events if isinstance(event, FileOpened)] == [os.getpid()]
 
 
@@ -49,7 +55,7 @@ def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
     writer.write(step(2))
     writer.close()
     read = read_event_log(tmp_path)
-    assert (steps(read), read.files, read.damaged) == ([0, 1, 2], 2, 0)
+    assert (steps(read), read.files, read.damaged_lines) == ([0, 1, 2], 2, 0)
 
 
 def test_threads_do_not_mix_their_lines(tmp_path):
@@ -65,7 +71,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
     writer.close()
     read = read_event_log(tmp_path)
     assert steps(read) == list(range(400))
-    assert read.damaged == read.torn == read.missing == 0
+    assert read.damaged_lines == read.truncated_lines == read.missing_files == 0
 
 
 def test_its_size_is_bounded_and_what_was_given_up_is_said(tmp_path):
@@ -77,8 +83,8 @@ def test_its_size_is_bounded_and_what_was_given_up_is_said(tmp_path):
     read = read_event_log(tmp_path)
     kept = steps(read)
     assert kept == list(range(kept[0], 200))
-    assert read.missing > 0
-    assert any("missing" in one for one in read.complaints)
+    assert read.missing_files > 0
+    assert any("missing" in one for one in read.warnings)
 
 
 def test_a_full_disk_is_one_warning_and_is_counted(caplog):
@@ -101,7 +107,7 @@ def test_a_write_that_was_cut_short_damages_one_line_only(tmp_path, monkeypatch)
     writer.write(step(2))
     writer.close()
     read = read_event_log(tmp_path)
-    assert (steps(read), read.damaged, writer.lost) == ([0, 2], 1, 1)
+    assert (steps(read), read.damaged_lines, writer.lost) == ([0, 2], 1, 1)
 
 
 def test_a_directory_that_is_lost_is_noticed_and_made_again(tmp_path):

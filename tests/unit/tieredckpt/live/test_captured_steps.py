@@ -34,7 +34,7 @@ class Trained:
     def eager(self, step: int) -> None:
         self.model(torch.ones(1, 3)).sum().backward()
         self.optimizer.step()
-        self.noter.note(self.state, step)
+        self.noter.record(self.state, step)
 
     def captured(self) -> None:
         """What kernels of a graph do: no hook is called, and no version counted."""
@@ -51,7 +51,7 @@ def trained():
     with use_device_backend(LateDevice()) as device, track_step_boundaries() as held:
         one = Trained(device)
         one.held = held
-        held.enter(0)
+        held.enter_world(0)
         yield one
 
 
@@ -59,8 +59,8 @@ def test_a_state_that_a_replayed_graph_has_changed_is_not_kept(trained, caplog):
     trained.eager(1)
     trained.captured()  # of step 2, in which the rank is lost
     with caplog.at_level("INFO"):
-        trained.held.hold()
-    assert trained.held.kept == {}
+        trained.held.retain_after_fault()
+    assert trained.held.retained == {}
     assert "replayed from a graph" in caplog.text
 
 
@@ -68,18 +68,18 @@ def test_captured_steps_are_not_noted_which_is_said_once(trained, caplog):
     trained.eager(0)
     for step in range(1, 4):
         trained.captured()
-        trained.noter.note(trained.state, step)
-    assert trained.held.notes == {}
+        trained.noter.record(trained.state, step)
+    assert trained.held.boundaries == {}
     assert len([one for one in caplog.records if "replayed from a graph" in one.message]) == 1
-    trained.held.hold()
-    assert trained.held.reached == {"job": 3}
+    trained.held.retain_after_fault()
+    assert trained.held.reached_steps == {"job": 3}
 
 
 def test_the_next_world_says_why_it_has_only_what_was_saved(trained):
     trained.eager(0)
     trained.captured()
-    trained.noter.note(trained.state, 1)
-    trained.held.hold()
+    trained.noter.record(trained.state, 1)
+    trained.held.retain_after_fault()
     (found,) = hydrate_from_survivors(trained.held, torch.distributed.HashStore(), 0, 1, weigh=weigh)
     assert (found.mode, found.reached) == ("snapshot", 1)
     assert "replayed from a graph" in found.why
@@ -87,11 +87,11 @@ def test_the_next_world_says_why_it_has_only_what_was_saved(trained):
 
 def test_a_world_without_captured_steps_is_noted_again(trained):
     trained.captured()
-    trained.held.hold()
-    trained.held.enter(1)
+    trained.held.retain_after_fault()
+    trained.held.enter_world(1)
     trained.eager(5)
-    trained.held.hold()
-    assert trained.held.kept["job"].step == 5
+    trained.held.retain_after_fault()
+    assert trained.held.retained["job"].step == 5
 
 
 def weigh(name, tensor, shape, offsets):

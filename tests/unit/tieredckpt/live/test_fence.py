@@ -36,10 +36,10 @@ class Late(CpuBackend):
     def __init__(self):
         self.given, self.done = 0, 0
 
-    def in_use(self):
+    def is_initialized(self):
         return True
 
-    def place_of(self, tensor):
+    def device_of(self, tensor):
         return torch.device("cpu")
 
     def current_stream(self, place):
@@ -83,16 +83,16 @@ def test_only_what_had_completed_before_the_abort_is_believed(device, world):
     device.complete()  # by the abort
     after = here.record([torch.ones(1)])
     device.complete()
-    assert [here.believes(work) for work in (early, late, after)] == [True, False, False]
+    assert [here.trusts(work) for work in (early, late, after)] == [True, False, False]
     here.close()
-    assert [here.believes(work) for work in (early, late, after)] == [True, False, False]
+    assert [here.trusts(work) for work in (early, late, after)] == [True, False, False]
 
 
 def test_where_nothing_was_aborted_what_has_completed_is_believed(device, world):
     work = current_fence().record([torch.ones(1)])
-    assert not current_fence().believes(work)
+    assert not current_fence().trusts(work)
     device.complete()
-    assert current_fence().believes(work)
+    assert current_fence().trusts(work)
 
 
 def test_work_of_boundaries_that_nobody_has_any_more_is_forgotten(device, world):
@@ -113,12 +113,12 @@ def test_a_boundary_is_kept_only_where_its_work_had_completed(device, world, is_
             device.complete()
         current_fence().close()
         device.complete()
-        held.hold()
+        held.retain_after_fault()
         if is_done:
-            assert_equal(held.kept["job"].values, expected)
-            assert held.proven == {"job": 1}
+            assert_equal(held.retained["job"].values, expected)
+            assert held.trusted_steps == {"job": 1}
         else:
-            assert held.kept == held.proven == {}
+            assert held.retained == held.trusted_steps == {}
             assert "its device work had not completed when the world was aborted" in caplog.text
 
 
@@ -130,10 +130,10 @@ def test_a_step_of_a_broken_world_is_not_noted(world):
         trained.optimizer.step()
         world.is_broken = True
         with pytest.raises(Broken):
-            trained.noter.note(trained.state, 1)
-        assert held.reached == {"job": 0}
-        held.hold()
-        assert held.kept == {}
+            trained.noter.record(trained.state, 1)
+        assert held.reached_steps == {"job": 0}
+        held.retain_after_fault()
+        assert held.retained == {}
 
 
 def test_an_optimizer_does_not_begin_a_step_of_a_broken_world(world):
@@ -145,8 +145,8 @@ def test_an_optimizer_does_not_begin_a_step_of_a_broken_world(world):
         world.is_broken = True
         with pytest.raises(Broken):
             trained.optimizer.step()
-        held.hold()
-        assert_equal(held.kept["job"].values, expected)
+        held.retain_after_fault()
+        assert_equal(held.retained["job"].values, expected)
 
 
 def test_a_broken_world_saves_and_seals_nothing(world):
@@ -155,7 +155,7 @@ def test_a_broken_world_saves_and_seals_nothing(world):
         for step in range(2):
             ckpt.save(state, step).wait()
         world.is_broken = True
-        for call in (ckpt.save, ckpt.seal, ckpt.note):
+        for call in (ckpt.save, ckpt.seal, ckpt.record_boundary):
             with pytest.raises(Broken):
                 call(state, 2)
         world.is_broken = False
@@ -166,7 +166,7 @@ def test_a_broken_world_saves_and_seals_nothing(world):
 def test_what_was_staged_while_the_world_broke_is_given_up(world, monkeypatch, is_planned):
     from tieredckpt.tensors.slot_copy import MappedSlot
 
-    fill = MappedSlot.fill
+    fill = MappedSlot.copy_in
 
     def breaks(self, *args):
         fill(self, *args)
@@ -177,10 +177,10 @@ def test_what_was_staged_while_the_world_broke_is_given_up(world, monkeypatch, i
         if is_planned:
             ckpt.save(state, 0).wait()
         with monkeypatch.context() as broken:
-            broken.setattr(MappedSlot, "fill", breaks)
+            broken.setattr(MappedSlot, "copy_in", breaks)
             with pytest.raises(Broken):
                 ckpt.save(state, 1)
         world.is_broken = False
-        assert [one.step for one in ckpt.steps() if one.whole] == [0] * is_planned
+        assert [one.step for one in ckpt.steps() if one.is_complete] == [0] * is_planned
         ckpt.save(state, 2).wait()
         assert ckpt.restore(state) == 2

@@ -35,7 +35,7 @@ class Job:
         self.epoch += 1
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         found = hydrate_from_survivors(self.held, dist.distributed_c10d._get_default_store(), 0, 1, weigh=weigh)
-        self.held.enter(self.epoch)
+        self.held.enter_world(self.epoch)
         torch.manual_seed(self.epoch)
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -54,11 +54,11 @@ class Job:
 
     def lose_all_steps(self):
         store = self.node.store
-        store.forget("job", sorted({fact.key.group for fact in store.inventory("job")}))
+        store.delete_versions("job", sorted({fact.key.version_id for fact in store.list_shards("job")}))
 
     def leave(self):
         self.ckpt.close()
-        self.held.hold()
+        self.held.retain_after_fault()
         dist.destroy_process_group()
         reset_process_state()
 
@@ -86,11 +86,11 @@ def test_the_step_that_was_reached_is_given(job):
         job.optimizer.state[job.model.weight]["momentum_buffer"].clone(),
     )
     job.leave()
-    assert job.held.kept["job"].step == 8
+    assert job.held.retained["job"].step == 8
     found = job.enter()
     assert said(found) == ("live", 8, 8)
     assert str(found) == "job: step 8 of 8 reached was given by its survivors"
-    assert job.held.kept == {}
+    assert job.held.retained == {}
     assert (job.first, job.state["n"].item()) == (9, 8)
     assert torch.equal(job.model.weight, weight)
     assert torch.equal(job.optimizer.state[job.model.weight]["momentum_buffer"], moments)
@@ -98,7 +98,7 @@ def test_the_step_that_was_reached_is_given(job):
     assert (report.mode, report.lost, set(report.bytes_by_tier)) == ("live", 0, {"memory"})
     # What comes after it is saved as after every other step, and older steps are still there to fall back to.
     job.train(11)
-    assert [info.step for info in job.ckpt.steps() if info.whole][-2:] == [8, 10]
+    assert [info.step for info in job.ckpt.steps() if info.is_complete][-2:] == [8, 10]
 
 
 def test_a_step_that_is_whole_already_is_not_saved_again(job):
@@ -202,7 +202,7 @@ def test_when_it_cannot_be_saved_the_snapshot_is_used(job, monkeypatch, caplog):
     found = job.enter()
     assert (said(found), found.failed, job.first) == (("snapshot", -1, 8), True, 6)
     assert any("it could not be given: there is no room" in one.message for one in caplog.records)
-    assert job.held.kept == {}
+    assert job.held.retained == {}
 
 
 def test_what_is_kept_is_kept_for_the_world_after_the_next(job, monkeypatch):
@@ -234,7 +234,7 @@ def test_it_is_not_tried_for_ever(job, monkeypatch):
 def test_a_world_that_ended_well_leaves_nothing(job):
     job.enter()
     job.train(9)
-    job.held.end()
+    job.held.end_world()
     job.leave()
     assert job.enter() is None
     assert (job.first, job.ckpt.last_restore.lost) == (6, None)

@@ -89,7 +89,7 @@ class Trained:
         self.rates.step()
         self.cursor.seen.append(number)
         self.state["n"] = number
-        self.noter.note(self.state, number)
+        self.noter.record(self.state, number)
 
     def now(self):
         return copy.deepcopy(flatten_state(resolve_stateful(self.state)))
@@ -111,8 +111,8 @@ def test_a_fault_outside_of_the_optimizer_leaves_the_boundary(kind):
         expected = trained.now()
         trained.forward()  # also changes what the norms remember
         trained.cursor.seen.append(7)
-        held.hold()
-        kept = held.kept["job"]
+        held.retain_after_fault()
+        kept = held.retained["job"]
         assert kept.step == 2
         assert_equal(kept.values, expected)
         assert {item.index.fqn for item in kept.plan.items} == expected.keys()
@@ -127,9 +127,9 @@ def test_a_fault_after_an_optimizer_has_begun_leaves_nothing(kind):
         trained.forward()
         loss = trained.forward()
         trained.optimizer.step(*[lambda: loss] * (kind == "lbfgs"))
-        held.hold()
-        assert held.kept == {}
-        assert held.reached == {"job": 0}
+        held.retain_after_fault()
+        assert held.retained == {}
+        assert held.reached_steps == {"job": 0}
 
 
 @pytest.mark.parametrize(
@@ -147,16 +147,16 @@ def test_other_changes_are_seen(change):
         trained.step(0)
         trained.step(1)
         change(trained)
-        held.hold()
-        assert held.kept == {}
+        held.retain_after_fault()
+        assert held.retained == {}
 
 
 def test_without_an_optimizer_that_is_seen_nothing_is_believed():
     with track_step_boundaries() as held:
         trained = Trained()
-        trained.noter.note(trained.state, 0)
-        held.hold()
-        assert held.kept == {}
+        trained.noter.record(trained.state, 0)
+        held.retain_after_fault()
+        assert held.retained == {}
 
 
 @pytest.mark.parametrize("what", ["a buffer", "a layer", "loaded", "a group", "a key"])
@@ -175,11 +175,11 @@ def test_what_was_exchanged_between_two_boundaries_is_noticed(what):
             trained.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         else:
             trained.state["rng"] = torch.get_rng_state()
-        trained.noter.note(trained.state, 2)
+        trained.noter.record(trained.state, 2)
         expected = trained.now()
         trained.forward()
-        held.hold()
-        assert_equal(held.kept["job"].values, expected)
+        held.retain_after_fault()
+        assert_equal(held.retained["job"].values, expected)
 
 
 def test_large_tensors_that_no_optimizer_has_are_not_copied():
@@ -187,22 +187,22 @@ def test_large_tensors_that_no_optimizer_has_are_not_copied():
         trained = Trained()
         trained.state["table"] = table = torch.zeros(400_000)
         trained.step(0)
-        held.hold()
-        assert held.kept["job"].values["table"].data_ptr() == table.data_ptr()
+        held.retain_after_fault()
+        assert held.retained["job"].values["table"].data_ptr() == table.data_ptr()
         trained.step(1)
         table[3] = 1
-        held.kept.clear()
-        held.hold()
-        assert held.kept == {}
+        held.retained.clear()
+        held.retain_after_fault()
+        assert held.retained == {}
 
 
 def test_saying_a_step_twice_notes_it_once():
     with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
-        noted = held.notes["job"]
-        trained.noter.note(trained.state, 0)
-        assert held.notes["job"] is noted
+        noted = held.boundaries["job"]
+        trained.noter.record(trained.state, 0)
+        assert held.boundaries["job"] is noted
 
 
 def test_two_states_of_which_one_trains_on():
@@ -210,8 +210,8 @@ def test_two_states_of_which_one_trains_on():
         one, other = Trained(job="one"), Trained(job="other")
         one.step(3)
         other.step(4)
-        held.hold()
-        assert held.kept.keys() == {"other"}
+        held.retain_after_fault()
+        assert held.retained.keys() == {"other"}
 
 
 def test_what_cannot_be_noted_is_said_once_and_no_error(caplog):
@@ -225,9 +225,9 @@ def test_what_cannot_be_noted_is_said_once_and_no_error(caplog):
     with track_step_boundaries() as held:
         trained = Trained()
         trained.state["broken"] = Broken()
-        trained.noter.note(trained.state, 0)
-        trained.noter.note(trained.state, 1)
-        assert held.notes == {}
+        trained.noter.record(trained.state, 0)
+        trained.noter.record(trained.state, 1)
+        assert held.boundaries == {}
     assert [one.message for one in caplog.records] == [
         "job: step boundaries are not noted: ZeroDivisionError: not today"
     ]
@@ -238,8 +238,8 @@ def test_where_nobody_could_be_given_anything_nothing_is_noted():
     trained.step(0)
     assert current_survivor_state() is None
     with track_step_boundaries() as held:
-        BoundaryRecorder("job", override_settings(load_settings(), memory={"live": False})).note(trained.state, 0)
-        assert held.notes == {}
+        BoundaryRecorder("job", override_settings(load_settings(), memory={"live": False})).record(trained.state, 0)
+        assert held.boundaries == {}
 
 
 def test_all_memory_is_given_back():
@@ -249,9 +249,9 @@ def test_all_memory_is_given_back():
         trained.forward()
         weight, gradient = trained.model.one.weight, weakref.ref(trained.model.one.weight.grad)
         alive = weakref.ref(weight)
-        held.hold()
-        trained.noter.forget()
-        storage = held.kept["job"].values["model.one.weight"]
+        held.retain_after_fault()
+        trained.noter.release_tensors()
+        storage = held.retained["job"].values["model.one.weight"]
         assert storage.data_ptr() == weight.data_ptr()
         kept = weakref.ref(storage)
         del trained, weight, storage
@@ -259,7 +259,7 @@ def test_all_memory_is_given_back():
         assert gradient() is None
         assert alive() is None
         assert kept() is not None
-        held.enter(1)
+        held.enter_world(1)
         assert kept() is None
 
 
@@ -285,20 +285,20 @@ def test_shards_of_fsdp(world_of_one, how):
         for number in range(3):
             model(torch.randn(3, 4)).square().sum().backward()
             optimizer.step()
-            noter.note(state, number)
+            noter.record(state, number)
         structure = noter._structure
         expected = {
             name: value.to_local().clone() if hasattr(value, "to_local") else copy.deepcopy(value)
             for name, value in flatten_state(resolve_stateful(state)).items()
         }
         loss = model(torch.randn(3, 4)).square().sum()  # in the middle of it
-        noted = held.notes["job"]
-        held.hold()
-        assert_equal(held.kept["job"].values, expected)
+        noted = held.boundaries["job"]
+        held.retain_after_fault()
+        assert_equal(held.retained["job"].values, expected)
         assert noter._structure is structure
-        held.kept.clear()
+        held.retained.clear()
         loss.backward()
-        held.notes["job"] = noted
+        held.boundaries["job"] = noted
         optimizer.step()
-        held.hold()
-        assert held.kept == {}
+        held.retain_after_fault()
+        assert held.retained == {}
