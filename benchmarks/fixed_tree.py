@@ -67,9 +67,9 @@ def _averaged(model: DistributedDataParallel, share: MicrobatchShare) -> Callabl
     """What a loop with DDP does: one all-reduce, in the last backward."""
 
     def step(_: int) -> None:
-        for id_ in share.mine:
-            model.require_backward_grad_sync = id_ == share.mine[-1]
-            (_loss(model, id_) / (_ROWS * len(share.mine))).backward()
+        for id_ in share.own_ids:
+            model.require_backward_grad_sync = id_ == share.own_ids[-1]
+            (_loss(model, id_) / (_ROWS * len(share.own_ids))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     return step
@@ -77,7 +77,7 @@ def _averaged(model: DistributedDataParallel, share: MicrobatchShare) -> Callabl
 
 def _unreduced(model: nn.Module, share: MicrobatchShare) -> Callable[[int], None]:
     def step(_: int) -> None:
-        for id_ in share.mine:
+        for id_ in share.own_ids:
             _loss(model, id_).backward()
 
     return step
@@ -101,9 +101,9 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
         return fully_shard(model, mesh=mesh)
 
     tree = Step(_model(size), share, world, tree=True)
-    exact, fsdp_exact = Step(_model(size), share, world), Step(sharded(), share, world, each_turn=True)
+    exact, fsdp_exact = Step(_model(size), share, world), Step(sharded(), share, world, reduce_every_microbatch=True)
     fsdp_tree = Step(sharded(), share, world, tree=True)
-    dealt = Step(sharded(), MicrobatchShare.dealt(MICROBATCHES, scene.ranks, rank), world, tree=True)
+    dealt = Step(sharded(), MicrobatchShare.round_robin(MICROBATCHES, scene.ranks, rank), world, tree=True)
     ddp, alone = DistributedDataParallel(_model(size)), _model(size)
     contenders = [
         Contender(OURS, "ours", tree, tree.found, note=f"{MICROBATCHES} microbatches; compared with one rank's"),

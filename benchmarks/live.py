@@ -41,13 +41,13 @@ WIDTH = 1024
 
 class Cursor:
     def __init__(self):
-        self.place = 0
+        self.position = 0
 
     def state_dict(self):
-        return {"place": self.place}
+        return {"place": self.position}
 
     def load_state_dict(self, state):
-        self.place = state["place"]
+        self.position = state["place"]
 
 
 def state_of(layers: int, width: int):

@@ -200,9 +200,9 @@ def elastic(task: Task, diary: Diary) -> None:
         def __init__(self) -> None:
             self._plane = detect_control_plane()
 
-        def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+        def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
             diary.write("ready")
-            place = self._plane.ready(timeout_s=timeout_s)
+            place = self._plane.wait_for_assignment(timeout_s=timeout_s)
             diary.write("assigned", size=place.world_size, rank=place.rank)
             return place
 

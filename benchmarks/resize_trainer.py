@@ -65,9 +65,9 @@ class Training:
         """What the state is now, between two lines: all ranks leave together, and what this takes is left out."""
         self.say(before, step=step, **values)
         dist.barrier()
-        found = state_checksum({"model": self.model, "optim": self.optimizer}).combined()
+        found = state_checksum({"model": self.model, "optim": self.optimizer}).all_reduced()
         dist.barrier()
-        self.say(after, step=step, sum=str(found.of_tensors))
+        self.say(after, step=step, sum=str(found.tensors_only))
 
     def step(self, step: int) -> None:
         chance = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
@@ -88,16 +88,16 @@ class Stamped:
         self._diary = diary
         self._size = 0
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         self._diary.write("ready", size=self._size)
-        place = self._plane.ready(timeout_s=timeout_s)
+        place = self._plane.wait_for_assignment(timeout_s=timeout_s)
         self._size = place.world_size
         self._diary.write("assigned", size=place.world_size)
         return place
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         self._diary.write("heard", size=self._size)
-        target = self._plane.pause(step, timeout_s=timeout_s)
+        target = self._plane.agree_on_step(step, timeout_s=timeout_s)
         self._diary.write("agreed", size=self._size)
         return target
 

@@ -105,9 +105,9 @@ class SupervisorSpec(msgspec.Struct, frozen=True, tag="node"):
     grace_s: float
     end_s: float = 10.0
     heartbeat_s: float = 1.0
-    agent: bool = True
+    starts_agent: bool = True
     environ: dict[str, str] = {}
-    beside: bool = False
+    has_local_coordinator: bool = False
     """Its coordinator is beside it, and says itself how the job ended."""
     lead: CoordinatorSpec | None = None
     """The coordinator that this node starts where nobody leads the job."""
@@ -143,7 +143,7 @@ def main(text: str) -> int:
                 write_private_file(Path(task.end_file), words.encode())
             except OSError as error:  # a full disk: they are said here, then
                 log.warning("%s (%s cannot be written: %s)", end_message(words), task.end_file, error)
-        elif isinstance(task, CoordinatorSpec) or not task.beside or over is ExitReason.REFUSED:
+        elif isinstance(task, CoordinatorSpec) or not task.has_local_coordinator or over is ExitReason.REFUSED:
             log.warning("%s", end_message(words))
     return EXIT_STATUS[over]
 
@@ -175,16 +175,16 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> tuple[ExitReason, s
         since_term=task.since_term,
         stands_by=task.stands_by,
     )
-    handle_signals({signal.SIGTERM: coordinator.end, signal.SIGINT: coordinator.end})
+    handle_signals({signal.SIGTERM: coordinator.request_stop, signal.SIGINT: coordinator.request_stop})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
     if task.address_file and task.fresh:  # one that is started again listens where the one before it did
         write_private_file(Path(task.address_file), coordinator.address.encode())
     over, reason = coordinator.run()
-    if task.epoch_file and over is not ExitReason.REFUSED and coordinator.desk.over is not None:
+    if task.epoch_file and over is not ExitReason.REFUSED and coordinator.reconciler.exit is not None:
         with contextlib.suppress(OSError):  # the next job of that name begins with a world 0
             os.truncate(task.epoch_file, 0)
     if over in (ExitReason.STOPPED, ExitReason.GAVE_UP):
-        reason = f"{reason}\n{coordinator.whole}"
+        reason = f"{reason}\n{coordinator.last_committed_step}"
     return over, reason
 
 
@@ -223,23 +223,23 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         spares=task.spares,
         host=task.host,
         grace_s=task.grace_s,
-        end_s=task.end_s,
+        exit_timeout_s=task.end_s,
         heartbeat_s=task.heartbeat_s,
         environ=task.environ,
         candidate=None if task.lead is None else _candidate(task.lead, name),
         candidate_name=name,
     )
     agent = MemoryTierProcess({**os.environ, **task.environ}, settings.directory.parent)
-    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.cut_off)
+    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.partition)
     handle_signals(
         {
-            signal.SIGTERM: lambda: supervisor.ask_back(f"node {task.node} was asked back (SIGTERM)"),
+            signal.SIGTERM: lambda: supervisor.drain(f"node {task.node} was asked back (SIGTERM)"),
             signal.SIGINT: lambda: supervisor.kill("interrupted"),
             signal.SIGUSR1: lambda: supervisor.kill("the job has finished", ExitReason.FINISHED),
         }
     )
     starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
-    if task.agent:
+    if task.starts_agent:
         starting.start()
     ended = threading.Event()
     if task.coordinator_node:
@@ -248,12 +248,12 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         ).start()
     over, reason = supervisor.run()
     ended.set()
-    if task.agent:
+    if task.starts_agent:
         starting.join()
     if over is ExitReason.FINISHED:
-        agent.end()
-    elif agent.stays is not None:
-        log.warning("what is in memory stays in %s, for whoever resumes the job", agent.stays)
+        agent.shut_down()
+    elif agent.kept_directory is not None:
+        log.warning("what is in memory stays in %s, for whoever resumes the job", agent.kept_directory)
     return over, reason
 
 

@@ -69,7 +69,7 @@ class InMemoryCoordinator:
         self.size = size
         self.epoch = -1
         self.restarts = 0
-        self.gave_up = ""
+        self.failure = ""
         """Why there will be no further world; "" while there may be."""
         self._keep_spares = keep_spares
         self._store, self._stores = store, stores
@@ -79,15 +79,15 @@ class InMemoryCoordinator:
         self._reason = ""
         self._deadline: float | None = None
         self._stopped = False
-        self.seats = [InMemoryControlPlane(self) for _ in range(size + spares)]
+        self.planes = [InMemoryControlPlane(self) for _ in range(size + spares)]
 
     # -- what a test does, or a policy would --------------------------------------------------------------------------
 
-    def join(self) -> InMemoryControlPlane:
+    def add_rank(self) -> InMemoryControlPlane:
         """One more process, that has not yet said that it is ready."""
         with self._changed:
             seat = InMemoryControlPlane(self)
-            self.seats.append(seat)
+            self.planes.append(seat)
             return seat
 
     def resize(self, size: int, reason: str = "resized", *, deadline_s: float | None = None) -> None:
@@ -109,14 +109,14 @@ class InMemoryCoordinator:
         with self._changed:
             self._break(reason)
 
-    def lose(self, seat: InMemoryControlPlane, reason: str = "") -> None:
+    def lose_rank(self, seat: InMemoryControlPlane, reason: str = "") -> None:
         """The seat's process is gone: nothing it says counts any more."""
         with self._changed:
             self._lose(seat, reason or f"rank {seat.rank} was lost")
 
-    def give_up(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         with self._changed:
-            self.gave_up = reason
+            self.failure = reason
             self._break(reason)
 
     # -- what a test sees ---------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class InMemoryCoordinator:
     @property
     def members(self) -> list[InMemoryControlPlane]:
         """The seats of the world of this epoch by rank, also those that were lost or have left."""
-        return sorted((one for one in self.seats if one.epoch == self.epoch >= 0), key=lambda one: one.rank)
+        return sorted((one for one in self.planes if one.epoch == self.epoch >= 0), key=lambda one: one.rank)
 
     @property
     def succeeded(self) -> bool:
@@ -156,7 +156,7 @@ class InMemoryCoordinator:
             notice = ControlNotice(self.epoch, NoticeKind.RESTART, reason)
             for seat in self.members:
                 if seat.is_alive:
-                    seat.run_broken(notice)
+                    seat.notify_broken(notice)
         self._form()
         self._changed.notify_all()
 
@@ -174,19 +174,19 @@ class InMemoryCoordinator:
 
     def _form(self) -> None:
         """The next world, when nobody is in this one any more and there are enough for it."""
-        if self.gave_up or self._stopped or self.succeeded or self._inside():
+        if self.failure or self._stopped or self.succeeded or self._inside():
             return
-        waiting = [one for one in self.seats if one.is_waiting and one.is_alive]
+        waiting = [one for one in self.planes if one.is_waiting and one.is_alive]
         if len(waiting) < self.size:
             return
-        waiting.sort(key=lambda one: (one.epoch < 0 or one.is_leaving, one.rank))
+        waiting.sort(key=lambda one: (one.epoch < 0 or one.is_draining, one.rank))
         chosen, beyond = waiting[: self.size], waiting[self.size :]
         self.epoch += 1
         for rank, seat in enumerate(_kept(chosen)):
             place = RankAssignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts)
-            seat.take(msgspec.structs.replace(place, reason=self._reason, stores=self._stores))
+            seat.assign(msgspec.structs.replace(place, reason=self._reason, stores=self._stores))
         for seat in beyond:
-            seat.is_dismissed = seat.is_leaving or not self._keep_spares
+            seat.is_dismissed = seat.is_draining or not self._keep_spares
         self._want, self._reason, self._deadline = None, "", None
         self._changed.notify_all()
 
@@ -226,7 +226,7 @@ class InMemoryControlPlane:
         self.is_alive = True
         self.is_waiting = False
         self.is_dismissed = False
-        self.is_leaving = False
+        self.is_draining = False
         """Its machine was asked back: others go first where there is a place."""
         self.is_finished = False
         self.paused_step: int | None = None
@@ -246,7 +246,7 @@ class InMemoryControlPlane:
 
     # -- ControlPlane -------------------------------------------------------------------------------------------------
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         plane, before = self._plane, self.epoch
         with plane._changed:
             if not self._is_out and not self.is_finished and self.sealed_step is None:
@@ -260,8 +260,8 @@ class InMemoryControlPlane:
                 self.is_waiting = False
             if self.epoch > before and self.assignment is not None:
                 return self.assignment
-            if plane.gave_up:
-                raise JobFailedError(plane.gave_up)
+            if plane.failure:
+                raise JobFailedError(plane.failure)
             raise Dismissed(plane._reason or "this process is not needed any more")
 
     def notice(self) -> ControlNotice | None:
@@ -272,7 +272,7 @@ class InMemoryControlPlane:
             plane._expire()
             return None if self._is_out else plane._notice()
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         plane = self._plane
         with plane._changed:
             self._check()
@@ -285,25 +285,25 @@ class InMemoryControlPlane:
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
-    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
         with self._plane._changed:
             self._check()
             self.sealed_step = step
             self._plane._changed.notify_all()
 
-    def progress(self, progress: RankProgress) -> None:
+    def report_progress(self, progress: RankProgress) -> None:
         self.last_progress = progress
 
-    def fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False) -> None:
         with self._plane._changed:
             if not self.is_alive or self._is_out:
                 raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")
             self.faults.append(reason)
             if final:
-                self._plane.gave_up = f"gave up: rank {self.rank}: {reason}"
+                self._plane.failure = f"gave up: rank {self.rank}: {reason}"
             self._plane._break(f"rank {self.rank}: {reason}")
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
         """``RESIZE`` without ``nodes`` and with a deadline: this seat's machine is asked back."""
@@ -318,8 +318,8 @@ class InMemoryControlPlane:
             with plane._changed:
                 size = plane.size
                 if deadline_s is not None:
-                    self.is_leaving = True
-                    others = [one for one in plane.seats if one.is_alive and not one.is_leaving]
+                    self.is_draining = True
+                    others = [one for one in plane.planes if one.is_alive and not one.is_draining]
                     size = max(1, min(size, len(others)))
                 plane.resize(size, reason, deadline_s=deadline_s)
 
@@ -327,10 +327,10 @@ class InMemoryControlPlane:
         with self._plane._changed:
             self._calls.append(call)
             notice = self._plane._notice()
-            if notice is not None and notice.want is NoticeKind.RESTART and not self._is_out:
-                self.run_broken(notice, call)
+            if notice is not None and notice.kind is NoticeKind.RESTART and not self._is_out:
+                self.notify_broken(notice, call)
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         with self._plane._changed:
             self._check()
             self.is_finished = True
@@ -347,12 +347,12 @@ class InMemoryControlPlane:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def take(self, assignment: RankAssignment) -> None:
+    def assign(self, assignment: RankAssignment) -> None:
         self.assignment = assignment
         self.is_waiting = self.is_finished = False
         self.paused_step = self.sealed_step = None
 
-    def run_broken(self, notice: ControlNotice, *calls: BrokenCallback) -> None:
+    def notify_broken(self, notice: ControlNotice, *calls: BrokenCallback) -> None:
         def run() -> None:
             for call in calls or tuple(self._calls):
                 call(notice)
@@ -372,7 +372,7 @@ class InMemoryControlPlane:
     @property
     def _is_over(self) -> bool:
         plane = self._plane
-        return bool(plane.gave_up) or plane._stopped or plane.succeeded or self.is_dismissed or not self.is_alive
+        return bool(plane.failure) or plane._stopped or plane.succeeded or self.is_dismissed or not self.is_alive
 
     @property
     def _may_go(self) -> bool:

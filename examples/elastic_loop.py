@@ -41,7 +41,7 @@ def train(world: elastic.World) -> int:
             work = next(iter(data))
             mine = [batch.data for batch in work]
             for turn in gradients.step(plan):
-                x, y = (one.to(world.device) for one in mine[turn.place])
+                x, y = (one.to(world.device) for one in mine[turn.position])
                 with elastic.seeded(SEED, step, turn.id):  # dropout, had it any, would not depend on the rank
                     turn.backward((model(x) - y).square().sum(), weight=len(x))
             total = gradients.finish(clip=1.0)

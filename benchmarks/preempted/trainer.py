@@ -91,7 +91,7 @@ def main(folder: str, total: int | None, device_s: float) -> None:
                 mine = [batch.data for batch in work]
                 for turn in sums.step(plan):
                     began = time.monotonic()
-                    words = mine[turn.place]
+                    words = mine[turn.position]
                     with seeded(SEED, step, turn.id):
                         guessed = model(words[:, :-1])
                         loss = torch.nn.functional.cross_entropy(

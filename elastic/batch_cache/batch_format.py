@@ -89,7 +89,7 @@ class BatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fingerprint: str
     index: _Size
     tree: BatchNode
-    parts: Annotated[tuple[BatchTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    tensors: Annotated[tuple[BatchTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     """xxh3-64 of all bytes from ``start`` on."""
 
@@ -174,7 +174,7 @@ def read_head(data: memoryview) -> BatchHead:
 
 def _check(header: BatchHeader, payload_bytes: int) -> None:
     end = 0
-    for part in header.parts:
+    for part in header.tensors:
         if part.dtype not in BATCH_DTYPES:
             raise BatchDamagedError(f"unknown element type {part.dtype!r}")
         if part.start != end + padding(end):
@@ -185,7 +185,7 @@ def _check(header: BatchHeader, payload_bytes: int) -> None:
     if end != payload_bytes:
         raise BatchDamagedError(f"{payload_bytes} bytes of tensors, {end} were expected")
     named = sorted(node.number for node in _nodes(header.tree) if isinstance(node, TensorNode))
-    if named != list(range(len(header.parts))):
+    if named != list(range(len(header.tensors))):
         raise BatchDamagedError("the structure does not have each tensor once")
 
 
@@ -229,17 +229,17 @@ _PLAIN = (type(None), bool, int, float, str)
 class EncodedBatch(NamedTuple):
     """A batch ready to be written, and what holds its bytes."""
 
-    laid: BatchLayout
+    layout: BatchLayout
     views: list[memoryview]
     """Of each tensor."""
     tensors: list[torch.Tensor]
     """Kept alive as long as the views."""
 
     def to_bytes(self) -> bytearray:
-        whole = bytearray(self.laid.size_bytes)
-        whole[: len(self.laid.head)] = self.laid.head
-        for part, view in zip(self.laid.parts, self.views, strict=True):
-            start = len(self.laid.head) + part.start
+        whole = bytearray(self.layout.size_bytes)
+        whole[: len(self.layout.head)] = self.layout.head
+        for part, view in zip(self.layout.parts, self.views, strict=True):
+            start = len(self.layout.head) + part.start
             whole[start : start + len(view)] = view
         return whole
 
@@ -262,7 +262,7 @@ def decode_batch(data: bytearray | mmap.mmap, fingerprint: str, index: int, *, v
             raise BatchDamagedError(f"this is batch {header.index} of {header.fingerprint}")
         if verify:
             verify_batch_bytes(view, read)
-    return rebuild_batch(header.tree, [_tensor(data, read.start, part) for part in header.parts])
+    return rebuild_batch(header.tree, [_tensor(data, read.start, part) for part in header.tensors])
 
 
 def _unfold(value: Any, where: str, depth: int, tensors: list[torch.Tensor]) -> BatchNode:

@@ -53,11 +53,11 @@ PrepareFunction: TypeAlias = Callable[[int], Any]
 class CacheCounts(msgspec.Struct):
     """What a cache has done so far in this process."""
 
-    mapped: int = 0
+    hits: int = 0
     """Batches that were there."""
     prepared: int = 0
     """Calls of ``prepare``."""
-    kept: int = 0
+    stored: int = 0
     """Of these, how many are in the cache for others."""
     damaged: int = 0
     """Batches that were there and not what was put; they were prepared again."""
@@ -66,7 +66,7 @@ class CacheCounts(msgspec.Struct):
 class CacheResult(msgspec.Struct, frozen=True):
     """What came of asking for a batch to be there."""
 
-    there: bool
+    is_cached: bool
     batch: Any = None
     """Where it could not be kept."""
 
@@ -96,7 +96,7 @@ class BatchCache:
     (the data, the tokenizer, the seed, the packing). Batches of another fingerprint count as absent, and are removed
     unless a process still uses them.
 
-    ``max_bytes`` bounds what is kept; beyond it, batches behind :meth:`committed` are given up first, then those
+    ``max_bytes`` bounds what is kept; beyond it, batches behind :meth:`mark_committed` are given up first, then those
     farthest ahead. A batch somebody has mapped stays as it is, for him.
 
     Where there is no room at all, the job goes on without the cache and says so once; ``required=True`` makes that a
@@ -141,9 +141,9 @@ class BatchCache:
         self._keeping = CacheWriter(self._folder, limit_bytes)
         try:
             with self._going_on():
-                for name in self._folder.sweep_others():
+                for name in self._folder.remove_other_fingerprints():
                     log.info("batches of another fingerprint (%s) are in use and stay", name)
-                self._keeping.count()
+                self._keeping.recount()
         except BaseException:
             self.close()
             raise
@@ -151,7 +151,7 @@ class BatchCache:
     def __reduce__(self) -> tuple[Callable[[], BatchCache], tuple[()]]:
         return self._open_again, ()
 
-    def again(self) -> BatchCache:
+    def reopen(self) -> BatchCache:
         """The same cache, opened once more; for a process that was forked, perhaps while a thread held a lock."""
         return self._open_again()
 
@@ -189,33 +189,33 @@ class BatchCache:
         Its tensors may be changed in place: that changes nobody else's. ``reading`` is the first index the caller has
         not used yet; ``stop`` ends the wait for another process. What ``prepare`` raises is raised.
         """
-        found = self.look(index)
-        if found.there:
+        found = self.lookup(index)
+        if found.is_cached:
             return found.batch
-        made = self.make(index, prepare, reading=reading, stop=stop)
-        if not made.there:
+        made = self.prepare(index, prepare, reading=reading, stop=stop)
+        if not made.is_cached:
             return made.batch
-        found = self.look(index)
-        return found.batch if found.there else self._prepared(index, prepare)  # given up at once, for a nearer one
+        found = self.lookup(index)
+        return found.batch if found.is_cached else self._prepared(index, prepare)  # given up at once, for a nearer one
 
-    def look(self, index: int) -> CacheResult:
+    def lookup(self, index: int) -> CacheResult:
         """The batch, mapped, if it is kept. One that is damaged is removed, and not there."""
         opened = None
         try:
             opened = self._folder.open_batch(_checked(index))
             if opened is None:
-                return CacheResult(there=False)
+                return CacheResult(is_cached=False)
             batch = decode_batch(_mapped(*opened), self._digest, index, verify=self._verify)
         except BatchDamagedError as error:
             self._discard(index, None if opened is None else opened[0], error)
-            return CacheResult(there=False)
+            return CacheResult(is_cached=False)
         finally:
             if opened is not None:
                 os.close(opened[0])
-        self._add(mapped=1)
-        return CacheResult(there=True, batch=batch)
+        self._add(hits=1)
+        return CacheResult(is_cached=True, batch=batch)
 
-    def make(
+    def prepare(
         self, index: int, prepare: PrepareFunction, *, reading: int | None = None, stop: Callable[[], bool] = _never
     ) -> CacheResult:
         """Have the batch prepared and kept, by this process or another; where it cannot be kept, it is returned."""
@@ -224,17 +224,17 @@ class BatchCache:
             with self._going_on():
                 claim = undo.enter_context(self._folder.claim(_checked(index), wait_s=self._wait_s, stop=stop))
             if claim is None:  # whoever prepares it is slow, or stopped: each for himself then
-                return CacheResult(there=False, batch=self._prepared(index, prepare))
+                return CacheResult(is_cached=False, batch=self._prepared(index, prepare))
             if self._folder.has(index):
-                return CacheResult(there=True)
+                return CacheResult(is_cached=True)
             failpoint("prepared.claimed")
             batch = self._prepared(index, prepare)
             encoded = encode_batch(self._digest, index, batch)
             failpoint("prepared.encoded")
             kept = self._keep(claim, encoded, index if reading is None else reading)
-            return CacheResult(there=True) if kept else CacheResult(there=False, batch=batch)
+            return CacheResult(is_cached=True) if kept else CacheResult(is_cached=False, batch=batch)
 
-    def committed(self, index: int) -> None:
+    def mark_committed(self, index: int) -> None:
         """Training will not go back before ``index``: what lies behind it may be given up first.
 
         Holds for all processes of the node. Until it is called, what lies before a reader counts as behind.
@@ -242,7 +242,7 @@ class BatchCache:
         with self._going_on():
             self._keeping.commit(_checked(index))
 
-    def holds(self) -> list[int]:
+    def cached_indices(self) -> list[int]:
         """The indices that are kept."""
         return sorted(entry.index for entry in self._folder.entries())
 
@@ -257,9 +257,9 @@ class BatchCache:
     def _keep(self, claim: BatchClaim, encoded: EncodedBatch, reading: int) -> bool:
         kept = False
         with self._going_on():
-            self._keeping.keep(claim, encoded, reading)
+            self._keeping.write(claim, encoded, reading)
             kept = True
-        self._add(kept=kept)
+        self._add(stored=kept)
         return kept
 
     def _discard(self, index: int, fd: int | None, error: BatchDamagedError) -> None:
@@ -330,10 +330,10 @@ class CacheWriter:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._refusal: _Refusal | None = None
-        self.given_up = 0
+        self.evicted = 0
         """Batches removed to make room, by this process."""
 
-    def count(self) -> None:
+    def recount(self) -> None:
         """Sweep what dead processes left unfinished, and say how much there is."""
         with locked_usage(self._folder.fd) as tally:
             self._count(tally)
@@ -354,9 +354,9 @@ class CacheWriter:
             tally.used_bytes = UNKNOWN_USAGE
             self._folder.remove_damaged(index, fd)
 
-    def keep(self, claim: BatchClaim, encoded: EncodedBatch, reading: int) -> None:
+    def write(self, claim: BatchClaim, encoded: EncodedBatch, reading: int) -> None:
         """Write and publish; :class:`CacheFullError` or ``OSError`` where that cannot be, and nothing is left."""
-        self._reserve(claim, encoded.laid.size_bytes, reading)
+        self._reserve(claim, encoded.layout.size_bytes, reading)
         failpoint("prepared.reserved")
         _write(claim.fd, encoded)
         failpoint("prepared.written")
@@ -385,11 +385,11 @@ class CacheWriter:
             entries, making_bytes = self._count(tally)
             room = plan_eviction(entries, cursor, new, self._limit_bytes - making_bytes)
             sizes = {entry.index: entry.size_bytes for entry in entries}
-            for index in room.give_up:
+            for index in room.evict:
                 self._folder.remove(index)
                 failpoint("prepared.gave-up")
                 tally.used_bytes -= sizes[index]
-            self.given_up += len(room.give_up)
+            self.evicted += len(room.evict)
             if room.fits:
                 return
         self._refusal = _Refusal(new, cursor, tally.used_bytes)
@@ -409,15 +409,15 @@ class CacheWriter:
         )
 
     def _count(self, tally: CacheUsage) -> tuple[list[CacheEntry], int]:
-        self._folder.sweep_making()
+        self._folder.remove_unfinished()
         entries = self._folder.entries()
-        making_bytes = sum(entry.size_bytes for entry in self._folder.in_the_making())
+        making_bytes = sum(entry.size_bytes for entry in self._folder.unfinished())
         tally.used_bytes = sum(entry.size_bytes for entry in entries) + making_bytes
         return entries, making_bytes
 
 
 def _write(fd: int, encoded: EncodedBatch) -> None:
-    laid, half = encoded.laid, len(encoded.laid.head) // 2
+    laid, half = encoded.layout, len(encoded.layout.head) // 2
     pieces = [(0, memoryview(laid.head)[:half]), (half, memoryview(laid.head)[half:])]
     starts = (len(laid.head) + part.start for part in laid.parts)
     pieces += zip(starts, encoded.views, strict=True)

@@ -191,12 +191,12 @@ class CacheDirectory:
         """The complete batches."""
         return [CacheEntry(int(match[1]), size) for match, size in self._files(_BATCH)]
 
-    def in_the_making(self) -> list[CacheEntry]:
+    def unfinished(self) -> list[CacheEntry]:
         return [CacheEntry(int(match[1]), size) for match, size in self._files(_MAKING)]
 
-    def sweep_making(self) -> None:
+    def remove_unfinished(self) -> None:
         """Remove what dead processes have left unfinished."""
-        for entry in self.in_the_making():
+        for entry in self.unfinished():
             with contextlib.suppress(OSError):
                 fd = os.open(partial_file_name(entry.index), os.O_RDWR | _FLAGS, dir_fd=self.fd)
                 try:
@@ -207,7 +207,7 @@ class CacheDirectory:
                 finally:
                     os.close(fd)
 
-    def sweep_others(self) -> list[str]:
+    def remove_other_fingerprints(self) -> list[str]:
         """Remove other fingerprints' batches where nobody uses them; the names of those that are still used."""
         others = [name for name in _names(self._stream) if _FINGERPRINT.fullmatch(name) and name != self._name]
         return [name for name in others if not remove_unused_fingerprint(name, self._stream)]
@@ -335,7 +335,7 @@ class EvictionPlan(NamedTuple):
     """What has to go; or that it is not worth it."""
 
     fits: bool
-    give_up: tuple[int, ...] = ()
+    evict: tuple[int, ...] = ()
 
 
 def plan_eviction(entries: Sequence[CacheEntry], cursor: int, new: CacheEntry, limit_bytes: int) -> EvictionPlan:
@@ -356,7 +356,7 @@ def plan_eviction(entries: Sequence[CacheEntry], cursor: int, new: CacheEntry, l
             break
         given.append(entry.index)
         excess -= entry.size_bytes
-    return EvictionPlan(fits=True, give_up=tuple(given)) if excess <= 0 else EvictionPlan(fits=False)
+    return EvictionPlan(fits=True, evict=tuple(given)) if excess <= 0 else EvictionPlan(fits=False)
 
 
 def _cost(index: int, cursor: int) -> tuple[bool, int]:

@@ -63,7 +63,7 @@ class CachedLoader:
         """The rest of this epoch. One iterator at a time: all move the same position."""
         if self._said is None:  # a job does not go back before where it began
             self._said = self.position
-            self._cache.committed(self.position)
+            self._cache.mark_committed(self.position)
         if not len(self):
             self.position = self._end
         start, end = self.position, self._end
@@ -83,7 +83,7 @@ class CachedLoader:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps. Asked for again, the one before is taken for committed."""
         if self._said is not None:
-            self._cache.committed(self._said)
+            self._cache.mark_committed(self._said)
         self._said = self.position
         return {"position": self.position, "fingerprint": self._cache.fingerprint}
 
@@ -94,7 +94,7 @@ class CachedLoader:
                 f"of {self._cache.fingerprint}: use the data, tokenizer, seed and packing of then, or set position"
             )
         self.position = self._said = int(state["position"])
-        self._cache.committed(self.position)
+        self._cache.mark_committed(self.position)
 
     @property
     def _end(self) -> int:

@@ -146,15 +146,15 @@ class PrefetchIterator(Iterator[Any]):
         if slot.error is not None:
             raise slot.error
         if self._start_method is not None:
-            found = self._cache.look(slot.index)
-            if found.there:
+            found = self._cache.lookup(slot.index)
+            if found.is_cached:
                 return found.batch
             if not hired:
                 hired.append(self._hire(self._start_method))
             # A forked process shares open files with this one: they must not be read from on both sides.
             if self._start_method == "fork" or hired[0].is_up():
-                made = hired[0].make(slot.index, slot.reading)
-                if not made.there:
+                made = hired[0].prepare(slot.index, slot.reading)
+                if not made.is_cached:
                     return made.batch
         with self._here:  # prepare need not know of threads
             return self._cache.get(slot.index, self._prepare, reading=slot.reading, stop=self._is_stopped)
@@ -229,7 +229,7 @@ class PrepareWorker:
             theirs.close()
 
     def is_up(self) -> bool:
-        """Whether it has started, which takes as long as its imports; or has ended, which :meth:`make` will say."""
+        """Whether it has started, which takes as long as its imports; or has ended, which :meth:`prepare` will say."""
         if not self._up and self._pipe.poll():
             self._wait_up()
         return self._up
@@ -239,8 +239,8 @@ class PrepareWorker:
         with contextlib.suppress(EOFError, OSError):
             self._pipe.recv_bytes()
 
-    def make(self, index: int, reading: int) -> CacheResult:
-        """As :meth:`~elastic.batch_cache.cache.BatchCache.make`, over there. What ``prepare`` raised is raised."""
+    def prepare(self, index: int, reading: int) -> CacheResult:
+        """As :meth:`~elastic.batch_cache.cache.BatchCache.prepare`, over there. What ``prepare`` raised is raised."""
         if not self._up:
             self._wait_up()
         try:
@@ -257,8 +257,8 @@ class PrepareWorker:
             raised, text = pickle.loads(said)  # noqa: S301 - from our own process, over a pipe nobody else has
             raise raised from RuntimeError(f"in the process that prepared it:\n{text}")
         if kind == _BATCH:
-            return CacheResult(there=False, batch=decode_batch(said, self._fingerprint, index, verify=False))
-        return CacheResult(there=True)
+            return CacheResult(is_cached=False, batch=decode_batch(said, self._fingerprint, index, verify=False))
+        return CacheResult(is_cached=True)
 
     def kill(self) -> None:
         self._process.kill()
@@ -280,7 +280,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
     if inherited is not None:
         inherited.close()
-        cache = cache.again()
+        cache = cache.reopen()
     with cache, contextlib.suppress(EOFError, ConnectionError):  # the trainer's end is closed, perhaps in mid-word
         pipe.send_bytes(_UP)
         while parent is None or os.getppid() == parent:
@@ -294,8 +294,10 @@ def _serve(
 
 def _made(cache: BatchCache, prepare: PrepareFunction, index: int, reading: int) -> bytes:
     try:
-        made = cache.make(index, prepare, reading=reading)
-        return _KEPT if made.there else bytes(encode_batch(cache.fingerprint, index, made.batch).to_bytes() + _BATCH)
+        made = cache.prepare(index, prepare, reading=reading)
+        return (
+            _KEPT if made.is_cached else bytes(encode_batch(cache.fingerprint, index, made.batch).to_bytes() + _BATCH)
+        )
     except Exception as error:  # noqa: BLE001 - the user's own, raised again over there
         return _pickled(error, traceback.format_exc()) + _FAILED
 

@@ -46,7 +46,7 @@ class RankPlan:
     """The first of its samples."""
     samples: int
     microbatches: tuple[PlannedMicrobatch, ...]
-    empty: int
+    empty_passes: int
     """Passes without a sample, to make as many as every other rank: sharded models gather parameters in each pass, and
     wait for all ranks."""
     weight: float
@@ -100,12 +100,12 @@ class BatchPlan:
             )
 
     @property
-    def world_independent(self) -> bool:
+    def is_world_independent(self) -> bool:
         """Whether microbatches are the same ones in every world."""
         return self.microbatch is not None
 
     @property
-    def accumulation(self) -> int:
+    def accumulation_steps(self) -> int:
         """Passes in a step, on every rank."""
         if self.microbatch is not None:
             return _up(_up(self.global_batch, self.microbatch), self.world_size)
@@ -118,22 +118,22 @@ class BatchPlan:
         if self.microbatch is not None:
             return _up(self.global_batch, self.microbatch)
         # Only where all microbatches are of one sample can a rank have fewer samples than there are passes.
-        return min(self.world_size * self.accumulation, self.global_batch)
+        return min(self.world_size * self.accumulation_steps, self.global_batch)
 
     @property
     def microbatch_size(self) -> int:
         """Samples in the largest microbatch."""
         if self.microbatch is not None:
             return min(self.microbatch, self.global_batch)
-        return _up(self.largest, self.accumulation)
+        return _up(self.max_rank_samples, self.accumulation_steps)
 
     @property
-    def largest(self) -> int:
+    def max_rank_samples(self) -> int:
         """Samples of the rank with the most."""
         return self._samples(0)[1]
 
     @property
-    def smallest(self) -> int:
+    def min_rank_samples(self) -> int:
         """Samples of the rank with the fewest."""
         return self._samples(self.world_size - 1)[1]
 
@@ -153,16 +153,16 @@ class BatchPlan:
         return tuple(found)
 
     @property
-    def empty(self) -> int:
+    def empty_passes(self) -> int:
         """Passes without a sample, of all ranks together."""
-        return self.world_size * self.accumulation - self.microbatch_count
+        return self.world_size * self.accumulation_steps - self.microbatch_count
 
     @property
     def utilization(self) -> float:
         """Samples computed in the time the busiest rank takes, of those that all ranks could."""
-        return self.global_batch / (self.world_size * self.largest)
+        return self.global_batch / (self.world_size * self.max_rank_samples)
 
-    def of(self, rank: int) -> RankPlan:
+    def for_rank(self, rank: int) -> RankPlan:
         """What ``rank`` does, of the ranks that have samples of their own."""
         self._check_place("rank", rank, self.world_size, "world_size")
         first, samples = self._samples(rank)
@@ -172,11 +172,11 @@ class BatchPlan:
             first=first,
             samples=samples,
             microbatches=tuple(self._microbatch(rank, one) for one in range(start, start + count)),
-            empty=self.accumulation - count,
+            empty_passes=self.accumulation_steps - count,
             weight=samples / self.global_batch,
         )
 
-    def at(self, id: int) -> PlannedMicrobatch:  # noqa: A002 - what it is called everywhere
+    def microbatch_of(self, id: int) -> PlannedMicrobatch:  # noqa: A002 - what it is called everywhere
         """The microbatch of this id, whoever has it."""
         return self._microbatch(self.rank_of_microbatch(id), id)
 
@@ -216,10 +216,10 @@ def common_microbatch(global_batch: int, worlds: Iterable[int], max_microbatch: 
     """The largest ``microbatch`` that leaves no rank of these worlds idle, and makes no step longer than it must be."""
     worlds = sorted(set(worlds))
     _check("max_microbatch", max_microbatch)
-    best = {world: BatchPlan(global_batch, world).largest for world in worlds}
+    best = {world: BatchPlan(global_batch, world).max_rank_samples for world in worlds}
     for size in range(min(max_microbatch, global_batch), 1, -1):
         plans = (BatchPlan(global_batch, world, microbatch=size, allow_idle=True) for world in worlds)
-        if all(plan.largest == best[plan.world_size] and plan.smallest for plan in plans):
+        if all(plan.max_rank_samples == best[plan.world_size] and plan.min_rank_samples for plan in plans):
             return size
     return 1
 

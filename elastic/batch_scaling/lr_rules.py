@@ -120,7 +120,7 @@ class LRTable:
         return LRScale(self.rates[max(below)] / self.base)
 
     @classmethod
-    def of_recipe(
+    def from_recipe(
         cls, recipe: str | Path | Mapping[Any, Any], base: float, *, ranks_per_node: int = 8, model_parallel: int = 1
     ) -> LRTable:
         """The ``scale_config`` of a HyperPod recipe, as it is."""
@@ -145,7 +145,7 @@ class ScaledAdam:
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def at(self, kappa: float) -> ScaledAdam:
+    def for_batch_ratio(self, kappa: float) -> ScaledAdam:
         """The same for a batch ``kappa`` times as large; or PolicyError that says how large it may be."""
         root = math.sqrt(validated_kappa(kappa))
         return ScaledAdam(
@@ -186,29 +186,29 @@ class WarmupRamp:
 
     @property
     def factor(self) -> float:
-        if not self.rising:
+        if not self.is_warming_up:
             return self.target
         return self.start + (self.target - self.start) * (self.done + 1) / (self.steps + 1)
 
     @property
-    def rising(self) -> bool:
+    def is_warming_up(self) -> bool:
         return self.done < self.steps
 
     def next(self) -> WarmupRamp:
-        return dataclasses.replace(self, done=self.done + 1) if self.rising else self
+        return dataclasses.replace(self, done=self.done + 1) if self.is_warming_up else self
 
-    def to(self, target: float, policy: Rewarmup) -> WarmupRamp:
+    def towards(self, target: float, policy: Rewarmup) -> WarmupRamp:
         """What follows when the factor is to be ``target`` from now on. The same target: nothing new."""
         if target == self.target:
             return self
         start = min(self.factor, target) if policy.start is None else policy.start * target
         return WarmupRamp(target, start, 0 if start == target else policy.steps)
 
-    def as_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> WarmupRamp:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> WarmupRamp:
         try:
             return cls(float(state["target"]), float(state["start"]), int(state["steps"]), int(state["done"]))
         except (KeyError, TypeError, ValueError) as wrong:

@@ -50,7 +50,7 @@ class LRScaler:
     def resize(self, global_batch: int, world_size: int) -> None:
         """From the next step on there is another batch or world; or PolicyError, and nothing has changed."""
         self._scale = self._checked(self._rule.scale(global_batch, world_size))
-        self._ramp = self._ramp.to(self._scale.lr, self._rewarm)
+        self._ramp = self._ramp.towards(self._scale.lr, self._rewarm)
 
     @property
     def factor(self) -> float:
@@ -64,10 +64,10 @@ class LRScaler:
         return [float(group["lr"]) * factor for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._ramp.as_state()
+        return self._ramp.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._ramp = WarmupRamp.of_state(state).to(self._scale.lr, self._rewarm)
+        self._ramp = WarmupRamp.from_state_dict(state).towards(self._scale.lr, self._rewarm)
 
     def close(self) -> None:
         """Leave the optimizer as if this had never been. Idempotent."""
@@ -103,7 +103,7 @@ class LRScaler:
             return
         self._put_back(optimizer)
         # With a learning rate of 0 torch makes an optimizer's state (torch.distributed.checkpoint); that is no step.
-        if self._ramp.rising and any(float(group["lr"]) for group in optimizer.param_groups):
+        if self._ramp.is_warming_up and any(float(group["lr"]) for group in optimizer.param_groups):
             self._ramp = self._ramp.next()
 
     def _put_back(self, _: Optimizer) -> None:

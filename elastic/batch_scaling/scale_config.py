@@ -61,12 +61,12 @@ class RecipeMismatch:
 
     nodes: int
     field: str
-    theirs: object
-    ours: object
+    stated: object
+    planned: object
     why: str
 
     def __str__(self) -> str:
-        return f"scale_config.{self.nodes}: {self.field} is {self.theirs}, planned is {self.ours}: {self.why}"
+        return f"scale_config.{self.nodes}: {self.field} is {self.stated}, planned is {self.planned}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ def _against(size: RecipeSize, plan: BatchPlan) -> list[RecipeMismatch]:
     if size.uneven is not None:
         ours = Counter({quota.samples: quota.ranks for quota in plan.quotas})
         if size.uneven.split(plan.world_size) != ours:
-            even = UnevenBatch(ours[plan.smallest], plan.smallest, plan.largest)
+            even = UnevenBatch(ours[plan.min_rank_samples], plan.min_rank_samples, plan.max_rank_samples)
             found.append(RecipeMismatch(size.key, "uneven_batch", size.uneven, even, "no split is more even"))
     elif size.microbatch is not None and size.microbatch != plan.microbatch_size:
-        why = f"of {plan.largest} samples a rank, at most {plan.max_microbatch} in a pass"
+        why = f"of {plan.max_rank_samples} samples a rank, at most {plan.max_microbatch} in a pass"
         found.append(RecipeMismatch(size.key, "micro_train_batch_size", size.microbatch, plan.microbatch_size, why))
     return found

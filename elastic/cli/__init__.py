@@ -49,7 +49,7 @@ def elastic_commands() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
     screen = ElasticScreen("elastic")
-    screen.words = sys.argv[1:] if argv is None else list(argv)
+    screen.argv = sys.argv[1:] if argv is None else list(argv)
     try:
         result = elastic_commands.main(
             args=None if argv is None else list(argv), prog_name="elastic", standalone_mode=False, obj=screen
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TieredCheckpointError, CommandError) as error:  # of commands that end as tieredckpt's do
         return int(screen.report_error(error))
     except (ElasticError, PeerStoreError, OSError) as error:
-        return screen.ended_by(error)
+        return screen.report_elastic_error(error)
 
 
 __all__ = ["main"]

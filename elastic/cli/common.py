@@ -67,10 +67,10 @@ def elastic_advice_for(error: BaseException) -> str:
 
 
 class ElasticScreen(CommandOutput):
-    words: Sequence[str] = ()
+    argv: Sequence[str] = ()
     """Of the command line."""
 
-    def ended_by(self, error: BaseException) -> ElasticExit:
+    def report_elastic_error(self, error: BaseException) -> ElasticExit:
         """Report what ended the command; its exit code."""
         code, advice = elastic_exit_for(error), elastic_advice_for(error)
         if self.debug:

@@ -23,10 +23,10 @@ def batch_plan_table(plans: Sequence[BatchPlan]) -> Table:
     rows = [
         (
             str(plan.world_size),
-            str(plan.accumulation),
+            str(plan.accumulation_steps),
             str(plan.microbatch_size),
             str(plan.microbatch_count),
-            str(plan.empty),
+            str(plan.empty_passes),
             f"{100 * plan.utilization:.1f} %",
             format_quotas(plan),
         )
@@ -44,11 +44,11 @@ def batch_plan_json(plan: BatchPlan) -> dict[str, Any]:
     return {
         "global_batch": plan.global_batch,
         "world_size": plan.world_size,
-        "accumulation": plan.accumulation,
+        "accumulation": plan.accumulation_steps,
         "microbatch_size": plan.microbatch_size,
         "microbatch_count": plan.microbatch_count,
-        "world_independent": plan.world_independent,
-        "empty": plan.empty,
+        "world_independent": plan.is_world_independent,
+        "empty": plan.empty_passes,
         "utilization": plan.utilization,
         "quotas": [quota._asdict() for quota in plan.quotas],
     }
@@ -57,7 +57,7 @@ def batch_plan_json(plan: BatchPlan) -> dict[str, Any]:
 def rank_plan_table(share: RankPlan) -> Table:
     """A rank's passes."""
     rows = [(str(m.id), str(m.first), str(m.samples)) for m in share.microbatches]
-    rows += [("-", "-", "0")] * share.empty
+    rows += [("-", "-", "0")] * share.empty_passes
     columns = ("MICROBATCH", "FIRST", "SAMPLES")
     return text_table(columns, rows, right=columns)
 
@@ -68,7 +68,7 @@ def rank_plan_json(share: RankPlan) -> dict[str, Any]:
         "first": share.first,
         "samples": share.samples,
         "microbatches": [microbatch._asdict() for microbatch in share.microbatches],
-        "empty": share.empty,
+        "empty": share.empty_passes,
         "weight": share.weight,
     }
 
@@ -155,7 +155,7 @@ def _numbers(texts: tuple[str, ...]) -> list[int]:
 
 
 def _one(each: BatchPlan, rank: int | None) -> dict[str, Any]:
-    return batch_plan_json(each) | ({} if rank is None else {"share": rank_plan_json(each.of(rank))})
+    return batch_plan_json(each) | ({} if rank is None else {"share": rank_plan_json(each.for_rank(rank))})
 
 
 def _show(out: Console, plans: list[BatchPlan], rank: int | None) -> None:
@@ -163,4 +163,4 @@ def _show(out: Console, plans: list[BatchPlan], rank: int | None) -> None:
     if rank is not None:
         for each in plans:
             out.print(f"\nrank {rank} of {each.world_size}")
-            out.print(rank_plan_table(each.of(rank)))
+            out.print(rank_plan_table(each.for_rank(rank)))

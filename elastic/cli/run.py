@@ -256,26 +256,26 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     first = _node_names(options)[0]
     logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
     with contextlib.ExitStack() as held:
-        held.enter_context(place.held("lock" if leads else f"{first}.lock"))
+        held.enter_context(place.locked("lock" if leads else f"{first}.lock"))
         if scheduled.several and secret is None:
             shared = names.shared_directory()
             secret = held.enter_context(shared_secret(shared, scheduled.agreement, makes=leads))
         record = LocalRun(
             job=place.job,
             coordinator=options["coordinator"],
-            secret_file=str(place.keep_secret(secret, "" if leads else first)),
+            secret_file=str(place.write_secret(secret, "" if leads else first)),
             nproc=options["nproc"],
             spares=options["spares"],
             command=command,
-            folder=str(Path.cwd()),
+            working_directory=str(Path.cwd()),
             logs=str(logs),
             grace_s=options["grace"],
-            ledger=str(names.event_log_directory(logs)),
+            event_log=str(names.event_log_directory(logs)),
         )
         place.end_file.unlink(missing_ok=True)
         if leads:  # another node of this machine may start after the coordinator has written its address
             place.address_file.unlink(missing_ok=True)
-            InjectionRecord(place.directory).forget()
+            InjectionRecord(place.directory).clear()
         leader = _coordinator_task(place, record, options) if leads else None
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
         again = scheduled.run if options["requeue"] else ""
@@ -310,8 +310,8 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
 
     place, record = find_run(job)
     name = str(validate_node_id(node)) if node else _free_name(place)
-    os.chdir(record.folder)
-    with place.held(f"{name}.lock"):
+    os.chdir(record.working_directory)
+    with place.locked(f"{name}.lock"):
         task = _node_task(
             place,
             record,
@@ -410,10 +410,10 @@ def _launch(
         status, words = elastic_exit_for(error), str(error)
         raise
     finally:
-        words = (place.last_words() if leader is not None else "") or words
+        words = (place.end_message() if leader is not None else "") or words
         if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
-            steps = resumable_steps([supervisor_environ(task) for task in nodes if task.agent], began_ns(*began))
-            screen.info(_resuming(end_message(words, describe_resumable(steps)), screen.words))
+            steps = resumable_steps([supervisor_environ(task) for task in nodes if task.starts_agent], began_ns(*began))
+            screen.info(_resuming(end_message(words, describe_resumable(steps)), screen.argv))
         if leader is not None or is_noted:
             place.remove()
         for task in nodes:
@@ -421,7 +421,7 @@ def _launch(
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
     if leader is None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
-        screen.info(_resuming("", screen.words))
+        screen.info(_resuming("", screen.argv))
     if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
         screen.info(requeue_job(requeue))
     return status
@@ -430,8 +430,8 @@ def _launch(
 def _is_to_requeue(job: str, mine: SupervisorSpec, status: int, *, noticed: bool) -> bool:
     """A job that a notice has stopped, by who leads it; one whose leader Slurm has lost, by the first that is left."""
     if status == ElasticExit.STOPPED:
-        return noticed and mine.beside
-    if status != ElasticExit.GAVE_UP or mine.beside or not mine.coordinator_node:
+        return noticed and mine.has_local_coordinator
+    if status != ElasticExit.GAVE_UP or mine.has_local_coordinator or not mine.coordinator_node:
         return False
     left = remaining_nodes(job)
     return mine.coordinator_node not in left and left[:1] == (mine.node,)
@@ -470,18 +470,18 @@ def _coordinator_task(place: RunDirectory, record: LocalRun, options: dict[str, 
         address_file=str(place.address_file),
         end_file=str(place.end_file),
         hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
-        ledger=record.ledger,
+        ledger=record.event_log,
         verbose=options["verbose"],
     )
 
 
 def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[str, Any]) -> SupervisorSpec:
-    directory = place.node(name)
+    directory = place.node_directory(name)
     if is_leader_url(record.coordinator):
         host = _listens(options["listen"])
     else:
         host = node_address(record.coordinator, _scheduled(options).others)
-    mine = {EVENT_LOG_ENV: record.ledger} if record.ledger else {}
+    mine = {EVENT_LOG_ENV: record.event_log} if record.event_log else {}
     if not is_loopback_host(host):
         mine |= _peer_secret(record)
     if (interface := gloo_interface(host)) is not None:
@@ -503,9 +503,9 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
         host=host,
         lead=_lead(record, options, host) if is_leader_url(record.coordinator) and "nnodes" in options else None,
         grace_s=record.grace_s,
-        agent=options["agent"],
+        starts_agent=options["agent"],
         environ=mine,
-        beside=options["coordinator_here"] or not options["coordinator"],
+        has_local_coordinator=options["coordinator_here"] or not options["coordinator"],
         coordinator_node=_scheduled(options).other_leader,
         scheduled_job=_scheduled(options).run,
         verbose=options["verbose"],
@@ -524,7 +524,7 @@ def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSp
         fresh=False,
         store=_store(options["store"]),
         hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
-        ledger=record.ledger,
+        ledger=record.event_log,
         leadership=record.coordinator,
         verbose=options["verbose"],
     )
@@ -547,7 +547,7 @@ def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path 
     Of simulated nodes each has its own, so that the peer tier sees several. What they left when the job was stopped is
     where it goes on from, also with one node.
     """
-    own = place.node(name) / "agent"
+    own = place.node_directory(name) / "agent"
     if (options["simulate_nodes"] or 1) > 1 or own.exists():
         return own
     if options["coordinator"] or names.has_agent_directory():

@@ -117,7 +117,7 @@ class ProcessLog:
         self._prefix = prefix.encode()
         self._terminal = terminal
 
-    def line(self, line: bytes) -> None:
+    def write_line(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk ends no training
             self._file.write(line)
         if self._terminal is not None:

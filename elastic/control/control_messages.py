@@ -44,7 +44,7 @@ class RankPhase(enum.Enum):
     """Where a rank is."""
 
     READY = "ready"
-    INSIDE = "inside"
+    IN_WORLD = "inside"
     FINISHED = "finished"
 
 
@@ -52,11 +52,11 @@ class RankRequest(msgspec.Struct, frozen=True):
     """A rank asks for a change."""
 
     number: NonNegativeInt
-    want: NoticeKind
+    kind: NoticeKind
     reason: str
     deadline_s: float | None = None
     nodes: int | None = None
-    cut_s: float | None = None
+    partition_s: float | None = None
     """Not that: an injected fault is to cut this node off for so long."""
 
 
@@ -68,7 +68,7 @@ class RankHello(msgspec.Struct, frozen=True):
 
 class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: NonNegativeInt
-    stand: RankPhase
+    phase: RankPhase
     epoch: NonNegativeIntOrMinusOne = -1
     """The newest world this process has been in."""
     paused: NonNegativeIntOrMinusOne | None = None
@@ -91,19 +91,22 @@ class ExitReason(enum.Enum):
     """Somebody else is here under this name, or with this token."""
 
 
-class RankDesired(msgspec.Struct, frozen=True):
-    heard: NonNegativeInt = 0
+class RankDesired(
+    msgspec.Struct,
+    frozen=True,
+):
+    acknowledged: NonNegativeInt = 0
     """Number of the newest :class:`RankStatus` this takes into account."""
     assignment: RankAssignment | None = None
     notice: ControlNotice | None = None
-    target: NonNegativeIntOrMinusOne | None = None
-    over: ExitReason | None = None
+    pause_target: NonNegativeIntOrMinusOne | None = None
+    exit: ExitReason | None = None
     reason: str = ""
-    cut_off: bool = False
+    coordinator_unreachable: bool = False
     """The coordinator does not answer: what it wants is unknown."""
     injections: tuple[FaultInjection, ...] = ()
     """Faults that somebody wants here; which of them have happened is seen elsewhere."""
-    cuts: NonNegativeInt = 0
+    partitions: NonNegativeInt = 0
     """How often this node was cut off on purpose: its ranks lose their connections each time."""
 
 
@@ -114,7 +117,7 @@ class RankFailure(msgspec.Struct, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
-    at: float | None = None
+    ended_at: float | None = None
     """When its process ended, by its node's clock on the wall."""
 
 
@@ -139,7 +142,7 @@ class WorldSpec(msgspec.Struct, frozen=True):
     """A world."""
 
     epoch: NonNegativeIntOrMinusOne
-    places: tuple[str, ...]
+    ranked_nodes: tuple[str, ...]
     restarts: NonNegativeInt
     reason: str
     store: str = ""
@@ -150,41 +153,46 @@ class WorldSpec(msgspec.Struct, frozen=True):
     """The longest that no rank may get on, as far as that is known; ``None``: for ever."""
 
 
-class NodeStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
+class NodeStatus(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag="node",
+):
     number: NonNegativeInt
     node: str
-    life: NonNegativeInt
-    seats: NonNegativeInt
-    births: NonNegativeInt = 0
+    generation: NonNegativeInt
+    local_ranks: NonNegativeInt
+    spawn_count: NonNegativeInt = 0
     spares: NonNegativeInt = 0
-    formed: WorldSpec | None = None
+    world: WorldSpec | None = None
     """The newest world it was told of."""
-    broken: str | None = None
+    broken_reason: str | None = None
     """Why that world is broken; ``None`` while it is not."""
-    pausing: PauseOrder | None = None
-    wish: SizeRequest | None = None
+    pause: PauseOrder | None = None
+    size_request: SizeRequest | None = None
     ready: bool = False
     paused: NonNegativeIntOrMinusOne | None = None
     """The greatest step its ranks said, once all have said one."""
     sealed: NonNegativeIntOrMinusOne | None = None
     finished: bool = False
-    behind: tuple[int, ...] = ()
+    lagging_ranks: tuple[int, ...] = ()
     """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""
-    lost: tuple[RankFailure, ...] = ()
-    faults: tuple[RankFailure, ...] = ()
+    exited_ranks: tuple[RankFailure, ...] = ()
+    faulty_ranks: tuple[RankFailure, ...] = ()
     """Of ranks that live."""
-    steps: tuple[RankProgress | None, ...] = ()
+    rank_progress: tuple[RankProgress | None, ...] = ()
     """Of every seat."""
-    quiet_s: tuple[float, ...] = ()
+    silent_s: tuple[float, ...] = ()
     """The same: since when nothing was heard of its process."""
     requests: tuple[RankRequest, ...] = ()
-    leaving_s: float | None = None
+    drain_within_s: float | None = None
     """It was asked back, and has so long."""
-    leaving: str = ""
-    goodbye: str = ""
+    drain_reason: str = ""
+    leave_reason: str = ""
     """It goes now; why."""
     coordinator: str = ""
-    done: NonNegativeInt = 0
+    last_command: NonNegativeInt = 0
     """Number of the newest command of that coordinator that was carried out."""
     store: str = ""
     """Where a store that this node keeps is reached."""
@@ -203,39 +211,42 @@ class CommandKind(enum.Enum):
 
 class NodeCommand(msgspec.Struct, frozen=True):
     number: NonNegativeInt
-    do: CommandKind
+    kind: CommandKind
     local_ranks: tuple[int, ...] = ()
     injection: FaultInjection | None = None
 
 
-class NodeDesired(msgspec.Struct, frozen=True):
+class NodeDesired(
+    msgspec.Struct,
+    frozen=True,
+):
     coordinator: str
     """Which start of the coordinator says this."""
-    life: NonNegativeInt
-    heard: NonNegativeInt = 0
-    formed: WorldSpec | None = None
+    generation: NonNegativeInt
+    acknowledged: NonNegativeInt = 0
+    world: WorldSpec | None = None
     """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
-    broken: str | None = None
+    broken_reason: str | None = None
     broken_s: float | None = None
     """Seconds its ranks have left to leave the broken world."""
-    pausing: PauseOrder | None = None
-    target: NonNegativeIntOrMinusOne | None = None
-    wish: SizeRequest | None = None
+    pause: PauseOrder | None = None
+    pause_target: NonNegativeIntOrMinusOne | None = None
+    size_request: SizeRequest | None = None
     commands: tuple[NodeCommand, ...] = ()
-    keep_store: bool = False
-    release: str | None = None
+    run_store: bool = False
+    release_reason: str | None = None
     """Its ranks are dismissed and its supervisor ends, for this reason."""
-    cut: bool = False
+    force: bool = False
     """They are ended without being asked."""
-    leave_s: float | None = None
+    drain_within_s: float | None = None
     """Somebody asked this node back: it has so long."""
-    life_over: bool = False
+    superseded: bool = False
     """It was given up for lost meanwhile: it is to begin a new life."""
-    above: NonNegativeInt = 0
+    min_generation: NonNegativeInt = 0
     """Later than this one, whatever the node's clock says: it may have gone back since."""
     term: NonNegativeInt = 0
     """In which the coordinator leads; 0 where it is in one place for good."""
-    over: ExitReason | None = None
+    exit: ExitReason | None = None
     reason: str = ""
 
 
@@ -343,7 +354,7 @@ def _partial(name: str, whole: type[msgspec.Struct], tag: str, **others: Any) ->
     return msgspec.defstruct(name, fields, frozen=True, tag=tag, forbid_unknown_fields=True, kw_only=True)
 
 
-NodeStatusDelta = _partial("NodeStatusDelta", NodeStatus, "changed", formed=_World | WorldSpecRef | None)
+NodeStatusDelta = _partial("NodeStatusDelta", NodeStatus, "changed", world=_World | WorldSpecRef | None)
 NodeDesiredDelta = _partial("NodeDesiredDelta", NodeDesired, "hears")
 
 
@@ -361,16 +372,16 @@ class NodeCodec:
         if before is None:
             return _encode(says)
         changes = _changes(before, says)
-        formed = changes.get("formed")
+        formed = changes.get("world")
         if formed is not None:
             number, told = self._told
-            changes["formed"] = WorldSpecRef(number) if formed is told else _World(*msgspec.structs.astuple(formed))
+            changes["world"] = WorldSpecRef(number) if formed is told else _World(*msgspec.structs.astuple(formed))
         return _encode(NodeStatusDelta(**changes))
 
     def decode(self, body: bytes) -> NodeDesired:
         changes = decode_message(body, NodeDesiredDelta)
         self._heard = _applied(self._heard, changes)
-        if isinstance(formed := changes.formed, WorldSpec):  # type: ignore[attr-defined]  # a field of NodeDesired
+        if isinstance(formed := changes.world, WorldSpec):  # type: ignore[attr-defined]  # a field of NodeDesired
             self._told = self._told[0] + 1, formed
         return self._heard
 
@@ -391,23 +402,23 @@ class CoordinatorCodec:
         """Worlds that the node may speak of by their number."""
         self._number = 0
         self._hears = INITIAL_DESIRED
-        self.said = says if says.formed is None else msgspec.structs.replace(says, formed=shared(says.formed))
+        self.status = says if says.world is None else msgspec.structs.replace(says, world=shared(says.world))
         """The node's newest report."""
 
     def encode(self, hears: NodeDesired) -> bytes:
         changes = _changes(self._hears, hears)
         self._hears = hears
-        formed = changes.get("formed")
+        formed = changes.get("world")
         if formed is not None:
             self._number += 1
             self._told[self._number] = formed
-            changes["formed"] = self._packed(formed)
+            changes["world"] = self._packed(formed)
         return _encode(NodeDesiredDelta(**changes))
 
     def decode(self, body: bytes) -> NodeStatus:
         changes = decode_message(body, NodeStatusDelta)
-        self.said = _applied(self.said, changes, formed=self._world(changes.formed))  # type: ignore[attr-defined]
-        return self.said
+        self.status = _applied(self.status, changes, world=self._world(changes.world))  # type: ignore[attr-defined]
+        return self.status
 
     def _world(self, formed: Any) -> Any:
         if isinstance(formed, _World):

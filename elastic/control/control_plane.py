@@ -36,7 +36,7 @@ class ControlNotice(msgspec.Struct, frozen=True):
     """What is wanted of the ranks of an epoch. A later notice of the same epoch replaces an earlier one."""
 
     epoch: int
-    want: NoticeKind
+    kind: NoticeKind
     reason: str
     """For people: ``node n3 was asked back``."""
     deadline_s: float | None = None
@@ -77,7 +77,7 @@ class RankProgress(msgspec.Struct, frozen=True):
     """Steps completed."""
     sealed: NonNegativeIntOrMinusOne = -1
     """Newest step known to be sealed by this rank, or -1."""
-    free: bool = False
+    idle: bool = False
     """It is in no step, and not about to begin one: how long that takes says nothing."""
 
 
@@ -86,20 +86,22 @@ class ControlPlane(Protocol):
 
     Promises every control plane makes (``tests/contract/test_control_plane.py`` holds it to them):
 
-    - ``ready`` returns an :class:`RankAssignment` of an epoch newer than every one it returned before in this process;
-      all ranks of that epoch get the same epoch, world size and stores, and each rank once.
+    - ``wait_for_assignment`` returns a :class:`RankAssignment` of an epoch newer than every one it returned before in
+      this process; all ranks of that epoch get the same epoch, world size and stores, and each rank once.
     - ``notice`` reads memory: no message, no collective, less than a few microseconds. A notice is never lost: it stays
       until the epoch it is about has been left.
-    - ``pause`` returns the same step to all ranks of the epoch, and it is the greatest that any of them said: nobody is
-      asked to undo a step, and who is behind can finish alone what the others have finished.
-    - A fault while others wait in ``pause`` or ``ready`` ends the wait: ``pause`` raises :class:`StaleEpochError`.
+    - ``agree_on_step`` returns the same step to all ranks of the epoch, and it is the greatest that any of them said:
+      nobody is asked to undo a step, and a rank that is behind can finish alone what the others have finished.
+    - A fault while others wait in ``agree_on_step`` or ``wait_for_assignment`` ends the wait: ``agree_on_step`` raises
+      :class:`StaleEpochError`.
     - What a rank of an old epoch says is refused with :class:`StaleEpochError`, and changes nothing.
-    - ``ControlPlaneUnavailableError`` means unknown; the control plane may come back, and ``ready`` waits for that.
+    - ``ControlPlaneUnavailableError`` means unknown; the control plane may come back, and ``wait_for_assignment`` waits
+      for that.
     - Any thread may call any method. No call outlives its ``timeout_s``: then it raises ``ControlDeadlineError``.
-    - After a ``STOP`` that all have sealed, ``ready`` raises :class:`Dismissed`.
+    - After a ``STOP`` that all have sealed, ``wait_for_assignment`` raises :class:`Dismissed`.
     """
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         """This process is warm, in no process group, and waits for a place in the next world.
 
         Raises :class:`~elastic.errors.JobFailedError` when there will be none, and :class:`Dismissed` where this
@@ -109,26 +111,26 @@ class ControlPlane(Protocol):
     def notice(self) -> ControlNotice | None:
         """What is wanted of this rank by now, if anything."""
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         """Having begun ``step`` steps: wait until all ranks of the epoch have said where they stand.
 
         Returns the number of steps after which all of them stop. Say it as soon as the notice is there, from a thread
         of its own: one that waited for its step to end would keep those waiting who are in that step with it.
         """
 
-    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
         """This rank stands at the agreed step and its state is safe; it may be asked to go from here on."""
 
-    def progress(self, progress: RankProgress) -> None:
+    def report_progress(self, progress: RankProgress) -> None:
         """Where this rank is; costs a write to memory, is passed on with the next heartbeat."""
 
-    def fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False) -> None:
         """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken.
 
         ``final``: another attempt would end the same way, so there is to be none.
         """
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
         """Ask for a change: by the script, or because this process was told (a signal) that its machine goes away.
@@ -140,11 +142,11 @@ class ControlPlane(Protocol):
     def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
         """Have ``call`` run, in a thread of the plane, as soon as an epoch is broken: to abort what a rank hangs in."""
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         """This rank has nothing left to do; when all say so the job has succeeded."""
 
     def close(self) -> None:
-        """Idempotent; a rank that closes without ``finished`` is a lost rank."""
+        """Idempotent; a rank that closes without ``report_finished`` is a lost rank."""
 
 
 class Dismissed(Exception):  # noqa: N818 - no error: what a rank is told that is not in the next world

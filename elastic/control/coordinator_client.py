@@ -120,12 +120,12 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.start()
 
-    def say(self, says: NodeStatus) -> None:
+    def send_status(self, says: NodeStatus) -> None:
         with self._changed:
             self._latest = says
             self._changed.notify_all()
 
-    def cut(self, seconds: float) -> None:
+    def disconnect_for(self, seconds: float) -> None:
         """Let go of the coordinator, and do not come back for so long."""
         with self._changed:
             self._cut_until = time.monotonic() + seconds

@@ -23,9 +23,9 @@ _LOOK_S = 1.0
 class StepTimes(msgspec.Struct):
     """The longest that a job's ranks have taken so far, in any of its worlds."""
 
-    step_s: float = 0.0
+    longest_step_s: float = 0.0
     """From one step to the next."""
-    first_s: float = 0.0
+    longest_first_step_s: float = 0.0
     """From a world's beginning to its first step."""
 
 
@@ -40,21 +40,23 @@ class HangTimeouts(msgspec.Struct, frozen=True):
     silent_s: float = 60.0
     """The same where a process does not even run a thread that has nothing to do."""
 
-    def limit_s(self, pace: StepTimes, *, stepped: bool) -> float:
-        given, seen_s = (self.step_s, pace.step_s) if stepped else (self.first_s, pace.first_s)
+    def progress_timeout_s(self, pace: StepTimes, *, stepped: bool) -> float:
+        given, seen_s = (self.step_s, pace.longest_step_s) if stepped else (self.first_s, pace.longest_first_step_s)
         if given is not None:
             return given or float("inf")
         return max(_LEAST_S, _TIMES * seen_s) if stepped or seen_s else _FIRST_S
 
     def longest_s(self, pace: StepTimes) -> float | None:
         """Of a world that begins now; ``None``: for ever."""
-        found = max(self.limit_s(pace, stepped=False), self.limit_s(pace, stepped=True))
+        found = max(self.progress_timeout_s(pace, stepped=False), self.progress_timeout_s(pace, stepped=True))
         return None if found == float("inf") else found
 
-    def silent_limit_s(self, pace: StepTimes) -> float:
+    def silence_timeout_s(self, pace: StepTimes) -> float:
         if self.step_s == 0:
             return float("inf")
-        return min(self.silent_s, self.step_s) if self.step_s is not None else max(self.silent_s, 2 * pace.step_s)
+        return (
+            min(self.silent_s, self.step_s) if self.step_s is not None else max(self.silent_s, 2 * pace.longest_step_s)
+        )
 
 
 class _Place(NamedTuple):
@@ -76,41 +78,45 @@ class HangDetector:
         self._look_at = float("-inf")
         self._pace = StepTimes() if pace is None else pace
 
-    def said(self, before: NodeStatus | None, says: NodeStatus, now: float) -> None:
+    def observe(self, before: NodeStatus | None, says: NodeStatus, now: float) -> None:
         """A node's two latest reports."""
         if before is None or not any(new > old for old, new in zip(_steps(before), _steps(says), strict=False)):
             return
         took_s = 0.0 if self._moved_at is None else now - self._moved_at
         if self._stepped:
-            self._pace.step_s = max(self._pace.step_s, took_s)
+            self._pace.longest_step_s = max(self._pace.longest_step_s, took_s)
         else:
-            self._pace.first_s = max(self._pace.first_s, took_s)
+            self._pace.longest_first_step_s = max(self._pace.longest_first_step_s, took_s)
         self._moved_at, self._stepped = now, True
 
-    def is_to_be_looked_at(self, limits: HangTimeouts, now: float) -> bool:
-        """Whether ``hangs`` could find something, as far as can be said without going through all ranks.
+    def is_check_due(self, limits: HangTimeouts, now: float) -> bool:
+        """Whether ``find_hangs`` could find something, as far as can be said without going through all ranks.
 
         Once nobody has got on for long, that is done once a second: nodes report no more often.
         """
         if self._moved_at is None or self._told or now < self._look_at:
             return False
         still_s = now - self._moved_at
-        least_s = min(limits.silent_limit_s(self._pace), limits.limit_s(self._pace, stepped=self._stepped))
+        least_s = min(
+            limits.silence_timeout_s(self._pace), limits.progress_timeout_s(self._pace, stepped=self._stepped)
+        )
         if still_s <= least_s:
             return False
         self._look_at = now + _LOOK_S
         return True
 
-    def hangs(
+    def find_hangs(
         self, formed: WorldSpec, reports: Mapping[str, NodeStatus], limits: HangTimeouts, now: float
     ) -> list[HangDetected | RankLost]:
         """That nobody gets on, once; and whose processes are to be replaced for it, where that is known."""
         if self._moved_at is None or self._told:
             return []
-        still_s, silent_limit_s = now - self._moved_at, limits.silent_limit_s(self._pace)
+        still_s, silent_limit_s = now - self._moved_at, limits.silence_timeout_s(self._pace)
         places = list(_places(formed, reports))
         is_silent = still_s > silent_limit_s and any(place.quiet_s > silent_limit_s for place in places)
-        is_late = still_s > limits.limit_s(self._pace, stepped=self._stepped) and not any(one.free for one in places)
+        is_late = still_s > limits.progress_timeout_s(self._pace, stepped=self._stepped) and not any(
+            one.free for one in places
+        )
         if not is_silent and not is_late:
             return []
         self._told = True
@@ -123,19 +129,20 @@ class HangDetector:
             what += ", and its process does not answer (it is stopped, or something in it does not let Python run)"
         first, *others = blamed
         lost = [
-            RankLost(one.node, reports[one.node].life, reports[one.node].births, one.local_rank, what) for one in others
+            RankLost(one.node, reports[one.node].generation, reports[one.node].spawn_count, one.local_rank, what)
+            for one in others
         ]
         return [HangDetected(formed.epoch, what, first.node, first.local_rank), *lost]
 
 
 def _places(formed: WorldSpec, reports: Mapping[str, NodeStatus]) -> Iterator[_Place]:
-    for node in formed.places:
+    for node in formed.ranked_nodes:
         says = reports.get(node)
-        if says is None or says.formed is None or says.formed.epoch != formed.epoch:
+        if says is None or says.world is None or says.world.epoch != formed.epoch:
             continue
-        for local_rank, progress in enumerate(says.steps):
-            quiet_s = says.quiet_s[local_rank] if local_rank < len(says.quiet_s) else 0.0
-            step, free = (-1, False) if progress is None else (progress.step, progress.free)
+        for local_rank, progress in enumerate(says.rank_progress):
+            quiet_s = says.silent_s[local_rank] if local_rank < len(says.silent_s) else 0.0
+            step, free = (-1, False) if progress is None else (progress.step, progress.idle)
             yield _Place(step, node, local_rank, quiet_s, free)
 
 
@@ -147,4 +154,4 @@ def _behind(places: list[_Place]) -> list[_Place]:
 
 
 def _steps(says: NodeStatus) -> list[int]:
-    return [-1 if progress is None else progress.step for progress in says.steps]
+    return [-1 if progress is None else progress.step for progress in says.rank_progress]

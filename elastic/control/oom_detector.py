@@ -18,7 +18,7 @@ class OomDetector:
         self._machine = machine
         self._seen = self._counts()
 
-    def since_asked(self) -> str:
+    def new_kills(self) -> str:
         """Whether there was one since this was asked last, in words; "" where there was none."""
         before, self._seen = self._seen, self._counts()
         if self._seen[0] > before[0]:

@@ -39,11 +39,11 @@ class LocalRun(msgspec.Struct, frozen=True):
     nproc: int
     spares: int
     command: tuple[str, ...]
-    folder: str
+    working_directory: str
     """Where the command is run."""
     logs: str
     grace_s: float
-    ledger: str = ""
+    event_log: str = ""
 
 
 class RunDirectory:
@@ -61,7 +61,7 @@ class RunDirectory:
         self.end_file = self.directory / "end"
         """The job's last words, once there are some."""
 
-    def node(self, name: str) -> Path:
+    def node_directory(self, name: str) -> Path:
         """A node's directory; its socket must not have too long a name for the kernel."""
         path = self.directory / name
         if len(os.fsencode(path / "rank.sock")) > _LONGEST_SOCKET:
@@ -76,7 +76,7 @@ class RunDirectory:
         ensure_private_directory(self.directory)
 
     @contextlib.contextmanager
-    def held(self, name: str = "lock") -> Iterator[None]:
+    def locked(self, name: str = "lock") -> Iterator[None]:
         """Nobody else on this machine is this; the kernel lets go when this process ends."""
         self.prepare()
         fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -90,7 +90,7 @@ class RunDirectory:
         finally:
             os.close(fd)
 
-    def keep_secret(self, secret: bytes | None, node: str = "") -> Path:
+    def write_secret(self, secret: bytes | None, node: str = "") -> Path:
         """The file with the job's secret, as whoever leads it here knows it, or as a ``node`` does.
 
         A new one is made where none is given.
@@ -103,7 +103,7 @@ class RunDirectory:
     def write(self, run: LocalRun) -> None:
         write_private_file(self.file, msgspec.json.encode(run))
 
-    def last_words(self) -> str:
+    def end_message(self) -> str:
         """How the job ended, where it did not just finish."""
         with contextlib.suppress(OSError):
             return _read(self.end_file).decode(errors="replace")

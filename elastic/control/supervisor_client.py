@@ -61,7 +61,7 @@ class SupervisorClient:
             ) from error
         self._clock = RunningClock(_ABSENT_S)
         self._changed = threading.Condition()
-        self._says = RankStatus(0, RankPhase.INSIDE)
+        self._says = RankStatus(0, RankPhase.IN_WORLD)
         self._progress: RankProgress | None = None
         self._said_at = 0.0
         self._sent = 0
@@ -94,12 +94,12 @@ class SupervisorClient:
 
     # -- ControlPlane -------------------------------------------------------------------------------------------------
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         with self._changed:
             self._left = True
             if self._progress is not None:  # of its steps; what it has sealed is still so
                 self._progress = RankProgress(-1, self._progress.sealed)
-            self._say(stand=RankPhase.READY)
+            self._say(phase=RankPhase.READY)
             until = self._until_s(timeout_s)
             while True:
                 self._wait(lambda: self._is_over or self._offered is not None, until, "there was no world")
@@ -109,10 +109,10 @@ class SupervisorClient:
                 self._epoch = place.epoch
                 if not self._is_broken:
                     self._left = False
-                    self._say(stand=RankPhase.INSIDE, epoch=place.epoch, **_NEW)
+                    self._say(phase=RankPhase.IN_WORLD, epoch=place.epoch, **_NEW)
                     return place
                 # It broke before this rank was in it.
-                self._say(stand=RankPhase.READY, epoch=place.epoch, **_NEW)
+                self._say(phase=RankPhase.READY, epoch=place.epoch, **_NEW)
 
     def notice(self) -> ControlNotice | None:
         if self._left:
@@ -125,41 +125,41 @@ class SupervisorClient:
             return notice
         return msgspec.structs.replace(notice, deadline_s=max(0.0, until - time.monotonic()))
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         with self._changed:
             self._check_epoch()
             if self._says.paused is None:
                 self._say(paused=step)
             self._wait(
-                lambda: self._is_stale or self._hears.target is not None,
+                lambda: self._is_stale or self._hears.pause_target is not None,
                 self._until_s(timeout_s),
                 "not all others paused",
             )
             self._check_epoch()
-            target = self._hears.target
+            target = self._hears.pause_target
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
-    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
         with self._changed:
             self._check_epoch()
             self._tell(timeout_s, sealed=step)
-            if self._hears.over not in (
+            if self._hears.exit not in (
                 ExitReason.STOPPED,
                 ExitReason.DISMISSED,
             ):  # which may follow from this before it is heard
                 self._check_epoch()
 
-    def progress(self, progress: RankProgress) -> None:
+    def report_progress(self, progress: RankProgress) -> None:
         self._progress = progress
 
-    def fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False) -> None:
         with self._changed:
             if self._left or self._overtaken() is not None:
                 raise StaleEpochError(f"epoch {self._epoch} is of the past: {reason!r} was not heard")
             self._tell(None, fault=reason, final=final)
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
         """``RESIZE`` without ``nodes`` and with a deadline: this rank's machine is asked back."""
@@ -171,7 +171,7 @@ class SupervisorClient:
         with self._changed:
             self._calls.append(call)
             notice = self.notice()
-            if notice is not None and notice.want is NoticeKind.RESTART:
+            if notice is not None and notice.kind is NoticeKind.RESTART:
                 self._abort(notice, (call,))
 
     def on_injections(self, call: Callable[[tuple[FaultInjection, ...]], None], cut: Callable[[], None]) -> None:
@@ -182,16 +182,16 @@ class SupervisorClient:
         if given:
             call(given)
 
-    def cut_off(self, seconds: float) -> None:
+    def request_partition(self, seconds: float) -> None:
         """An injected fault: have this node's lines cut for so long."""
         with self._changed:
-            request = RankRequest(self._sent + 1, NoticeKind.RESTART, "an injected partition", cut_s=seconds)
+            request = RankRequest(self._sent + 1, NoticeKind.RESTART, "an injected partition", partition_s=seconds)
             self._tell(None, requests=(*self._says.requests, request))
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         with self._changed:
             self._check_epoch()
-            self._tell(None, stand=RankPhase.FINISHED)
+            self._tell(None, phase=RankPhase.FINISHED)
 
     def close(self) -> None:
         with self._changed:
@@ -236,7 +236,7 @@ class SupervisorClient:
         self._say(**changes)
         number = self._sent
         limit_s = _HEARD_S if timeout_s is None else timeout_s
-        self._wait(lambda: self._hears.heard >= number, self._until_s(limit_s), "the supervisor did not answer")
+        self._wait(lambda: self._hears.acknowledged >= number, self._until_s(limit_s), "the supervisor did not answer")
 
     def _until_s(self, timeout_s: float | None) -> float | None:
         return None if timeout_s is None else self._clock() + timeout_s
@@ -247,7 +247,7 @@ class SupervisorClient:
                 raise ControlPlaneUnavailableError(f"the connection to the supervisor is lost: {self._lost}")
             left_s = None if until is None else until - self._clock()
             if left_s is not None and left_s <= 0:
-                if self._hears.cut_off:
+                if self._hears.coordinator_unreachable:
                     raise ControlPlaneUnavailableError("the coordinator does not answer")
                 raise ControlDeadlineError(f"{what} within the time given")
             self._changed.wait(None if left_s is None else min(left_s, _ABSENT_S / 2))
@@ -262,11 +262,11 @@ class SupervisorClient:
     @property
     def _is_broken(self) -> bool:
         notice = self._hears.notice
-        return notice is not None and notice.want is NoticeKind.RESTART and notice.epoch == self._epoch
+        return notice is not None and notice.kind is NoticeKind.RESTART and notice.epoch == self._epoch
 
     @property
     def _is_over(self) -> bool:
-        return self._hears.over is not None
+        return self._hears.exit is not None
 
     @property
     def _is_stale(self) -> bool:
@@ -279,7 +279,7 @@ class SupervisorClient:
         return ControlNotice(self._epoch, NoticeKind.RESTART, self._hears.reason or "there is a newer world")
 
     def _check_over(self) -> None:
-        over, reason = self._hears.over, self._hears.reason
+        over, reason = self._hears.exit, self._hears.reason
         if over is ExitReason.GAVE_UP:
             raise JobFailedError(reason)
         if over is ExitReason.REFUSED:
@@ -325,17 +325,17 @@ class SupervisorClient:
             limit_s = None if hears.notice is None else hears.notice.deadline_s
             self._until = None if limit_s is None else time.monotonic() + limit_s
             self._hears = hears
-            kept = tuple(one for one in self._says.requests if one.number > hears.heard)
+            kept = tuple(one for one in self._says.requests if one.number > hears.acknowledged)
             if len(kept) != len(self._says.requests):
                 self._says = msgspec.structs.replace(self._says, requests=kept)
             notice = self.notice()
-            if notice is not None and notice.want is NoticeKind.RESTART and self._aborted < notice.epoch:
+            if notice is not None and notice.kind is NoticeKind.RESTART and self._aborted < notice.epoch:
                 self._aborted = notice.epoch
                 self._abort(notice, tuple(self._calls))
             self._changed.notify_all()
         if hears.injections != before.injections and self._injecting is not None:
             self._injecting(hears.injections)
-        if before.heard and hears.cuts > before.cuts and self._cutting is not None:
+        if before.acknowledged and hears.partitions > before.partitions and self._cutting is not None:
             self._cutting()  # a process that has only just come has no connection of that time
 
     def _abort(self, notice: ControlNotice, calls: tuple[Callable[[ControlNotice], None], ...]) -> None:

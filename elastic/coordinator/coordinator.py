@@ -99,7 +99,7 @@ class Coordinator:
         self._recorder = (
             None if leadership is not None else WorldEventRecorder(self._ledger, settings.job, again=not fresh)
         )
-        self.desk = WorldReconciler(
+        self.reconciler = WorldReconciler(
             settings,
             incarnation=secrets.token_hex(8),
             now=self._clock(),
@@ -139,16 +139,19 @@ class Coordinator:
                 self._ending.wait(_TURN_S)
                 continue
             self._turn()
-            if self.desk.over is not None:
+            if self.reconciler.exit is not None:
                 over_at = self._clock() if over_at is None else over_at
                 if not self._nodes or self._clock() - over_at > self._farewell_s:
                     break
         self.close()
-        over = self.desk.over or ExitReason.STOPPED
-        reason = self.desk.reason if self.desk.over is not None else "the coordinator was told to end"
+        over = self.reconciler.exit or ExitReason.STOPPED
+        reason = self.reconciler.reason if self.reconciler.exit is not None else "the coordinator was told to end"
         if self._recorder is not None:
-            self._recorder.ended(
-                over, f"{reason} ({self.whole})" if over in (ExitReason.STOPPED, ExitReason.GAVE_UP) else reason
+            self._recorder.record_end(
+                over,
+                f"{reason} ({self.last_committed_step})"
+                if over in (ExitReason.STOPPED, ExitReason.GAVE_UP)
+                else reason,
             )
         return over, reason
 
@@ -161,27 +164,27 @@ class Coordinator:
         now: float,
     ) -> None:
         if self._recorder is not None:
-            self._recorder.saw(desk, before, event, actions, now)
+            self._recorder.record_decision(desk, before, event, actions, now)
 
     def _may_not_lead(self, elector: LeaderElector) -> tuple[ExitReason, str] | None:
         """Why it never will (again). Until that is known, whoever is connected waits."""
         over, reason = elector.finished
         if elector.lost:
             return ExitReason.DISMISSED, f"this coordinator leads no longer: {elector.lost}"
-        if self.desk.term == 0 and over == JOB_FINISHED:
+        if self.reconciler.term == 0 and over == JOB_FINISHED:
             return ExitReason.FINISHED, f"{reason}; delete the record of who leads to run the job again"
-        if self.desk.term == 0 and over and (elector.follows or self._since_term):
+        if self.reconciler.term == 0 and over and (elector.follows or self._since_term):
             return ExitReason(over), reason
-        if self.desk.term == 0 and elector.follows and not self._stands_by:
+        if self.reconciler.term == 0 and elector.follows and not self._stands_by:
             return ExitReason.DISMISSED, f"{elector.follows} leads"
         return None
 
     @property
-    def whole(self) -> LastCommittedStep:
+    def last_committed_step(self) -> LastCommittedStep:
         """As ranks have said so far; what was sealed since, the nodes' agents know."""
-        return self.desk.whole
+        return self.reconciler.last_committed_step
 
-    def end(self) -> None:
+    def request_stop(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""
         self._ending.set()
         self._post(_nothing)
@@ -197,45 +200,47 @@ class Coordinator:
 
     def _turn(self) -> None:
         """Whatever has arrived by now is heard, then decided on together, then everybody is told."""
-        if self._elector is not None and self.desk.term == 0:
-            self.desk.leads(self._elector.term, self._elector.epoch)
-            self._recorder = WorldEventRecorder(self._ledger, self.desk.settings.job, again=self._elector.epoch >= 0)
+        if self._elector is not None and self.reconciler.term == 0:
+            self.reconciler.leads(self._elector.term, self._elector.epoch)
+            self._recorder = WorldEventRecorder(
+                self._ledger, self.reconciler.settings.job, again=self._elector.epoch >= 0
+            )
         ready = self._connections.wait(_TURN_S)
         now = self._clock()
-        self.desk.was_away(self._clock.skipped(), now)
+        self.reconciler.was_away(self._clock.skipped(), now)
         self._drain()
         for connection, has_said in ready:
             self._serve_ready(connection, now, reads=has_said)
-        for connection in self._connections.stuck(now):
+        for connection in self._connections.stalled(now):
             log.info("%s has not gone on for %g s", connection.peer, STALL_TIMEOUT_S)
             self._gone(connection)
-        self.desk.conclude(now)
-        self.desk.tick(now)
+        self.reconciler.reconcile(now)
+        self.reconciler.tick(now)
         if not self._epoch_is_noted():
             return
-        self._tell({*self.desk.due(), *self._untold}, now)
+        self._tell({*self.reconciler.nodes_to_notify(), *self._untold}, now)
 
     def _tell(self, nodes: Iterable[str], now: float) -> None:
         self._untold = set()
         for node in sorted(nodes):
             connection = self._nodes.get(node)
-            if connection is None or node not in self.desk.nodes:
+            if connection is None or node not in self.reconciler.nodes:
                 continue
             if connection.is_sending:
                 self._untold.add(node)
             else:
-                self._say(connection, node_desired(self.desk, node, now), now)
+                self._say(connection, node_desired(self.reconciler, node, now), now)
 
     def _say(self, connection: NodeConnection, hears: NodeDesired, now: float) -> None:
         try:
-            connection.say(hears, now)
+            connection.send(hears, now)
         except PeerStoreError as error:
             log.info("a node did not take a message: %s", error)
             self._gone(connection)
         except Exception:  # who is told nothing any more is to know it, and comes again
             log.exception("a message to a node could not be sent")
             self._gone(connection)
-        self._connections.look(connection)
+        self._connections.update_interest(connection)
 
     def _post(self, call: Callable[[], None]) -> None:
         self._inbox.put(call)
@@ -249,23 +254,23 @@ class Coordinator:
     def _epoch_is_noted(self) -> bool:
         """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
         if self._elector is not None:
-            over = "" if self.desk.over is None else self.desk.over.value
-            return self._elector.noted(self.desk.world.epoch, over, self.desk.reason)
-        if self._epoch_file is not None and self.desk.world.epoch > self._epoch:
+            over = "" if self.reconciler.exit is None else self.reconciler.exit.value
+            return self._elector.noted(self.reconciler.world.epoch, over, self.reconciler.reason)
+        if self._epoch_file is not None and self.reconciler.world.epoch > self._epoch:
             try:
-                _note_epoch(self._epoch_file, self.desk.world.epoch)
+                _note_epoch(self._epoch_file, self.reconciler.world.epoch)
             except OSError as error:  # too many open files, say: nodes train on, and hear of it once it is there
                 if not self._silent:
                     log.error("the world's number cannot be written to %s, so nodes wait: %s", self._epoch_file, error)
                 self._silent = True
                 return False
-            self._epoch, self._silent = self.desk.world.epoch, False
+            self._epoch, self._silent = self.reconciler.world.epoch, False
         return True
 
     # -- on a connection's own thread -----------------------------------------------------------------------------
 
     def _serve(self, channel: MessageChannel) -> None:
-        job = self.desk.settings.job
+        job = self.reconciler.settings.job
         who = authenticate_client(
             channel, me=COORDINATOR_NODE, secret_of=lambda named: self._secret if named == job else None
         )
@@ -284,10 +289,10 @@ class Coordinator:
         future: Future[ElasticJobStatus] = Future()
 
         def answer() -> None:
-            now, refused = self._clock(), why_refused(self.desk, question)
+            now, refused = self._clock(), why_refused(self.reconciler, question)
             if not refused:
-                self.desk.asked(question, now)
-            future.set_result(job_status.elastic_job_status(self.desk, now, refused=refused))
+                self.reconciler.handle_request(question, now)
+            future.set_result(job_status.elastic_job_status(self.reconciler, now, refused=refused))
 
         self._post(answer)
         return future.result(_ANSWER_S)
@@ -307,10 +312,10 @@ class Coordinator:
         if self._ending.is_set() or len(self._connections) >= MAX_NODES:
             sock.close()
             return
-        connection = NodeConnection(sock, peer, said.node, CoordinatorCodec(said, self._pack, self.desk.shared))
+        connection = NodeConnection(sock, peer, said.node, CoordinatorCodec(said, self._pack, self.reconciler.interned))
         self._connections.add(connection)
         now = self._clock()
-        self._said(connection, connection.end.said, now)
+        self._said(connection, connection.codec.status, now)
         self._serve_ready(connection, now, reads=True)  # what came right behind it
 
     def _serve_ready(self, connection: NodeConnection, now: float, *, reads: bool) -> None:
@@ -321,7 +326,7 @@ class Coordinator:
                 if said.node != connection.node:
                     raise ProtocolError(f"node {connection.node} reports as {said.node}")
                 self._said(connection, said, now)
-            self._connections.look(connection)
+            self._connections.update_interest(connection)
         except PeerStoreError as error:
             log.info("the connection of node %s ended: %s", connection.node, error)
             self._gone(connection)
@@ -331,35 +336,41 @@ class Coordinator:
             log.warning("node %s has obeyed another coordinator, in term %d", says.node, says.term)
             self._elector.heard(says.term)
             return
-        refused = self.desk.hear(says, now)
-        if refused and (above := self.desk.life_before(says, now)):
+        refused = self.reconciler.record_status(says, now)
+        if refused and (above := self.reconciler.later_generation(says, now)):
             log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", says.node)
-            self._say(connection, NodeDesired(self.desk.incarnation, says.life, life_over=True, above=above), now)
+            self._say(
+                connection,
+                NodeDesired(self.reconciler.incarnation, says.generation, superseded=True, min_generation=above),
+                now,
+            )
             return
         if refused:
             log.warning("a supervisor was refused: %s", refused)
-            hears = NodeDesired(self.desk.incarnation, says.life, over=ExitReason.REFUSED, reason=refused)
+            hears = NodeDesired(self.reconciler.incarnation, says.generation, exit=ExitReason.REFUSED, reason=refused)
             self._say(connection, hears, now)
             return
         before = self._nodes.get(says.node)
-        if before is not None and before is not connection and before.life != says.life:
+        if before is not None and before is not connection and before.generation != says.generation:
             reason = f"a newer supervisor runs as node {says.node}"
             self._say(
-                before, NodeDesired(self.desk.incarnation, before.life, over=ExitReason.REFUSED, reason=reason), now
+                before,
+                NodeDesired(self.reconciler.incarnation, before.generation, exit=ExitReason.REFUSED, reason=reason),
+                now,
             )
-        connection.life = says.life
+        connection.generation = says.generation
         self._nodes[says.node] = connection
 
     def _is_of_another(self, says: NodeStatus) -> bool:
         """Whether another one leads, or has led, in this term or a later one."""
-        mine, its = self.desk.term, says.term
-        return its > mine or (its == mine > 0 and says.leader != self.desk.incarnation)
+        mine, its = self.reconciler.term, says.term
+        return its > mine or (its == mine > 0 and says.leader != self.reconciler.incarnation)
 
     def _gone(self, connection: NodeConnection) -> None:
-        self._connections.end(connection)
+        self._connections.remove(connection)
         if self._nodes.get(connection.node) is connection:
             del self._nodes[connection.node]
-            self.desk.gone(connection.node, connection.life, self._clock())
+            self.reconciler.connection_lost(connection.node, connection.generation, self._clock())
 
     def _pack(self, formed: WorldSpec) -> msgspec.Raw:
         """The newest world goes to all nodes, and is encoded once."""
@@ -412,8 +423,8 @@ class NodeConnection:
     """One node's, from its first report on."""
 
     def __init__(self, sock: socket.socket, peer: str, node: str, end: CoordinatorCodec) -> None:
-        self.peer, self.node, self.end = peer, node, end
-        self.life = end.said.life
+        self.peer, self.node, self.codec = peer, node, end
+        self.generation = end.status.generation
         self.sock = sock
         self._arrived = bytearray()
         self._unsent = memoryview(b"")
@@ -427,9 +438,9 @@ class NodeConnection:
     def is_sending(self) -> bool:
         return len(self._unsent) > 0
 
-    def say(self, hears: NodeDesired, now: float) -> None:
+    def send(self, hears: NodeDesired, now: float) -> None:
         """Only when it is not sending: what is not taken at once is sent by ``flush``."""
-        body = self.end.encode(hears)
+        body = self.codec.encode(hears)
         self._unsent = memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body)
         self._untaken_since = now
         self.flush(now)
@@ -454,15 +465,15 @@ class NodeConnection:
             raise PeerUnreachableError(f"{self.peer} closed the connection")
         self._arrived += data
         while (body := self._next()) is not None:
-            yield self.end.decode(body)
+            yield self.codec.decode(body)
         self._begun_since = now if self._arrived else None
 
     @property
-    def is_between(self) -> bool:
+    def is_idle(self) -> bool:
         """Nothing is under way, in neither direction."""
         return self._untaken_since is None and self._begun_since is None
 
-    def is_stuck(self, now: float) -> bool:
+    def is_stalled(self, now: float) -> bool:
         since = [one for one in (self._untaken_since, self._begun_since) if one is not None]
         return any(now - one > STALL_TIMEOUT_S for one in since)
 
@@ -527,22 +538,22 @@ class NodeConnections:
                 ready.append((connection, True))
         return ready
 
-    def look(self, connection: NodeConnection) -> None:
+    def update_interest(self, connection: NodeConnection) -> None:
         """After something was sent or read: what to wait for from now on."""
         if connection not in self._all:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_sending else 0)
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
-        if connection.is_between:
+        if connection.is_idle:
             self._unfinished.discard(connection)
         else:
             self._unfinished.add(connection)
 
-    def stuck(self, now: float) -> list[NodeConnection]:
-        return [connection for connection in self._unfinished if connection.is_stuck(now)]
+    def stalled(self, now: float) -> list[NodeConnection]:
+        return [connection for connection in self._unfinished if connection.is_stalled(now)]
 
-    def end(self, connection: NodeConnection) -> None:
+    def remove(self, connection: NodeConnection) -> None:
         if connection in self._all:
             self._all.remove(connection)
             self._unfinished.discard(connection)
@@ -554,7 +565,7 @@ class NodeConnections:
         for connection in list(self._all):
             with contextlib.suppress(PeerStoreError):
                 connection.flush(now)
-            self.end(connection)
+            self.remove(connection)
         self._selector.close()
         self._alarm.close()
         self._alarmed.close()

@@ -19,31 +19,31 @@ from elastic.coordinator.world_reconciler import WorldReconciler
 def node_desired(desk: WorldReconciler, node: str, now: float) -> NodeDesired:
     """All that is wanted of a node."""
     seen = desk.nodes[node]
-    life, number = seen.says.life, seen.says.number
+    life, number = seen.status.generation, seen.status.number
     released = desk.released.get(node)
-    is_released = released is not None and released.life == life  # a smaller one may be of a clock that went back
-    formed, broken = _world_of(desk, seen.says)
-    pause = desk.pause if formed is not None and formed is desk.formed else None
+    is_released = released is not None and released.generation == life  # a smaller one may be of a clock that went back
+    formed, broken = _world_of(desk, seen.status)
+    pause = desk.pause if formed is not None and formed is desk.world_spec else None
     return NodeDesired(
         coordinator=desk.incarnation,
-        life=life,
-        heard=number,
-        formed=formed,
-        broken=broken,
-        broken_s=None if broken is None or formed is not desk.formed else max(0.0, desk.leave_until - now),
-        pausing=None if pause is None else pause_order(desk, now),
-        target=desk.target if pause is not None else None,
-        wish=desk.wish,
+        generation=life,
+        acknowledged=number,
+        world=formed,
+        broken_reason=broken,
+        broken_s=None if broken is None or formed is not desk.world_spec else max(0.0, desk.leave_until - now),
+        pause=None if pause is None else pause_order(desk, now),
+        pause_target=desk.pause_target if pause is not None else None,
+        size_request=desk.size_request,
         commands=tuple(seen.commands),
-        keep_store=desk.is_rootless or (node == desk.keeper and not desk.settings.store),
-        release=released.reason if released is not None and is_released else None,
-        cut=released.cut if released is not None and is_released else False,
-        leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
-        life_over=desk.is_past(seen.says) and not is_released,
-        above=desk.world.gone.get(node, 0),
+        run_store=desk.is_rootless or (node == desk.store_node and not desk.settings.store),
+        release_reason=released.reason if released is not None and is_released else None,
+        force=released.force if released is not None and is_released else False,
+        drain_within_s=None if seen.drain_deadline is None else max(0.0, seen.drain_deadline - now),
+        superseded=desk.is_superseded(seen.status) and not is_released,
+        min_generation=desk.world.departed.get(node, 0),
         term=desk.term,
-        over=desk.over,
-        reason=desk.reason or seen.leave_reason,
+        exit=desk.exit,
+        reason=desk.reason or seen.drain_reason,
     )
 
 
@@ -53,12 +53,12 @@ def _world_of(desk: WorldReconciler, says: NodeStatus) -> tuple[WorldSpec | None
     A world may break and the next one begin without a node of it before that node hears of either: it is still told
     that its own is over. Else its ranks would go on there, and it would not come back.
     """
-    newest, own = desk.formed, says.formed
+    newest, own = desk.world_spec, says.world
     if newest is None:
         return None, None
-    if desk.state is not None and says.node in desk.state.places:
-        return newest, desk.broken
-    left = says.broken is not None or says.sealed is not None or says.ready
+    if desk.progress is not None and says.node in desk.progress.places:
+        return newest, desk.broken_reason
+    left = says.broken_reason is not None or says.sealed is not None or says.ready
     if own is None or own.epoch >= newest.epoch or left:
         return None, None
     return own, f"world {own.epoch} is over: {newest.reason}"
@@ -74,11 +74,15 @@ def pause_order(desk: WorldReconciler, now: float) -> PauseOrder | None:
 def why_refused(desk: WorldReconciler, question: CoordinatorRequest) -> str:
     """Why this cannot be had, or ""."""
     policy = desk.settings.policy
-    if desk.gathering and not isinstance(question, StatusRequest):
+    if desk.is_rejoining and not isinstance(question, StatusRequest):
         return "the coordinator has just started and listens to the nodes: ask again"
-    if desk.over is not None and isinstance(question, ResizeRequest | DrainRequest | InjectRequest):
+    if desk.exit is not None and isinstance(question, ResizeRequest | DrainRequest | InjectRequest):
         return f"the job is over: {desk.reason}"
-    if isinstance(question, ResizeRequest) and question.nodes is not None and policy.at_most(question.nodes) == 0:
+    if (
+        isinstance(question, ResizeRequest)
+        and question.nodes is not None
+        and policy.largest_size_within(question.nodes) == 0
+    ):
         return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
     if isinstance(question, InjectRequest) and (problem := _nowhere(desk, question)):
         return problem
@@ -94,7 +98,7 @@ def _nowhere(desk: WorldReconciler, question: InjectRequest) -> str:
     """Why a fault could happen to nobody, as the job is now."""
     rank, local_rank = question.injection.rank, question.injection.local_rank
     ranks = desk.world.size * desk.world.nproc
-    if rank is not None and desk.formed is None:
+    if rank is not None and desk.world_spec is None:
         return f"rank={rank}: the job has no ranks yet"
     if rank is not None and rank >= ranks:
         return f"rank={rank}: the job has {ranks} ranks now, 0 to {ranks - 1}"

@@ -18,7 +18,7 @@ from tieredckpt.event_log import EventLog, event_types
 def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
     """All there is to say about the job."""
     world = desk.world
-    places = {node: place for place, node in enumerate(world.places)} if world.phase.alive else {}
+    places = {node: place for place, node in enumerate(world.ranked_nodes)} if world.phase.is_running else {}
     nodes = tuple(_node(desk, seen, places.get(node), now) for node, seen in sorted(desk.nodes.items()))
     placed = [node for node in nodes if node.rank is not None]
     return ElasticJobStatus(
@@ -27,50 +27,50 @@ def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") 
         epoch=world.epoch,
         nodes=nodes,
         nproc=world.nproc,
-        goal=world.goal,
-        cap=world.cap,
+        goal=world.target_nodes,
+        cap=world.max_nodes,
         restarts=world.restarts,
         reason=desk.reason or world.reason,
         step=min((node.step for node in placed), default=-1),
         sealed=min((node.sealed for node in placed), default=-1),
         store=_store(desk),
-        wanted=desk.wanted,
+        wanted=desk.requested_nodes,
         pausing=pause_order(desk, now),
         refused=refused,
     )
 
 
 def _store(desk: WorldReconciler) -> str:
-    if desk.formed is None:
+    if desk.world_spec is None:
         return ""
-    return f"{ROOTLESS}, on {len(desk.formed.stores)} nodes" if desk.formed.stores else desk.formed.store
+    return f"{ROOTLESS}, on {len(desk.world_spec.stores)} nodes" if desk.world_spec.stores else desk.world_spec.store
 
 
 def _node(desk: WorldReconciler, seen: NodeRecord, place: int | None, now: float) -> NodeSummary:
-    says = seen.says
-    said = [progress if progress is not None else RankProgress(-1) for progress in says.steps]
+    says = seen.status
+    said = [progress if progress is not None else RankProgress(-1) for progress in says.rank_progress]
     return NodeSummary(
         node=says.node,
         rank=place,
         state=_state(desk, seen, inside=place is not None),
-        seats=says.seats,
+        seats=says.local_ranks,
         spares=says.spares,
-        births=says.births,
+        births=says.spawn_count,
         step=min((progress.step for progress in said), default=-1),
         sealed=min((progress.sealed for progress in said), default=-1),
-        heard_s=max(0.0, now - seen.heard_at),
+        heard_s=max(0.0, now - seen.last_heartbeat),
     )
 
 
 def _state(desk: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
-    says = seen.says
+    says = seen.status
     if not seen.connected:
         return "cut off"
     if says.node not in desk.world.members:
         return "leaving"
     if says.finished:
         return "finished"
-    if says.leaving_s is not None:
+    if says.drain_within_s is not None:
         return "asked back"
     if not inside:
         return "waiting" if says.ready else "starting"
@@ -82,14 +82,14 @@ _LATE = "it did not stop in time"
 
 
 class WorldEventRecorder:
-    """``saw`` is called with every decision; it decides nothing."""
+    """``record_decision`` is called with every decision; it decides nothing."""
 
     def __init__(self, ledger: EventLog, job: str, *, again: bool, wall: Callable[[], float] = time.time) -> None:
         self._ledger, self._job, self._wall = ledger, job, wall
         self._seen: set[tuple[str, int, int, float | None]] = set()
         ledger.write(event_types.ProcessBegan(wall(), job, EVENT_LOG_NAME, again=again))
 
-    def saw(
+    def record_decision(
         self,
         desk: WorldReconciler,
         before: WorldState,
@@ -114,7 +114,7 @@ class WorldEventRecorder:
                 )
                 self._ledger.write(notice)
 
-    def ended(self, over: ExitReason, reason: str) -> None:
+    def record_end(self, over: ExitReason, reason: str) -> None:
         self._ledger.write(event_types.ProcessEnded(self._wall(), self._job, EVENT_LOG_NAME, over.value, reason))
         self._ledger.close()
 
@@ -126,7 +126,7 @@ class WorldEventRecorder:
                 len(form.nodes) * form.nproc,
                 nodes=form.nodes,
                 nproc=form.nproc,
-                how=form.how.value,
+                how=form.kind.value,
                 reason=form.reason,
                 restarts=form.restarts,
             )
@@ -135,9 +135,9 @@ class WorldEventRecorder:
     def _fault(self, desk: WorldReconciler, epoch: int, event: world_state.WorldEvent, at: float, now: float) -> None:
         if isinstance(event, world_state.RankLost):
             seen = desk.nodes.get(event.node)
-            said = () if seen is None else seen.says.lost
-            since = next((lost.at for lost in said if lost.local_rank == event.local_rank), None)
-            key = (event.node, event.life, event.local_rank, since)
+            said = () if seen is None else seen.status.exited_ranks
+            since = next((lost.ended_at for lost in said if lost.local_rank == event.local_rank), None)
+            key = (event.node, event.generation, event.local_rank, since)
             if key not in self._seen:  # it is said again with everything else that happens there
                 self._seen.add(key)
                 kind = "late" if event.reason == _LATE else "process"
@@ -146,7 +146,7 @@ class WorldEventRecorder:
                 )
         elif isinstance(event, world_state.NodeLost | world_state.NodeLeft):
             seen = desk.nodes.get(event.node)
-            since = None if seen is None else at - max(0.0, now - seen.heard_at)
+            since = None if seen is None else at - max(0.0, now - seen.last_heartbeat)
             self._ledger.write(event_types.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
         elif isinstance(event, world_state.RankFault):
             self._ledger.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "error", event.reason))
@@ -174,10 +174,14 @@ def _matters(before: WorldState, event: world_state.WorldEvent, *, breaks: bool)
         return breaks and event.epoch == before.epoch
     if breaks:
         return isinstance(event, world_state.RankLost | world_state.NodeLost | world_state.NodeLeft)
-    if not isinstance(event, world_state.RankLost | world_state.NodeLost) or before.phase.over or before.phase.alive:
+    if (
+        not isinstance(event, world_state.RankLost | world_state.NodeLost)
+        or before.phase.is_over
+        or before.phase.is_running
+    ):
         return False
     member = before.members.get(event.node)
-    return member is not None and event.life == member.life and (member.placed or before.epoch < 0)
+    return member is not None and event.generation == member.generation and (member.has_ranks or before.epoch < 0)
 
 
 def _asker(event: world_state.WorldEvent) -> str:

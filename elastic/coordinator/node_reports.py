@@ -26,48 +26,48 @@ from elastic.world.world_state import (
 
 def events_between(before: NodeStatus | None, says: NodeStatus, now: float) -> Iterator[WorldEvent]:
     """In the order in which it can have happened. ``before`` is the report before, of the same life or none."""
-    node, life, epoch = says.node, says.life, _epoch(says.formed)
+    node, life, epoch = says.node, says.generation, _epoch(says.world)
     if before is None:
-        yield NodeJoined(node, life, says.seats, says.births, says.spares)
-    new = before is None or _epoch(before.formed) != epoch
+        yield NodeJoined(node, life, says.local_ranks, says.spawn_count, says.spares)
+    new = before is None or _epoch(before.world) != epoch
     if says.sealed is not None and (new or before is None or before.sealed != says.sealed):
         yield NodeSealed(node, life, epoch, says.sealed)
     if says.finished and (new or before is None or not before.finished):
         yield NodeFinished(node, life, epoch)
-    if says.leaving_s is not None and (before is None or before.leaving_s is None):
-        yield NodesPreempted((node,), now + says.leaving_s, says.leaving)
-    if before is None or (before.births, before.lost) != (says.births, says.lost):
-        for lost in says.lost:
-            yield RankLost(node, life, says.births, lost.local_rank, lost.reason)
-    if new or before is None or before.faults != says.faults:
-        for fault in says.faults:
+    if says.drain_within_s is not None and (before is None or before.drain_within_s is None):
+        yield NodesPreempted((node,), now + says.drain_within_s, says.drain_reason)
+    if before is None or (before.spawn_count, before.exited_ranks) != (says.spawn_count, says.exited_ranks):
+        for lost in says.exited_ranks:
+            yield RankLost(node, life, says.spawn_count, lost.local_rank, lost.reason)
+    if new or before is None or before.faulty_ranks != says.faulty_ranks:
+        for fault in says.faulty_ranks:
             yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final)
     if says.ready and (new or before is None or not before.ready or _stock(before) != _stock(says)):
-        yield NodeReady(node, life, says.births, epoch, says.spares)
-    if says.goodbye:
-        yield NodeLeft(node, life, says.goodbye)
+        yield NodeReady(node, life, says.spawn_count, epoch, says.spares)
+    if says.leave_reason:
+        yield NodeLeft(node, life, says.leave_reason)
 
 
 def requested_event(request: RankRequest, says: NodeStatus, now: float) -> WorldEvent:
     """What a rank's request is to the world."""
-    if request.want is NoticeKind.STOP:
+    if request.kind is NoticeKind.STOP:
         return JobStopRequested(request.reason, None if request.deadline_s is None else now + request.deadline_s)
-    if request.want is NoticeKind.RESTART:
-        return RankFault(says.node, says.life, _epoch(says.formed), 0, request.reason)
+    if request.kind is NoticeKind.RESTART:
+        return RankFault(says.node, says.generation, _epoch(says.world), 0, request.reason)
     return ResizeRequested(request.nodes, request.reason)
 
 
 def rejoin_report(says: NodeStatus) -> RejoinReport:
     """What a coordinator that starts again learns from a node, but for what it is to decide upon: that comes after."""
-    formed = says.formed
+    formed = says.world
     return RejoinReport(
         node=says.node,
-        life=says.life,
-        seats=says.seats,
-        births=says.births,
+        generation=says.generation,
+        local_ranks=says.local_ranks,
+        spawn_count=says.spawn_count,
         spares=says.spares,
         epoch=_epoch(formed),
-        places=() if formed is None else formed.places,
+        ranked_nodes=() if formed is None else formed.ranked_nodes,
         restarts=0 if formed is None else formed.restarts,
     )
 
@@ -77,7 +77,7 @@ def _epoch(formed: WorldSpec | None) -> int:
 
 
 def _stock(says: NodeStatus) -> tuple[int, int]:
-    return says.births, says.spares
+    return says.spawn_count, says.spares
 
 
 class _Said(NamedTuple):
@@ -92,7 +92,7 @@ class _Said(NamedTuple):
 class WorldProgress:
     def __init__(self, formed: WorldSpec) -> None:
         self.epoch = formed.epoch
-        self.places = {node: place for place, node in enumerate(formed.places)}
+        self.places = {node: place for place, node in enumerate(formed.ranked_nodes)}
         """Which place each of its nodes has."""
         self._said: dict[str, _Said] = {}
         """Of those that know of this world."""
@@ -109,25 +109,25 @@ class WorldProgress:
         return len(self._said) == len(self.places)
 
     @property
-    def sealed(self) -> int:
+    def sealed_by_all(self) -> int:
         """The newest step that all ranks have sealed, -1 where there is none or not all are known."""
         return -1 if not self.is_complete or self._least is None else self._least
 
     @property
-    def target(self) -> int | None:
+    def pause_target(self) -> int | None:
         """The greatest step that any rank said, once all have said one that have not finished."""
         if not self.is_complete or self._undecided or not self._standing:
             return None
         return max(one.paused for one in self._said.values() if one.paused is not None and not one.finished)
 
-    def said(self, says: NodeStatus) -> None:
+    def update(self, says: NodeStatus) -> None:
         """A node's newest report; one that does not know of this world counts for nothing here."""
         if says.node not in self.places:
             return
         self.forget(says.node)
-        if says.formed is None or says.formed.epoch != self.epoch:
+        if says.world is None or says.world.epoch != self.epoch:
             return
-        sealed = min((-1 if one is None else one.sealed for one in says.steps), default=None)
+        sealed = min((-1 if one is None else one.sealed for one in says.rank_progress), default=None)
         self._said[says.node] = said = _Said(sealed, says.paused, says.finished)
         self._count(said, 1)
         if sealed is not None:
@@ -158,9 +158,9 @@ class LastCommittedStep:
     def __init__(self) -> None:
         self.step = -1
 
-    def said(self, state: WorldProgress) -> None:
+    def observe(self, state: WorldProgress) -> None:
         """What the nodes of a world have said by now."""
-        self.step = max(self.step, state.sealed)
+        self.step = max(self.step, state.sealed_by_all)
 
     def __str__(self) -> str:
         if self.step < 0:

@@ -54,8 +54,8 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         console.print("[bold]Train a transformer with FSDP2 on two simulated nodes, through faults and resizes[/]")
         console.print("This takes about two minutes on two idle cores, and longer on a busy machine.")
         story = cleanup.enter_context(contextlib.closing(ElasticDemo(keep, memory, environ, console.print)))
-        story.play()
-        losses = losses_by_step(story.told("step"))
+        story.run()
+        losses = losses_by_step(story.events("step"))
         same = f"Run the same {len(losses)} steps in one undisturbed process, then restore from the bucket alone"
         console.print(f"[bold]{same}[/]")
         alone = run_reference(keep, memory, len(losses), environ, console.print)
@@ -134,11 +134,11 @@ def summarize_demo(
     story: ElasticDemo, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
     expected = losses_by_step(one for one in alone if one["event"] == "step")
-    (own,) = {one["sum"] for one in story.told("sum")}
+    (own,) = {one["sum"] for one in story.events("sum")}
     reference = next(one for one in alone if one["event"] == "sum")
     bucket = next(one for one in alone if one["event"] == "bucket")
     different = [step for step, loss in expected.items() if losses.get(step) != loss]
-    done = len({(one["step"], one["epoch"]) for one in story.told("step")})
+    done = len({(one["step"], one["epoch"]) for one in story.events("step")})
     return {
         "equal": not different and own == reference["sum"] == bucket["sum"] and bucket["step"] == len(expected) - 1,
         "steps": len(expected),
@@ -151,7 +151,7 @@ def summarize_demo(
         "bucket_state": bucket["sum"],
         "bucket_step": bucket["step"],
         "bucket_tiers": bucket["tiers"],
-        "worlds": len({one["epoch"] for one in story.told("world")}),
+        "worlds": len({one["epoch"] for one in story.events("world")}),
         "acts": [
             {"what": act.what, "at": act.at, "first": act.first, "seconds": act.seconds, "tiers": dict(act.tiers)}
             for act in story.acts

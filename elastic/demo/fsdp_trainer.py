@@ -85,7 +85,7 @@ class DemoTraining:
         work = next(iter(self.data))
         mine = [batch.data for batch in work]
         for turn in self._gradients.step(self._plan):
-            letters, following = (one.to(self._device) for one in mine[turn.place])
+            letters, following = (one.to(self._device) for one in mine[turn.position])
             with seeded(SEED, step, turn.id):
                 found = self.model(letters).flatten(0, 1)
                 loss = nn.functional.cross_entropy(found, following.flatten(), reduction="sum")
@@ -95,9 +95,9 @@ class DemoTraining:
         work.commit()
         return total.loss
 
-    def sum(self) -> str:
+    def checksum(self) -> str:
         """Of every parameter and moment, however it is sharded."""
-        return f"{state_checksum({'model': self.model, 'optim': self.optimizer}).combined().of_tensors.value:016x}"
+        return f"{state_checksum({'model': self.model, 'optim': self.optimizer}).all_reduced().tensors_only.value:016x}"
 
 
 def train_fsdp_demo(world: World, folder: Path, tell: DemoEventWriter) -> None:
@@ -120,7 +120,7 @@ def train_fsdp_demo(world: World, folder: Path, tell: DemoEventWriter) -> None:
                 last = _last(folder)
             if step == last:
                 ckpt.seal(state, step, durable=True)
-                tell("sum", step=step, sum=training.sum(), **place)
+                tell("sum", step=step, sum=training.checksum(), **place)
                 break
 
 
@@ -141,11 +141,11 @@ def train_reference(steps: int, tell: DemoEventWriter) -> None:
     with training.data:
         for step in range(steps):
             tell("step", step=step, loss=training.step(step).hex())
-    tell("sum", step=steps - 1, sum=training.sum())
+    tell("sum", step=steps - 1, sum=training.checksum())
     training = DemoTraining()
     with Checkpointer(f"tiered://{ELASTIC_DEMO_JOB}") as ckpt, training.data:
         step = ckpt.restore(training.state)
-        tell("bucket", step=step, sum=training.sum(), tiers=_tiers(ckpt))
+        tell("bucket", step=step, sum=training.checksum(), tiers=_tiers(ckpt))
 
 
 def _only_device() -> torch.device:

@@ -73,7 +73,7 @@ class ElasticDemo:
 
     # -- the story ----------------------------------------------------------------------------------------------------
 
-    def play(self) -> None:
+    def run(self) -> None:
         """All of it; returns when every rank has ended, well."""
         job = self._start("run", *self._size(), "--job", ELASTIC_DEMO_JOB, "--log-dir", str(self.logs), *self._script())
         self._act("start two nodes, each with two ranks and a spare", lambda _: None, ranks=4)
@@ -132,16 +132,16 @@ class ElasticDemo:
 
     # -- what it told -------------------------------------------------------------------------------------------------
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def events(self, event: str) -> list[dict[str, Any]]:
         return [one for one in read_demo_events(self.lines_folder) if one["event"] == event]
 
     @property
     def newest_step(self) -> int:
-        return max((one["step"] for one in self.told("step")), default=-1)
+        return max((one["step"] for one in self.events("step")), default=-1)
 
     def _newest(self) -> list[dict[str, Any]]:
         """The ranks of the newest world, in order."""
-        worlds = self.told("world")
+        worlds = self.events("world")
         newest = max((one["epoch"] for one in worlds), default=-1)
         return sorted((one for one in worlds if one["epoch"] == newest), key=lambda one: one["rank"])
 
@@ -151,7 +151,7 @@ class ElasticDemo:
         return inside if good else []
 
     def _done(self, step: int, epoch: int, ranks: int) -> list[dict[str, Any]]:
-        done = [one for one in self.told("step") if one["step"] == step and one["epoch"] == epoch]
+        done = [one for one in self.events("step") if one["step"] == step and one["epoch"] == epoch]
         return done if len(done) == ranks else []
 
     def _until(self, there: Callable[[], T], what: str, act: str) -> T:

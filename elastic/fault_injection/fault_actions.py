@@ -34,7 +34,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """A fault that was carried out, as it was about to be."""
 
     injection: FaultInjection
-    at: float
+    injected_at: float
     """Wall-clock seconds."""
     pid: int
     node: str
@@ -59,21 +59,21 @@ class InjectionRecord:
     def is_done(self, name: str) -> bool:
         return (self.folder / name).exists()
 
-    def done(self) -> list[InjectedFault]:
+    def injected_faults(self) -> list[InjectedFault]:
         """In order. One that is just being written is left out."""
         found = []
         with contextlib.suppress(FileNotFoundError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
                     found.append(from_json(path.read_bytes(), InjectedFault))
-        return sorted(found, key=lambda one: one.at)
+        return sorted(found, key=lambda one: one.injected_at)
 
-    def began(self) -> float:
+    def job_started_at(self) -> float:
         """When the first process of the job looked, by the wall clock."""
         self._make(_BEGAN, b"")
         return (self.folder / _BEGAN).stat().st_mtime
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make(self, name: str, data: bytes) -> bool:
@@ -98,7 +98,7 @@ def injected_here(
     """What is about to happen here and now."""
     return InjectedFault(
         injection=injection,
-        at=time.time(),
+        injected_at=time.time(),
         pid=os.getpid(),
         node=place.node,
         phase=phase,
@@ -113,7 +113,7 @@ def log_injection(what: InjectedFault) -> None:
     """Just before it happens; where no ledger is kept, nothing."""
     event_log_from_environ().write(
         event_types.FaultInjected(
-            at=what.at,
+            at=what.injected_at,
             kind=what.injection.kind.value,
             epoch=what.epoch,
             node=what.node,
@@ -222,7 +222,7 @@ RANK_ACTIONS: Mapping[InjectionKind, Callable[[], None]] = {
     InjectionKind.SIGSTOP: sigstop,
     InjectionKind.EXCEPTION: raise_exception,
     InjectionKind.SEGFAULT: segfault,
-    InjectionKind.GIL: hold_gil,
+    InjectionKind.HOLD_GIL: hold_gil,
     InjectionKind.HANG: hang,
     InjectionKind.OOM: exhaust_memory,
     InjectionKind.NODE: lambda: kill_node(parent_supervisor()),

@@ -30,7 +30,7 @@ class InjectionKind(enum.Enum):
     """The train function raises."""
     SEGFAULT = "segfault"
     """It reads where there is nothing."""
-    GIL = "gil"
+    HOLD_GIL = "gil"
     """One thread keeps the interpreter's lock for ever, so that no other one runs; ``--hang-timeout`` notices."""
     HANG = "hang"
     """The thread that trains waits for ever, the others run; ``--hang-timeout`` notices."""
@@ -67,12 +67,12 @@ class InjectionPhase(enum.Enum):
     """On the way into a world that follows a fault, while the others wait."""
 
     @property
-    def is_between(self) -> bool:
+    def is_between_steps(self) -> bool:
         """No step is being done then, so that there is none to name."""
         return self in (InjectionPhase.RESTORE, InjectionPhase.RECOVERY)
 
 
-HANG_KINDS = frozenset({InjectionKind.SIGSTOP, InjectionKind.GIL, InjectionKind.HANG})
+HANG_KINDS = frozenset({InjectionKind.SIGSTOP, InjectionKind.HOLD_GIL, InjectionKind.HANG})
 """Kinds that nobody notices but by nothing happening."""
 SUPERVISOR_KINDS = frozenset(
     {InjectionKind.SIGKILL, InjectionKind.SIGSTOP, InjectionKind.NODE, InjectionKind.AGENT, InjectionKind.PARTITION}
@@ -124,23 +124,23 @@ class FaultInjection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise PolicyError("; ".join(problems))
 
     @property
-    def is_at_once(self) -> bool:
+    def is_immediate(self) -> bool:
         """It waits for nothing that only a rank knows of."""
         return self.step is None and self.phase is None and self.after_s is None and self.then is None
 
     @property
-    def when(self) -> InjectionPhase:
+    def effective_phase(self) -> InjectionPhase:
         return self.phase or InjectionPhase.FORWARD
 
     @property
-    def lasts_s(self) -> float:
+    def duration_s(self) -> float:
         return self.seconds if self.seconds is not None else _SECONDS.get(self.kind, 0.0)
 
     @property
-    def repeats(self) -> int:
+    def step_count(self) -> int:
         return self.times if self.times is not None else _TIMES
 
-    def is_at(self, place: RankLocation) -> bool:
+    def matches(self, place: RankLocation) -> bool:
         """Whether it is meant for who is there."""
         asked = (self.rank, self.node, self.local_rank)
         return all(one is None or one == other for one, other in zip(asked, place, strict=True))
@@ -148,7 +148,7 @@ class FaultInjection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in ("step", "after_s", "rank", "node", "local_rank", "then")}
         where = " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
-        return f"{self.kind.value} at {self.when.value} {where}".rstrip()
+        return f"{self.kind.value} at {self.effective_phase.value} {where}".rstrip()
 
 
 def _problems(one: FaultInjection) -> Iterator[str]:
@@ -164,10 +164,10 @@ def _problems(one: FaultInjection) -> Iterator[str]:
         yield "rank: say which rank, or which node"
     if one.node == "":
         yield "node: is empty"
-    if one.when.is_between and one.step is not None:
-        yield f"step={one.step}: phase {one.when.value} is between steps; say after_s, or what it follows"
-    if one.kind is InjectionKind.NAN and one.when not in NAN_PHASES:
-        yield f"phase={one.when.value}: nan is for {', '.join(phase.value for phase in NAN_PHASES)}"
+    if one.effective_phase.is_between_steps and one.step is not None:
+        yield f"step={one.step}: phase {one.effective_phase.value} is between steps; say after_s, or what it follows"
+    if one.kind is InjectionKind.NAN and one.effective_phase not in NAN_PHASES:
+        yield f"phase={one.effective_phase.value}: nan is for {', '.join(phase.value for phase in NAN_PHASES)}"
     if one.seconds is not None and one.kind not in _SECONDS:
         yield f"seconds={one.seconds:g}: {one.kind.value} lasts no particular time"
     if one.times is not None and (one.kind is not InjectionKind.SLOW or one.times < 1):
@@ -280,7 +280,7 @@ def parse_injections(text: str) -> tuple[FaultInjection, ...]:
     return validated_injections(tuple(parse_injection(part.split()) for part in text.split(";") if part.strip()))
 
 
-_STEPPING = tuple(phase for phase in InjectionPhase if not phase.is_between)
+_STEPPING = tuple(phase for phase in InjectionPhase if not phase.is_between_steps)
 
 
 def random_injections(
@@ -314,7 +314,7 @@ def random_injections(
         allowed = [phase for phase in phases if kind is not InjectionKind.NAN or phase in NAN_PHASES]
         if not allowed:
             raise PolicyError(f"phases: none of them is one for {kind.value}")
-        between = [phase for phase in allowed if phase.is_between]
+        between = [phase for phase in allowed if phase.is_between_steps]
         during = [phase for phase in allowed if phase in _STEPPING]
         follows = bool(found and between) and (not during or draw.random() < together)
         rank = draw.randrange(ranks)
@@ -349,7 +349,7 @@ class FaultPlan:
         """The same, and not before the last one that was said has happened."""
         return FaultPlanStep(self, {"then": self.injections[-1].name, **when} if self.injections else when)
 
-    def scattered(self, count: int, **how: Any) -> FaultPlan:
+    def random(self, count: int, **how: Any) -> FaultPlan:
         """As many more, drawn by the seed: see :func:`elastic.fault_injection.fault_spec.random_injections`."""
         return FaultPlan(self.seed, self.injections + random_injections(self.seed, count, **how))
 
@@ -368,7 +368,7 @@ class FaultPlanStep:
         self._faults = faults
         self._when = when
 
-    def be(self, kind: InjectionKind, **more: Any) -> FaultPlan:
+    def inject(self, kind: InjectionKind, **more: Any) -> FaultPlan:
         values = {**self._when, **more}
         if "phase" in values and not isinstance(values["phase"], InjectionPhase):
             values["phase"] = parse_injection_phase(values["phase"])
@@ -376,37 +376,37 @@ class FaultPlanStep:
         return FaultPlan(self._faults.seed, (*self._faults.injections, one))
 
     def sigkill(self) -> FaultPlan:
-        return self.be(InjectionKind.SIGKILL)
+        return self.inject(InjectionKind.SIGKILL)
 
     def sigstop(self) -> FaultPlan:
-        return self.be(InjectionKind.SIGSTOP)
+        return self.inject(InjectionKind.SIGSTOP)
 
     def exception(self) -> FaultPlan:
-        return self.be(InjectionKind.EXCEPTION)
+        return self.inject(InjectionKind.EXCEPTION)
 
     def segfault(self) -> FaultPlan:
-        return self.be(InjectionKind.SEGFAULT)
+        return self.inject(InjectionKind.SEGFAULT)
 
-    def gil(self) -> FaultPlan:
-        return self.be(InjectionKind.GIL)
+    def hold_gil(self) -> FaultPlan:
+        return self.inject(InjectionKind.HOLD_GIL)
 
     def hang(self) -> FaultPlan:
-        return self.be(InjectionKind.HANG)
+        return self.inject(InjectionKind.HANG)
 
     def oom(self) -> FaultPlan:
-        return self.be(InjectionKind.OOM)
+        return self.inject(InjectionKind.OOM)
 
     def node(self) -> FaultPlan:
-        return self.be(InjectionKind.NODE)
+        return self.inject(InjectionKind.NODE)
 
     def agent(self) -> FaultPlan:
-        return self.be(InjectionKind.AGENT)
+        return self.inject(InjectionKind.AGENT)
 
     def slow(self, seconds: float | None = None, times: int | None = None) -> FaultPlan:
-        return self.be(InjectionKind.SLOW, seconds=seconds, times=times)
+        return self.inject(InjectionKind.SLOW, seconds=seconds, times=times)
 
     def partition(self, seconds: float | None = None) -> FaultPlan:
-        return self.be(InjectionKind.PARTITION, seconds=seconds)
+        return self.inject(InjectionKind.PARTITION, seconds=seconds)
 
     def nan(self) -> FaultPlan:
-        return self.be(InjectionKind.NAN)
+        return self.inject(InjectionKind.NAN)

@@ -55,7 +55,7 @@ class FaultInjector:
         tell: Callable[[InjectedFault], None] = lambda _: None,
     ) -> None:
         self._record, self._node, self._cut, self._tell = record, node, cut, tell
-        self._began = record.began()
+        self._began = record.job_started_at()
         self._world: InjectionWorld | None = None
         self._waiting: list[FaultInjection] = []
         self._known: set[str] = set()
@@ -72,20 +72,20 @@ class FaultInjector:
                 if not self._record.is_done(one.name):
                     self._waiting = [*self._waiting, one]  # another thread may be looking through the old one
 
-    def enter(self, world: InjectionWorld) -> None:
+    def enter_world(self, world: InjectionWorld) -> None:
         """A world is entered; its ranks have not met."""
         self._world = world
         if world.restarts > 0:
-            self.reach(InjectionPhase.RECOVERY)
+            self.at_phase(InjectionPhase.RECOVERY)
 
-    def resume(self, world: InjectionWorld) -> None:
+    def attach_world(self, world: InjectionWorld) -> None:
         """A world that was entered before there was anything to inject."""
         self._world = world
 
-    def leave(self) -> None:
+    def leave_world(self) -> None:
         self._world = None
 
-    def reach(self, phase: InjectionPhase) -> InjectionKind | None:
+    def at_phase(self, phase: InjectionPhase) -> InjectionKind | None:
         """Have happen what is to happen here. Comes back only from what leaves the process as it is.
 
         ``NAN`` is for the caller, who has the numbers.
@@ -97,18 +97,18 @@ class FaultInjector:
             return None
         self._drag(phase, world.step)
         for one in self._waiting:
-            if one.when is phase and self._is_due(one, world):
+            if one.effective_phase is phase and self._is_due(one, world):
                 self._waiting = [other for other in self._waiting if other is not one]
                 if self._claims(one, phase, world):
                     return self._carry_out(one, world)
         return None
 
-    def expects(self, phase: InjectionPhase) -> bool:
+    def has_pending(self, phase: InjectionPhase) -> bool:
         """Whether anything is still to happen in such a phase."""
-        return any(one.when is phase for one in self._waiting)
+        return any(one.effective_phase is phase for one in self._waiting)
 
     def _is_due(self, one: FaultInjection, world: InjectionWorld) -> bool:
-        if not one.is_at(RankLocation(world.rank, self._node, world.local_rank)):
+        if not one.matches(RankLocation(world.rank, self._node, world.local_rank)):
             return False
         if one.step is not None and world.step < one.step:
             return False
@@ -127,9 +127,9 @@ class FaultInjector:
 
     def _carry_out(self, one: FaultInjection, world: InjectionWorld) -> InjectionKind | None:
         if one.kind is InjectionKind.SLOW:
-            self._slow = one, world.step + one.repeats
+            self._slow = one, world.step + one.step_count
         elif one.kind is InjectionKind.PARTITION:
-            self._cut(one.lasts_s)
+            self._cut(one.duration_s)
         elif one.kind is not InjectionKind.NAN:
             fault_actions.RANK_ACTIONS[one.kind]()
         return one.kind
@@ -142,7 +142,7 @@ class FaultInjector:
             self._slow = None
         elif step != self._slowed:
             self._slowed = step
-            time.sleep(one.lasts_s)
+            time.sleep(one.duration_s)
 
 
 _COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor")
@@ -156,7 +156,7 @@ def fault_hooks(injector: FaultInjector) -> Iterator[None]:
         for handle in (
             register_module_forward_pre_hook(functools.partial(_before_forward, injector)),
             register_module_forward_hook(functools.partial(_after_forward, injector)),
-            register_optimizer_step_pre_hook(lambda *_: _nothing(injector.reach(InjectionPhase.OPTIMIZER))),
+            register_optimizer_step_pre_hook(lambda *_: _nothing(injector.at_phase(InjectionPhase.OPTIMIZER))),
         ):
             undo.callback(handle.remove)
         for name in _COLLECTIVES:
@@ -172,7 +172,7 @@ def _nothing(_kind: InjectionKind | None) -> None:
 
 
 def _before_forward(injector: FaultInjector, _module: Any, inputs: tuple[Any, ...]) -> Any:
-    if injector.reach(InjectionPhase.FORWARD) is InjectionKind.NAN:
+    if injector.at_phase(InjectionPhase.FORWARD) is InjectionKind.NAN:
         return tuple(_spoilt(value) for value in inputs)
     return None
 
@@ -185,7 +185,7 @@ def _spoilt(value: Any) -> Any:
 
 def _after_forward(injector: FaultInjector, _module: Any, _inputs: Any, output: Any) -> None:
     """The gradient of what a module computed comes by in the backward pass."""
-    if not injector.expects(InjectionPhase.BACKWARD):
+    if not injector.has_pending(InjectionPhase.BACKWARD):
         return
     every = output if isinstance(output, tuple | list) else (output,)
     one = next((one for one in every if isinstance(one, torch.Tensor) and one.requires_grad), None)
@@ -196,7 +196,7 @@ def _after_forward(injector: FaultInjector, _module: Any, _inputs: Any, output: 
 
 
 def _reaches_nan(injector: FaultInjector, phase: InjectionPhase) -> bool:
-    return injector.reach(phase) is InjectionKind.NAN
+    return injector.at_phase(phase) is InjectionKind.NAN
 
 
 def _collective(injector: FaultInjector, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -209,16 +209,16 @@ def _collective(injector: FaultInjector, call: Callable[..., Any], *args: Any, *
 
 def _told_before(injector: FaultInjector, phase: InjectionPhase) -> Callable[..., Any]:
     def through(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        injector.reach(phase)
+        injector.at_phase(phase)
         return call(*args, **options)
 
     return through
 
 
 def _seal(injector: FaultInjector, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    injector.reach(InjectionPhase.SEAL)
+    injector.at_phase(InjectionPhase.SEAL)
     sealed = call(*args, **options)
-    injector.reach(InjectionPhase.REPLICATE)
+    injector.at_phase(InjectionPhase.REPLICATE)
     return sealed
 
 

@@ -17,7 +17,7 @@ from elastic.gradients.reduction import MicrobatchShare, MicrobatchSlot
 class DDPReducer:
     """One all-reduce per step, overlapped with the backward. A rank with no microbatch takes part with zeros."""
 
-    turns = 1
+    required_passes = 1
 
     def __init__(self, module: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -26,21 +26,21 @@ class DDPReducer:
         self._sums = _Sums(module.process_group)
         module.register_comm_hook(self._sums, _sum)
 
-    def begin(self, share: MicrobatchShare) -> None:
+    def begin_step(self, share: MicrobatchShare) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def before(self, slot: MicrobatchSlot, turn: int) -> None:
+    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
         self._sums.empty = slot.id is None
-        self._module.require_backward_grad_sync = slot.last  # as no_sync() does, over a loop's body
+        self._module.require_backward_grad_sync = slot.is_last  # as no_sync() does, over a loop's body
 
-    def after(self, slot: MicrobatchSlot) -> None:
+    def after_backward(self, slot: MicrobatchSlot) -> None:
         """The reducer has done it."""
 
-    def seen(self) -> list[bool]:
+    def has_gradient(self) -> list[bool]:
         return [one.grad is not None for one in self.parameters]
 
-    def finish(self, count: float, used: list[bool]) -> None:
+    def reduce(self, count: float, used: list[bool]) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 gradient = parameter.grad

@@ -43,7 +43,7 @@ class StepTotal:
     """Of the gradients before they were clipped; ``None`` where nobody asked for it."""
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
 
 
@@ -56,11 +56,11 @@ class MicrobatchPass:
         place: int,
         done: Callable[[MicrobatchSlot, torch.Tensor, torch.Tensor | float], None],
     ) -> None:
-        self.id = slot.stand_in
+        self.id = slot.compute_id
         """What to compute with."""
-        self.place = place
+        self.position = place
         """Which of this rank's own microbatches that is, in the order in which it has them."""
-        self.empty = slot.id is None
+        self.is_empty = slot.id is None
         """Whether it counts for nothing, and only keeps this rank in step with those that have more microbatches."""
         self.finished = False
         self._slot = slot
@@ -70,7 +70,7 @@ class MicrobatchPass:
         """``loss`` is a sum, no mean, over ``weight`` samples or tokens."""
         if self.finished:
             raise PolicyError(f"backward was called twice for microbatch {self.id}")
-        torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.empty else None)
+        torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.is_empty else None)
         self._done(self._slot, loss.detach(), weight)
         self.finished = True
 
@@ -93,7 +93,7 @@ class ExactGradients:
     With ``tree`` every bit of loss and gradients is independent of how many ranks there are. ``dtype`` is what
     gradients of less precision are summed in (``None``: their own); DDP and FSDP2 without the tree sum in the type
     that they were told. Without the tree, FSDP2 reduces once per step and keeps whole gradients until then; with
-    ``each_turn`` after each microbatch, and keeps pieces.
+    ``reduce_every_microbatch`` after each microbatch, and keeps pieces.
 
     ``on_nonfinite``: what becomes of a loss that is not finite, and of a norm where gradients are clipped here.
     ``"fault"``: what :attr:`elastic.RecoveryPolicy.nonfinite` says, and in no world a
@@ -110,7 +110,7 @@ class ExactGradients:
         tree: bool = False,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = torch.float32,
-        each_turn: bool = False,
+        reduce_every_microbatch: bool = False,
         on_nonfinite: Callable[[StepTotal], object] | Literal["fault"] | None = "fault",
     ) -> None:
         if group is None and dist.is_initialized():
@@ -118,7 +118,7 @@ class ExactGradients:
         self._group = group
         self._tree = tree
         self._on_nonfinite = on_nonfinite
-        self._parts = _parts(model, group, tree=tree, dtype=dtype, each_turn=each_turn)
+        self._parts = _parts(model, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch)
         self._model = model
         self._share: MicrobatchShare | None = None
 
@@ -130,7 +130,7 @@ class ExactGradients:
         """
         ranks = 1 if self._group is None else self._group.size()
         if isinstance(share, BatchPlan):
-            share = MicrobatchShare.planned(share, 0 if self._group is None else self._group.rank())
+            share = MicrobatchShare.from_plan(share, 0 if self._group is None else self._group.rank())
         if len(share.by_rank) != ranks:
             raise PolicyError(f"the microbatches are shared by {len(share.by_rank)} ranks, the group has {ranks}")
         if self._group is not None and share.rank != self._group.rank():
@@ -138,11 +138,11 @@ class ExactGradients:
         self._share = share
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
         for part in self._parts:
-            part.begin(share)
-        for turn, slot in enumerate(share.slots(max(part.turns for part in self._parts))):
+            part.begin_step(share)
+        for turn, slot in enumerate(share.slots(max(part.required_passes for part in self._parts))):
             for part in self._parts:
-                part.before(slot, turn)
-            place = share.mine.index(slot.stand_in) if share.mine else 0
+                part.before_forward(slot, turn)
+            place = share.own_ids.index(slot.compute_id) if share.own_ids else 0
             microbatch = MicrobatchPass(slot, place, self._done)
             yield microbatch
             if not microbatch.finished:
@@ -156,7 +156,7 @@ class ExactGradients:
         anything.
         """
         share = self._share
-        if share is None or len(self._seen) != len(share.mine):
+        if share is None or len(self._seen) != len(share.own_ids):
             raise PolicyError("finish() before all microbatches of step() had their backward")
         self._share = None
         if isinstance(self._model, DistributedDataParallel):
@@ -167,13 +167,13 @@ class ExactGradients:
             raise PolicyError(f"none of the {share.microbatches} microbatches of this step counts: all weights are 0")
         begin = 0
         for part in self._parts:
-            part.finish(weight, used[begin : begin + len(part.parameters)])
+            part.reduce(weight, used[begin : begin + len(part.parameters)])
             begin += len(part.parameters)
         found = self._norm(clip)
         total = StepTotal(tree_sum(losses) / weight, weight, found)
         if self._on_nonfinite == "fault":
             self._check(total, losses, share)
-        elif self._on_nonfinite is not None and not total.finite:
+        elif self._on_nonfinite is not None and not total.is_finite:
             self._on_nonfinite(total)
         return total
 
@@ -184,14 +184,14 @@ class ExactGradients:
             first = next((id_ for id_, loss in enumerate(losses) if not math.isfinite(loss)), 0)
             rank = next((rank for rank, ids in enumerate(share.by_rank) if first in ids), 0)
             what = f"the loss (of microbatch {first}, which rank {rank} computed)"
-        elif not total.finite and total.norm is not None:
+        elif not total.is_finite and total.norm is not None:
             value, what = total.norm, "the norm of the gradients"
         loop = sys.modules.get("elastic.workers.train_loop")  # nobody can be in a world otherwise
         world = None if loop is None else loop.current_world()
         if world is None:
             if not math.isfinite(value):
                 raise NonFiniteLossError(f"{what} is not finite ({value}); ExactGradients(on_nonfinite=None) goes on")
-        elif not world.check(value, what=what):
+        elif not world.check_finite(value, what=what):
             for part in self._parts:
                 for parameter in part.parameters:
                     parameter.grad = None
@@ -200,7 +200,7 @@ class ExactGradients:
         if slot.id is not None:
             self._seen[slot.id] = (loss, weight)
         for part in self._parts:
-            part.after(slot)
+            part.after_backward(slot)
 
     def _exchange(self, share: MicrobatchShare) -> tuple[list[float], list[float], list[bool]]:
         """Losses and weights by microbatch, and which parameters have a gradient: one small all-reduce.
@@ -208,7 +208,7 @@ class ExactGradients:
         Everything but one rank's value is a zero, so that its order does not matter.
         """
         many = share.microbatches
-        used = [flag for part in self._parts for flag in part.seen()]
+        used = [flag for part in self._parts for flag in part.has_gradient()]
         device = next((loss.device for loss, _ in self._seen.values()), self._parts[0].parameters[0].device)
         values = torch.zeros(3 * many + len(used), dtype=torch.float64, device=device)
         for id_, (loss, weight) in self._seen.items():
@@ -234,7 +234,12 @@ class ExactGradients:
 
 
 def _parts(
-    model: nn.Module, group: dist.ProcessGroup | None, *, tree: bool, dtype: torch.dtype | None, each_turn: bool
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    *,
+    tree: bool,
+    dtype: torch.dtype | None,
+    reduce_every_microbatch: bool,
 ) -> list[GradientReducer]:
     parameters = [one for one in model.parameters() if one.requires_grad]
     if not parameters:
@@ -254,7 +259,9 @@ def _parts(
     plain = [one for one in parameters if not isinstance(one.data, DTensor)]
     parts: list[GradientReducer] = []
     if spread:
-        parts.append(_of_fsdp(model, spread, group, tree=tree, dtype=dtype, each_turn=each_turn))
+        parts.append(
+            _of_fsdp(model, spread, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch)
+        )
     if plain:
         parts.append(ReplicatedReducer(plain, group, tree=tree, dtype=dtype))
     return parts
@@ -277,7 +284,7 @@ def _of_fsdp(
     *,
     tree: bool,
     dtype: torch.dtype | None,
-    each_turn: bool,
+    reduce_every_microbatch: bool,
 ) -> GradientReducer:
     from torch.distributed.fsdp import FSDPModule
 
@@ -288,7 +295,9 @@ def _of_fsdp(
         raise PolicyError("the model has DTensor parameters that no fully_shard manages: sum their gradients yourself")
     if tree and group.size() == 1:  # FSDP2 reduces nothing on one rank: its gradients are those of one microbatch
         return ReplicatedReducer(parameters, group, tree=True, dtype=dtype)
-    return FSDPReducer(modules, parameters, group, tree=tree, dtype=dtype, each_turn=each_turn)
+    return FSDPReducer(
+        modules, parameters, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch
+    )
 
 
 NORM_BLOCK_ELEMENTS = 1 << 19

@@ -53,7 +53,7 @@ class ShardTopology:
 
     replicas: tuple[tuple[int, ...], ...]
     replica: int
-    across: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
     """The same shard in all replicas."""
 
 
@@ -68,12 +68,12 @@ class FSDPReducer:
         *,
         tree: bool,
         dtype: torch.dtype | None,
-        each_turn: bool,
+        reduce_every_microbatch: bool,
     ) -> None:
         self.parameters = list(parameters)
         self._modules = modules
         self._tree = tree
-        self._each_turn = each_turn or tree
+        self._reduce_every_microbatch = reduce_every_microbatch or tree
         self._scatters: list[SumReduceScatter | TreeReduceScatter] = []
         missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
         if missing:
@@ -89,30 +89,30 @@ class FSDPReducer:
             self._scatters.append(scatter)
             _install(module, scatter)
 
-    def begin(self, share: MicrobatchShare) -> None:
-        self.turns = share.most
+    def begin_step(self, share: MicrobatchShare) -> None:
+        self.required_passes = share.max_per_rank
         self._share = share
         self._drop()
         for scatter in self._scatters:
             scatter.begin(share)
 
-    def before(self, slot: MicrobatchSlot, turn: int) -> None:
-        now = PassState(self._share, slot, self.turns, turn)
+    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
+        now = PassState(self._share, slot, self.required_passes, turn)
         for scatter in self._scatters:
-            scatter.turn = now
+            scatter.current_pass = now
         for module in self._modules:
-            module.set_requires_gradient_sync(self._each_turn or slot.last, recurse=False)
-            module.set_requires_all_reduce(slot.last, recurse=False)
+            module.set_requires_gradient_sync(self._reduce_every_microbatch or slot.is_last, recurse=False)
+            module.set_requires_all_reduce(slot.is_last, recurse=False)
 
-    def after(self, slot: MicrobatchSlot) -> None:
-        if self._tree and not slot.last:
+    def after_backward(self, slot: MicrobatchSlot) -> None:
+        if self._tree and not slot.is_last:
             self._drop()
 
-    def seen(self) -> list[bool]:
+    def has_gradient(self) -> list[bool]:
         """FSDP2 reduces zeros for what no microbatch used, and does not say so."""
         return [True] * len(self.parameters)
 
-    def finish(self, count: float, used: list[bool]) -> None:
+    def reduce(self, count: float, used: list[bool]) -> None:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -172,7 +172,7 @@ def _install(module: FSDPModule, scatter: SumReduceScatter | TreeReduceScatter) 
 class SumReduceScatter:
     """A reduce-scatter; what an empty turn computed is left out."""
 
-    turn: PassState
+    current_pass: PassState
 
     def begin(self, share: MicrobatchShare) -> None: ...
 
@@ -187,7 +187,7 @@ class SumReduceScatter:
         op: Any,
         async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
     ) -> None:
-        if self.turn.slot.id is None:
+        if self.current_pass.slot.id is None:
             input_tensor.zero_()
         reduce_scatter_sum(output_tensor, input_tensor, group)
 
@@ -211,7 +211,7 @@ class TreeReduceScatter(SumReduceScatter):
         op: Any,
         async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
     ) -> None:
-        turn = self.turn
+        turn = self.current_pass
         if self._done == turn.number:
             raise PolicyError(
                 "a module that fully_shard wraps was run twice in one forward: the fixed tree needs one reduction per "
@@ -227,20 +227,20 @@ class TreeReduceScatter(SumReduceScatter):
         dist.all_to_all_single(incoming, input_tensor, group=group)
         self._keep(incoming.view(group.size(), -1))
         output_tensor.zero_()
-        if turn.slot.last:
+        if turn.slot.is_last:
             self._put_root(output_tensor)
 
     def _keep(self, pieces: torch.Tensor) -> None:
-        turn = self.turn
+        turn = self.current_pass
         for rank, piece in zip(self._groups.replicas[self._groups.replica], pieces, strict=True):
-            id_ = turn.share.id_in(rank, turn.number, turn.turns)
+            id_ = turn.share.id_of_pass(rank, turn.number, turn.turns)
             if id_ is not None:
-                self._partials.leaf(id_, piece.clone())
+                self._partials.add_leaf(id_, piece.clone())
 
     def _put_root(self, output: torch.Tensor) -> None:
         """With replicas, each puts what it owns beside zeros: FSDP2's own all-reduce then adds nothing to anything."""
-        share, groups = self.turn.share, self._groups
-        if groups.across is None:
+        share, groups = self.current_pass.share, self._groups
+        if groups.replica_group is None:
             output.copy_(self._partials.root)
         else:
             nodes = [
@@ -250,6 +250,6 @@ class TreeReduceScatter(SumReduceScatter):
             values = self._partials.values()
             mine = torch.stack(values) if values else output.new_empty(0, len(output))
             begin, end = piece_bounds(len(output), len(nodes), groups.replica)
-            output[begin:end] = reduce_own_piece(mine, nodes, share.microbatches, groups.across)
+            output[begin:end] = reduce_own_piece(mine, nodes, share.microbatches, groups.replica_group)
         output.add_(0.0)  # -0 is what some ways of adding nothing leave of it
         self._partials = PartialSums(share.microbatches, add_in_place)

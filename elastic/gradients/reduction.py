@@ -33,7 +33,7 @@ class TreeNode(NamedTuple):
     """The sum over the microbatches from ``place << level`` up to the next node of that level."""
 
     level: int
-    place: int
+    position: int
 
 
 class PartialSums(Generic[T]):
@@ -45,7 +45,7 @@ class PartialSums(Generic[T]):
         self._add = add
         self._held: dict[TreeNode, T] = {}
 
-    def put(self, node: TreeNode, value: T) -> None:
+    def add(self, node: TreeNode, value: T) -> None:
         """``value``, which may be changed from here on, is the sum of ``node``. Siblings that are there are added."""
         level, place = node
         while level < self._depth:
@@ -58,13 +58,13 @@ class PartialSums(Generic[T]):
             level, place = level + 1, place >> 1
         self._held[TreeNode(level, place)] = value
 
-    def leaf(self, id_: int, value: T) -> None:
-        self.put(TreeNode(0, id_), value)
+    def add_leaf(self, id_: int, value: T) -> None:
+        self.add(TreeNode(0, id_), value)
 
     @property
     def nodes(self) -> tuple[TreeNode, ...]:
         """In the order of the ids they are the sums of."""
-        return tuple(sorted(self._held, key=lambda node: node.place << node.level))
+        return tuple(sorted(self._held, key=lambda node: node.position << node.level))
 
     def values(self) -> list[T]:
         return [self._held[node] for node in self.nodes]
@@ -79,7 +79,7 @@ def complete_subtrees(ids: Iterable[int], leaves: int) -> tuple[TreeNode, ...]:
     """What is left of these ids when all sums that can be made of them are made."""
     partials = PartialSums[bool](leaves, lambda *_: True)
     for id_ in ids:
-        partials.leaf(id_, True)
+        partials.add_leaf(id_, True)
     return partials.nodes
 
 
@@ -87,7 +87,7 @@ def tree_sum(values: Sequence[float]) -> float:
     """The sum of one number for each microbatch."""
     partials = PartialSums[float](len(values), lambda left, right: left + right)
     for id_, value in enumerate(values):
-        partials.leaf(id_, value)
+        partials.add_leaf(id_, value)
     return partials.root
 
 
@@ -96,9 +96,9 @@ class MicrobatchSlot(NamedTuple):
 
     id: int | None
     """Of the microbatch; ``None``: this rank only takes part in what its peers do together."""
-    stand_in: int
+    compute_id: int
     """Id of the microbatch to compute with: the same, or any where there is none."""
-    last: bool
+    is_last: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +132,12 @@ class MicrobatchShare:
         return cls.contiguous([least + (one < more) for one in range(ranks)], rank)
 
     @classmethod
-    def planned(cls, plan: BatchPlan, rank: int) -> MicrobatchShare:
+    def from_plan(cls, plan: BatchPlan, rank: int) -> MicrobatchShare:
         """As :class:`~elastic.batch_scaling.batch_plan.BatchPlan` gives them to its ranks."""
         return cls.even(plan.microbatch_count, plan.world_size, rank)
 
     @classmethod
-    def dealt(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:
+    def round_robin(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:
         """One after the other, like cards: what FSDP2 holds for the fixed tree stays smallest so."""
         return cls((*((*range(one, microbatches, ranks),) for one in range(ranks)),), rank)
 
@@ -146,15 +146,15 @@ class MicrobatchShare:
         return sum(map(len, self.by_rank))
 
     @property
-    def mine(self) -> tuple[int, ...]:
+    def own_ids(self) -> tuple[int, ...]:
         return self.by_rank[self.rank]
 
     @functools.cached_property
-    def most(self) -> int:
+    def max_per_rank(self) -> int:
         """Microbatches of the rank that has most."""
         return max(map(len, self.by_rank))
 
-    def id_in(self, rank: int, turn: int, turns: int) -> int | None:
+    def id_of_pass(self, rank: int, turn: int, turns: int) -> int | None:
         """What ``rank`` computes in one of ``turns``. Empty turns come first: what a rank ends with is its own."""
         ids = self.by_rank[rank]
         own = turn - (turns - len(ids))
@@ -162,9 +162,9 @@ class MicrobatchShare:
 
     def slots(self, turns: int) -> tuple[MicrobatchSlot, ...]:
         """This rank's turns, at least one for each of its microbatches."""
-        turns = max(turns, len(self.mine))
-        ids = [self.id_in(self.rank, turn, turns) for turn in range(turns)]
-        instead = self.mine[0] if self.mine else 0
+        turns = max(turns, len(self.own_ids))
+        ids = [self.id_of_pass(self.rank, turn, turns) for turn in range(turns)]
+        instead = self.own_ids[0] if self.own_ids else 0
         return tuple(
             MicrobatchSlot(id_, instead if id_ is None else id_, turn == turns - 1) for turn, id_ in enumerate(ids)
         )
@@ -201,7 +201,7 @@ def reduce_own_piece(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, gr
     partials = PartialSums[torch.Tensor](leaves, add_in_place)
     for held, block in zip(nodes, incoming.split(sizes), strict=True):
         for node, value in zip(held, block.view(len(held), own), strict=True):
-            partials.put(node, value)
+            partials.add(node, value)
     return partials.root
 
 
@@ -234,27 +234,27 @@ class GradientReducer(Protocol):
 
     Promises every part makes:
 
-    - ``before`` comes before the forward of a slot, ``after`` follows its backward; then autograd does as it likes.
-    - After ``finish`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``, once; what an
+    - ``before_forward`` comes before the forward of a slot, ``after_backward`` follows its backward.
+    - After ``reduce`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``, once; what an
       empty slot computed is in none of it.
-    - ``begin`` forgets everything, whatever became of the step before.
+    - ``begin_step`` forgets everything, whatever became of the step before.
     - Collectives are the same on all ranks, in the same order.
     """
 
     parameters: list[nn.Parameter]
-    turns: int
-    """Slots that every rank needs so that collectives fit together; 0 where they do not matter. Set by ``begin``."""
+    required_passes: int
+    """Slots that every rank needs so that collectives fit together; 0 where they do not matter."""
 
-    def begin(self, share: MicrobatchShare) -> None: ...
+    def begin_step(self, share: MicrobatchShare) -> None: ...
 
-    def before(self, slot: MicrobatchSlot, turn: int) -> None: ...
+    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None: ...
 
-    def after(self, slot: MicrobatchSlot) -> None: ...
+    def after_backward(self, slot: MicrobatchSlot) -> None: ...
 
-    def finish(self, count: float, used: list[bool]) -> None:
+    def reduce(self, count: float, used: list[bool]) -> None:
         """``used`` says of each parameter whether any rank saw a gradient of it."""
 
-    def seen(self) -> list[bool]:
+    def has_gradient(self) -> list[bool]:
         """Which parameters had a gradient on this rank."""
 
 
@@ -279,36 +279,36 @@ class ReplicatedReducer:
         least_turns: int = 0,
     ) -> None:
         self.parameters = list(parameters)
-        self.turns = least_turns
+        self.required_passes = least_turns
         self._group = group
         self._tree = tree
         self._dtype = dtype
         self._prepare = prepare
 
-    def begin(self, share: MicrobatchShare) -> None:
+    def begin_step(self, share: MicrobatchShare) -> None:
         self._share = share
         self._partials = PartialSums[GradientList](share.microbatches, _add)
         self._wide: dict[int, torch.Tensor] = {}
         self._seen = [isinstance(one.data, DTensor) for one in self.parameters]  # as FSDP2 has it on several ranks
         _drop(self.parameters)
 
-    def before(self, slot: MicrobatchSlot, turn: int) -> None:
+    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
         self._prepare()
 
-    def after(self, slot: MicrobatchSlot) -> None:
+    def after_backward(self, slot: MicrobatchSlot) -> None:
         if slot.id is None:
             _drop(self.parameters)
             return
         self._seen = [seen or one.grad is not None for seen, one in zip(self._seen, self.parameters, strict=True)]
         if self._tree:
-            self._partials.leaf(slot.id, [self._take(one) for one in self.parameters])
+            self._partials.add_leaf(slot.id, [self._take(one) for one in self.parameters])
         else:
             self._widen()
 
-    def seen(self) -> list[bool]:
+    def has_gradient(self) -> list[bool]:
         return self._seen
 
-    def finish(self, count: float, used: list[bool]) -> None:
+    def reduce(self, count: float, used: list[bool]) -> None:
         sums = self._all_ranks()
         for parameter, gradient, there in zip(self.parameters, sums, used, strict=True):
             if there:

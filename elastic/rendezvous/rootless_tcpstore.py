@@ -59,7 +59,7 @@ class CallWatchdog:
         self._closed = False
 
     @contextlib.contextmanager
-    def over(self, within_s: float, end: Callable[[], object]) -> Iterator[Call]:
+    def limit(self, within_s: float, end: Callable[[], object]) -> Iterator[Call]:
         """Have ``end`` called when the block takes longer: by another thread, again and again until it is left.
 
         Once is not enough: a client that is being connected connects anew. After the block it is not called.
@@ -80,7 +80,7 @@ class CallWatchdog:
                 while call.is_being_ended:
                     self._changed.wait()
 
-    def hurry(self) -> None:
+    def expire_all(self) -> None:
         """No call may take any longer."""
         with self._changed:
             for call in self._calls:
@@ -154,18 +154,18 @@ def resolve_store(host: str, port: int, *, within_s: float) -> frozenset[SocketA
 class StoreTimeouts:
     """How long a member is waited for."""
 
-    look_s: float = 20.0
+    wait_slice_s: float = 20.0
     """A wait is at one holder of its key; so long, then at the next one, and round again."""
-    answer_s: float = 20.0
+    response_timeout_s: float = 20.0
     """What needs no waiting takes no longer, on any network and under any load that a job survives."""
-    connect_s: float = 30.0
-    again_s: float = 10.0
+    connect_timeout_s: float = 30.0
+    retry_after_s: float = 10.0
     """One that did not answer is left alone so long where there is another one to ask."""
 
 
 class StoreServerState(enum.Enum):
     ANSWERS = "answers"
-    MUTE = "does not answer"
+    UNRESPONSIVE = "does not answer"
     """It may be slow, stopped, or cut off: whether it did what it was asked for is unknown."""
     GONE = "is gone"
     """Its address refuses connections. It never comes back under this one."""
@@ -195,9 +195,9 @@ class StoreServerClient:
         return bool(self._addresses)
 
     @property
-    def is_resting(self) -> bool:
+    def is_backing_off(self) -> bool:
         """It did not answer a moment ago."""
-        return self.state is StoreServerState.MUTE and time.monotonic() < self._mute_until
+        return self.state is StoreServerState.UNRESPONSIVE and time.monotonic() < self._mute_until
 
     def call(self, work: Callable[[dist.TCPStore], T], *, within_s: float = 0.0, again: bool = True) -> T:
         """What ``work`` returns or raises; :class:`StoreUnreachableError` where it cannot be known.
@@ -205,12 +205,12 @@ class StoreServerClient:
         ``within_s`` is how long the server may wait before it answers; ``again`` is whether it may be asked twice,
         where a connection breaks that had lain idle.
         """
-        limit_s = within_s + self._patience.answer_s
+        limit_s = within_s + self._patience.response_timeout_s
         for _ in range(_TRIES):
             client, is_fresh = self._client()
             until = time.monotonic() + limit_s
             try:
-                with self._guard.over(limit_s, self.cut) as call:
+                with self._guard.limit(limit_s, self.close_connections) as call:
                     result = work(client)
             except dist.DistNetworkError as error:
                 self._lost(str(error), late=time.monotonic() >= until)
@@ -229,14 +229,14 @@ class StoreServerClient:
             return result
         raise StoreUnreachableError(f"each connection to {self.address} was cut as soon as it was made")
 
-    def cut(self) -> int:
+    def close_connections(self) -> int:
         """Whoever waits for an answer gets an error."""
         return self._cut(self._addresses) if self._addresses else 0
 
-    def end(self) -> int:
+    def abort(self) -> int:
         """The same, and nobody asks again."""
         self.close()
-        return self.cut()
+        return self.close_connections()
 
     def close(self) -> None:
         with self._lock:
@@ -248,11 +248,11 @@ class StoreServerClient:
         with self._lock:
             if self._free:
                 return self._free.pop(), False
-        until = time.monotonic() + self._patience.connect_s
+        until = time.monotonic() + self._patience.connect_timeout_s
         while not self._closed and self.state is not StoreServerState.GONE:
             self._knock()
             try:
-                with self._guard.over(self._patience.connect_s, self.cut) as call:
+                with self._guard.limit(self._patience.connect_timeout_s, self.close_connections) as call:
                     client = self._connected()
                 why = "it took too long to connect"
                 if not call.was_ended:
@@ -290,8 +290,8 @@ class StoreServerClient:
     def _knock(self) -> None:
         """A ``TCPStore`` that is made tries for long to reach a server that is gone; this sees it at once."""
         try:
-            addresses = resolve_store(self.host, self.port, within_s=self._patience.connect_s)
-            socket.create_connection((self.host, self.port), self._patience.connect_s).close()
+            addresses = resolve_store(self.host, self.port, within_s=self._patience.connect_timeout_s)
+            socket.create_connection((self.host, self.port), self._patience.connect_timeout_s).close()
             self._addresses = addresses
         except ConnectionRefusedError as error:
             if self.state is not StoreServerState.GONE:
@@ -304,8 +304,8 @@ class StoreServerClient:
 
     def _is_mute(self, why: str) -> None:
         log.warning("the store on %s does not answer: %s", self.address, why.splitlines()[0] if why else "no reason")
-        self.state = StoreServerState.MUTE
-        self._mute_until = time.monotonic() + self._patience.again_s
+        self.state = StoreServerState.UNRESPONSIVE
+        self._mute_until = time.monotonic() + self._patience.retry_after_s
 
 
 StoreValue = str | bytes
@@ -456,15 +456,15 @@ class RootlessStore(dist.Store):
 
     # -- for who runs the job -----------------------------------------------------------------------------------------
 
-    def cut(self) -> int:
+    def abort(self) -> int:
         """From any thread: whoever waits gets an error, and nobody waits again. Returns how many connections ended."""
         self._over = self._over or "it was cut: its world is over"
-        ended = sum(holder.end() for holder in self._holders)
-        self._guard.hurry()
+        ended = sum(holder.abort() for holder in self._holders)
+        self._guard.expire_all()
         return ended
 
     def close(self) -> None:
-        """Idempotent. Who still waits is not kept from it: :meth:`cut` is for that."""
+        """Idempotent. Who still waits is not kept from it: :meth:`abort` is for that."""
         self._over = self._over or "it was closed"
         for holder in self._holders:
             holder.close()
@@ -512,7 +512,7 @@ class RootlessStore(dist.Store):
     def _everywhere(self, key: str, work: Callable[[dist.TCPStore], object], *, again: bool = True) -> None:
         """At all holders; one is enough."""
         living = self._living(key)
-        awake = [holder for holder in living if not holder.is_resting] or living
+        awake = [holder for holder in living if not holder.is_backing_off] or living
         took = [self._tried(holder, work, again=again) for holder in awake]
         if not any(took):
             self._living(key)
@@ -564,7 +564,7 @@ class RootlessStore(dist.Store):
         until = time.monotonic() + within.total_seconds()
         while True:
             for holder in self._in_turn(key, most):
-                left_s = min(look_s or self._patience.look_s, max(0.001, until - time.monotonic()))
+                left_s = min(look_s or self._patience.wait_slice_s, max(0.001, until - time.monotonic()))
                 try:
                     return holder.call(lambda client, s=left_s: ask(client, s), within_s=left_s)  # type: ignore[misc]
                 except StoreUnreachableError as error:
@@ -580,7 +580,7 @@ class RootlessStore(dist.Store):
     def _in_turn(self, key: str, most: int | None = None) -> Iterator[StoreServerClient]:
         """The first holder first, those that did not answer a moment ago only where there is no other."""
         living = self._living(key)[:most]
-        awake = [holder for holder in living if not holder.is_resting]
+        awake = [holder for holder in living if not holder.is_backing_off]
         yield from awake or living
 
 
@@ -626,15 +626,15 @@ class OldKeyCleanup:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """What it has not done by now is done after the next meeting.
 
         Where it hangs in a server that is stopped it is left there: the next world has connections to the same server,
         and only all of them can be cut.
         """
         if not self.join(0):
-            self._holder.end()
-            self._guard.hurry()
+            self._holder.abort()
+            self._guard.expire_all()
             self.join(_END_S)
         self._guard.forget()
         self._guard.close()
@@ -643,7 +643,7 @@ class OldKeyCleanup:
         """There is no other world any more."""
         until = time.monotonic() + _EXIT_S
         while not self.join(0) and time.monotonic() < until:
-            self._holder.end()
+            self._holder.abort()
             self.join(_SWEEPING_LOOK_S)
 
     def _run(self) -> None:

@@ -81,7 +81,7 @@ class StoreProcess:
         self._running: Any = None
         self._ended_at: float | None = None
 
-    def keep(self, *, wanted: bool) -> None:
+    def ensure(self, *, wanted: bool) -> None:
         """To be called now and then, by a thread that lasts."""
         if self._running is not None and not self._running.is_running:
             self._running = None

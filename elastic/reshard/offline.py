@@ -227,7 +227,7 @@ ReshardProgress = Callable[[str, int], AbstractContextManager[AdvanceBytes]]
 class ReshardTarget(Protocol):
     """A checkpoint that is to be.
 
-    - What ``written`` yields is what a reader would get, out of what was written.
+    - What ``write`` yields is what a reader would get, out of what was written.
     - The checkpoint is there when its block has ended well, and at no time before; otherwise nothing of it is.
     """
 
@@ -235,7 +235,7 @@ class ReshardTarget(Protocol):
     def name(self) -> str: ...
     @property
     def step(self) -> int | None: ...
-    def written(
+    def write(
         self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes
     ) -> AbstractContextManager[ReshardSource]: ...
 
@@ -260,14 +260,14 @@ def reshard_checkpoint(
     total = sum(form.size_bytes for form in source.tensors.values())
     with stage(f"reading {source.name}", total) as advance:
         before = source_checksum(source, advance)
-    with stage(f"writing {target.name}", 2 * total) as advance, target.written(source, cut, advance) as written:
+    with stage(f"writing {target.name}", 2 * total) as advance, target.write(source, cut, advance) as written:
         _compare(before, written, advance)
     tensors = sum(entry.dtype != OBJECT_DTYPE for entry in before.entries.values())
-    return ReshardResult(len(cut.parts), tensors, len(before.entries) - tensors, total, before.of_tensors.value)
+    return ReshardResult(len(cut.parts), tensors, len(before.entries) - tensors, total, before.tensors_only.value)
 
 
 def _compare(before: WholeChecksum, written: ReshardSource, advance: AdvanceBytes) -> None:
     try:
-        source_checksum(written, advance).must_equal(before)
+        source_checksum(written, advance).assert_equal(before)
     except TieredCheckpointError as error:
         raise SaveFailedError(f"{written.name} did not become what was read, so it was not kept: {error}") from error

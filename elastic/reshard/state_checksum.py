@@ -63,7 +63,7 @@ class ChecksumPart(msgspec.Struct, frozen=True):
     sum: int
     count: int
     """Elements held here."""
-    copy: int = 0
+    replica: int = 0
     """Which copy of the whole this is a part of, by the lowest rank with a part of it. Copies are compared."""
 
     @property
@@ -71,7 +71,7 @@ class ChecksumPart(msgspec.Struct, frozen=True):
         return self.dtype, self.shape
 
     @property
-    def whole(self) -> int:
+    def element_count(self) -> int:
         """Elements of one copy."""
         return math.prod(self.shape)
 
@@ -88,7 +88,7 @@ class WholeChecksum(msgspec.Struct, frozen=True):
     """Of a whole state. msgpack encodes it, to be kept beside what it vouches for."""
 
     entries: dict[str, ChecksumEntry]
-    diverged: tuple[str, ...] = ()
+    diverged_names: tuple[str, ...] = ()
     """Names of which not all ranks' copies are the same; ``entries`` has the first copy's."""
 
     @property
@@ -97,10 +97,10 @@ class WholeChecksum(msgspec.Struct, frozen=True):
         return sum(entry.sum for entry in self.entries.values()) & MASK64
 
     @property
-    def of_tensors(self) -> WholeChecksum:
+    def tensors_only(self) -> WholeChecksum:
         """Without objects, which are other bytes in a file than in memory."""
         return WholeChecksum(
-            {name: entry for name, entry in self.entries.items() if entry.dtype != OBJECT_DTYPE}, self.diverged
+            {name: entry for name, entry in self.entries.items() if entry.dtype != OBJECT_DTYPE}, self.diverged_names
         )
 
     def __str__(self) -> str:
@@ -119,10 +119,10 @@ class WholeChecksum(msgspec.Struct, frozen=True):
                 found[name] = f"0x{here.sum:016x} and 0x{there.sum:016x}"
         return found
 
-    def must_equal(self, other: WholeChecksum) -> None:
+    def assert_equal(self, other: WholeChecksum) -> None:
         """:class:`CheckpointDamagedError` that names what differs, or whose copies do."""
         different = self.differences(other)
-        different |= dict.fromkeys((*self.diverged, *other.diverged), "not the same on all ranks")
+        different |= dict.fromkeys((*self.diverged_names, *other.diverged_names), "not the same on all ranks")
         if different:
             raise CheckpointDamagedError(f"{len(different)} names differ: {_some(different)}")
 
@@ -132,7 +132,7 @@ class RankChecksum(msgspec.Struct, frozen=True):
 
     parts: dict[str, ChecksumPart]
 
-    def combined(self, group: dist.ProcessGroup | None = None) -> WholeChecksum:
+    def all_reduced(self, group: dist.ProcessGroup | None = None) -> WholeChecksum:
         """The whole state's, on every rank of ``group``: three all-reduces, of two, one and four numbers per name.
 
         Only where the ranks do not all have the same names (pipeline stages, objects of one rank) are the shares
@@ -148,7 +148,7 @@ class RankChecksum(msgspec.Struct, frozen=True):
             shares: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(shares, self, group)
             return combine_checksums(shares)
-        firsts = _reduced([self.parts[name].copy for name in names], dist.ReduceOp.MIN, group)
+        firsts = _reduced([self.parts[name].replica for name in names], dist.ReduceOp.MIN, group)
         rows = [_row(self.parts[name], first) for name, first in zip(names, firsts, strict=True)]
         sums = _reduced([number for row in rows for number in row], dist.ReduceOp.SUM, group)
         return _checked({name: (self.parts[name], _Total(*sums[4 * i : 4 * i + 4])) for i, name in enumerate(names)})
@@ -199,7 +199,7 @@ def combine_checksums(shares: Iterable[RankChecksum]) -> WholeChecksum:
         kinds = {part.kind for part in parts}
         if len(kinds) > 1:
             raise MismatchError(f"{name} is not the same kind of tensor on all ranks: {sorted(kinds)}")
-        first = min(part.copy for part in parts)
+        first = min(part.replica for part in parts)
         totals[name] = parts[0], _total(_row(part, first) for part in parts)
     return _checked(totals)
 
@@ -215,7 +215,7 @@ class _Total(msgspec.Struct, frozen=True):
 
 def _row(part: ChecksumPart, first: int) -> list[int]:
     amounts = [_signed(part.sum), part.count]
-    return [*(amounts if part.copy == first else [0, 0]), *amounts]
+    return [*(amounts if part.replica == first else [0, 0]), *amounts]
 
 
 def _total(rows: Iterator[list[int]]) -> _Total:
@@ -227,9 +227,9 @@ def _checked(totals: Mapping[str, tuple[ChecksumPart, _Total]]) -> WholeChecksum
     entries, diverged, torn = {}, [], {}
     for name in sorted(totals):
         part, total = totals[name]
-        copies, rest = divmod(total.count, part.whole) if part.whole else (1, 0)
-        if rest or total.first_count != part.whole:
-            torn[name] = f"{total.first_count} of {part.whole} elements, {total.count} in all copies"
+        copies, rest = divmod(total.count, part.element_count) if part.element_count else (1, 0)
+        if rest or total.first_count != part.element_count:
+            torn[name] = f"{total.first_count} of {part.element_count} elements, {total.count} in all copies"
         elif (copies * total.first_sum - total.sum) & MASK64:
             diverged.append(name)
         entries[name] = ChecksumEntry(part.dtype, part.shape, total.first_sum & MASK64)
@@ -450,7 +450,7 @@ class LocalBoxes(NamedTuple):
     local: torch.Tensor
     boxes: tuple[tuple[Box, Box], ...]
     """(in the local tensor, in the whole one)"""
-    copy: int
+    replica: int
     """Which of the copies of the whole this is a part of: the lowest rank that holds some of the same one."""
 
 

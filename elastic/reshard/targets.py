@@ -93,7 +93,7 @@ class DurableTarget:
         self._group = VersionId(epoch, step, 0, f"reshard-{secrets.token_hex(6)}")
 
     @contextmanager
-    def written(self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> Iterator[ReshardSource]:
+    def write(self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> Iterator[ReshardSource]:
         """What was written, to be looked at before it counts: the manifest is written when the block ends well."""
         try:
             files = [self._shard(part, source, cut, advance) for part in range(len(cut.parts))]
@@ -199,7 +199,7 @@ def _table(source: ReshardSource) -> StateTable:
 
 
 class FolderTarget:
-    """Appears under its name when the block of :meth:`written` ends well, and nothing stays when it does not."""
+    """Appears under its name when the block of :meth:`write` ends well, and nothing stays when it does not."""
 
     def __init__(self, path: Path, step: int | None, *, force: bool) -> None:
         self.name = str(path)
@@ -208,7 +208,7 @@ class FolderTarget:
         self._force = force
 
     @contextmanager
-    def written(self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> Iterator[ReshardSource]:
+    def write(self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> Iterator[ReshardSource]:
         """What was written, to be looked at before it counts."""
         with atomic_folder(self._path, force=self._force) as folder:
             with without_torch_warnings():

@@ -64,17 +64,17 @@ class DataStep:
     def __init__(self, loader: ElasticDataLoader, portion: StepPortion) -> None:
         self._loader = loader
         self._portion = portion
-        self._course = loader.course
+        self._course = loader.schedule
         self.unread = len(portion.slices)
 
     @property
     def number(self) -> int:
-        return self._portion.place.step
+        return self._portion.position.step
 
     @property
     def epoch(self) -> int:
         """Of the data, at the step's first sample."""
-        return self._course.epoch(self._portion.place.cursor)
+        return self._course.epoch_at(self._portion.position.cursor)
 
     @property
     def samples(self) -> int:
@@ -82,9 +82,9 @@ class DataStep:
         return self._portion.batch.size
 
     @property
-    def after(self) -> DataPosition:
+    def next_position(self) -> DataPosition:
         """Where the job stands when this step is committed."""
-        return DataPosition(self.number + 1, self._portion.batch.after)
+        return DataPosition(self.number + 1, self._portion.batch.end_cursor)
 
     def indices(self) -> I64:
         """Which samples this rank has of the step, for a :class:`~elastic.samples.sample_audit.SampleAudit`."""
@@ -109,14 +109,14 @@ class DataStep:
     def commit(self) -> DataPosition:
         """The model has learnt from this step: it is not handed out again."""
         self._loader._commit(self)
-        return self.after
+        return self.next_position
 
 
 class ElasticDataLoader:
     """Hands out each sample once per data epoch over all ranks, in an order that no world, fault or worker changes.
 
-    All ranks make one with the same ``dataset``, ``seed``, ``shuffle`` and ``tail``, each with its own ``shares``.
-    Only shares change when the world does: see :meth:`reshape`. One thread uses a loader.
+    All ranks make one with the same ``dataset``, ``seed``, ``shuffle`` and ``epoch_end``, each with its own ``shares``.
+    Only shares change when the world does: see :meth:`set_share`. One thread uses a loader.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class ElasticDataLoader:
         *,
         seed: int,
         shuffle: str = "full",
-        tail: str = "wrap",
+        epoch_end: str = "wrap",
         epochs: int | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         seed_samples: bool = True,
-        allow: Collection[str] = (),
+        allow_changes: Collection[str] = (),
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -138,17 +138,19 @@ class ElasticDataLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
-        """``shuffle`` is as in :class:`~elastic.samples.sample_schedule.SampleOrder`, ``tail`` as in
+        """``shuffle`` is as in :class:`~elastic.samples.sample_schedule.SampleOrder`, ``epoch_end`` as in
         :mod:`elastic.samples.sample_schedule`.
 
         ``epochs`` of the data, over all restarts; without, the loader does not end. ``seed_samples`` sets the random
-        generators for each sample, which takes 8 us. ``allow`` names what may differ from the checkpoint (``samples``,
-        ``seed``, ``shuffle``, ``tail``). The rest is as in torch.
+        generators for each sample, which takes 8 us. ``allow_changes`` names what may differ from the checkpoint
+        (``samples``, ``seed``, ``shuffle``, ``epoch_end``). The rest is as in torch.
         """
-        self.course = SampleSchedule(SampleOrder(dataset_size(dataset), seed, shuffle), shares.global_batch, tail)
+        self.schedule = SampleSchedule(
+            SampleOrder(dataset_size(dataset), seed, shuffle), shares.global_batch, epoch_end
+        )
         self._place = START_POSITION
-        self._feed = ReadTaskIterator(self.course, shares, START_POSITION, epochs)
-        self._allow = tuple(allow)
+        self._feed = ReadTaskIterator(self.schedule, shares, START_POSITION, epochs)
+        self._allow_changes = tuple(allow_changes)
         self._generation = torch.full((1,), self._feed.generation)
         if num_workers and not _is_shared(self._generation):
             num_workers, prefetch_factor, timeout_s, multiprocessing_context = 0, None, 0, None
@@ -168,19 +170,19 @@ class ElasticDataLoader:
         self._closed = False
 
     @property
-    def place(self) -> DataPosition:
+    def position(self) -> DataPosition:
         """After the last committed step."""
         return self._place
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: a few integers, the same on every rank."""
-        return self.course.state(self._place)
+        return self.schedule.to_state(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where this was saved, in whatever world; what was read ahead is dropped."""
-        self._begin(self._feed.shares, self.course.place(state, self._allow))
+        self._begin(self._feed.shares, self.schedule.position_from_state(state, self._allow_changes))
 
-    def reshape(self, shares: ShareSource, at: DataPosition | None = None) -> None:
+    def set_share(self, shares: ShareSource, at: DataPosition | None = None) -> None:
         """Another share of every step from here on (or from ``at``), as after a resize or a rollback.
 
         Workers stay; what they read ahead for the old share is dropped, and an open step with it.
@@ -203,7 +205,7 @@ class ElasticDataLoader:
                 f"step {self._open.number} was not committed: call commit() on it when the optimizer's step is done, or"
                 " iter() on the loader to have it again"
             )
-        if self._feed.ended(self._place):
+        if self._feed.is_end(self._place):
             self._lines.close()
             raise StopIteration
         step = DataStep(self, self._feed.portion(self._place))
@@ -227,13 +229,13 @@ class ElasticDataLoader:
         self.close()
 
     def _begin(self, shares: ShareSource, place: DataPosition) -> None:
-        course = SampleSchedule(self.course.order, shares.global_batch, self.course.tail)
+        course = SampleSchedule(self.schedule.order, shares.global_batch, self.schedule.epoch_end)
         if place.step < 0 or place.cursor < 0:
             raise PolicyError(f"{place} is nowhere in the data")
-        if self._feed.over:  # torch's loader sends less ahead once there was nothing to send
+        if self._feed.is_exhausted:  # torch's loader sends less ahead once there was nothing to send
             self._lines.close()
-        self._feed.begin(course, shares, place)
-        self.course, self._place, self._open = course, place, None
+        self._feed.restart(course, shares, place)
+        self.schedule, self._place, self._open = course, place, None
         self._generation.fill_(self._feed.generation)
 
     def _check_open(self, step: DataStep) -> None:
@@ -249,9 +251,9 @@ class ElasticDataLoader:
 
     def _receive(self, step: DataStep) -> tuple[ReadTask, FetchedBatch]:
         try:
-            task, fetched = self._lines.next()
+            task, fetched = self._lines.read_next()
             while task.generation != self._feed.generation:
-                task, fetched = self._lines.next()
+                task, fetched = self._lines.read_next()
             if fetched.error is not None:
                 fetched.error.reraise()
         except BaseException:
@@ -269,7 +271,7 @@ class ElasticDataLoader:
                 f"{step.unread} of {len(step)} microbatches of step {step.number} were not read: committed now, their"
                 " samples would be lost"
             )
-        self._place, self._open = step.after, None
+        self._place, self._open = step.next_position, None
 
 
 def _is_shared(generation: torch.Tensor) -> bool:
@@ -285,7 +287,7 @@ def _is_shared(generation: torch.Tensor) -> bool:
 class StepPortion(NamedTuple):
     """This rank's part of one step."""
 
-    place: DataPosition
+    position: DataPosition
     batch: BatchRange
     slices: tuple[MicrobatchSlice, ...]
 
@@ -296,23 +298,23 @@ class ReadTaskIterator:
     def __init__(self, course: SampleSchedule, shares: ShareSource, place: DataPosition, epochs: int | None) -> None:
         self.generation = 0
         self._epochs = epochs
-        self.begin(course, shares, place)
+        self.restart(course, shares, place)
 
-    def begin(self, course: SampleSchedule, shares: ShareSource, place: DataPosition) -> None:
+    def restart(self, course: SampleSchedule, shares: ShareSource, place: DataPosition) -> None:
         """Anew; what was handed out before is of an old generation."""
         whole = validated_slices(shares, course.global_batch)  # before anything is changed: the plan may be impossible
         self.generation += 1
-        self.course, self.shares = course, shares
+        self.schedule, self.shares = course, shares
         self._cut = {course.global_batch: whole}
         self._place = place
         self._waiting: deque[ReadTask] = deque()
-        self.over = self.ended(place)
+        self.is_exhausted = self.is_end(place)
 
-    def ended(self, place: DataPosition) -> bool:
+    def is_end(self, place: DataPosition) -> bool:
         """Whether no step begins here."""
-        return self._epochs is not None and self.course.epoch(place.cursor) >= self._epochs
+        return self._epochs is not None and self.schedule.epoch_at(place.cursor) >= self._epochs
 
-    def cut(self, samples: int) -> tuple[MicrobatchSlice, ...]:
+    def slices_of(self, samples: int) -> tuple[MicrobatchSlice, ...]:
         """This rank's part of a batch of so many."""
         if samples not in self._cut:
             self._cut[samples] = validated_slices(self.shares, samples)
@@ -320,15 +322,15 @@ class ReadTaskIterator:
 
     def portion(self, place: DataPosition) -> StepPortion:
         """This rank's part of the step that begins here."""
-        batch = self.course.batch(place.cursor)
-        return StepPortion(place, batch, self.cut(batch.size))
+        batch = self.schedule.batch_at(place.cursor)
+        return StepPortion(place, batch, self.slices_of(batch.size))
 
     def __iter__(self) -> Iterator[ReadTask]:
         return self
 
     def __next__(self) -> ReadTask:
         if not self._waiting:
-            if self.over:
+            if self.is_exhausted:
                 raise StopIteration
             self._next_step()
         return self._waiting.popleft()
@@ -336,13 +338,13 @@ class ReadTaskIterator:
     def _next_step(self) -> None:
         portion = self.portion(self._place)
         step, batch = self._place.step, portion.batch
-        for piece, indices in zip(portion.slices, portion_indices(self.course, portion), strict=True):
+        for piece, indices in zip(portion.slices, portion_indices(self.schedule, portion), strict=True):
             position = batch.first + piece.first
             self._waiting.append(ReadTask(self.generation, step, piece.first, position, tuple(indices.tolist())))
         if not portion.slices:
             self._waiting.append(ReadTask(self.generation, step, 0, batch.first, ()))
-        self._place = DataPosition(step + 1, batch.after)
-        self.over = self.ended(self._place)
+        self._place = DataPosition(step + 1, batch.end_cursor)
+        self.is_exhausted = self.is_end(self._place)
 
 
 def portion_indices(course: SampleSchedule, portion: StepPortion) -> list[I64]:
@@ -361,7 +363,7 @@ _DIED = ("exited unexpectedly", "killed by signal")
 
 
 class PrefetchingReader:
-    """Processes that read what ``tasks`` has, or this one where there are to be none; started at the first ``next``."""
+    """Processes, or with no workers this one, that read what ``tasks`` has; the first ``read_next`` starts them."""
 
     def __init__(self, source: WorkerDataset, tasks: Iterator[ReadTask], **options: Any) -> None:
         self._tasks = tasks
@@ -376,7 +378,7 @@ class PrefetchingReader:
         )
         self._running: Any = None
 
-    def next(self) -> tuple[ReadTask, FetchedBatch]:
+    def read_next(self) -> tuple[ReadTask, FetchedBatch]:
         """The oldest task that has not come back, and what became of it. Whatever is raised has ended the lines."""
         try:
             if self._running is None:

@@ -28,7 +28,7 @@ class SampleSum(NamedTuple):
     samples: int = 0
     hashes: int = 0
 
-    def plus(self, other: SampleSum) -> SampleSum:
+    def combined(self, other: SampleSum) -> SampleSum:
         return SampleSum(self.samples + other.samples, (self.hashes + other.hashes) & _MASK)
 
 
@@ -76,7 +76,9 @@ class SampleAudit:
         found: dict[int, SampleSum] = dict(self._folded)
         for sums in self._steps.values():
             _add(found, sums)
-        wanted = {epoch: _expected(course, epoch, first, count) for epoch, first, count in course.taken(cursor)}
+        wanted = {
+            epoch: _expected(course, epoch, first, count) for epoch, first, count in course.consumed_by_epoch(cursor)
+        }
         problems = []
         for epoch in sorted(found.keys() | wanted.keys()):
             had, due = found.get(epoch, SampleSum()), wanted.get(epoch, SampleSum())
@@ -98,7 +100,7 @@ class SampleAudit:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> SampleAudit:
+    def from_state(cls, state: Mapping[str, Any]) -> SampleAudit:
         made = cls()
         made._steps = {step: _sums(rows) for step, *rows in state["steps"]}
         made._folded = _sums(state["folded"])
@@ -108,7 +110,7 @@ class SampleAudit:
 
 def _add(into: dict[int, SampleSum], sums: Mapping[int, SampleSum]) -> None:
     for epoch, one in sums.items():
-        into[epoch] = into.get(epoch, SampleSum()).plus(one)
+        into[epoch] = into.get(epoch, SampleSum()).combined(one)
 
 
 def _rows(sums: Mapping[int, SampleSum]) -> list[list[int]]:
@@ -126,7 +128,7 @@ def _expected(course: SampleSchedule, epoch: int, first: int, count: int) -> Sam
         size = min(_CHUNK, first + count - start)
         whole = count == samples
         indices = np.arange(start, start + size) if whole else course.order.indices(epoch * samples + start, size)
-        total = total.plus(sample_sum(indices))
+        total = total.combined(sample_sum(indices))
     return total
 
 
@@ -170,7 +172,7 @@ def verify_sample_logs(journals: Collection[Path], course: SampleSchedule, steps
             used[sample].append(step)
     wanted: Counter[tuple[int, int]] = Counter()
     samples = course.order.samples
-    for epoch, first, count in course.taken(cursor):
+    for epoch, first, count in course.consumed_by_epoch(cursor):
         wanted.update((epoch, index) for index in course.order.indices(epoch * samples + first, count).tolist())
     problems = [
         f"sample {index} of epoch {epoch} was never used" for epoch, index in sorted(wanted.keys() - used.keys())

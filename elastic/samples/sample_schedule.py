@@ -78,7 +78,7 @@ class Permutation:
         """What is at these positions. Each ``tweak`` makes another permutation of the same size."""
         return self._walk(positions, tweak, inverse=False)
 
-    def position_of(self, elements: I64, tweak: U64 | None = None) -> I64:
+    def inverse(self, elements: I64, tweak: U64 | None = None) -> I64:
         """Where these are."""
         return self._walk(elements, tweak, inverse=True)
 
@@ -204,7 +204,7 @@ class _Shuffles:
             blocks = -(-order.samples // self._block)
             self._blocks = Permutation(blocks, hash_key("blocks", key))
             last = np.array([blocks - 1], np.int64)
-            self._short_at = int(self._blocks.position_of(last)[0]) * self._block if self._short else order.samples
+            self._short_at = int(self._blocks.inverse(last)[0]) * self._block if self._short else order.samples
 
     def indices(self, positions: I64) -> I64:
         stream = self._within_windows(positions)
@@ -237,7 +237,7 @@ CURSOR_VERSION = 1
 """Of the order and of the state; a cursor of another version means other samples."""
 EPOCH_ENDS = ("wrap", "drop", "short")
 _ORDERING = ("samples", "seed", "shuffle")
-ALLOWED_CHANGES = (*_ORDERING, "tail")
+ALLOWED_CHANGES = (*_ORDERING, "epoch_end")
 """What a job may change on purpose between saving a cursor and using it."""
 
 
@@ -258,7 +258,7 @@ class BatchRange(NamedTuple):
 
     first: int
     size: int
-    after: int
+    end_cursor: int
     """The cursor when this batch is done."""
 
 
@@ -268,60 +268,60 @@ class SampleSchedule:
 
     order: SampleOrder
     global_batch: int
-    tail: str = "wrap"
+    epoch_end: str = "wrap"
 
     def __post_init__(self) -> None:
-        if self.tail not in EPOCH_ENDS:
-            raise PolicyError(f"tail={self.tail!r}: known are {', '.join(EPOCH_ENDS)}")
+        if self.epoch_end not in EPOCH_ENDS:
+            raise PolicyError(f"epoch_end={self.epoch_end!r}: known are {', '.join(EPOCH_ENDS)}")
         if self.global_batch < 1:
             raise PolicyError(f"global_batch={self.global_batch}: a step takes at least 1 sample")
-        if self.tail == "drop" and self.global_batch > self.order.samples:
+        if self.epoch_end == "drop" and self.global_batch > self.order.samples:
             raise PolicyError(
-                f"tail='drop' with {self.order.samples} samples and global batches of {self.global_batch} leaves every"
-                " sample out: use tail='wrap', or smaller batches"
+                f"epoch_end='drop' with {self.order.samples} samples and global batches of {self.global_batch} leaves"
+                " every sample out: use epoch_end='wrap', or smaller batches"
             )
 
-    def batch(self, cursor: int) -> BatchRange:
+    def batch_at(self, cursor: int) -> BatchRange:
         """What the step takes that begins here."""
         first = self._settled(cursor)
         size = self.global_batch
-        if self.tail == "short":
+        if self.epoch_end == "short":
             size = min(size, self.order.samples - first % self.order.samples)
         return BatchRange(first, size, self._settled(first + size))
 
-    def epoch(self, cursor: int) -> int:
+    def epoch_at(self, cursor: int) -> int:
         """Of the next sample."""
         return self._settled(cursor) // self.order.samples
 
-    def at(self, step: int) -> DataPosition:
+    def position_after_steps(self, step: int) -> DataPosition:
         """Where a job stands that has had this course from its beginning."""
-        epochs, steps = divmod(step, self.steps_per_epoch) if self.tail != "wrap" else (0, step)
+        epochs, steps = divmod(step, self.steps_per_epoch) if self.epoch_end != "wrap" else (0, step)
         return DataPosition(step, self._settled(epochs * self.order.samples + steps * self.global_batch))
 
     @property
     def steps_per_epoch(self) -> int:
         """Beginning with the first sample of one."""
         whole, rest = divmod(self.order.samples, self.global_batch)
-        return whole + (rest > 0 and self.tail != "drop")
+        return whole + (rest > 0 and self.epoch_end != "drop")
 
-    def until(self, cursor: int, epoch: int) -> tuple[int, int]:
+    def remaining_in_epoch(self, cursor: int, epoch: int) -> tuple[int, int]:
         """What is left until this epoch, the next one, begins: steps of a whole batch, and samples of a short one."""
         left = epoch * self.order.samples - self._settled(cursor)
         if left <= 0:
             return 0, 0
         whole, rest = divmod(left, self.global_batch)
-        if self.tail == "wrap":
+        if self.epoch_end == "wrap":
             return whole + (rest > 0), 0
-        return whole, rest if self.tail == "short" else 0
+        return whole, rest if self.epoch_end == "short" else 0
 
-    def taken(self, cursor: int) -> Iterator[tuple[int, int, int]]:
+    def consumed_by_epoch(self, cursor: int) -> Iterator[tuple[int, int, int]]:
         """What a job has had that came this far on this course, by epoch: (epoch, first in it, how many)."""
         samples = self.order.samples
-        used = samples - samples % self.global_batch if self.tail == "drop" else samples
+        used = samples - samples % self.global_batch if self.epoch_end == "drop" else samples
         for epoch, offset, count in self.order.runs(0, cursor):
             yield epoch, offset, min(count, used)
 
-    def state(self, place: DataPosition) -> dict[str, Any]:
+    def to_state(self, place: DataPosition) -> dict[str, Any]:
         """What a checkpoint has to have of this."""
         order = self.order
         return {
@@ -330,23 +330,23 @@ class SampleSchedule:
             "samples": order.samples,
             "seed": order.seed,
             "shuffle": order.shuffle,
-            "tail": self.tail,
+            "epoch_end": self.epoch_end,
         }
 
-    def place(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> DataPosition:
+    def position_from_state(self, state: Mapping[str, Any], allow_changes: Collection[str] = ()) -> DataPosition:
         """Where to go on, by what a checkpoint has.
 
         After an allowed change of what the order is made of, a job goes on with the first whole epoch of the new order:
         it does not repeat a sample within an epoch, and leaves out the rest of the one it was in.
         """
         _check_state(state)
-        mine = self.state(START_POSITION)
+        mine = self.to_state(START_POSITION)
         changed = [name for name in ALLOWED_CHANGES if state[name] != mine[name]]
-        if wrong := [name for name in changed if name not in allow]:
+        if wrong := [name for name in changed if name not in allow_changes]:
             what = "; ".join(f"{name} was {state[name]!r} and is {mine[name]!r}" for name in wrong)
             raise CursorError(
                 f"the cursor was saved for other samples: {what}. Use what it was saved with,"
-                f" or allow the change on purpose: allow={tuple(wrong)!r}"
+                f" or allow the change on purpose: allow_changes={tuple(wrong)!r}"
             )
         cursor = state["cursor"]
         if any(name in changed for name in _ORDERING):
@@ -356,7 +356,7 @@ class SampleSchedule:
     def _settled(self, cursor: int) -> int:
         """Past what is left out at an epoch's end."""
         left = self.order.samples - cursor % self.order.samples
-        return cursor + left if self.tail == "drop" and left < self.global_batch else cursor
+        return cursor + left if self.epoch_end == "drop" and left < self.global_batch else cursor
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
@@ -369,7 +369,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
         value = state.get(name)
         if type(value) is not int or (value < 0 and name != "seed"):
             raise CursorError(f"not a saved cursor: {name} is {value!r}")
-    if state["samples"] == 0 or not all(isinstance(state.get(name), str) for name in ("shuffle", "tail")):
+    if state["samples"] == 0 or not all(isinstance(state.get(name), str) for name in ("shuffle", "epoch_end")):
         raise CursorError(f"not a saved cursor: {dict(state)!r}")
 
 
@@ -396,7 +396,7 @@ class ShareSource(Protocol):
     def slices(self, samples: int) -> Sequence[tuple[int, int]]:
         """This rank's microbatches of a batch of so many samples, each as (first, size); there may be none.
 
-        ``samples`` is the global batch, or less at the end of an epoch with ``tail="short"``.
+        ``samples`` is the global batch, or less at the end of an epoch with ``epoch_end="short"``.
         """
 
 
@@ -408,7 +408,7 @@ class RankShare:
     rank: int
 
     def __post_init__(self) -> None:
-        self.plan.of(self.rank)  # so that a rank that is not in the plan says so here
+        self.plan.for_rank(self.rank)  # so that a rank that is not in the plan says so here
 
     @property
     def global_batch(self) -> int:
@@ -417,7 +417,7 @@ class RankShare:
     def slices(self, samples: int) -> list[MicrobatchSlice]:
         # Of a batch that is cut short at an epoch's end there may be too little for all ranks, however it was planned.
         plan = self.plan if samples == self.plan.global_batch else self._of(samples)
-        return [MicrobatchSlice(piece.first, piece.samples) for piece in plan.of(self.rank).microbatches]
+        return [MicrobatchSlice(piece.first, piece.samples) for piece in plan.for_rank(self.rank).microbatches]
 
     def _of(self, samples: int) -> BatchPlan:
         return replace(self.plan, global_batch=samples, allow_idle=True)

@@ -49,22 +49,22 @@ class ElasticSampler(Sampler[int]):
         *,
         seed: int,
         shuffle: str = "full",
-        tail: str = "wrap",
-        allow: Collection[str] = (),
+        epoch_end: str = "wrap",
+        allow_changes: Collection[str] = (),
     ) -> None:
         """``dataset`` may be a number of samples; the rest is as in an ``ElasticDataLoader``."""
         samples = dataset if isinstance(dataset, int) else dataset_size(dataset)
-        self.course = SampleSchedule(SampleOrder(samples, seed, shuffle), shares.global_batch, tail)
+        self.schedule = SampleSchedule(SampleOrder(samples, seed, shuffle), shares.global_batch, epoch_end)
         self.shares = shares
         validated_slices(shares, shares.global_batch)
-        self.allow = tuple(allow)
+        self.allow_changes = tuple(allow_changes)
         self._place = START_POSITION
         self._handed = START_POSITION
         """Where the newest iteration is; ahead of what is committed."""
         self._exhausted = False
 
     @property
-    def place(self) -> DataPosition:
+    def position(self) -> DataPosition:
         """After the last committed step."""
         return self._place
 
@@ -75,23 +75,23 @@ class ElasticSampler(Sampler[int]):
                 f"step {self._place.step + steps - 1} cannot be committed: {self._handed.step} were handed out so far"
             )
         for _ in range(steps):
-            self._place = DataPosition(self._place.step + 1, self.course.batch(self._place.cursor).after)
+            self._place = DataPosition(self._place.step + 1, self.schedule.batch_at(self._place.cursor).end_cursor)
         self._exhausted = False
         return self._place
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: a few integers, the same on every rank."""
-        return self.course.state(self._place)
+        return self.schedule.to_state(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration begins where this was saved."""
-        self.reshape(self.shares, self.course.place(state, self.allow))
+        self.set_share(self.shares, self.schedule.position_from_state(state, self.allow_changes))
 
-    def reshape(self, shares: ShareSource, at: DataPosition | None = None) -> None:
+    def set_share(self, shares: ShareSource, at: DataPosition | None = None) -> None:
         """The next iteration has this share of every step, and begins at the committed place, or at ``at``."""
-        course = SampleSchedule(self.course.order, shares.global_batch, self.course.tail)
+        course = SampleSchedule(self.schedule.order, shares.global_batch, self.schedule.epoch_end)
         validated_slices(shares, shares.global_batch)
-        self.course, self.shares = course, shares
+        self.schedule, self.shares = course, shares
         self._place = self._handed = self._place if at is None else at
         self._exhausted = False
 
@@ -109,10 +109,10 @@ class ElasticSampler(Sampler[int]):
 
     def portions(self, place: DataPosition, until: int) -> Iterator[StepPortion]:
         """This rank's part of each step, until this data epoch begins."""
-        while self.course.epoch(place.cursor) < until:
-            batch = self.course.batch(place.cursor)
+        while self.schedule.epoch_at(place.cursor) < until:
+            batch = self.schedule.batch_at(place.cursor)
             yield StepPortion(place, batch, validated_slices(self.shares, batch.size))
-            place = DataPosition(place.step + 1, batch.after)
+            place = DataPosition(place.step + 1, batch.end_cursor)
 
     def _begin(self) -> DataPosition:
         if self._exhausted:
@@ -123,19 +123,20 @@ class ElasticSampler(Sampler[int]):
         self._handed = self._place
         return self._place
 
-    def hand(self, portion: StepPortion) -> list[list[int]]:
+    def hand_out(self, portion: StepPortion) -> list[list[int]]:
         if not portion.slices:
             raise PolicyError(
-                f"this rank has no samples at step {portion.place.step}, and a loader of torch's cannot hand out none:"
+                f"this rank has no samples at step {portion.position.step}, and a loader of torch's cannot hand out "
+                f"none:"
                 " use fewer ranks or smaller microbatches, or an ElasticDataLoader"
             )
-        self._handed = DataPosition(portion.place.step + 1, portion.batch.after)
-        return [indices.tolist() for indices in portion_indices(self.course, portion)]
+        self._handed = DataPosition(portion.position.step + 1, portion.batch.end_cursor)
+        return [indices.tolist() for indices in portion_indices(self.schedule, portion)]
 
     def _left(self, measure: Callable[[int], int]) -> list[int]:
         cursor = self._place.cursor
-        whole, short = self.course.until(cursor, self.course.epoch(cursor) + 1)
-        return [whole * measure(self.course.global_batch), measure(short) if short else 0]
+        whole, short = self.schedule.remaining_in_epoch(cursor, self.schedule.epoch_at(cursor) + 1)
+        return [whole * measure(self.schedule.global_batch), measure(short) if short else 0]
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -147,8 +148,8 @@ class MicrobatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         sampler = self._sampler
         place = sampler._begin()
-        for portion in sampler.portions(place, sampler.course.epoch(place.cursor) + 1):
-            yield from sampler.hand(portion)
+        for portion in sampler.portions(place, sampler.schedule.epoch_at(place.cursor) + 1):
+            yield from sampler.hand_out(portion)
         sampler._exhausted = sampler._place == place
 
     def __len__(self) -> int:
@@ -160,7 +161,7 @@ class StatefulMicrobatchSampler(Sampler[list[int]]):
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.sampler = sampler
-        self.next_place = sampler.place
+        self.next_place = sampler.position
         """Where an iteration begins that is not told otherwise: behind the one before."""
 
     def __iter__(self) -> StatefulMicrobatchIterator:
@@ -174,7 +175,7 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
         self._batches = batches
         self._sampler = batches.sampler
         self._place = batches.next_place
-        self._until = self._sampler.course.epoch(self._place.cursor) + 1
+        self._until = self._sampler.schedule.epoch_at(self._place.cursor) + 1
         self._portions = self._sampler.portions(self._place, self._until)
         self._portion: StepPortion | None = None
         """The step whose microbatches are handed out, where some are left of it."""
@@ -187,7 +188,7 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
             raise StopIteration
         found = self._waiting.pop(0)
         if not self._waiting:
-            self._place = DataPosition(portion.place.step + 1, portion.batch.after)
+            self._place = DataPosition(portion.position.step + 1, portion.batch.end_cursor)
             self._portion = None
         return found
 
@@ -195,13 +196,13 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
         slices = self._portion.slices if self._portion is not None else ()
         read = slices[: len(slices) - len(self._waiting)]
         return {
-            **self._sampler.course.state(self._place),
+            **self._sampler.schedule.to_state(self._place),
             "until": self._until,
             "read": [list(piece) for piece in read],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        place = self._sampler.course.place(state, self._sampler.allow)
+        place = self._sampler.schedule.position_from_state(state, self._sampler.allow_changes)
         self._batches.next_place = self._place = place
         self._until = state["until"]
         self._portions = self._sampler.portions(place, self._until)
@@ -217,5 +218,5 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
 
     def _open(self) -> StepPortion | None:
         self._portion = next(self._portions, None)
-        self._waiting = [] if self._portion is None else self._sampler.hand(self._portion)
+        self._waiting = [] if self._portion is None else self._sampler.hand_out(self._portion)
         return self._portion

@@ -67,7 +67,7 @@ class MemoryTierProcess:
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
 
-    def cut_off(self, seconds: float) -> None:
+    def partition(self, seconds: float) -> None:
         """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
         place = self._place
         if place is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
@@ -80,7 +80,7 @@ class MemoryTierProcess:
         except PeerStoreError as error:
             log.warning("the node agent was not cut off: %s", error)
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """The job has succeeded: what the durable tier has of it need not be in memory, and nobody needs the agent."""
         needed = self._place is not None and not self._released()
         self.close()
@@ -102,7 +102,7 @@ class MemoryTierProcess:
             agent_watchdogs.release(place)
 
     @property
-    def stays(self) -> Path | None:
+    def kept_directory(self) -> Path | None:
         """Where an agent that was started here keeps what it has."""
         return None if self._mine is None else self._mine.directory
 

@@ -47,7 +47,7 @@ class StartProcess(NamedTuple):
 
     token: str
     attempt: int
-    seat: int | None
+    local_rank: int | None
 
 
 class EndProcess(NamedTuple):
@@ -77,54 +77,63 @@ SupervisorEffect = StartProcess | EndProcess | PartitionNode | InjectFault
 class RankProcess:
     token: str
     attempt: int
-    seat: int | None
-    placed: int = -1
+    local_rank: int | None
+    formed_epoch: int = -1
     """The newest world that was formed while it was in its seat."""
-    given: int = -1
+    assigned_epoch: int = -1
     """The newest world it was given a place in: that one, once the store is there."""
-    says: RankStatus | None = None
-    heard_at: float | None = None
-    ended: str | None = None
+    status: RankStatus | None = None
+    last_heartbeat: float | None = None
+    exit_description: str | None = None
     """Why it is no more."""
     ended_at: float | None = None
     """When, by the clock on the wall, where that is known."""
     requested: int = 0
-    least: tuple[int, int] | None = None
+    first_step: tuple[int, int] | None = None
     """The newest world it stepped in, and the least number of steps it said there."""
-    went_on: int = -1
+    stepped_epoch: int = -1
     """The newest world in which it completed a step."""
 
     @property
     def is_ready(self) -> bool:
-        says = self.says
-        return self.ended is None and says is not None and says.stand is RankPhase.READY and says.epoch == self.placed
+        says = self.status
+        return (
+            self.exit_description is None
+            and says is not None
+            and says.phase is RankPhase.READY
+            and says.epoch == self.formed_epoch
+        )
 
-    def quiet_s(self, now: float) -> float:
+    def silent_s(self, now: float) -> float:
         """Since when nothing was heard of it, where it was to say something."""
-        return 0.0 if self.heard_at is None or self.ended is not None else max(0.0, now - self.heard_at)
+        return (
+            0.0
+            if self.last_heartbeat is None or self.exit_description is not None
+            else max(0.0, now - self.last_heartbeat)
+        )
 
     def is_mute(self, now: float) -> bool:
-        return self.quiet_s(now) > _MUTE_S
+        return self.silent_s(now) > _MUTE_S
 
-    def said_in(self, epoch: int) -> RankStatus | None:
+    def status_in(self, epoch: int) -> RankStatus | None:
         """What it says, where that is about this world."""
-        return self.says if self.says is not None and self.says.epoch == epoch == self.given else None
+        return self.status if self.status is not None and self.status.epoch == epoch == self.assigned_epoch else None
 
     def note_steps(self, says: RankStatus) -> None:
-        if says.progress is None or says.epoch != self.given:
+        if says.progress is None or says.epoch != self.assigned_epoch:
             return
         step = says.progress.step
-        if self.least is None or self.least[0] != says.epoch or step < self.least[1]:
-            self.least = says.epoch, step
-        elif step > self.least[1]:
-            self.went_on = says.epoch
+        if self.first_step is None or self.first_step[0] != says.epoch or step < self.first_step[1]:
+            self.first_step = says.epoch, step
+        elif step > self.first_step[1]:
+            self.stepped_epoch = says.epoch
 
-    def is_excused(self, *, broken: bool, stopping: bool) -> bool:
+    def may_exit(self, *, broken: bool, stopping: bool) -> bool:
         """Whether it has nothing more to do, so that it may end."""
-        says = self.says
+        says = self.status
         if says is None or broken:
             return False
-        if says.stand is RankPhase.FINISHED and says.epoch == self.given:
+        if says.phase is RankPhase.FINISHED and says.epoch == self.assigned_epoch:
             return True
         return stopping and says.sealed is not None
 
@@ -134,98 +143,98 @@ class NodeState:
     node: str
     nproc: int
     new_token: Callable[[], str]
-    new_life: Callable[[], int]
+    new_generation: Callable[[], int]
     wanted_spares: int = 0
-    life: int = 0
+    generation: int = 0
     effects: list[SupervisorEffect] = field(default_factory=list)
     processes: dict[str, RankProcess] = field(default_factory=dict)
     """Those in seats and the spares; who is to end is not among them any more."""
-    births: int = 0
+    spawn_count: int = 0
     attempts: int = 0
     wasted_spares: int = 0
     refill_by: float | None = None
     """By when the spares that were used are to be replaced."""
-    formed: WorldSpec | None = None
-    broken: str | None = None
+    world: WorldSpec | None = None
+    broken_reason: str | None = None
     leave_world_by: float | None = None
     """When the ranks must have left the broken world."""
-    pausing: PauseOrder | None = None
+    pause: PauseOrder | None = None
     pause_until: float | None = None
-    target: int | None = None
-    wish: SizeRequest | None = None
-    over: ExitReason | None = None
+    pause_target: int | None = None
+    size_request: SizeRequest | None = None
+    exit: ExitReason | None = None
     reason: str = ""
-    goodbye: str = ""
-    leave_by: float | None = None
-    leaving: str = ""
+    leave_reason: str = ""
+    drain_deadline: float | None = None
+    drain_reason: str = ""
     coordinator: str = ""
     leader: tuple[int, str] = (0, "")
     """The latest term in which a coordinator was obeyed, and which one: in a term there is no other."""
-    done: int = 0
-    heard: int = 0
+    last_command: int = 0
+    acknowledged: int = 0
     number: int = 0
     requests: list[tuple[int, RankRequest]] = field(default_factory=list)
     """What ranks asked for, with the number of the message that first said it."""
     requested: int = 0
-    cut_off: bool = False
+    coordinator_unreachable: bool = False
     store: str = ""
-    keep_store: bool = False
+    run_store: bool = False
     injections: tuple[FaultInjection, ...] = ()
     """Faults that are to happen in ranks."""
-    cuts: int = 0
+    partitions: int = 0
     """How often this node was cut off on purpose."""
 
     # -- from the machine ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Processes for every seat, and the spares."""
-        self.life = self.new_life()
+        self.generation = self.new_generation()
         for seat in range(self.nproc):
             self._seat(seat)
         self._refill()
 
-    def ended(self, token: str, reason: str, at: float | None = None) -> None:
+    def process_exited(self, token: str, reason: str, at: float | None = None) -> None:
         """A process is no more, whether or not it was to."""
         process = self.processes.get(token)
-        if process is None or process.ended is not None:
+        if process is None or process.exit_description is not None:
             return
         was_warm = process.is_ready
-        process.ended, process.ended_at = reason, at
-        if process.seat is None:
+        process.exit_description, process.ended_at = reason, at
+        if process.local_rank is None:
             del self.processes[token]
             self.wasted_spares += not was_warm
             self._refill()
 
-    def hung_up(self, token: str, at: float | None = None) -> None:
+    def connection_closed(self, token: str, at: float | None = None) -> None:
         """A rank closed its connection, and its process may still be there."""
         process = self.processes.get(token)
-        if process is None or process.ended is not None or self.over is not None:
+        if process is None or process.exit_description is not None or self.exit is not None:
             return
-        if not self.excuses(process):
+        if not self.may_exit(process):
             self.effects.append(EndProcess(token))
-            self.ended(token, "it closed its connection before it had finished", at)
+            self.process_exited(token, "it closed its connection before it had finished", at)
 
-    def excuses(self, process: RankProcess) -> bool:
-        stopping = self.pausing is not None and self.pausing.stop
-        return process.is_excused(broken=self.broken is not None, stopping=stopping)
+    def may_exit(self, process: RankProcess) -> bool:
+        stopping = self.pause is not None and self.pause.stop
+        return process.may_exit(broken=self.broken_reason is not None, stopping=stopping)
 
-    def asked_back(self, until: float, reason: str) -> None:
+    def drain(self, until: float, reason: str) -> None:
         """This machine goes away; of two deadlines the earlier one holds."""
-        self.leave_by = until if self.leave_by is None else min(until, self.leave_by)
-        self.leaving = self.leaving or reason
+        self.drain_deadline = until if self.drain_deadline is None else min(until, self.drain_deadline)
+        self.drain_reason = self.drain_reason or reason
 
     def was_away(self, seconds: float) -> None:
         """Time that the clock here does not count: this machine goes when it was to all the same."""
-        if self.leave_by is not None:
-            self.leave_by -= seconds
+        if self.drain_deadline is not None:
+            self.drain_deadline -= seconds
 
     # -- from ranks ---------------------------------------------------------------------------------------------------
 
-    def said(self, token: str, says: RankStatus, now: float) -> None:
+    def handle_rank_status(self, token: str, says: RankStatus, now: float) -> None:
         process = self.processes.get(token)
-        if process is None or process.ended is not None:
+        if process is None or process.exit_description is not None:
             return
-        process.says, process.heard_at = says, now
+        process.status, process.last_heartbeat = says, now
         process.note_steps(says)
         for request in says.requests:
             if request.number > process.requested:
@@ -233,10 +242,10 @@ class NodeState:
                 self._request(request, now)
 
     def _request(self, request: RankRequest, now: float) -> None:
-        if request.cut_s is not None:
-            self.cut(request.cut_s)
-        elif request.want is NoticeKind.RESIZE and request.nodes is None and request.deadline_s is not None:
-            self.asked_back(now + request.deadline_s, request.reason)
+        if request.partition_s is not None:
+            self.partition(request.partition_s)
+        elif request.kind is NoticeKind.RESIZE and request.nodes is None and request.deadline_s is not None:
+            self.drain(now + request.deadline_s, request.reason)
         else:
             self.requested += 1
             numbered = msgspec.structs.replace(request, number=self.requested)
@@ -252,130 +261,132 @@ class NodeState:
         self.leader = leader
         return True
 
-    def ordered(self, orders: NodeDesired, now: float) -> None:
+    def apply_desired(self, orders: NodeDesired, now: float) -> None:
         """What a coordinator says that is obeyed."""
-        if orders.life != self.life:
+        if orders.generation != self.generation:
             return
         if orders.coordinator != self.coordinator:
-            self.coordinator, self.done = orders.coordinator, 0
-        self.heard = orders.heard
-        self.requests = [(number, one) for number, one in self.requests if number > orders.heard]
-        self.wish = orders.wish or self.wish
-        self.keep_store = orders.keep_store
-        if orders.leave_s is not None and self.leave_by is None:
-            self.asked_back(now + orders.leave_s, orders.reason)
+            self.coordinator, self.last_command = orders.coordinator, 0
+        self.acknowledged = orders.acknowledged
+        self.requests = [(number, one) for number, one in self.requests if number > orders.acknowledged]
+        self.size_request = orders.size_request or self.size_request
+        self.run_store = orders.run_store
+        if orders.drain_within_s is not None and self.drain_deadline is None:
+            self.drain(now + orders.drain_within_s, orders.reason)
         self._form(orders, now)
         for command in orders.commands:
-            if command.number > self.done:
-                self.done = command.number
+            if command.number > self.last_command:
+                self.last_command = command.number
                 self._carry_out(command, now)
         if self.refill_by is None and self._lacking_spares() > 0:
             self.refill_by = now + _SPARE_WAIT_S
-        if orders.over is not None:
-            self.end(orders.over, orders.reason)
-        elif orders.release is not None and self.over is None:
-            self._release(orders.release, cut=orders.cut)
+        if orders.exit is not None:
+            self.finish(orders.exit, orders.reason)
+        elif orders.release_reason is not None and self.exit is None:
+            self._release(orders.release_reason, cut=orders.force)
 
-    def reborn(self) -> None:
+    def begin_generation(self) -> None:
         """It was given up for lost: its ranks leave the world they are in, and come back with it as a new node."""
-        self.life = self.new_life()
-        self.births = sum(process.seat is not None for process in self.processes.values())
-        if self.formed is not None and self.broken is None:
-            self.broken = "this node was given up for lost"
-        self.pausing = self.pause_until = self.target = None
-        self.coordinator, self.done = "", 0
+        self.generation = self.new_generation()
+        self.spawn_count = sum(process.local_rank is not None for process in self.processes.values())
+        if self.world is not None and self.broken_reason is None:
+            self.broken_reason = "this node was given up for lost"
+        self.pause = self.pause_until = self.pause_target = None
+        self.coordinator, self.last_command = "", 0
 
     def _form(self, orders: NodeDesired, now: float) -> None:
-        formed = orders.formed
-        if formed is not None and self.node in formed.places:
-            known = self.formed.epoch if self.formed is not None else -1
+        formed = orders.world
+        if formed is not None and self.node in formed.ranked_nodes:
+            known = self.world.epoch if self.world is not None else -1
             if formed.epoch > known:
-                self.broken = self.pausing = self.pause_until = self.target = self.leave_world_by = None
-                for process in self.seated():
-                    process.placed = formed.epoch
+                self.broken_reason = self.pause = self.pause_until = self.pause_target = self.leave_world_by = None
+                for process in self.rank_processes():
+                    process.formed_epoch = formed.epoch
             if formed.epoch >= known:
-                self.formed = formed
+                self.world = formed
                 self._give(formed)
-        if self.formed is None:
+        if self.world is None:
             return
-        if orders.broken is not None and formed is not None and formed.epoch == self.formed.epoch:
-            if self.broken is None and orders.broken_s is not None:
+        if orders.broken_reason is not None and formed is not None and formed.epoch == self.world.epoch:
+            if self.broken_reason is None and orders.broken_s is not None:
                 self.leave_world_by = now + orders.broken_s
-            self.broken = orders.broken
-            for process in self.seated():
-                process.placed = process.given  # who still waited for the store was never in it
-        if orders.pausing is not None and orders.pausing.epoch == self.formed.epoch:
-            self.pausing, self.pause_until = orders.pausing, now + orders.pausing.within_s
-        if formed is not None and formed.epoch == self.formed.epoch and orders.target is not None:
-            self.target = orders.target
+            self.broken_reason = orders.broken_reason
+            for process in self.rank_processes():
+                process.formed_epoch = process.assigned_epoch  # who still waited for the store was never in it
+        if orders.pause is not None and orders.pause.epoch == self.world.epoch:
+            self.pause, self.pause_until = orders.pause, now + orders.pause.within_s
+        if formed is not None and formed.epoch == self.world.epoch and orders.pause_target is not None:
+            self.pause_target = orders.pause_target
 
     def _give(self, formed: WorldSpec) -> None:
-        if formed.store and self.broken is None:
-            for process in self.seated():
-                process.given = process.placed
+        if formed.store and self.broken_reason is None:
+            for process in self.rank_processes():
+                process.assigned_epoch = process.formed_epoch
 
     def _carry_out(self, command: NodeCommand, now: float) -> None:
-        if self.over is not None:
+        if self.exit is not None:
             return
         if command.injection is not None:
             self._inject(command.injection)
             return
-        if command.do is CommandKind.STRAGGLERS:
-            for process in self.seated():
-                if not process.is_ready and process.seat is not None:
-                    if process.ended is None:
-                        why = f"local rank {process.seat} is not ready in time: its process is killed and replaced"
+        if command.kind is CommandKind.STRAGGLERS:
+            for process in self.rank_processes():
+                if not process.is_ready and process.local_rank is not None:
+                    if process.exit_description is None:
+                        why = (
+                            f"local rank {process.local_rank} is not ready in time: its process is killed and replaced"
+                        )
                         self.effects.append(EndProcess(process.token, why))
-                        process.ended = why
-                    self._seat(process.seat)
+                        process.exit_description = why
+                    self._seat(process.local_rank)
         for seat in command.local_ranks:
-            self._seat(seat, self.warm_spares(now) if command.do is CommandKind.PROMOTE else ())
+            self._seat(seat, self.warm_spares(now) if command.kind is CommandKind.PROMOTE else ())
 
     def _inject(self, injection: FaultInjection) -> None:
-        if injection.is_at_once and injection.kind in SUPERVISOR_KINDS:
+        if injection.is_immediate and injection.kind in SUPERVISOR_KINDS:
             self.effects.append(InjectFault(injection))
         else:
             self.injections = (*self.injections, injection)[-_INJECTIONS:]
 
-    def cut(self, seconds: float) -> None:
+    def partition(self, seconds: float) -> None:
         """Have this node cut off for a while."""
-        self.cuts += 1
+        self.partitions += 1
         self.effects.append(PartitionNode(seconds))
 
     def rank_of(self, seat: int) -> int:
         """Its place in the newest world that this node was told of, or -1."""
-        return -1 if self.formed is None else self.formed.places.index(self.node) * self.nproc + seat
+        return -1 if self.world is None else self.world.ranked_nodes.index(self.node) * self.nproc + seat
 
     def _release(self, reason: str, *, cut: bool) -> None:
         if cut:
             for token in list(self.processes):
                 self._drop(token)
-        self.goodbye = reason
-        self.end(ExitReason.DISMISSED, reason)
+        self.leave_reason = reason
+        self.finish(ExitReason.DISMISSED, reason)
 
-    def end(self, over: ExitReason, reason: str) -> None:
+    def finish(self, over: ExitReason, reason: str) -> None:
         """Nothing further happens on this node."""
-        if self.over is None:
-            self.over, self.reason = over, reason
+        if self.exit is None:
+            self.exit, self.reason = over, reason
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def seated(self) -> list[RankProcess]:
-        return [process for process in self.processes.values() if process.seat is not None]
+    def rank_processes(self) -> list[RankProcess]:
+        return [process for process in self.processes.values() if process.local_rank is not None]
 
     def spares(self) -> list[RankProcess]:
-        return [process for process in self.processes.values() if process.seat is None]
+        return [process for process in self.processes.values() if process.local_rank is None]
 
     def warm_spares(self, now: float) -> list[RankProcess]:
         """Those that could take a seat at once: one that is stopped could not."""
         return [process for process in self.spares() if process.is_ready and not process.is_mute(now)]
 
     def _seat(self, seat: int, warm_spares: Sequence[RankProcess] = ()) -> None:
-        for process in [one for one in self.seated() if one.seat == seat]:
+        for process in [one for one in self.rank_processes() if one.local_rank == seat]:
             self._drop(process.token)
-        self.births += 1
+        self.spawn_count += 1
         if warm_spares:
-            warm_spares[0].seat = seat
+            warm_spares[0].local_rank = seat
         else:
             self._start(seat)
 
@@ -386,7 +397,7 @@ class NodeState:
         self.effects.append(StartProcess(token, self.attempts, seat))
 
     def _drop(self, token: str) -> None:
-        if self.processes.pop(token).ended is None:
+        if self.processes.pop(token).exit_description is None:
             self.effects.append(EndProcess(token))
 
     def _refill(self) -> None:
@@ -394,26 +405,26 @@ class NodeState:
             self._start(None)
 
     def _lacking_spares(self) -> int:
-        given_up = self.over is not None or self.wasted_spares >= _SPARE_TRIES
+        given_up = self.exit is not None or self.wasted_spares >= _SPARE_TRIES
         return 0 if given_up else self.wanted_spares - len(self.spares())
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         self._end_mute(now)
-        self.refill_due(now)
+        self.refill_spares(now)
 
     def _end_mute(self, now: float) -> None:
         """Who has not left a broken world yet has time for that as long as its process runs."""
-        if self.broken is None or self.over is not None:
+        if self.broken_reason is None or self.exit is not None:
             return
-        for process in self.seated():
+        for process in self.rank_processes():
             if process.is_mute(now):
                 self.effects.append(EndProcess(process.token))
-                self.ended(
-                    process.token, f"it was in a broken world, and said nothing for {process.quiet_s(now):.0f} s"
+                self.process_exited(
+                    process.token, f"it was in a broken world, and said nothing for {process.silent_s(now):.0f} s"
                 )
 
-    def refill_due(self, now: float) -> None:
+    def refill_spares(self, now: float) -> None:
         """A spare that was used is replaced once the ranks have gone on: until then they want the cores that starting
         and importing takes, and nobody could be warm before they are through.
         """
@@ -422,9 +433,9 @@ class NodeState:
             self._refill()
 
     def _are_under_way(self) -> bool:
-        return self.formed is not None and all(one.went_on == self.formed.epoch for one in self.seated())
+        return self.world is not None and all(one.stepped_epoch == self.world.epoch for one in self.rank_processes())
 
-    def effects_due(self) -> list[SupervisorEffect]:
+    def take_effects(self) -> list[SupervisorEffect]:
         """What is to be done with processes, since this was last asked."""
         due, self.effects = self.effects, []
         return due
@@ -436,43 +447,51 @@ replace = msgspec.structs.replace
 def rank_desired(seats: NodeState, token: str, now: float) -> RankDesired:
     """What the process with this token is to know."""
     hears = _for_rank(seats, token, now)
-    if not seats.injections and not seats.cuts:
+    if not seats.injections and not seats.partitions:
         return hears
-    return replace(hears, injections=seats.injections, cuts=seats.cuts)
+    return replace(hears, injections=seats.injections, partitions=seats.partitions)
 
 
 def _for_rank(seats: NodeState, token: str, now: float) -> RankDesired:
     process = seats.processes.get(token)
     if process is None:
-        return RankDesired(over=ExitReason.REFUSED, reason="another process has this rank's seat")
-    heard = process.says.number if process.says is not None else 0
-    if seats.over is not None:
-        return RankDesired(heard, over=seats.over, reason=seats.reason, cut_off=seats.cut_off)
-    formed, seat = seats.formed, process.seat
-    if formed is None or seat is None or process.given < formed.epoch:
-        return RankDesired(heard, cut_off=seats.cut_off)
-    place = formed.places.index(seats.node)
+        return RankDesired(exit=ExitReason.REFUSED, reason="another process has this rank's seat")
+    heard = process.status.number if process.status is not None else 0
+    if seats.exit is not None:
+        return RankDesired(
+            heard, exit=seats.exit, reason=seats.reason, coordinator_unreachable=seats.coordinator_unreachable
+        )
+    formed, seat = seats.world, process.local_rank
+    if formed is None or seat is None or process.assigned_epoch < formed.epoch:
+        return RankDesired(heard, coordinator_unreachable=seats.coordinator_unreachable)
+    place = formed.ranked_nodes.index(seats.node)
     assignment = RankAssignment(
         epoch=formed.epoch,
         rank=place * seats.nproc + seat,
-        world_size=len(formed.places) * seats.nproc,
+        world_size=len(formed.ranked_nodes) * seats.nproc,
         local_rank=seat,
         local_world_size=seats.nproc,
         node_rank=place,
-        node_count=len(formed.places),
+        node_count=len(formed.ranked_nodes),
         store=formed.store,
         restarts=formed.restarts,
         reason=formed.reason,
         stores=formed.stores,
         hang_s=formed.hang_s,
     )
-    return RankDesired(heard, assignment, _notice(seats, formed.epoch, now), seats.target, cut_off=seats.cut_off)
+    return RankDesired(
+        heard,
+        assignment,
+        _notice(seats, formed.epoch, now),
+        seats.pause_target,
+        coordinator_unreachable=seats.coordinator_unreachable,
+    )
 
 
 def _notice(seats: NodeState, epoch: int, now: float) -> ControlNotice | None:
-    if seats.broken is not None:
+    if seats.broken_reason is not None:
         by = seats.leave_world_by
-        return ControlNotice(epoch, NoticeKind.RESTART, seats.broken, None if by is None else max(0.0, by - now))
+        return ControlNotice(epoch, NoticeKind.RESTART, seats.broken_reason, None if by is None else max(0.0, by - now))
     pausing = _pausing(seats, now)
     if pausing is None:
         return None
@@ -482,58 +501,58 @@ def _notice(seats: NodeState, epoch: int, now: float) -> ControlNotice | None:
 
 
 def _pausing(seats: NodeState, now: float) -> PauseOrder | None:
-    if seats.pausing is None or seats.pause_until is None:
+    if seats.pause is None or seats.pause_until is None:
         return None
-    return replace(seats.pausing, within_s=max(0.0, seats.pause_until - now))
+    return replace(seats.pause, within_s=max(0.0, seats.pause_until - now))
 
 
 def node_status(seats: NodeState, now: float) -> NodeStatus:
     """All there is to say of this node; who sends it counts :attr:`NodeState.number` up."""
-    ordered = sorted(seats.seated(), key=lambda process: process.seat or 0)
-    seated = ordered if seats.over is None else []
-    epoch = seats.formed.epoch if seats.formed is not None else -1
-    said = [process.said_in(epoch) for process in seated]
+    ordered = sorted(seats.rank_processes(), key=lambda process: process.local_rank or 0)
+    seated = ordered if seats.exit is None else []
+    epoch = seats.world.epoch if seats.world is not None else -1
+    said = [process.status_in(epoch) for process in seated]
     here = [one for one in said if one is not None]
-    inside = [one for one in here if one.stand is not RankPhase.FINISHED]
+    inside = [one for one in here if one.phase is not RankPhase.FINISHED]
     whole = bool(seated) and len(here) == len(seated)
     return NodeStatus(
         number=seats.number + 1,
         node=seats.node,
-        life=seats.life,
-        seats=seats.nproc,
-        births=seats.births,
+        generation=seats.generation,
+        local_ranks=seats.nproc,
+        spawn_count=seats.spawn_count,
         spares=len(seats.warm_spares(now)),
-        formed=seats.formed,
-        broken=seats.broken,
-        pausing=_pausing(seats, now),
-        wish=seats.wish,
+        world=seats.world,
+        broken_reason=seats.broken_reason,
+        pause=_pausing(seats, now),
+        size_request=seats.size_request,
         ready=bool(seated) and all(process.is_ready for process in seated),
         paused=_greatest(one.paused for one in inside) if whole else None,
         sealed=_greatest(one.sealed for one in inside) if whole else None,
         finished=whole and not inside,
-        behind=tuple(
-            process.seat or 0
+        lagging_ranks=tuple(
+            process.local_rank or 0
             for process, one in zip(seated, said, strict=True)
-            if seats.pausing is not None and (one is None or _is_behind(one, agreed=seats.target is not None))
+            if seats.pause is not None and (one is None or _is_behind(one, agreed=seats.pause_target is not None))
         ),
-        lost=tuple(
-            RankFailure(process.seat or 0, process.ended, at=process.ended_at)
+        exited_ranks=tuple(
+            RankFailure(process.local_rank or 0, process.exit_description, ended_at=process.ended_at)
             for process in seated
-            if process.ended is not None and not seats.excuses(process)
+            if process.exit_description is not None and not seats.may_exit(process)
         ),
-        faults=tuple(
-            RankFailure(process.seat or 0, fault, final=one.final)
+        faulty_ranks=tuple(
+            RankFailure(process.local_rank or 0, fault, final=one.final)
             for process, one in zip(seated, said, strict=True)
-            if one is not None and (fault := _fault(one, broken=seats.broken is not None)) is not None
+            if one is not None and (fault := _fault(one, broken=seats.broken_reason is not None)) is not None
         ),
-        steps=tuple(process.says.progress if process.says is not None else None for process in ordered),
-        quiet_s=tuple(process.quiet_s(now) for process in seated),
+        rank_progress=tuple(process.status.progress if process.status is not None else None for process in ordered),
+        silent_s=tuple(process.silent_s(now) for process in seated),
         requests=tuple(request for _, request in seats.requests),
-        leaving_s=None if seats.leave_by is None else max(0.0, seats.leave_by - now),
-        leaving=seats.leaving,
-        goodbye=seats.goodbye,
+        drain_within_s=None if seats.drain_deadline is None else max(0.0, seats.drain_deadline - now),
+        drain_reason=seats.drain_reason,
+        leave_reason=seats.leave_reason,
         coordinator=seats.coordinator,
-        done=seats.done,
+        last_command=seats.last_command,
         store=seats.store,
         term=seats.leader[0],
         leader=seats.leader[1],
@@ -548,13 +567,13 @@ def _greatest(steps: Iterable[int | None]) -> int | None:
 
 
 def _is_behind(says: RankStatus, *, agreed: bool) -> bool:
-    if says.stand is RankPhase.FINISHED:
+    if says.phase is RankPhase.FINISHED:
         return False
     return (says.sealed if agreed else says.paused) is None
 
 
 def _fault(says: RankStatus, *, broken: bool) -> str | None:
-    if says.fault is None and not broken and says.stand is RankPhase.READY and says.sealed is None:
+    if says.fault is None and not broken and says.phase is RankPhase.READY and says.sealed is None:
         return "it came back without being asked"
     return says.fault
 
@@ -571,8 +590,8 @@ def comparable_node_status(says: NodeStatus) -> NodeStatus:
     return replace(
         says,
         number=0,
-        steps=(),
-        quiet_s=(),
-        leaving_s=None if says.leaving_s is None else 0.0,
-        pausing=None if says.pausing is None else replace(says.pausing, within_s=0.0),
+        rank_progress=(),
+        silent_s=(),
+        drain_within_s=None if says.drain_within_s is None else 0.0,
+        pause=None if says.pause is None else replace(says.pause, within_s=0.0),
     )

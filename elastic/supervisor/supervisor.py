@@ -91,10 +91,10 @@ class SupervisorSettings:
     """Where other nodes reach this one."""
     grace_s: float = 30.0
     """How long a node that is asked back by a signal has."""
-    end_s: float = 10.0
+    exit_timeout_s: float = 10.0
     """How long processes that were told to end may take, before they are ended."""
     heartbeat_s: float = 1.0
-    alone_s: float = 600.0
+    coordinator_timeout_s: float = 600.0
     """How long ranks go on without a coordinator."""
     keeps_agent: bool = False
     """The supervisor starts the node's agent where none is there."""
@@ -118,11 +118,11 @@ class Supervisor:
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self.settings = settings
-        self.seats = NodeState(
+        self.state = NodeState(
             settings.node,
             settings.nproc,
             new_token=partial(secrets.token_hex, 16),
-            new_life=self._new_life,
+            new_generation=self._new_life,
             wanted_spares=settings.spares,
         )
         self._spawn, self._terminal, self._cutting = spawn, terminal, cutting
@@ -168,15 +168,15 @@ class Supervisor:
             heard=lambda orders: post(partial(self._ordered, orders)),
             came=lambda: post(self._reached),
             cut_off=lambda why: post(partial(self._cut_off, why)),
-            refused=lambda why: post(partial(self.seats.end, ExitReason.REFUSED, why)),
+            refused=lambda why: post(partial(self.state.finish, ExitReason.REFUSED, why)),
         )
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
-    def ask_back(self, reason: str, grace_s: float | None = None) -> None:
+    def drain(self, reason: str, grace_s: float | None = None) -> None:
         """This machine goes away: its ranks stop with all others, and the supervisor ends."""
         within_s = self.settings.grace_s if grace_s is None else grace_s
-        self._post(lambda: self.seats.asked_back(self._clock() + within_s, reason))
+        self._post(lambda: self.state.drain(self._clock() + within_s, reason))
 
     def kill(self, reason: str, over: ExitReason = ExitReason.STOPPED) -> None:
         """End at once."""
@@ -197,17 +197,17 @@ class Supervisor:
         """Until there is nothing more to do here; why."""
         try:
             self._link.start()
-            self.seats.begin()
+            self.state.start()
             while not self._is_done():
                 self._turn()
-            assert self.seats.over is not None  # noqa: S101 - that is what done means
-            return self.seats.over, self.seats.reason
+            assert self.state.exit is not None  # noqa: S101 - that is what done means
+            return self.state.exit, self.state.reason
         finally:
             self._end_all()
             self._link.close()
             self._door.close()
             if self._coordinator is not None:
-                is_told = self.seats.over in (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.GAVE_UP)
+                is_told = self.state.exit in (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.GAVE_UP)
                 self._coordinator.close(within_s=_FAREWELL_S if is_told else 0.0)
 
     def _turn(self) -> None:
@@ -216,7 +216,7 @@ class Supervisor:
         self._report()
         call = self._next(self._patience_s())
         self._clock()
-        self.seats.was_away(self._clock.skipped())
+        self.state.was_away(self._clock.skipped())
         while call is not None:
             call()
             call = self._next(0.0)
@@ -236,18 +236,18 @@ class Supervisor:
     def _patience_s(self) -> float:
         now = self._clock()
         nearest = [self._beat + self.settings.heartbeat_s, *(when for when, _ in self._timers)]
-        nearest += [when for when in (self.seats.leave_by, self.seats.refill_by) if when is not None]
+        nearest += [when for when in (self.state.drain_deadline, self.state.refill_by) if when is not None]
         if self._fading_since is not None:
-            nearest.append(self._fading_since + self.settings.end_s)
+            nearest.append(self._fading_since + self.settings.exit_timeout_s)
         return max(0.005, min(nearest) - now)
 
     def _watch(self, now: float) -> None:
         """What time alone brings about."""
-        seats, settings = self.seats, self.settings
+        seats, settings = self.state, self.settings
         seats.tick(now)
-        if seats.leave_by is not None and now >= seats.leave_by and seats.over is None:
-            seats.goodbye = f"{seats.leaving}, and its time is up"
-            self._kill_all(seats.goodbye, over=ExitReason.DISMISSED)
+        if seats.drain_deadline is not None and now >= seats.drain_deadline and seats.exit is None:
+            seats.leave_reason = f"{seats.drain_reason}, and its time is up"
+            self._kill_all(seats.leave_reason, over=ExitReason.DISMISSED)
         if self._is_unknown and self._alone_since is not None:
             self._alone_since = now  # a coordinator may be there, and who could tell is not
         if self._heard_at is not None and now - self._heard_at > _SILENT_S and is_leader_url(settings.coordinator):
@@ -256,21 +256,23 @@ class Supervisor:
             self._link.drop()
         if self._coordinator is not None:
             alone_s = 0.0 if self._alone_since is None else now - self._alone_since
-            wanted = self._alone_since is not None and seats.over is None and alone_s >= self._candidacy_s
+            wanted = self._alone_since is not None and seats.exit is None and alone_s >= self._candidacy_s
             self._coordinator.keep(wanted=wanted and not self._is_unknown, term=seats.leader[0], now=now)
-        if self._alone_since is not None and now - self._alone_since > settings.alone_s:
-            seats.end(ExitReason.GAVE_UP, f"the coordinator has not answered for {settings.alone_s:g} s")
-        if seats.over is None:
+        if self._alone_since is not None and now - self._alone_since > settings.coordinator_timeout_s:
+            seats.finish(
+                ExitReason.GAVE_UP, f"the coordinator has not answered for {settings.coordinator_timeout_s:g} s"
+            )
+        if seats.exit is None:
             self._fading_since = None
         elif self._fading_since is None:
             self._fading_since = now
-        elif now - self._fading_since > settings.end_s:
+        elif now - self._fading_since > settings.exit_timeout_s:
             for running in self._running.values():
                 running.signal(signal.SIGKILL)
-        self._store.keep(wanted=seats.keep_store and seats.over is None)
+        self._store.ensure(wanted=seats.run_store and seats.exit is None)
 
     def _is_done(self) -> bool:
-        return self.seats.over is not None and not self._running
+        return self.state.exit is not None and not self._running
 
     def _end_all(self) -> None:
         """However this came about, no process stays."""
@@ -279,13 +281,13 @@ class Supervisor:
             running.signal(signal.SIGKILL)
         for running in list(self._running.values()):
             running.join()
-        if self.seats.goodbye or self.seats.over is not None:
-            self._send(node_state.node_status(self.seats, self._clock()))
+        if self.state.leave_reason or self.state.exit is not None:
+            self._send(node_state.node_status(self.state, self._clock()))
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        for effect in self.seats.effects_due():
+        for effect in self.state.take_effects():
             if isinstance(effect, StartProcess):
                 self._start(effect)
             elif isinstance(effect, EndProcess) and effect.token in self._running:
@@ -293,7 +295,7 @@ class Supervisor:
                     log.warning("node %s: %s", self.settings.node, effect.why)
                 self._running[effect.token].signal(signal.SIGKILL)
             elif isinstance(effect, PartitionNode):
-                self._link.cut(effect.seconds)
+                self._link.disconnect_for(effect.seconds)
                 threading.Thread(target=self._cutting, args=(effect.seconds,), name="elastic-cut", daemon=True).start()
             elif isinstance(effect, InjectFault):
                 self._inject(effect.injection)
@@ -302,14 +304,16 @@ class Supervisor:
         settings = self.settings
         environ = {**os.environ, **settings.environ}
         if not inject_from_supervisor(
-            injection, self.seats, self._running, run=settings.directory.parent, environ=environ
+            injection, self.state, self._running, run=settings.directory.parent, environ=environ
         ):
             self._timers.append((self._clock() + _REASON_S, partial(self._inject, injection)))
 
     def _start(self, start: StartProcess) -> None:
         settings = self.settings
-        label = "spare" if start.seat is None else str(start.seat)
-        name = f"spare.{start.attempt}.log" if start.seat is None else f"rank-{start.seat}.{start.attempt}.log"
+        label = "spare" if start.local_rank is None else str(start.local_rank)
+        name = (
+            f"spare.{start.attempt}.log" if start.local_rank is None else f"rank-{start.local_rank}.{start.attempt}.log"
+        )
         printed = ProcessLog(settings.logs / settings.node / name, f"[{settings.node}/{label}] ", self._terminal)
 
         def ended(status: int) -> None:
@@ -320,11 +324,11 @@ class Supervisor:
             with contextlib.suppress(PeerStoreError):  # the socket in it was made while it was private
                 ensure_private_directory(settings.directory)
             self._running[start.token] = self._spawn(
-                settings.command, environ=self._environ(start), sink=printed.line, ended=ended, name=label
+                settings.command, environ=self._environ(start), sink=printed.write_line, ended=ended, name=label
             )
         except OSError as error:
             printed.close()
-            self.seats.ended(start.token, f"it could not be started: {error}")
+            self.state.process_exited(start.token, f"it could not be started: {error}")
 
     def _environ(self, start: StartProcess) -> dict[str, str]:
         settings = self.settings
@@ -335,11 +339,11 @@ class Supervisor:
             "ELASTIC_NODE": settings.node,
             "LOCAL_WORLD_SIZE": str(settings.nproc),
         }
-        seat = {} if start.seat is None else {"LOCAL_RANK": str(start.seat)}
+        seat = {} if start.local_rank is None else {"LOCAL_RANK": str(start.local_rank)}
         return {**os.environ, **settings.environ, **mine, **seat}
 
     def _kill_all(self, reason: str, over: ExitReason = ExitReason.STOPPED) -> None:
-        self.seats.end(over, reason)
+        self.state.finish(over, reason)
         for running in self._running.values():
             running.signal(signal.SIGKILL)
 
@@ -352,7 +356,7 @@ class Supervisor:
 
     def _came(self, token: str, line: RankConnection) -> str:
         """On the connection's thread: whether this is a process that was started here, and the only one of it."""
-        if token not in self.seats.processes:
+        if token not in self.state.processes:
             return "this process was not started by this supervisor, or another one has taken its seat"
         if self._lines.setdefault(token, line) is not line:
             return "another process is connected with this token"
@@ -360,21 +364,21 @@ class Supervisor:
         return ""
 
     def _said(self, token: str, says: RankStatus) -> None:
-        self.seats.said(token, says, self._clock())
+        self.state.handle_rank_status(token, says, self._clock())
 
     def _left(self, token: str, line: RankConnection) -> None:
         if self._lines.get(token) is line:
             del self._lines[token]
             self._told.pop(token, None)
-        self._timers.append((self._clock() + _REASON_S, partial(self.seats.hung_up, token, time.time())))
+        self._timers.append((self._clock() + _REASON_S, partial(self.state.connection_closed, token, time.time())))
 
     def _ended(self, token: str, status: int, path: Path, at: float) -> None:
         del self._running[token]
-        process = self.seats.processes.get(token)
-        if process is not None and process.says is None and self.seats.over is None:
+        process = self.state.processes.get(token)
+        if process is not None and process.status is None and self.state.exit is None:
             log.warning("%s never asked for a place: does the script call elastic.run?", path.stem)
-        memory = self._kills.since_asked() if status == -signal.SIGKILL else ""
-        self.seats.ended(token, f"{describe_exit(status)}{', ' if memory else ''}{memory} (see {path})", at)
+        memory = self._kills.new_kills() if status == -signal.SIGKILL else ""
+        self.state.process_exited(token, f"{describe_exit(status)}{', ' if memory else ''}{memory} (see {path})", at)
 
     def _where(self) -> str:
         """Where the coordinator is; on the link's thread."""
@@ -393,7 +397,7 @@ class Supervisor:
             raise ControlPlaneUnavailableError(f"who leads the job cannot be asked: {error}") from error
         self._is_unknown = False
         self._holder = "" if record is None else record.holder
-        led = self.seats.leader[0]
+        led = self.state.leader[0]
         if record is not None and record.over and (record.term >= led > 0 or record.over == JOB_FINISHED):
             self._over = ExitReason(record.over), record.reason
             if not record.holder:
@@ -404,7 +408,7 @@ class Supervisor:
         self._heard_at = self._clock()
 
     def _ordered(self, orders: NodeDesired) -> None:
-        if not self.seats.obeys(orders):
+        if not self.state.obeys(orders):
             log.warning("node %s: a coordinator of term %d leads no longer", self.settings.node, orders.term)
             self._link.drop()
             return
@@ -415,56 +419,56 @@ class Supervisor:
             and self._holder != self.settings.candidate_name
         ):
             self._coordinator.dismiss()
-        self._alone_since, self.seats.cut_off = None, False
-        if orders.life_over and orders.life == self.seats.life and self.seats.over is None:
-            self._last_life = max(self._last_life, orders.above)
-            self.seats.reborn()
+        self._alone_since, self.state.coordinator_unreachable = None, False
+        if orders.superseded and orders.generation == self.state.generation and self.state.exit is None:
+            self._last_life = max(self._last_life, orders.min_generation)
+            self.state.begin_generation()
         else:
-            self.seats.ordered(orders, self._clock())
+            self.state.apply_desired(orders, self._clock())
 
     def _cut_off(self, why: str) -> None:
         self._heard_at = None
-        if self._over is not None and self.seats.over is None:
-            self.seats.end(*self._over)
-            if not self.seats.leader[0]:
+        if self._over is not None and self.state.exit is None:
+            self.state.finish(*self._over)
+            if not self.state.leader[0]:
                 where = self.settings.coordinator
                 log.warning("job %s has finished; to run it again, delete the record of %s", self.settings.job, where)
         if self._alone_since is None:
             self._alone_since = self._clock()
             self._candidacy_s = self._turn_to_lead_s()
             log.warning("node %s: the coordinator cannot be reached: %s", self.settings.node, why)
-        self.seats.cut_off = True
+        self.state.coordinator_unreachable = True
 
     def _turn_to_lead_s(self) -> float:
         """Few nodes of a large job are candidates at once: others only where none of those is there."""
-        formed = self.seats.formed
-        if formed is None or self.seats.node not in formed.places:
+        formed = self.state.world
+        if formed is None or self.state.node not in formed.ranked_nodes:
             return random.uniform(0.0, 1.0)
-        return formed.places.index(self.seats.node) // _CANDIDATES * _NEXT_CANDIDATES_S
+        return formed.ranked_nodes.index(self.state.node) // _CANDIDATES * _NEXT_CANDIDATES_S
 
     def _keeps(self, address: str) -> None:
-        self.seats.store = address
+        self.state.store = address
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def _tell_ranks(self) -> None:
         now = self._clock()
         for token, line in list(self._lines.items()):
-            hears = node_state.rank_desired(self.seats, token, now)
+            hears = node_state.rank_desired(self.state, token, now)
             if node_state.comparable_rank_desired(hears) != self._told.get(token):
                 self._told[token] = node_state.comparable_rank_desired(hears)
                 line.send(hears)
 
     def _report(self) -> None:
         now = self._clock()
-        report = node_state.node_status(self.seats, now)
+        report = node_state.node_status(self.state, now)
         if node_state.comparable_node_status(report) != self._reported or now - self._beat >= self.settings.heartbeat_s:
             self._send(report)
 
     def _send(self, report: NodeStatus) -> None:
         self._reported, self._beat = node_state.comparable_node_status(report), self._clock()
-        self.seats.number = report.number
-        self._link.say(report)
+        self.state.number = report.number
+        self._link.send_status(report)
 
 
 _MOST = 1024
@@ -490,9 +494,9 @@ class RankConnection:
             except OSError:
                 sent = 0
             if sent != len(data):
-                self.end()
+                self.close()
 
-    def end(self) -> None:
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -589,7 +593,7 @@ class RankServer:
         else:
             refused = self._came(greeting.token, line)
         if refused:
-            line.send(RankDesired(over=ExitReason.REFUSED, reason=refused))
+            line.send(RankDesired(exit=ExitReason.REFUSED, reason=refused))
             raise ProtocolError(refused)
         return greeting.token
 
@@ -602,10 +606,10 @@ def inject_from_supervisor(
     injection: FaultInjection, seats: NodeState, running: Mapping[str, Any], *, run: Path, environ: Mapping[str, str]
 ) -> bool:
     """Have it happen to the rank of this node that it is meant for. False while that one is just being replaced."""
-    for process in seats.seated():
-        seat = process.seat or 0
+    for process in seats.rank_processes():
+        seat = process.local_rank or 0
         place = RankLocation(seats.rank_of(seat), seats.node, seat)
-        if not injection.is_at(place) or process.token not in running:
+        if not injection.matches(place) or process.token not in running:
             continue
         happens = injected_here(injection, place)
         if not InjectionRecord(run).claim(happens):
@@ -613,7 +617,7 @@ def inject_from_supervisor(
         log.warning("injected from outside at rank %d: %s", place.rank, injection)
         log_injection(happens)
         if injection.kind is InjectionKind.PARTITION:
-            seats.cut(injection.lasts_s)
+            seats.partition(injection.duration_s)
         elif injection.kind is InjectionKind.NODE:
             fault_actions.kill_node(os.getpid(), environ)
         elif injection.kind is InjectionKind.AGENT:

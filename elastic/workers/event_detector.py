@@ -43,35 +43,37 @@ class EventDetector:
         self._undo = ExitStack()
         self._signals: set[int] = set()
         self._undo.callback(plane.close)
-        place = plane.ready()
+        place = plane.wait_for_assignment()
         self._gate = StepBarrier(plane, place.epoch)
         self._undo.callback(self._gate.close)
         self._watch = NoticeWatcher(plane, lambda _notice: None)
         self._undo.callback(self._watch.close)
-        self._watch.follow(self._gate)
-        self.listen(signal.SIGTERM)
+        self._watch.watch_barrier(self._gate)
+        self.add_signal(signal.SIGTERM)
 
-    def listen(self, number: int) -> None:
+    def add_signal(self, number: int) -> None:
         """Have this signal, at any rank, mean the event at all of them."""
         if number not in self._signals and threading.current_thread() is threading.main_thread():
             self._signals.add(number)
             wish = default_signal_requests(_GRACE_S).get(number, SignalRequest(NoticeKind.RESIZE, f"signal {number}"))
             self._undo.enter_context(forward_signals(self._watch, {number: wish}))
 
-    def ask(self) -> bool:
+    def is_detected(self) -> bool:
         """Having come to the next step: whether it is not to be begun."""
         if self._detected:
             return True
         # It cannot say that it evaluates: how long a step may take is asked of it only where somebody has said so.
-        self._plane.progress(RankProgress(self._calls or -1, newest_step_sealed_here(), free=not self._is_late_told))
-        way = self._gate.enter(self._calls)
-        if way is BoundaryDecision.ON:
+        self._plane.report_progress(
+            RankProgress(self._calls or -1, newest_step_sealed_here(), idle=not self._is_late_told)
+        )
+        way = self._gate.pass_boundary(self._calls)
+        if way is BoundaryDecision.CONTINUE:
             self._calls += 1
             return False
-        if way is BoundaryDecision.LEAVE:  # no common step any more: what the others get is their own matter
-            log.warning("the world is broken: %s", self._gate.why_broken)
-            self._plane.progress(
-                RankProgress(self._calls or -1, newest_step_sealed_here(), free=True)
+        if way is BoundaryDecision.ABORT:  # no common step any more: what the others get is their own matter
+            log.warning("the world is broken: %s", self._gate.broken_reason)
+            self._plane.report_progress(
+                RankProgress(self._calls or -1, newest_step_sealed_here(), idle=True)
             )  # out of it, and may save
         self._detected = True
         return True
@@ -79,7 +81,7 @@ class EventDetector:
     def close(self) -> None:
         if self._detected:
             try:
-                self._plane.sealed(self._calls)
+                self._plane.report_sealed(self._calls)
             except ElasticError as error:
                 log.debug("nobody heard that this rank has stopped: %s", error)
         self._undo.close()
@@ -104,8 +106,8 @@ def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
 
             _detectors.append(EventDetector(detect_control_plane()))
             atexit.register(close_detectors)
-    _detectors[0].listen(sig)
-    return _detectors[0].ask()
+    _detectors[0].add_signal(sig)
+    return _detectors[0].is_detected()
 
 
 def close_detectors() -> None:

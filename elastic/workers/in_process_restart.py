@@ -239,7 +239,7 @@ class SurvivorRecovery:
     ) -> None:
         self._stack.close()
 
-    def enter(self, world: World, *, silent: bool) -> None:
+    def restore_into(self, world: World, *, silent: bool) -> None:
         """In the groups of the new world, before it trains. Another fault leaves what is kept for the next one.
 
         ``silent``: its collectives end without an error when they are aborted.
@@ -254,12 +254,12 @@ class SurvivorRecovery:
 
         store = dist.distributed_c10d._get_default_store()
         found = hydrate_from_survivors(self._keeper, store, world.rank, world.size, weigh=weigh)
-        if any(one.failed for one in found) and world.is_broken(self._settle_s):
+        if any(one.failed for one in found) and world.wait_broken(self._settle_s):
             raise WorldChanged("another rank was lost before it had what survivors gave")
         world.hydration = found[0] if found else None
         self._keeper.enter_world(world.epoch, silent=silent)
 
-    def leave(self, *, sealed: bool) -> None:
+    def keep_state(self, *, sealed: bool) -> None:
         """The world was left; ``sealed``: with nothing that is not safe."""
         if self._keeper is None:
             return

@@ -45,19 +45,19 @@ class RankFaults:
         if isinstance(plane, SupervisorClient):
             plane.on_injections(self._more, self._cut)
 
-    def enter(self, world: InjectionWorld) -> None:
+    def enter_world(self, world: InjectionWorld) -> None:
         """Before the ranks of a world meet."""
         self._world = world
         with self._lock:
             if self._given:
                 self._arm()
         if self._injector is not None:
-            self._injector.enter(world)
+            self._injector.enter_world(world)
 
-    def leave(self) -> None:
+    def leave_world(self) -> None:
         self._world = None
         if self._injector is not None:
-            self._injector.leave()
+            self._injector.leave_world()
 
     def close(self) -> None:
         self._hooks.close()
@@ -70,7 +70,7 @@ class RankFaults:
             if world is not None:
                 self._arm()
                 if self._injector is not None:
-                    self._injector.resume(world)
+                    self._injector.attach_world(world)
 
     def _cut(self) -> None:
         """The node is cut off: this rank's connections to other ranks and to their store end."""
@@ -92,7 +92,7 @@ class RankFaults:
             assert isinstance(plane, SupervisorClient)  # noqa: S101 - only such a one is given anything
             run = RunDirectory(names.run_directory(self._environ), self._environ["ELASTIC_JOB"])
             record, node = InjectionRecord(run.directory), self._environ["ELASTIC_NODE"]
-            self._injector = FaultInjector((), record, node, cut=plane.cut_off, tell=log_injection)
+            self._injector = FaultInjector((), record, node, cut=plane.request_partition, tell=log_injection)
             self._hooks.enter_context(fault_hooks(self._injector))
         self._injector.add(self._given)
 

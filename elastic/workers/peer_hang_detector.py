@@ -72,10 +72,10 @@ class PeerHangDetector:
         before, self._says = self._says, self._report(stopping=stopping)
         if self._movement is None:
             self._movement = HangDetector(self._now, self._pace)
-        self._movement.said(before, self._says, self._now)
-        if not self._movement.is_to_be_looked_at(self._limits, self._now):
+        self._movement.observe(before, self._says, self._now)
+        if not self._movement.is_check_due(self._limits, self._now):
             return None
-        return _reason(self._movement.hangs(self._formed, {_ALL: self._says}, self._limits, self._now))
+        return _reason(self._movement.find_hangs(self._formed, {_ALL: self._says}, self._limits, self._now))
 
     def _report(self, *, stopping: bool) -> NodeStatus:
         """All ranks as those of one node."""
@@ -86,9 +86,11 @@ class PeerHangDetector:
             _ALL,
             0,
             len(self._said),
-            formed=self._formed,
-            steps=tuple(RankProgress(said.step, free=said.free or over or stopping) for said, over in self._said),
-            quiet_s=tuple(
+            world=self._formed,
+            rank_progress=tuple(
+                RankProgress(said.step, idle=said.idle or over or stopping) for said, over in self._said
+            ),
+            silent_s=tuple(
                 0.0 if over else max(0.0, since - at) for at, (_, over) in zip(self._heard_at, self._said, strict=True)
             ),
         )
@@ -143,14 +145,14 @@ FIRST_HEARTBEAT = "0 -1 0 0"
 
 
 def _word(beats: int, said: RankProgress, *, over: bool) -> str:
-    return f"{beats} {said.step} {said.free:d} {over:d}"
+    return f"{beats} {said.step} {said.idle:d} {over:d}"
 
 
 def _read(word: bytes) -> tuple[RankProgress, bool]:
     """How far a rank is, and whether nothing more is to be expected of it. What is no word says nothing."""
     try:
         _, step, free, over = word[:_MOST_WORD].split()
-        return RankProgress(int(step), free=free == b"1"), over == b"1"
+        return RankProgress(int(step), idle=free == b"1"), over == b"1"
     except ValueError:
         return RankProgress(-1), False
 

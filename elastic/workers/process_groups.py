@@ -94,13 +94,13 @@ class ProcessGroups:
     def epoch(self) -> int:
         return self._assignment.epoch
 
-    def enter(self) -> None:
+    def initialize(self) -> None:
         """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
         place = self._assignment
         device = accelerator()
         if device.device_count():
             device.set_current(place.local_rank % device.device_count())
-        if self.is_silent:
+        if self.aborts_silently:
             disable_nccl_watchdog(os.environ)
         dist.init_process_group(
             self._backend,
@@ -152,10 +152,10 @@ class ProcessGroups:
     def abort(self) -> None:
         """From any thread: whoever hangs in a collective of this epoch, or on its way in, gets an error."""
         self.abort_groups()
-        self.cut_connections()
+        self.close_connections()
 
     @property
-    def is_silent(self) -> bool:
+    def aborts_silently(self) -> bool:
         """Whether a collective that is aborted ends without an error, with anything in its outputs. Gloo's raises."""
         return self._backend != "gloo"
 
@@ -165,7 +165,7 @@ class ProcessGroups:
             if self._open:
                 abort_groups(list(c10d._world.pg_map))
 
-    def cut_connections(self) -> None:
+    def close_connections(self) -> None:
         """Of gloo's groups, and to the store."""
         with self._lock:
             if self._open:
@@ -174,9 +174,9 @@ class ProcessGroups:
                     log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
 
     def _cut_store(self) -> int:
-        return close_store_connections(self._addresses) if self._spread is None else self._spread.cut()
+        return close_store_connections(self._addresses) if self._spread is None else self._spread.abort()
 
-    def leave(self, *, broken: bool) -> None:
+    def destroy(self, *, broken: bool) -> None:
         """Forget the groups. In a broken world nobody is waited for."""
         with self._lock:
             self._open = False
@@ -186,7 +186,7 @@ class ProcessGroups:
             self._forget(broken=broken)
         finally:
             if self._sweeping is not None:
-                self._sweeping.end()
+                self._sweeping.stop()
             if self._spread is not None:
                 self._spread.close()
 
@@ -239,22 +239,22 @@ def _grouping(group: dist.ProcessGroup) -> Any:
 class UserProcessGroups:
     """Where the train function makes its own groups (``RecoveryPolicy(backend="none")``), and leaves none behind."""
 
-    is_silent = True
+    aborts_silently = True
     """It may be anything."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def enter(self) -> None:
+    def initialize(self) -> None:
         pass
 
     def abort_groups(self) -> None:
         pass
 
-    def cut_connections(self) -> None:
+    def close_connections(self) -> None:
         pass
 
-    def leave(self, *, broken: bool) -> None:
+    def destroy(self, *, broken: bool) -> None:
         pass
 
 

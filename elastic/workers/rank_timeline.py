@@ -22,7 +22,7 @@ _COORDINATOR = "coordinator"
 
 
 class RankTimeline:
-    """One process's. ``knows`` is called by any thread, all else by the thread that trains."""
+    """One process's. ``fault_detected`` is called by any thread, all else by the thread that trains."""
 
     def __init__(self, ledger: EventLog, environ: Mapping[str, str] = os.environ) -> None:
         self._ledger = ledger
@@ -61,7 +61,7 @@ class RankTimeline:
 
     # -- into a world -------------------------------------------------------------------------------------------------
 
-    def waits(self) -> None:
+    def waiting_began(self) -> None:
         """It has left whatever world it was in, and waits for the next."""
         now = time.time()
         known, where = self._known.pop(self._epoch, None), self._ledger.position
@@ -77,7 +77,7 @@ class RankTimeline:
         self._boundary = self._stopping = self._sealed = where.stage_began_at = None
         self._waiting = now
 
-    def placed(self, place: RankAssignment) -> None:
+    def assigned(self, place: RankAssignment) -> None:
         """It has a place."""
         now = time.time()
         supervised = is_supervised(self._environ)
@@ -98,12 +98,12 @@ class RankTimeline:
         where.epoch, where.rank, where.stage_began_at, where.next_step = self._epoch, self._rank, now, 0
         self._at = event_types.STAGE_GROUPS
 
-    def grouped(self) -> None:
+    def groups_ready(self) -> None:
         """It is in the groups of its world."""
         self._reach()
         self._at = event_types.STAGE_LOADER
 
-    def given(self, anything: bool) -> None:
+    def survivors_asked(self, anything: bool) -> None:
         """Survivors of a fault have said what they still have, where they were asked."""
         if anything:
             self._at = event_types.STAGE_HYDRATE
@@ -136,14 +136,14 @@ class RankTimeline:
         """After what was restored in this world: for loops that count steps themselves."""
         return self._ledger.position.next_step
 
-    def begins(self, step: int) -> None:
+    def step_began(self, step: int) -> None:
         """The next step begins. Only the first of a world looks at the clock: all others begin where one ended."""
         self._ledger.position.newest_begun_step = step
         if self._boundary is None:
             self._boundary = self._reach()
             self._ledger.position.stage_began_at = None
 
-    def reports(self, loss: SupportsFloat | None, tokens: int | None, samples: int | None) -> None:
+    def step_metrics(self, loss: SupportsFloat | None, tokens: int | None, samples: int | None) -> None:
         """What the script says of the step it is in. Only the first rank's words are written."""
         if self._rank != 0 or isinstance(self._ledger, NullEventLog):
             return
@@ -154,7 +154,7 @@ class RankTimeline:
         self._tokens = self._tokens if tokens is None else tokens
         self._samples = self._samples if samples is None else samples
 
-    def stepped(self, step: int) -> None:
+    def step_ended(self, step: int) -> None:
         """That step has ended."""
         now, began = time.time(), self._boundary
         self._boundary = now
@@ -172,13 +172,13 @@ class RankTimeline:
 
     # -- out of a world -----------------------------------------------------------------------------------------------
 
-    def knows(self) -> None:
+    def fault_detected(self) -> None:
         """The world is broken: so this rank has heard, or sees."""
         now = time.time()
         if self._known.setdefault(self._epoch, now) is now:
             self._stage(event_types.STAGE_DETECT, now, now)
 
-    def stops(self) -> None:
+    def pause_began(self) -> None:
         """All ranks stand at the step at which they were asked to stop; what they hold is to be sealed."""
         self._stopping = time.time() if self._boundary is None else self._boundary
 

@@ -37,18 +37,18 @@ log = logging.getLogger(__name__)
 class BoundaryDecision(enum.Enum):
     """What a rank does at a step boundary."""
 
-    ON = "on"
+    CONTINUE = "on"
     """Begin the next step."""
-    STOP = "stop"
+    PAUSE = "stop"
     """Here is where all of them stop: seal, and leave."""
-    LEAVE = "leave"
+    ABORT = "leave"
     """The world is broken: leave at once."""
 
 
 class StepBarrier:
     """One epoch's step boundaries, as this rank passes them.
 
-    ``enter`` is called by the thread that trains, ``look`` and ``broken`` by others.
+    ``pass_boundary`` is called by the thread that trains, ``poll`` and ``mark_broken`` by others.
     """
 
     def __init__(self, plane: ControlPlane, epoch: int, *, retry_s: float = 0.2) -> None:
@@ -69,34 +69,34 @@ class StepBarrier:
         return self._epoch
 
     @property
-    def why_broken(self) -> str | None:
+    def broken_reason(self) -> str | None:
         """Why the world is broken; ``None`` while it is not."""
         return self._broken
 
-    def enter(self, completed: int) -> BoundaryDecision:
+    def pass_boundary(self, completed: int) -> BoundaryDecision:
         """Having completed so many steps: whether to begin the next one. Waits only when a stop is wanted."""
         self._begun = max(self._begun, completed)
-        self.look()
+        self.poll()
         with self._changed:
             self._changed.wait_for(lambda: self._asked is None or self._target is not None or self._broken is not None)
             if self._broken is not None:
-                return BoundaryDecision.LEAVE
+                return BoundaryDecision.ABORT
             if self._target is not None and completed >= self._target:
-                return BoundaryDecision.STOP
+                return BoundaryDecision.PAUSE
             self._begun = completed + 1
-            return BoundaryDecision.ON
+            return BoundaryDecision.CONTINUE
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Hear what is wanted by now. Costs a read of memory while nothing is."""
         notice = self._plane.notice()
         if notice is None or notice.epoch != self._epoch:
             return
-        if notice.want is NoticeKind.RESTART:
-            self.broken(notice)
+        if notice.kind is NoticeKind.RESTART:
+            self.mark_broken(notice)
         elif self._asked is None:
             self._stop(notice)
 
-    def broken(self, notice: ControlNotice) -> None:
+    def mark_broken(self, notice: ControlNotice) -> None:
         """The world is broken: whoever waits here, and whoever comes, leaves."""
         if notice.epoch == self._epoch:
             self._break(notice.reason)
@@ -125,14 +125,14 @@ class StepBarrier:
             if self._asked is not None or self._broken is not None:
                 return
             self._asked = self._begun
-            log.info("%s (%s): stopping after step %d or later", notice.want.value, notice.reason, self._asked - 1)
+            log.info("%s (%s): stopping after step %d or later", notice.kind.value, notice.reason, self._asked - 1)
             self._asking = threading.Thread(target=self._ask, args=(self._asked,), name="elastic-pause", daemon=True)
             self._asking.start()
 
     def _ask(self, begun: int) -> None:
         while not self._closed:
             try:
-                target = self._plane.pause(begun)
+                target = self._plane.agree_on_step(begun)
             except (StaleEpochError, ControlDeadlineError, ControlPlaneRefusedError) as error:
                 self._break(str(error))
                 return
@@ -154,7 +154,7 @@ _AGAIN_S = 0.5
 class SignalRequest(msgspec.Struct, frozen=True):
     """What a signal asks the control plane for."""
 
-    want: NoticeKind
+    kind: NoticeKind
     reason: str
     deadline_s: float | None = None
 
@@ -192,11 +192,11 @@ class NoticeWatcher:
         plane.on_broken(self._broken)
         self._thread.start()
 
-    def follow(self, gate: StepBarrier | None) -> None:
+    def watch_barrier(self, gate: StepBarrier | None) -> None:
         """From now on this is the epoch to look at."""
         self._gate = gate
 
-    def wish(self, wish: SignalRequest) -> None:
+    def enqueue(self, wish: SignalRequest) -> None:
         """Have the control plane asked by the thread that looks: a signal handler must not wake it, only write down."""
         self._wishes.append(wish)
 
@@ -208,7 +208,7 @@ class NoticeWatcher:
         """In a thread of the plane."""
         gate = self._gate
         if gate is not None and gate.epoch == notice.epoch:
-            gate.broken(notice)
+            gate.mark_broken(notice)
             self._on_broken(notice)
             self._aborted = (notice.epoch, time.monotonic())
 
@@ -217,7 +217,7 @@ class NoticeWatcher:
             self._pass_on()
             gate = self._gate
             if gate is not None:
-                gate.look()
+                gate.poll()
                 self._again(gate.epoch, time.monotonic())
 
     def _again(self, epoch: int, now: float) -> None:
@@ -230,7 +230,7 @@ class NoticeWatcher:
         while self._wishes:
             wish = self._wishes[0]
             try:
-                self._plane.request(wish.want, wish.reason, deadline_s=wish.deadline_s)
+                self._plane.request_change(wish.kind, wish.reason, deadline_s=wish.deadline_s)
             except ElasticError as error:
                 log.warning("%s was not passed on yet: %s", wish.reason, error)
                 return
@@ -249,7 +249,7 @@ def forward_signals(watch: NoticeWatcher, wishes: Mapping[int, SignalRequest]) -
     before: dict[int, Any] = {}
 
     def received(number: int, frame: FrameType | None) -> None:
-        watch.wish(wishes[number])
+        watch.enqueue(wishes[number])
         earlier = before.get(number)
         if callable(earlier):
             earlier(number, frame)

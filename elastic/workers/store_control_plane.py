@@ -120,7 +120,7 @@ class StoreControlPlane:
 
     # -- ControlPlane -------------------------------------------------------------------------------------------------
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         """The first time: a place among those that were started together. Later: why there is no second one."""
         if self._epoch >= 0:
             self._no_further()
@@ -140,7 +140,7 @@ class StoreControlPlane:
         left = None if self._until is None else max(0.0, self._until - since_boot())
         return ControlNotice(self._epoch, event.want, event.reason, left)
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         self._check()
         with _lost():
             self._say_pause(step)
@@ -151,21 +151,21 @@ class StoreControlPlane:
             raise ControlDeadlineError(f"not all others paused within {timeout_s:g} s")
         return self._target
 
-    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
         self._check()
         self._sealed = True
 
-    def progress(self, progress: RankProgress) -> None:
+    def report_progress(self, progress: RankProgress) -> None:
         self._progress = progress
-        if progress.free and self._is_broken:
+        if progress.idle and self._is_broken:
             self._leaves()
 
-    def fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False) -> None:
         """Whoever started these processes counts how often it does, and knows no fault that is final."""
         self._check()
         self._tell(_Event(NoticeKind.RESTART, f"rank {self._place.rank}: {reason}"))
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
         """Where another size is another start of all processes it is a stop for these ranks."""
@@ -177,14 +177,14 @@ class StoreControlPlane:
         with self._changed:
             self._broken_calls.append(call)
             notice = self.notice()
-        if notice is not None and notice.want is NoticeKind.RESTART:
+        if notice is not None and notice.kind is NoticeKind.RESTART:
             self._start(call, notice)
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         self._check()
         self._finished = True
 
-    def end(self, reason: str) -> None:
+    def mark_broken(self, reason: str) -> None:
         """This rank knows from elsewhere that the world is broken. Who waits here to be in it waits no longer."""
         self._heard(_Event(NoticeKind.RESTART, reason))
 
@@ -216,7 +216,7 @@ class StoreControlPlane:
                     self._heartbeats.write(self._progress, over=True)
                 self._wake(self._heard_events)
             except RuntimeError:
-                self._store.cut()  # who waits there would wait on
+                self._store.abort()  # who waits there would wait on
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -327,7 +327,7 @@ class StoreControlPlane:
     def _store_lost(self, error: Exception) -> None:
         if not self._closed and not self._is_broken:  # else its connections are cut on purpose
             self._is_store_lost = True
-            self._store.cut()  # who waits there would wait on
+            self._store.abort()  # who waits there would wait on
             self._heard(_Event(NoticeKind.RESTART, f"the store that the ranks met at is gone: {error}"))
 
     # -- who hangs ----------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class RunOutcome(enum.Enum):
 class RunResult(Generic[T]):
     """What became of this rank. A process that gets one of these ends with status 0."""
 
-    how: RunOutcome
+    outcome: RunOutcome
     value: T | None = None
     """What the train function returned, when it finished."""
     steps: int = 0
@@ -66,9 +66,9 @@ class RunResult(Generic[T]):
     """In how many worlds this process was."""
 
     def __str__(self) -> str:
-        if self.how is RunOutcome.STOPPED:
+        if self.outcome is RunOutcome.STOPPED:
             return f"stopped after step {self.steps - 1}; start it again to go on with step {self.steps}"
-        return f"{self.how.value} after {self.worlds} world{'s' if self.worlds != 1 else ''}"
+        return f"{self.outcome.value} after {self.worlds} world{'s' if self.worlds != 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,24 @@ class RecoveryPolicy:
     ``"none"``: the train function makes its groups, and leaves none behind."""
     timeout: timedelta | None = None
     """Of its collectives; ``None``: longer than it takes who runs the job to find a hang, and torch's own at least."""
-    on_error: Literal["again", "raise"] = "again"
+    on_error: Literal["retry", "raise"] = "retry"
     """After an exception of the train function: take part in the next world (who runs the job counts, and gives up in
     the end), or report it and end."""
-    settle_s: float = 10.0
+    peer_loss_wait_s: float = 10.0
     """How long an error that could come of the loss of another rank waits for word of one."""
-    grace_s: float = 25.0
+    sigterm_grace_s: float = 25.0
     """What SIGTERM leaves."""
     nonfinite: NonFiniteMode = "fault"
     """What becomes of a loss that ``world.check`` finds not to be finite. ``"fault"``: all ranks try the step again,
     and the job gives up after so many attempts; ``"skip"``: it is left out by all of them then; ``"ignore"``: nothing.
     """
-    nonfinite_tries: int = 2
+    nonfinite_attempts: int = 2
     """Attempts at one step."""
-    nonfinite_skips: int = 10
+    nonfinite_max_skips: int = 10
     """Steps that may be left out; with one more the job gives up."""
-    health: ProcessHealthCheck = field(default_factory=DeviceHealthCheck)
+    health_check: ProcessHealthCheck = field(default_factory=DeviceHealthCheck)
     """Called between two worlds; where it raises, this process ends and another one takes its seat."""
-    abort: tuple[Literal["groups", "connections"] | Callable[[], Any], ...] = ("groups", "connections")
+    abort_steps: tuple[Literal["groups", "connections"] | Callable[[], Any], ...] = ("groups", "connections")
     """What is done, in this order and from a thread of its own, when a world breaks while this rank may hang in it.
     A function closes or wakes what the script itself waits for, before, between or after the two."""
 
@@ -106,7 +106,7 @@ class RecoveryPolicy:
 def recoverable(train: TrainFunction[T]) -> Callable[[], RunResult[T]]: ...
 @overload
 def recoverable(
-    *, plane: ControlPlane | None = None, policy: RecoveryPolicy | None = None, warm: WarmupFunction | None = None
+    *, plane: ControlPlane | None = None, policy: RecoveryPolicy | None = None, warmup: WarmupFunction | None = None
 ) -> Callable[[TrainFunction[T]], Callable[[], RunResult[T]]]: ...
 
 
@@ -115,14 +115,14 @@ def recoverable(
     *,
     plane: ControlPlane | None = None,
     policy: RecoveryPolicy | None = None,
-    warm: WarmupFunction | None = None,
+    warmup: WarmupFunction | None = None,
 ) -> Any:
     """The decorated function runs as :func:`run` runs it: called without arguments, it is entered with every world."""
 
     def decorate(inner: TrainFunction[T]) -> Callable[[], RunResult[T]]:
         @functools.wraps(inner)
         def call() -> RunResult[T]:
-            return run(inner, plane=plane, policy=policy, warm=warm)
+            return run(inner, plane=plane, policy=policy, warmup=warmup)
 
         return call
 
@@ -134,7 +134,7 @@ def run(
     *,
     plane: ControlPlane | None = None,
     policy: RecoveryPolicy | None = None,
-    warm: WarmupFunction | None = None,
+    warmup: WarmupFunction | None = None,
 ) -> RunResult[T]:
     """Call ``train`` with every world this process has a place in, until it returns.
 
@@ -143,7 +143,7 @@ def run(
     end one call of ``train`` and begin the next; what the process has imported, compiled and cached stays. Raises
     :class:`~elastic.errors.JobFailedError` when there is no further world, from the last exception of ``train``.
 
-    ``warm`` is called once, before this process asks for a place, in no process group: what it imports, compiles or
+    ``warmup`` is called once, before this process asks for a place, in no process group: what it imports, compiles or
     maps is there when a spare takes the place of a rank that was lost.
     """
     if plane is None:
@@ -153,12 +153,12 @@ def run(
     try:
         policy = policy or RecoveryPolicy()
         with sigterm_handled_elsewhere(), open_rank_timeline() as record, rank_faults(plane) as faults:
-            if warm is not None:
-                warm()
-            hydrating = SurvivorRecovery(plane, own_groups=policy.backend == "none", settle_s=policy.settle_s)
+            if warmup is not None:
+                warmup()
+            hydrating = SurvivorRecovery(plane, own_groups=policy.backend == "none", settle_s=policy.peer_loss_wait_s)
             with freeze_startup_objects(), hydrating:
                 ended = _Rank(train, plane, policy, record=record, hydrating=hydrating, faults=faults).run()
-            record.ended(ended.how.value)
+            record.ended(ended.outcome.value)
             return ended
     finally:
         plane.close()
@@ -190,28 +190,28 @@ class _Rank(Generic[T]):
         self._worlds = 0
         self._steps = 0
         self._last_error: BaseException | None = None
-        self._losses = NonFiniteGuard(policy.nonfinite, policy.nonfinite_tries, policy.nonfinite_skips)
+        self._losses = NonFiniteGuard(policy.nonfinite, policy.nonfinite_attempts, policy.nonfinite_max_skips)
         self._finished: list[T] = []
         """What the train function returned, once it has and that was heard."""
 
     def run(self) -> RunResult[T]:
         watch = NoticeWatcher(self._plane, self._abort, self._cut_again)
         try:
-            with forward_signals(watch, default_signal_requests(self._policy.grace_s)):
+            with forward_signals(watch, default_signal_requests(self._policy.sigterm_grace_s)):
                 while True:
-                    self._record.waits()
+                    self._record.waiting_began()
                     self._deadline.left()
                     try:
-                        place = self._plane.ready()
+                        place = self._plane.wait_for_assignment()
                     except Dismissed:
                         return self._ended(RunOutcome.DISMISSED)
                     except JobFailedError as error:
                         raise error from self._last_error
-                    self._record.placed(place)
+                    self._record.assigned(place)
                     world = self._one_world(watch, place)
                     if self._finished:
                         return self._ended(RunOutcome.FINISHED)
-                    if world.ended is not None and world.ended.want is NoticeKind.STOP and world.is_sealed:
+                    if world.stop_notice is not None and world.stop_notice.kind is NoticeKind.STOP and world.is_sealed:
                         return self._ended(RunOutcome.STOPPED)
                     self._examine()
         finally:
@@ -222,14 +222,14 @@ class _Rank(Generic[T]):
         return RunResult(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
 
     def _abort(self, notice: ControlNotice) -> None:
-        self._record.knows()
+        self._record.fault_detected()
         groups = self._groups
         if groups is not None:
             if self._fence is not None:
                 self._fence.close()  # what completes from here on may be garbage
             log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
-            ours = {"groups": groups.abort_groups, "connections": groups.cut_connections}
-            for step in self._policy.abort:
+            ours = {"groups": groups.abort_groups, "connections": groups.close_connections}
+            for step in self._policy.abort_steps:
                 try:
                     (ours[step] if isinstance(step, str) else step)()
                 except Exception as error:  # what comes after it is done all the same
@@ -237,14 +237,14 @@ class _Rank(Generic[T]):
 
     def _cut_again(self, epoch: int) -> None:
         groups = self._groups
-        if groups is not None and groups.epoch == epoch and "connections" in self._policy.abort:
-            groups.cut_connections()
+        if groups is not None and groups.epoch == epoch and "connections" in self._policy.abort_steps:
+            groups.close_connections()
 
     def _examine(self) -> None:
         """A process that is not fit for another world ends: it is better to start a new one than to find out later."""
         self._deadline.at("the health check")
         try:
-            self._policy.health()
+            self._policy.health_check()
         except UnhealthyProcessError:
             raise
         except Exception as error:
@@ -254,56 +254,56 @@ class _Rank(Generic[T]):
         self._deadline.enter(place.epoch)
         gate = StepBarrier(self._plane, place.epoch)
         world = World(place, self._plane, gate, record=self._record, losses=self._losses)
-        self._fence = fence = AbortFence(world.refuse_broken)
+        self._fence = fence = AbortFence(world.raise_if_broken)
         self._groups = groups = process_groups_for(place, self._policy.backend, self._policy.timeout)
         well = False
-        watch.follow(gate)
+        watch.watch_barrier(gate)
         try:
             with _environment(place), _current(world), use_fence(fence):
-                self._faults.enter(world)
-                groups.enter()
-                self._record.grouped()
-                self._losses.meet(place.restarts)
+                self._faults.enter_world(world)
+                groups.initialize()
+                self._record.groups_ready()
+                self._losses.synchronize(place.restarts)
                 self._worlds += 1
-                self._hydrating.enter(world, silent=groups.is_silent)
-                self._record.given(world.hydration is not None)
+                self._hydrating.restore_into(world, silent=groups.aborts_silently)
+                self._record.survivors_asked(world.hydration is not None)
                 self._deadline.at("the train function")
                 value = self._train(world)
             well = True
             self._returned(world, value)
         except WorldChanged as change:
-            well = world.ended is not None
+            well = world.stop_notice is not None
             if not well:
-                self._record.knows()
+                self._record.fault_detected()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
             well = self._failed(world, gate, error)
             drop_traceback_frames(error)  # else what they hold, a model say, stays beside the next one
         finally:
-            self._faults.leave()
+            self._faults.leave_world()
             self._steps = max(self._steps, world.completed)
             at = self._deadline.at
             at("setting the survivor's state aside")
             with use_fence(fence):
-                self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
+                self._hydrating.keep_state(sealed=bool(self._finished) or world.is_sealed)
             at("the callbacks of world.on_leave")
-            world.left()
-            watch.follow(None)
+            world.run_cleanups()
+            watch.watch_barrier(None)
             at("closing the gate")
             gate.close()
             at("destroying the process groups")
-            groups.leave(broken=not well)
+            groups.destroy(broken=not well)
             at("freeing the memory of the world")
             reset_process_state()
         return world
 
     def _returned(self, world: World, value: T) -> None:
         """The train function came back by itself: it has finished, or it saw that the world is to end."""
-        if world.ended is not None:
-            world.say_sealed()
+        if world.stop_notice is not None:
+            world.report_sealed()
             return
         try:
-            self._plane.finished()
+            self._plane.report_finished()
         except ElasticError as error:  # another rank was lost on its last steps: they are done again
             log.warning("it was not heard that this rank has finished: %s", error)
             return
@@ -311,19 +311,19 @@ class _Rank(Generic[T]):
 
     def _failed(self, world: World, gate: StepBarrier, error: BaseException) -> bool:
         """Whether the world ended well all the same."""
-        if world.ended is not None:
+        if world.stop_notice is not None:
             log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
-        self._record.knows()
-        patience_s = self._policy.settle_s if may_follow_from_lost_rank(error) else 0.0
+        self._record.fault_detected()
+        patience_s = self._policy.peer_loss_wait_s if may_follow_from_lost_rank(error) else 0.0
         if gate.wait_broken(patience_s):
-            log.info("epoch %d is broken (%s): %s", world.epoch, gate.why_broken, error)
+            log.info("epoch %d is broken (%s): %s", world.epoch, gate.broken_reason, error)
             return False
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
         try:
             final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
-            self._plane.fault(f"{type(error).__name__}: {error}", final=final)
+            self._plane.report_fault(f"{type(error).__name__}: {error}", final=final)
         except ElasticError as unheard:
             log.warning("the fault was not heard: %s", unheard)
         if self._policy.on_error == "raise":

@@ -71,7 +71,7 @@ class World:
         """How many steps are completed, once one was in this world: what comes before that is no step."""
         self.completed = 0
         """Steps completed, as far as :meth:`steps` was told."""
-        self.ended: ControlNotice | None = None
+        self.stop_notice: ControlNotice | None = None
         """Why all ranks stopped at a common step; ``None`` while they have not."""
         self.is_sealed = False
         """Whether the step they stopped after is safe."""
@@ -169,18 +169,18 @@ class World:
             seal = self._sealing(*checkpoint)
         self.completed = first
         while True:
-            way = self._gate.enter(self.completed)
-            if way is BoundaryDecision.LEAVE:
-                raise WorldChanged(self._gate.why_broken)
+            way = self._gate.pass_boundary(self.completed)
+            if way is BoundaryDecision.ABORT:
+                raise WorldChanged(self._gate.broken_reason)
             if total is not None and self.completed >= total:
                 self._say(free=True)
                 return
-            if way is BoundaryDecision.STOP:
+            if way is BoundaryDecision.PAUSE:
                 self._stop(seal)
             self._steps_taken = True
-            self._record.begins(self.completed)
+            self._record.step_began(self.completed)
             yield self.completed
-            self._record.stepped(self.completed)
+            self._record.step_ended(self.completed)
             if checkpoint is not None:
                 _note(*checkpoint, self.completed)
             self.completed += 1
@@ -188,10 +188,10 @@ class World:
             self._say()
 
     def _say(self, *, free: bool = False) -> None:
-        self._plane.progress(RankProgress(self._done, newest_step_sealed_here(), free))
+        self._plane.report_progress(RankProgress(self._done, newest_step_sealed_here(), free))
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def pause_watchdog(self) -> Iterator[None]:
         """In this block, an evaluation say, no rank is expected to get on: however long it takes, it does not hang."""
         self._say(free=True)
         try:
@@ -199,7 +199,7 @@ class World:
         finally:
             self._say()
 
-    def check(self, loss: float | torch.Tensor, *, step: int | None = None, what: str = "the loss") -> bool:
+    def check_finite(self, loss: float | torch.Tensor, *, step: int | None = None, what: str = "the loss") -> bool:
         """Whether the gradients of this step may be used; asked after ``backward`` and before the optimizer steps.
 
         In a world that is known to be broken by then it raises, as a boundary between two steps does: what an aborted
@@ -210,21 +210,21 @@ class World:
         step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is read from its device, which takes
         as long as the device does.
         """
-        return self._losses.check(max(0, self.step) if step is None else step, loss, what, ask=self.refuse_broken)
+        return self._losses.check(max(0, self.step) if step is None else step, loss, what, ask=self.raise_if_broken)
 
-    def refuse_broken(self) -> None:
+    def raise_if_broken(self) -> None:
         """Raises :class:`WorldChanged` once this world is known to be broken: before anything of it is aborted."""
-        if self._gate.why_broken is not None:
-            raise WorldChanged(self._gate.why_broken)
+        if self._gate.broken_reason is not None:
+            raise WorldChanged(self._gate.broken_reason)
 
-    def on_leave(self, call: CleanupCall) -> CleanupCall:
+    def add_cleanup(self, call: CleanupCall) -> CleanupCall:
         """Have ``call`` called when this world is left, whichever way; what was added last is called first.
 
         The process groups are still there, and may be broken.
         """
         return self._finalizers.add(call)
 
-    def left(self) -> None:
+    def run_cleanups(self) -> None:
         """The train function has been left: what it wanted to be called is."""
         self._finalizers.run()
         with suppress(ElasticError):  # nobody is there to be told
@@ -235,22 +235,22 @@ class World:
 
         For loops that count steps themselves. Who gets True saves and returns from the train function.
         """
-        if self.ended is not None:
+        if self.stop_notice is not None:
             return True
         if self._calls > 0:
-            self._record.stepped(self._record.next_step + self._calls - 1)
+            self._record.step_ended(self._record.next_step + self._calls - 1)
             self._done = self._calls
             self._say()
-        way = self._gate.enter(self._calls)
-        if way is BoundaryDecision.LEAVE:
-            raise WorldChanged(self._gate.why_broken)
-        if way is BoundaryDecision.ON:
-            self._record.begins(self._record.next_step + self._calls)
+        way = self._gate.pass_boundary(self._calls)
+        if way is BoundaryDecision.ABORT:
+            raise WorldChanged(self._gate.broken_reason)
+        if way is BoundaryDecision.CONTINUE:
+            self._record.step_began(self._record.next_step + self._calls)
             self._calls += 1
             return False
-        self._record.stops()
+        self._record.pause_began()
         self.completed = self._calls
-        self.ended = self._notice()
+        self.stop_notice = self._notice()
         return True
 
     def report(
@@ -260,14 +260,14 @@ class World:
 
         Only the first rank's words count; on all others, and where there is no ledger, ``loss`` is not even looked at.
         """
-        self._record.reports(loss, tokens, samples)
+        self._record.step_metrics(loss, tokens, samples)
 
-    def is_broken(self, within_s: float) -> bool:
+    def wait_broken(self, within_s: float) -> bool:
         """Whether it is known by then that this world has lost a rank."""
         return self._gate.wait_broken(within_s)
 
     def _stop(self, seal: SealFunction | None) -> None:
-        self._record.stops()
+        self._record.pause_began()
         notice = self._notice()
         try:
             if self.completed > 0 and seal is not None:
@@ -275,16 +275,16 @@ class World:
         except TieredCheckpointError as error:
             # An older step is whole: better to lose some than to keep a world that is to end.
             log.error("step %d could not be sealed before this world ended: %s", self.completed - 1, error)
-            self.ended = notice
+            self.stop_notice = notice
         else:
-            self.ended = notice
-            self.say_sealed()
+            self.stop_notice = notice
+            self.report_sealed()
         raise WorldChanged(notice.reason)
 
-    def say_sealed(self) -> None:
+    def report_sealed(self) -> None:
         """Tell who runs the job that this rank may be asked to go from here on."""
         try:
-            self._plane.sealed(self.completed)
+            self._plane.report_sealed(self.completed)
             self.is_sealed = True
             self._record.sealed()
         except ElasticError as error:  # what comes next is the same
@@ -303,7 +303,7 @@ class World:
             ckpt.seal(
                 state() if callable(state) else state,
                 step,
-                durable=notice.want is NoticeKind.STOP,
+                durable=notice.kind is NoticeKind.STOP,
                 timeout_s=patience_s,
             )
 
@@ -345,8 +345,8 @@ class NonFiniteGuard:
     def __init__(self, how: NonFiniteMode, tries: int, most_left_out: int) -> None:
         if how not in _KNOWN or tries < 1 or most_left_out < 0:
             raise PolicyError(
-                f"nonfinite={how!r}, nonfinite_tries={tries}, nonfinite_skips={most_left_out}: the first is one of "
-                f"{', '.join(_KNOWN)}, the second at least 1, the third at least 0"
+                f"nonfinite={how!r}, nonfinite_attempts={tries}, nonfinite_max_skips={most_left_out}: the first is one "
+                f"of {', '.join(_KNOWN)}, the second at least 1, the third at least 0"
             )
         self._how = how
         self._tries = tries
@@ -355,7 +355,7 @@ class NonFiniteGuard:
         """Step, and in how many worlds its loss was not finite."""
         self._agreed: frozenset[int] = frozenset()
 
-    def meet(self, restarts: int) -> None:
+    def synchronize(self, restarts: int) -> None:
         """In the groups of a new world, all ranks at once: everybody knows from here on what any of them did."""
         import torch.distributed as dist
 
@@ -390,9 +390,9 @@ class NonFiniteGuard:
         if count < self._tries:
             raise NonFiniteLossError(f"{what}; trying again")
         if self._how == "fault" or count > self._tries:  # the latter where there were no groups to agree in
-            raise NonFiniteLossError(f"{what}, in {count} attempts of {self._tries} (nonfinite_tries)", final=True)
+            raise NonFiniteLossError(f"{what}, in {count} attempts of {self._tries} (nonfinite_attempts)", final=True)
         if len(self._agreed) >= self._most:
-            left_out = f"{len(self._agreed)} steps were left out before (nonfinite_skips={self._most})"
+            left_out = f"{len(self._agreed)} steps were left out before (nonfinite_max_skips={self._most})"
             raise NonFiniteLossError(f"{what}, in {count} attempts, and {left_out}", final=True)
         raise NonFiniteLossError(f"{what}, in {count} attempts; all ranks leave it out from here on")
 

@@ -53,7 +53,7 @@ __all__ = ["initial_world", "next_world", "rebuild_world"]
 
 def initial_world(policy: ScalingPolicy, *, nproc: int, now_s: float) -> WorldState:
     """A job nobody has joined yet."""
-    return WorldState(nproc=nproc, began_s=now_s, goal=policy.wanted)
+    return WorldState(nproc=nproc, formed_s=now_s, target_nodes=policy.initial_nodes)
 
 
 def next_world(
@@ -66,7 +66,7 @@ def next_world(
     """
     turn = WorldTransition(world, policy, now_s)
     apply_event(turn, event)
-    if not world.phase.over:
+    if not world.phase.is_over:
         reconcile_world(turn)
     return turn.world, tuple(turn.actions)
 
@@ -76,7 +76,7 @@ _TRIES_OF_A_STANDBY = 3
 
 
 def apply_event(turn: WorldTransition, event: WorldEvent) -> None:
-    if not turn.world.phase.over:
+    if not turn.world.phase.is_over:
         _HANDLERS[type(event)](turn, event)
 
 
@@ -87,147 +87,161 @@ def _several(turn: WorldTransition, event: EventBatch) -> None:
 
 def _joined(turn: WorldTransition, event: NodeJoined) -> None:
     world = turn.world
-    if event.life <= world.gone.get(event.node, -1):
+    if event.generation <= world.departed.get(event.node, -1):
         return
     before = world.members.get(event.node)
     if before is not None:
-        if event.life <= before.life:
+        if event.generation <= before.generation:
             return
-        turn.lose(before, "its supervisor began again")
-        if turn.world.phase.over:
+        turn.lose_node(before, "its supervisor began again")
+        if turn.world.phase.is_over:
             return
-    if event.seats != world.nproc:
-        turn.world.gone[event.node] = event.life
-        reason = f"it runs {event.seats} ranks, all others run {world.nproc}"
-        turn.do(ReleaseNode(event.node, event.life, reason, cut=True))
+    if event.local_ranks != world.nproc:
+        turn.world.departed[event.node] = event.generation
+        reason = f"it runs {event.local_ranks} ranks, all others run {world.nproc}"
+        turn.emit(ReleaseNode(event.node, event.generation, reason, force=True))
         return
-    turn.put(
+    turn.update_member(
         NodeMember(
             node=event.node,
-            life=event.life,
-            joined=world.joins,
+            generation=event.generation,
+            join_order=world.join_count,
             joined_s=turn.now_s,
-            births=max(event.births, world.nproc),
+            spawn_count=max(event.spawn_count, world.nproc),
             spares=event.spares,
-            due_s=turn.now_s + turn.policy.restart_timeout_s,
+            ready_deadline_s=turn.now_s + turn.policy.restart_timeout_s,
         )
     )
-    turn.set(joins=world.joins + 1, asked=max(0, world.asked - 1))
+    turn.update(join_count=world.join_count + 1, requested_nodes=max(0, world.requested_nodes - 1))
 
 
 def _ready(turn: WorldTransition, event: NodeReady) -> None:
-    member = turn.known(event.node, event.life)
-    if member is None or event.births < member.births + len(member.owed):
+    member = turn.member_of_generation(event.node, event.generation)
+    if member is None or event.spawn_count < member.spawn_count + len(member.pending_replacements):
         return
     if event.epoch < member.epoch:
-        if member.placed and event.births > member.births:
-            turn.fault(f"processes of {member.node} were replaced, and nobody was told", member.node)
+        if member.has_ranks and event.spawn_count > member.spawn_count:
+            turn.break_world(f"processes of {member.node} were replaced, and nobody was told", member.node)
         return
-    if member.placed and turn.world.phase is WorldPhase.RUNNING:
-        turn.fault(f"the ranks of {member.node} have left the world without being asked", member.node)
-        if turn.world.phase.over:
+    if member.has_ranks and turn.world.phase is WorldPhase.RUNNING:
+        turn.break_world(f"the ranks of {member.node} have left the world without being asked", member.node)
+        if turn.world.phase.is_over:
             return
         member = turn.world.members[member.node]
-        if event.births < member.births + len(member.owed):
+        if event.spawn_count < member.spawn_count + len(member.pending_replacements):
             return
-    turn.put(member, ready=True, births=event.births, owed=(), spares=event.spares, due_s=None, prodded=False)
+    turn.update_member(
+        member,
+        ready=True,
+        spawn_count=event.spawn_count,
+        pending_replacements=(),
+        spares=event.spares,
+        ready_deadline_s=None,
+        respawn_requested=False,
+    )
 
 
 def _sealed(turn: WorldTransition, event: NodeSealed) -> None:
-    member = turn.known(event.node, event.life)
-    if member is None or not member.placed or event.epoch != turn.world.epoch:
+    member = turn.member_of_generation(event.node, event.generation)
+    if member is None or not member.has_ranks or event.epoch != turn.world.epoch:
         return
-    if turn.world.phase is WorldPhase.CHANGING:
-        turn.put(member, sealed=True)
+    if turn.world.phase is WorldPhase.PAUSING:
+        turn.update_member(member, sealed=True)
     elif turn.world.phase is WorldPhase.RUNNING:
         # It goes no further, and who has asked it to stop is no more: what was wanted is to be asked for again.
-        turn.fault(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
+        turn.break_world(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
 
 
 def _finished(turn: WorldTransition, event: NodeFinished) -> None:
-    member = turn.known(event.node, event.life)
-    if member is not None and member.placed and event.epoch == turn.world.epoch and turn.world.phase.alive:
-        turn.set(done=turn.world.done | {event.node})
+    member = turn.member_of_generation(event.node, event.generation)
+    if member is not None and member.has_ranks and event.epoch == turn.world.epoch and turn.world.phase.is_running:
+        turn.update(finished_nodes=turn.world.finished_nodes | {event.node})
 
 
 def _lost(turn: WorldTransition, event: NodeLost | NodeLeft) -> None:
     member = turn.world.members.get(event.node)
-    if member is None or event.life < member.life:
-        turn.world.gone[event.node] = max(event.life, turn.world.gone.get(event.node, -1))
+    if member is None or event.generation < member.generation:
+        turn.world.departed[event.node] = max(event.generation, turn.world.departed.get(event.node, -1))
         return
-    turn.lose(member, event.reason, blame=isinstance(event, NodeLost), life=event.life)
+    turn.lose_node(member, event.reason, blame=isinstance(event, NodeLost), life=event.generation)
 
 
 def _rank_lost(turn: WorldTransition, event: RankLost) -> None:
-    member = turn.known(event.node, event.life)
-    if member is None or event.births < member.births or _is_replaced(member, event.local_rank, event.births):
+    member = turn.member_of_generation(event.node, event.generation)
+    if (
+        member is None
+        or event.spawn_count < member.spawn_count
+        or _is_replaced(member, event.local_rank, event.spawn_count)
+    ):
         return
     world, what = turn.world, f"rank {event.local_rank} of {event.node} was lost: {event.reason}"
-    if world.phase.alive and member.placed:
-        if member.node in world.done or (member.sealed and (world.stopping or member.leaving)):
+    if world.phase.is_running and member.has_ranks:
+        if member.node in world.finished_nodes or (member.sealed and (world.stopping or member.is_draining)):
             return  # it had nothing left to do here
-        turn.fault(what, member.node, event.births)
+        turn.break_world(what, member.node, event.spawn_count)
     else:
         _lost_again(turn, member, event, what)
-    _replace(turn, event.node, event.local_rank, event.births)
+    _replace(turn, event.node, event.local_rank, event.spawn_count)
 
 
 def _is_replaced(member: NodeMember, local_rank: int, births: int) -> bool:
     """Whether the process that was lost when there had been so many is one that is known to be."""
-    return any(owed.local_rank == local_rank and owed.births >= births for owed in member.owed)
+    return any(owed.local_rank == local_rank and owed.spawn_count >= births for owed in member.pending_replacements)
 
 
 def _lost_again(turn: WorldTransition, member: NodeMember, event: RankLost, what: str) -> None:
     """A process ended before its node was ready: nothing was broken by that, but it may go on for ever."""
-    tries = 1 + sum(owed.local_rank == event.local_rank and not owed.whole for owed in member.owed)
-    if not turn.world.phase.alive and (member.placed or turn.world.epoch < 0):
-        if tries > turn.world.tries:
-            turn.set(tries=tries)
-            turn.count(what, member.node, event.births)
+    tries = 1 + sum(
+        owed.local_rank == event.local_rank and not owed.full_restart for owed in member.pending_replacements
+    )
+    if not turn.world.phase.is_running and (member.has_ranks or turn.world.epoch < 0):
+        if tries > turn.world.spawn_attempts:
+            turn.update(spawn_attempts=tries)
+            turn.count_restart(what, member.node, event.spawn_count)
     elif tries >= _TRIES_OF_A_STANDBY:
-        turn.release(member, f"{what}, {tries} times before it was ready", cut=True)
+        turn.release_node(member, f"{what}, {tries} times before it was ready", cut=True)
 
 
 def _replace(turn: WorldTransition, node: str, local_rank: int, births: int) -> None:
     """Unless it has been decided by now to replace it, or not to go on."""
     member = turn.world.members.get(node)
-    if member is not None and not turn.world.phase.over and not _is_replaced(member, local_rank, births):
+    if member is not None and not turn.world.phase.is_over and not _is_replaced(member, local_rank, births):
         turn.replace_ranks(member, (local_rank,), births)
 
 
 def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
-    member = turn.known(event.node, event.life)
-    if member is None or not member.placed or event.epoch != turn.world.epoch:
+    member = turn.member_of_generation(event.node, event.generation)
+    if member is None or not member.has_ranks or event.epoch != turn.world.epoch:
         return
-    if member.sealed and (turn.world.stopping or member.leaving):
+    if member.sealed and (turn.world.stopping or member.is_draining):
         return
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
-    turn.fault(what, "" if event.final else event.node)
-    if event.final and not turn.world.phase.over:
-        turn.give_up(f"gave up, as another attempt would end the same way: {what}")
+    turn.break_world(what, "" if event.final else event.node)
+    if event.final and not turn.world.phase.is_over:
+        turn.fail_job(f"gave up, as another attempt would end the same way: {what}")
 
 
 def _hang(turn: WorldTransition, event: HangDetected) -> None:
-    if event.epoch != turn.world.epoch or not turn.world.phase.alive:
+    if event.epoch != turn.world.epoch or not turn.world.phase.is_running:
         return
     member = turn.world.members.get(event.node)
-    known = member is not None and member.placed
+    known = member is not None and member.has_ranks
     who = f"rank {event.local_rank} of {event.node}" if known else "the job"
     leave_s = turn.policy.leave_hang_s
-    turn.fault(f"{who} hangs: {event.reason}", event.node if known else "", leave_s=leave_s)
+    turn.break_world(f"{who} hangs: {event.reason}", event.node if known else "", leave_s=leave_s)
     if member is not None and known and 0 <= event.local_rank < turn.world.nproc:
-        _replace(turn, event.node, event.local_rank, member.births)
+        _replace(turn, event.node, event.local_rank, member.spawn_count)
 
 
 def _offender(turn: WorldTransition, event: NodeFlagged) -> None:
-    turn.set(marked=turn.world.marked | {event.node})
+    turn.update(flagged_nodes=turn.world.flagged_nodes | {event.node})
 
 
 def _offered(turn: WorldTransition, event: CapacityOffered) -> None:
-    taken = min(event.nodes, turn.limit - len(world_transition.available_members(turn.world)))
+    taken = min(event.nodes, turn.max_nodes - len(world_transition.available_members(turn.world)))
     if taken > 0:
-        turn.do(RequestNodes(taken, "offered"))
-        turn.set(asked=max(turn.world.asked, taken))
+        turn.emit(RequestNodes(taken, "offered"))
+        turn.update(requested_nodes=max(turn.world.requested_nodes, taken))
 
 
 def _asked_back(turn: WorldTransition, event: NodesPreempted) -> None:
@@ -235,28 +249,30 @@ def _asked_back(turn: WorldTransition, event: NodesPreempted) -> None:
         member = turn.world.members.get(node)
         if member is None or event.deadline_s < member.joined_s:
             continue  # it is not here, or it is again and this is old
-        if member.placed and not member.leaving:
-            turn.set(goal=turn.world.goal - 1)
-        leave_by_s = event.deadline_s if member.leave_by_s is None else min(event.deadline_s, member.leave_by_s)
-        turn.put(member, leave_by_s=leave_by_s)
+        if member.has_ranks and not member.is_draining:
+            turn.update(target_nodes=turn.world.target_nodes - 1)
+        leave_by_s = (
+            event.deadline_s if member.drain_deadline_s is None else min(event.deadline_s, member.drain_deadline_s)
+        )
+        turn.update_member(member, drain_deadline_s=leave_by_s)
 
 
 def _resize_asked(turn: WorldTransition, event: ResizeRequested) -> None:
-    if event.nodes is None or turn.policy.at_most(event.nodes):
+    if event.nodes is None or turn.policy.largest_size_within(event.nodes):
         # Who asks takes the nodes that are ready now: further ones are not waited for.
-        turn.set(cap=event.nodes, more_since_s=turn.now_s - turn.policy.scaling_timeout_s)
+        turn.update(max_nodes=event.nodes, growth_possible_since_s=turn.now_s - turn.policy.scaling_timeout_s)
 
 
 def _stop_asked(turn: WorldTransition, event: JobStopRequested) -> None:
-    known_s = turn.world.pause_until_s
+    known_s = turn.world.pause_deadline_s
     until_s = known_s if event.deadline_s is None else max(event.deadline_s, turn.now_s)
     if until_s is not None and known_s is not None:
         until_s = min(until_s, known_s)
     if turn.world.stopping and until_s == known_s:
         return
-    turn.set(stopping=True, reason=event.reason, pause_until_s=until_s)
-    if turn.world.phase is WorldPhase.CHANGING and until_s is not None:
-        turn.do(PauseWorld(turn.world.epoch, event.reason, until_s, stop=True))
+    turn.update(stopping=True, reason=event.reason, pause_deadline_s=until_s)
+    if turn.world.phase is WorldPhase.PAUSING and until_s is not None:
+        turn.emit(PauseWorld(turn.world.epoch, event.reason, until_s, stop=True))
 
 
 def _tick(turn: WorldTransition, event: Tick) -> None:
@@ -286,10 +302,10 @@ _HANDLERS: dict[type, Callable[[WorldTransition, Any], None]] = {
 def reconcile_world(turn: WorldTransition) -> None:
     _expire(turn)
     before = None
-    while before is not turn.world.phase and not turn.world.phase.over:
+    while before is not turn.world.phase and not turn.world.phase.is_over:
         before = turn.world.phase
         _STEPS[before](turn)
-    turn.set(tick_s=None if turn.world.phase.over else min(_timers(turn), default=None))
+    turn.update(next_tick_s=None if turn.world.phase.is_over else min(_timers(turn), default=None))
 
 
 # -- time is up -------------------------------------------------------------------------------------------------------
@@ -298,16 +314,18 @@ def reconcile_world(turn: WorldTransition) -> None:
 def _expire(turn: WorldTransition) -> None:
     for node in list(turn.world.members):
         member = turn.world.members.get(node)
-        if member is None or turn.world.phase.over:
+        if member is None or turn.world.phase.is_over:
             continue
-        if member.leaving and not member.placed:
-            turn.release(member, "asked back")
-        elif turn.world.phase is not WorldPhase.CHANGING and _is_past(member.leave_by_s, turn):
-            turn.lose(member, "asked back, and its time is up", cut=True)
-        elif _is_past(member.due_s, turn):
-            if member.prodded:
+        if member.is_draining and not member.has_ranks:
+            turn.release_node(member, "asked back")
+        elif turn.world.phase is not WorldPhase.PAUSING and _is_past(member.drain_deadline_s, turn):
+            turn.lose_node(member, "asked back, and its time is up", cut=True)
+        elif _is_past(member.ready_deadline_s, turn):
+            if member.respawn_requested:
                 limit_s = turn.policy.restart_timeout_s
-                turn.lose(member, f"its ranks did not come, nor others in their place within {limit_s:g} s", cut=True)
+                turn.lose_node(
+                    member, f"its ranks did not come, nor others in their place within {limit_s:g} s", cut=True
+                )
             else:
                 _prod(turn, member)
 
@@ -317,17 +335,17 @@ def _is_past(time_s: float | None, turn: WorldTransition) -> bool:
 
 
 def _prod(turn: WorldTransition, member: NodeMember) -> None:
-    turn.do(RespawnStragglers(member.node, member.life))
-    turn.put(member, prodded=True, due_s=turn.now_s + turn.policy.restart_timeout_s)
-    turn.set(respawned=True)
+    turn.emit(RespawnStragglers(member.node, member.generation))
+    turn.update_member(member, respawn_requested=True, ready_deadline_s=turn.now_s + turn.policy.restart_timeout_s)
+    turn.update(has_respawned=True)
 
 
 def _finish(turn: WorldTransition) -> bool:
     """Whether all ranks have finished. Also while they are to stop for another world: there is nothing left for it."""
-    if not turn.world.done.issuperset(turn.world.places):
+    if not turn.world.finished_nodes.issuperset(turn.world.ranked_nodes):
         return False
-    turn.set(phase=WorldPhase.FINISHED, reason="finished", more_since_s=None, pause_until_s=None)
-    turn.do(FinishJob())
+    turn.update(phase=WorldPhase.FINISHED, reason="finished", growth_possible_since_s=None, pause_deadline_s=None)
+    turn.emit(FinishJob())
     return True
 
 
@@ -341,54 +359,60 @@ def _run(turn: WorldTransition) -> None:
     if world.stopping:
         _pause(turn, world.reason, stop=True)
         return
-    ready = [member for member in world_transition.available_members(turn.world) if member.placed or member.ready]
-    leaving = sorted((member for member in turn.placed if member.leaving), key=lambda member: member.joined)
+    ready = [member for member in world_transition.available_members(turn.world) if member.has_ranks or member.ready]
+    leaving = sorted(
+        (member for member in turn.members_with_ranks if member.is_draining), key=lambda member: member.join_order
+    )
     possible = _possible(turn, ready)
     if leaving:
         _give_back(turn, leaving, possible)
-    elif len(turn.placed) > turn.limit:
-        _pause(turn, f"at most {turn.limit} nodes are wanted")
+    elif len(turn.members_with_ranks) > turn.max_nodes:
+        _pause(turn, f"at most {turn.max_nodes} nodes are wanted")
     elif possible > world.size or _could_be_better(turn, ready):
-        turn.set(more_since_s=turn.now_s if world.more_since_s is None else world.more_since_s)
-        if turn.may_grow_s <= turn.now_s:
+        turn.update(
+            growth_possible_since_s=turn.now_s
+            if world.growth_possible_since_s is None
+            else world.growth_possible_since_s
+        )
+        if turn.growth_allowed_s <= turn.now_s:
             _pause(turn, f"{possible} nodes can be had" if possible > world.size else "an offender is replaced")
     else:
-        turn.set(more_since_s=None)
+        turn.update(growth_possible_since_s=None)
 
 
 def _possible(turn: WorldTransition, ready: list[NodeMember]) -> int:
     """The size that those who are ready allow. Offenders are of use only to keep the size it has."""
     avoid = turn.avoided()
     good = [member for member in ready if member.node not in avoid]
-    kept = min(turn.world.size, turn.limit, len(ready))
-    return max(turn.policy.at_most(min(turn.limit, len(good))), turn.policy.at_most(kept))
+    kept = min(turn.world.size, turn.max_nodes, len(ready))
+    return max(turn.policy.largest_size_within(min(turn.max_nodes, len(good))), turn.policy.largest_size_within(kept))
 
 
 def _could_be_better(turn: WorldTransition, ready: list[NodeMember]) -> bool:
     avoid = turn.avoided()
-    bad = any(member.placed and member.node in avoid for member in ready)
-    return bad and any(not member.placed and member.node not in avoid for member in ready)
+    bad = any(member.has_ranks and member.node in avoid for member in ready)
+    return bad and any(not member.has_ranks and member.node not in avoid for member in ready)
 
 
 def _give_back(turn: WorldTransition, leaving: list[NodeMember], possible: int) -> None:
-    first_s = min(member.leave_by_s for member in leaving if member.leave_by_s is not None)
+    first_s = min(member.drain_deadline_s for member in leaving if member.drain_deadline_s is not None)
     names = ", ".join(member.node for member in leaving)
     if possible:
         _pause(turn, f"{names} asked back")
         return
-    least = turn.policy.least
+    least = turn.policy.smallest_size
     _ask(turn, least, f"{names} asked back, too few are left")
     if first_s - turn.policy.graceful_shutdown_timeout_s <= turn.now_s:
-        rest = len(turn.placed) - len(leaving)
-        turn.set(stopping=True)
+        rest = len(turn.members_with_ranks) - len(leaving)
+        turn.update(stopping=True)
         _pause(turn, f"{names} asked back: {rest} nodes are left, at least {least} are needed", stop=True)
 
 
 def _ask(turn: WorldTransition, size: int, reason: str) -> None:
     short = size - len(world_transition.available_members(turn.world))
-    if short > turn.world.asked:
-        turn.do(RequestNodes(short - turn.world.asked, reason))
-        turn.set(asked=short)
+    if short > turn.world.requested_nodes:
+        turn.emit(RequestNodes(short - turn.world.requested_nodes, reason))
+        turn.update(requested_nodes=short)
 
 
 # -- changing ---------------------------------------------------------------------------------------------------------
@@ -397,60 +421,72 @@ def _ask(turn: WorldTransition, size: int, reason: str) -> None:
 def _pause(turn: WorldTransition, reason: str, *, stop: bool = False) -> None:
     """Ranks are to agree on a step; where no time is given for that, the world just ends."""
     grace_s = turn.policy.graceful_shutdown_timeout_s
-    turn.set(reason=reason)
+    turn.update(reason=reason)
     if grace_s <= 0:
-        turn.fault(reason, counted=False)
+        turn.break_world(reason, counted=False)
         return
-    until_s = min(turn.now_s + grace_s, turn.world.pause_until_s or math.inf, _first_to_leave_s(turn))
-    turn.set(phase=WorldPhase.CHANGING, pause_until_s=until_s)
-    turn.do(PauseWorld(turn.world.epoch, reason, until_s, stop))
+    until_s = min(turn.now_s + grace_s, turn.world.pause_deadline_s or math.inf, _first_to_leave_s(turn))
+    turn.update(phase=WorldPhase.PAUSING, pause_deadline_s=until_s)
+    turn.emit(PauseWorld(turn.world.epoch, reason, until_s, stop))
 
 
 def _first_to_leave_s(turn: WorldTransition) -> float:
-    return min((member.leave_by_s for member in turn.placed if member.leave_by_s is not None), default=math.inf)
+    return min(
+        (member.drain_deadline_s for member in turn.members_with_ranks if member.drain_deadline_s is not None),
+        default=math.inf,
+    )
 
 
 def _change(turn: WorldTransition) -> None:
     if _finish(turn):
         return
-    for member in turn.placed:
-        if member.leaving and member.is_in:
-            turn.release(member, "asked back")
+    for member in turn.members_with_ranks:
+        if member.is_draining and member.has_stopped:
+            turn.release_node(member, "asked back")
     world = turn.world
     if world.stopping:
-        late = [member for member in turn.placed if not member.is_in and member.node not in world.done]
+        late = [
+            member
+            for member in turn.members_with_ranks
+            if not member.has_stopped and member.node not in world.finished_nodes
+        ]
     else:
-        late = [member for member in turn.placed if not member.ready]
-    until_s = math.inf if world.pause_until_s is None else world.pause_until_s
+        late = [member for member in turn.members_with_ranks if not member.ready]
+    until_s = math.inf if world.pause_deadline_s is None else world.pause_deadline_s
     sooner_s = min(until_s, _first_to_leave_s(turn))
     if not late:
         _paused(turn)
     elif sooner_s <= turn.now_s:
         _too_late(turn, late)
     elif sooner_s < until_s:
-        turn.set(pause_until_s=sooner_s)
-        turn.do(PauseWorld(world.epoch, world.reason, sooner_s, world.stopping))
+        turn.update(pause_deadline_s=sooner_s)
+        turn.emit(PauseWorld(world.epoch, world.reason, sooner_s, world.stopping))
 
 
 def _paused(turn: WorldTransition) -> None:
     if turn.world.stopping:
-        turn.stop(turn.world.reason)
+        turn.stop_job(turn.world.reason)
         return
-    turn.set(phase=WorldPhase.FORMING, pause_until_s=None, done=frozenset(), failed=0)
-    turn.set(wait_until_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
+    turn.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
+    turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
 
 def _too_late(turn: WorldTransition, late: list[NodeMember]) -> None:
-    turn.set(failed=turn.world.failed + 1)
+    turn.update(failed_pauses=turn.world.failed_pauses + 1)
     slow = {member.node for member in late}
     names = ", ".join(sorted(slow))
     for member in late:
-        if member.leaving:
-            turn.release(member, "asked back, and its time is up", cut=True)
-    alone = late[0].node if len(late) == 1 and not late[0].leaving else ""
-    turn.fault(f"{turn.world.reason}, and the ranks of {names} did not stop in time", alone)
-    for member in turn.placed:
-        if member.node in slow and not member.ready and not member.owed and not turn.world.phase.over:
+        if member.is_draining:
+            turn.release_node(member, "asked back, and its time is up", cut=True)
+    alone = late[0].node if len(late) == 1 and not late[0].is_draining else ""
+    turn.break_world(f"{turn.world.reason}, and the ranks of {names} did not stop in time", alone)
+    for member in turn.members_with_ranks:
+        if (
+            member.node in slow
+            and not member.ready
+            and not member.pending_replacements
+            and not turn.world.phase.is_over
+        ):
             _prod(turn, member)
 
 
@@ -461,13 +497,13 @@ def _gather(turn: WorldTransition) -> None:
     world = turn.world
     here = world_transition.available_members(world)
     ready = [member for member in here if member.ready]
-    missed = [member for member in here if member.placed and not member.ready]
+    missed = [member for member in here if member.has_ranks and not member.ready]
     if world.epoch >= 0 and not world.stopping:
         _ask(turn, _goal(turn), world.reason)
     if world.stopping:
-        turn.stop(world.reason)
-    elif any(not member.mending for member in missed):
-        turn.set(phase=WorldPhase.FORMING)  # they are on their way
+        turn.stop_job(world.reason)
+    elif any(not member.is_respawning for member in missed):
+        turn.update(phase=WorldPhase.FORMING)  # they are on their way
     elif not _form(turn, ready, at_least=_goal(turn)):
         if world.epoch < 0:
             _begin(turn, ready)
@@ -477,69 +513,69 @@ def _gather(turn: WorldTransition) -> None:
 
 def _goal(turn: WorldTransition) -> int:
     """What is worth waiting for."""
-    return turn.policy.at_most(min(turn.limit, turn.world.goal)) or turn.policy.least
+    return turn.policy.largest_size_within(min(turn.max_nodes, turn.world.target_nodes)) or turn.policy.smallest_size
 
 
 def _ceiling(turn: WorldTransition) -> int:
     """Whatever ends a world is no occasion to grow, before it is time to."""
-    grows = turn.world.epoch < 0 or turn.may_grow_s <= turn.now_s
-    return turn.limit if grows else min(turn.limit, max(turn.world.size, _goal(turn)))
+    grows = turn.world.epoch < 0 or turn.growth_allowed_s <= turn.now_s
+    return turn.max_nodes if grows else min(turn.max_nodes, max(turn.world.size, _goal(turn)))
 
 
 def _form(turn: WorldTransition, ready: list[NodeMember], *, at_least: int) -> bool:
     """A world of those who are ready, as large as it may be; without offenders where that makes the goal."""
     avoid, goal = turn.avoided(), _goal(turn)
     good = [member for member in ready if member.node not in avoid]
-    size = turn.policy.at_most(min(_ceiling(turn), len(good)))
+    size = turn.policy.largest_size_within(min(_ceiling(turn), len(good)))
     if size < goal:
-        size = turn.policy.at_most(min(goal, len(ready)))
+        size = turn.policy.largest_size_within(min(goal, len(ready)))
     if size == 0 or size < at_least:
         return False
     chosen = world_transition.members_by_preference(ready, turn.world, avoid)[:size]
     witnesses = [member for member in world_transition.state_holders(turn.world) if member.node not in avoid]
     if not any(member in chosen for member in witnesses):
-        if any(member.placed and not member.ready for member in witnesses):
+        if any(member.has_ranks and not member.ready for member in witnesses):
             return False  # its ranks are started anew; it is lost when they do not come
         chosen[-1:] = [member for member in witnesses if member in ready][:1] or chosen[-1:]
-    turn.form(chosen)
+    turn.form_world(chosen)
     return True
 
 
 def _begin(turn: WorldTransition, ready: list[NodeMember]) -> None:
     policy, world = turn.policy, turn.world
-    if not policy.at_most(min(turn.limit, len(ready))):
-        turn.set(phase=WorldPhase.FORMING, wait_until_s=None)
-        if policy.startup_timeout_s is not None and world.began_s + policy.startup_timeout_s <= turn.now_s:
-            came = f"{len(ready)} of the {policy.least} nodes needed were ready"
-            turn.give_up(f"gave up before the first world: within {policy.startup_timeout_s:g} s, {came}")
+    if not policy.largest_size_within(min(turn.max_nodes, len(ready))):
+        turn.update(phase=WorldPhase.FORMING, replacement_deadline_s=None)
+        if policy.startup_timeout_s is not None and world.formed_s + policy.startup_timeout_s <= turn.now_s:
+            came = f"{len(ready)} of the {policy.smallest_size} nodes needed were ready"
+            turn.fail_job(f"gave up before the first world: within {policy.startup_timeout_s:g} s, {came}")
         return
-    if world.wait_until_s is None:
-        turn.set(wait_until_s=turn.now_s + policy.scaling_timeout_s)
-    if _is_past(turn.world.wait_until_s, turn):
+    if world.replacement_deadline_s is None:
+        turn.update(replacement_deadline_s=turn.now_s + policy.scaling_timeout_s)
+    if _is_past(turn.world.replacement_deadline_s, turn):
         _form(turn, ready, at_least=1)
 
 
 def _wait(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
     """For new processes, then for new nodes, and in the end for anybody who makes the least size."""
     policy, here = turn.policy, world_transition.available_members(turn.world)
-    have = policy.at_most(min(_ceiling(turn), len(ready)))
-    if policy.at_most(min(_ceiling(turn), len(ready) + len(missed))) > have:
-        turn.set(phase=WorldPhase.FORMING)
-    elif not _is_past(turn.world.wait_until_s, turn):
-        turn.set(phase=WorldPhase.WAITING)
+    have = policy.largest_size_within(min(_ceiling(turn), len(ready)))
+    if policy.largest_size_within(min(_ceiling(turn), len(ready) + len(missed))) > have:
+        turn.update(phase=WorldPhase.FORMING)
+    elif not _is_past(turn.world.replacement_deadline_s, turn):
+        turn.update(phase=WorldPhase.WAITING)
     elif not _form(turn, ready, at_least=1):
-        least = policy.least
+        least = policy.smallest_size
         if len(here) >= least:
-            turn.set(phase=WorldPhase.WAITING)
+            turn.update(phase=WorldPhase.WAITING)
         else:
-            turn.stop(f"{turn.world.reason}; {len(here)} nodes are left, at least {least} are needed")
+            turn.stop_job(f"{turn.world.reason}; {len(here)} nodes are left, at least {least} are needed")
 
 
 _STEPS = {
     WorldPhase.FORMING: _gather,
     WorldPhase.WAITING: _gather,
     WorldPhase.RUNNING: _run,
-    WorldPhase.CHANGING: _change,
+    WorldPhase.PAUSING: _change,
 }
 
 
@@ -549,13 +585,15 @@ _STEPS = {
 def _timers(turn: WorldTransition) -> list[float]:
     """All times ahead at which something follows from nothing having happened."""
     world, policy = turn.world, turn.policy
-    times_s = [world.wait_until_s, world.pause_until_s]
-    times_s += [time_s for member in world.members.values() for time_s in (member.leave_by_s, member.due_s)]
+    times_s = [world.replacement_deadline_s, world.pause_deadline_s]
+    times_s += [
+        time_s for member in world.members.values() for time_s in (member.drain_deadline_s, member.ready_deadline_s)
+    ]
     if world.phase is WorldPhase.RUNNING:
-        times_s += [offence.at_s + policy.eval_period_s for offence in world.offences if world.standby]
-        times_s += [turn.may_grow_s, _first_to_leave_s(turn) - policy.graceful_shutdown_timeout_s]
+        times_s += [offence.at_s + policy.eval_period_s for offence in world.node_faults if world.standby]
+        times_s += [turn.growth_allowed_s, _first_to_leave_s(turn) - policy.graceful_shutdown_timeout_s]
     if world.epoch < 0 and policy.startup_timeout_s is not None:
-        times_s.append(world.began_s + policy.startup_timeout_s)
+        times_s.append(world.formed_s + policy.startup_timeout_s)
     return [time_s for time_s in times_s if time_s is not None and turn.now_s < time_s < math.inf]
 
 
@@ -568,23 +606,29 @@ def rebuild_world(
     heard of is given again: nobody is in it. Offences and the limits of restarts within a period begin anew.
     """
     latest: dict[str, RejoinReport] = {}
-    for report in sorted(reports, key=lambda report: (report.life, report.epoch, report.births)):
+    for report in sorted(reports, key=lambda report: (report.generation, report.epoch, report.spawn_count)):
         latest[report.node] = report
-    known = sorted((report for report in latest.values() if report.seats == nproc), key=lambda report: report.node)
+    known = sorted(
+        (report for report in latest.values() if report.local_ranks == nproc), key=lambda report: report.node
+    )
     turn = WorldTransition(_as_reported(known, nproc, now_s, policy), policy, now_s)
-    missing = sorted(set(turn.world.places) - {member.node for member in turn.placed})
+    missing = sorted(set(turn.world.ranked_nodes) - {member.node for member in turn.members_with_ranks})
     if missing:
-        turn.fault(f"the new coordinator found nobody of {', '.join(missing)} in the world")
+        turn.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")
     for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, turn.world.epoch}):
-        turn.do(BreakWorld(epoch, "it was left behind", policy.leave_s))
+        turn.emit(BreakWorld(epoch, "it was left behind", policy.abort_limit_s))
     for report in known:
-        for local_rank in report.lost:
-            apply_event(turn, RankLost(report.node, report.life, report.births, local_rank, "reported to be lost"))
+        for local_rank in report.lost_ranks:
+            apply_event(
+                turn, RankLost(report.node, report.generation, report.spawn_count, local_rank, "reported to be lost")
+            )
         if report.finished:
-            apply_event(turn, NodeFinished(report.node, report.life, report.epoch))
+            apply_event(turn, NodeFinished(report.node, report.generation, report.epoch))
         if report.ready:
-            apply_event(turn, NodeReady(report.node, report.life, report.births, report.epoch, report.spares))
-    if not turn.world.phase.over:
+            apply_event(
+                turn, NodeReady(report.node, report.generation, report.spawn_count, report.epoch, report.spares)
+            )
+    if not turn.world.phase.is_over:
         reconcile_world(turn)
     return turn.world, tuple(turn.actions)
 
@@ -592,17 +636,17 @@ def rebuild_world(
 def _as_reported(known: list[RejoinReport], nproc: int, now_s: float, policy: ScalingPolicy) -> WorldState:
     """The newest world any of them was told of, as if it was running."""
     newest = max((report.epoch for report in known), default=-1)
-    places = next((report.places for report in known if report.epoch == newest >= 0 and report.places), ())
+    places = next((report.ranked_nodes for report in known if report.epoch == newest >= 0 and report.ranked_nodes), ())
     inside = frozenset(places)
     members = {
         report.node: NodeMember(
             node=report.node,
-            life=report.life,
-            joined=number,
+            generation=report.generation,
+            join_order=number,
             joined_s=now_s,
             epoch=report.epoch,
-            placed=report.epoch == newest and report.node in inside,
-            births=max(report.births, nproc),
+            has_ranks=report.epoch == newest and report.node in inside,
+            spawn_count=max(report.spawn_count, nproc),
             spares=report.spares,
         )
         for number, report in enumerate(known)
@@ -610,12 +654,15 @@ def _as_reported(known: list[RejoinReport], nproc: int, now_s: float, policy: Sc
     due_s = now_s + policy.restart_timeout_s
     return WorldState(
         nproc=nproc,
-        began_s=now_s,
+        formed_s=now_s,
         phase=WorldPhase.RUNNING if places else WorldPhase.FORMING,
         epoch=newest,
-        places=places,
-        members={name: member if member.placed else replace(member, due_s=due_s) for name, member in members.items()},
-        joins=len(known),
-        goal=len(places) or policy.wanted,
+        ranked_nodes=places,
+        members={
+            name: member if member.has_ranks else replace(member, ready_deadline_s=due_s)
+            for name, member in members.items()
+        },
+        join_count=len(known),
+        target_nodes=len(places) or policy.initial_nodes,
         restarts=max((report.restarts for report in known), default=0),
     )

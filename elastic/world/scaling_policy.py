@@ -64,23 +64,23 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         raise_policy_error(policy_problems(msgspec.structs.asdict(self)))
 
     @property
-    def wanted(self) -> int:
+    def initial_nodes(self) -> int:
         """The size to begin with."""
         return self.replicas or self.max_replicas
 
     @property
-    def leave_s(self) -> float:
+    def abort_limit_s(self) -> float:
         return min(self.leave_timeout_s, self.restart_timeout_s)
 
     @property
     def leave_hang_s(self) -> float:
         """The same after a hang: every other rank has waited for so long that the abort wakes it at once."""
-        return min(self.leave_s, _LEAVE_HANG_S)
+        return min(self.abort_limit_s, _LEAVE_HANG_S)
 
     def allows(self, size: int) -> bool:
-        return self.at_most(size) == size
+        return self.largest_size_within(size) == size
 
-    def at_most(self, nodes: int) -> int:
+    def largest_size_within(self, nodes: int) -> int:
         """The greatest size that so many nodes allow; 0 when there is none."""
         nodes = min(nodes, self.max_replicas)
         if self.replica_discrete_values:
@@ -90,7 +90,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return nodes - (nodes - self.min_replicas) % (self.replica_increment_step or 1)
 
     @property
-    def least(self) -> int:
+    def smallest_size(self) -> int:
         """The smallest size there is."""
         return min(self.replica_discrete_values, default=self.min_replicas)
 
@@ -119,55 +119,55 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class FieldBound(NamedTuple):
     """What one field may be."""
 
-    whole: bool
+    is_integer: bool
     lowest: int
     optional: bool = False
 
     @property
-    def words(self) -> str:
-        kind = "a whole number" if self.whole else "a number of seconds"
+    def description(self) -> str:
+        kind = "a whole number" if self.is_integer else "a number of seconds"
         return f"{kind}, {self.lowest} or more" + (", or nothing" if self.optional else "")
 
     def admits(self, value: object) -> bool:
         if value is None:
             return self.optional
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int if self.is_integer else (int, float)):
             return False
         return math.isfinite(value) and value >= self.lowest
 
 
-_SECONDS = FieldBound(whole=False, lowest=0)
+_SECONDS = FieldBound(is_integer=False, lowest=0)
 
 FIELD_BOUNDS: Mapping[str, FieldBound] = {
-    "min_replicas": FieldBound(whole=True, lowest=1),
-    "max_replicas": FieldBound(whole=True, lowest=1),
-    "replica_increment_step": FieldBound(whole=True, lowest=1, optional=True),
-    "replicas": FieldBound(whole=True, lowest=1, optional=True),
+    "min_replicas": FieldBound(is_integer=True, lowest=1),
+    "max_replicas": FieldBound(is_integer=True, lowest=1),
+    "replica_increment_step": FieldBound(is_integer=True, lowest=1, optional=True),
+    "replicas": FieldBound(is_integer=True, lowest=1, optional=True),
     "scaling_timeout_s": _SECONDS,
     "graceful_shutdown_timeout_s": _SECONDS,
     "faulty_scale_down_timeout_s": _SECONDS,
     "scale_up_snooze_s": _SECONDS,
-    "restart_timeout_s": FieldBound(whole=False, lowest=1),
-    "leave_timeout_s": FieldBound(whole=False, lowest=1),
-    "startup_timeout_s": FieldBound(whole=False, lowest=0, optional=True),
-    "eval_period_s": FieldBound(whole=False, lowest=1),
-    "num_restart_before_full_job_restart": FieldBound(whole=True, lowest=0, optional=True),
-    "max_full_job_restarts": FieldBound(whole=True, lowest=0, optional=True),
-    "job_max_retry_count": FieldBound(whole=True, lowest=0, optional=True),
-    "max_num_repeat_offenders_to_avoid": FieldBound(whole=True, lowest=0),
-    "repeat_offender_faults": FieldBound(whole=True, lowest=1),
+    "restart_timeout_s": FieldBound(is_integer=False, lowest=1),
+    "leave_timeout_s": FieldBound(is_integer=False, lowest=1),
+    "startup_timeout_s": FieldBound(is_integer=False, lowest=0, optional=True),
+    "eval_period_s": FieldBound(is_integer=False, lowest=1),
+    "num_restart_before_full_job_restart": FieldBound(is_integer=True, lowest=0, optional=True),
+    "max_full_job_restarts": FieldBound(is_integer=True, lowest=0, optional=True),
+    "job_max_retry_count": FieldBound(is_integer=True, lowest=0, optional=True),
+    "max_num_repeat_offenders_to_avoid": FieldBound(is_integer=True, lowest=0),
+    "repeat_offender_faults": FieldBound(is_integer=True, lowest=1),
 }
 """All fields but the list of sizes."""
 
 _SIZES = "replica_discrete_values"
-_EACH_SIZE = FieldBound(whole=True, lowest=1)
+_EACH_SIZE = FieldBound(is_integer=True, lowest=1)
 
 
 def policy_problems(fields: Mapping[str, Any], called: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Why there can be no policy with these fields; ``called`` says what whoever wrote them calls them."""
     names = {name: (called or {}).get(name, name) for name in (*FIELD_BOUNDS, _SIZES)}
     wrong = {
-        name: f"{names[name]} is {fields[name]!r}, must be {bound.words}"
+        name: f"{names[name]} is {fields[name]!r}, must be {bound.description}"
         for name, bound in FIELD_BOUNDS.items()
         if not bound.admits(fields[name])
     }
@@ -243,7 +243,7 @@ _SWITCHES = ("is_elastic", "use_graceful_shutdown")
 
 class PolicyFields(NamedTuple):
     fields: dict[str, Any]
-    called: dict[str, str]
+    spelled: dict[str, str]
     """What each field was called."""
     problems: tuple[str, ...]
     """What could not be read."""

@@ -31,76 +31,80 @@ class WorldPhase(enum.Enum):
     WAITING = "waiting"
     """The same, but nodes are missing: a replacement may come in time."""
     RUNNING = "running"
-    CHANGING = "changing"
+    PAUSING = "changing"
     """The ranks were asked to stop at a step; the world still runs."""
     STOPPED = "stopped"
     FINISHED = "finished"
     GAVE_UP = "gave up"
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self in (WorldPhase.STOPPED, WorldPhase.FINISHED, WorldPhase.GAVE_UP)
 
     @property
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         """Ranks are in a world."""
-        return self in (WorldPhase.RUNNING, WorldPhase.CHANGING)
+        return self in (WorldPhase.RUNNING, WorldPhase.PAUSING)
 
 
 class PendingReplacement(msgspec.Struct, frozen=True):
     """A seat whose process is being replaced."""
 
     local_rank: int
-    births: int
+    spawn_count: int
     """How many processes the node had started when the old one was lost."""
     spare: bool = False
     """A warm spare takes it: it is there in no time."""
-    whole: bool = False
+    full_restart: bool = False
     """Nobody lost it: all processes were started anew."""
 
 
-class NodeMember(msgspec.Struct, frozen=True, omit_defaults=True):
+class NodeMember(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+):
     """A node that is here, in the world or beside it."""
 
     node: str
-    life: int
-    joined: int
+    generation: int
+    join_order: int
     """Which one it was to come."""
     joined_s: float = 0.0
-    placed: bool = False
+    has_ranks: bool = False
     """It has ranks in the newest world, also when that is broken."""
     epoch: int = -1
     """The last world it had ranks in."""
-    since: int = -1
+    first_epoch: int = -1
     """The first of those that it was in one after the other until then."""
-    births: int = 0
+    spawn_count: int = 0
     """How many processes it had started when it last was ready."""
     spares: int = 0
-    owed: tuple[PendingReplacement, ...] = ()
+    pending_replacements: tuple[PendingReplacement, ...] = ()
     ready: bool = False
     """Its ranks wait for a place."""
     sealed: bool = False
     """Its ranks stand at the agreed step, and may be asked to go."""
-    due_s: float | None = None
+    ready_deadline_s: float | None = None
     """When its ranks are to be ready."""
-    prodded: bool = False
+    respawn_requested: bool = False
     """They were not, and were started again."""
-    leave_by_s: float | None = None
+    drain_deadline_s: float | None = None
     """It was asked back."""
 
     @property
-    def is_in(self) -> bool:
+    def has_stopped(self) -> bool:
         """Whether a pause need not wait for it any more."""
         return self.ready or self.sealed
 
     @property
-    def leaving(self) -> bool:
-        return self.leave_by_s is not None
+    def is_draining(self) -> bool:
+        return self.drain_deadline_s is not None
 
     @property
-    def mending(self) -> bool:
+    def is_respawning(self) -> bool:
         """Its ranks take as long as a new process takes to start."""
-        return self.prodded or any(not owed.spare for owed in self.owed)
+        return self.respawn_requested or any(not owed.spare for owed in self.pending_replacements)
 
 
 class NodeFault(msgspec.Struct, frozen=True):
@@ -110,7 +114,10 @@ class NodeFault(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class WorldState(msgspec.Struct, frozen=True):
+class WorldState(
+    msgspec.Struct,
+    frozen=True,
+):
     """Who is in the job. Made by :func:`elastic.world.next_world.initial_world`, changed by
     :func:`elastic.world.next_world.next_world`.
     """
@@ -120,70 +127,70 @@ class WorldState(msgspec.Struct, frozen=True):
     phase: WorldPhase = WorldPhase.FORMING
     epoch: int = -1
     """Of the newest world; the first has 0."""
-    places: tuple[str, ...] = ()
+    ranked_nodes: tuple[str, ...] = ()
     """The nodes of the newest world in order of rank, also those that have been lost since it broke."""
     members: dict[str, NodeMember] = {}
     """Never changed in place."""
-    gone: dict[str, int] = {}
+    departed: dict[str, int] = {}
     """Nodes that are no more, and the life they ended with."""
-    done: frozenset[str] = frozenset()
+    finished_nodes: frozenset[str] = frozenset()
     """Nodes of the newest world that have nothing left to do."""
-    joins: int = 0
-    began_s: float = 0.0
+    join_count: int = 0
+    formed_s: float = 0.0
     """When it was formed; before the first, since when that is waited for."""
 
-    goal: int = 0
+    target_nodes: int = 0
     """How many nodes the next world is to have, if they can be had within the timeouts."""
-    cap: int | None = None
+    max_nodes: int | None = None
     """How many it may have at the most, where somebody asked for that."""
-    asked: int = 0
+    requested_nodes: int = 0
     """Nodes the cluster was asked for and that have not come yet."""
-    faulty: bool = False
+    after_fault: bool = False
     """What the next world is formed after: a fault, or a change that was wanted."""
     stopping: bool = False
     reason: str = ""
     """Why there will be, or is, this world; at the end, why it is over."""
 
-    wait_until_s: float | None = None
+    replacement_deadline_s: float | None = None
     """How long a replacement, or at the start all the nodes, are waited for."""
-    pause_until_s: float | None = None
+    pause_deadline_s: float | None = None
     """When who has not paused is stopped."""
-    more_since_s: float | None = None
+    growth_possible_since_s: float | None = None
     """Since when there could be a greater, or a better, world."""
     shrunk_s: float | None = None
     """When faults last made the world smaller."""
 
-    failed: int = 0
+    failed_pauses: int = 0
     """Changes in a row that the ranks did not come to in time: the next one is tried later each time."""
     restarts: int = 0
     """Worlds that ended by a fault."""
     faults_s: tuple[float, ...] = ()
     """When, since all processes were last started anew."""
     full_restarts_s: tuple[float, ...] = ()
-    tries: int = 0
+    spawn_attempts: int = 0
     """How often a process of one seat was started for the next world, as far as that is counted as restarts."""
-    respawned: bool = False
+    has_respawned: bool = False
     """Processes were replaced for the next world."""
-    offences: tuple[NodeFault, ...] = ()
-    marked: frozenset[str] = frozenset()
+    node_faults: tuple[NodeFault, ...] = ()
+    flagged_nodes: frozenset[str] = frozenset()
     """Offenders that somebody outside has named."""
 
-    tick_s: float | None = None
+    next_tick_s: float | None = None
     """When it next wants a tick, if nothing happens before."""
 
     @property
     def size(self) -> int:
         """Nodes of the newest world."""
-        return len(self.places)
+        return len(self.ranked_nodes)
 
     @property
     def world_size(self) -> int:
-        return len(self.places) * self.nproc
+        return len(self.ranked_nodes) * self.nproc
 
     @property
     def standby(self) -> tuple[str, ...]:
         """Nodes that are here and have no rank."""
-        return tuple(member.node for member in self.members.values() if not member.placed)
+        return tuple(member.node for member in self.members.values() if not member.has_ranks)
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True):
@@ -194,10 +201,10 @@ class NodeJoined(_Event, frozen=True):
     """A supervisor is here and warms up its ranks."""
 
     node: str
-    life: int
-    seats: int
+    generation: int
+    local_ranks: int
     """Ranks it runs; a world takes only nodes that run as many as all others."""
-    births: int = 0
+    spawn_count: int = 0
     spares: int = 0
     """Warm processes beyond its ranks."""
 
@@ -206,8 +213,8 @@ class NodeReady(_Event, frozen=True):
     """All ranks of a node wait for a place, in no process group."""
 
     node: str
-    life: int
-    births: int
+    generation: int
+    spawn_count: int
     epoch: int = -1
     """The newest world this node was told of: its ranks have left it, or never entered."""
     spares: int = 0
@@ -217,7 +224,7 @@ class NodeSealed(_Event, frozen=True):
     """All ranks of a node stand at the agreed step, and what they hold is safe."""
 
     node: str
-    life: int
+    generation: int
     epoch: int
     step: int = -1
 
@@ -229,7 +236,7 @@ class NodeFinished(_Event, frozen=True):
     """
 
     node: str
-    life: int
+    generation: int
     epoch: int
 
 
@@ -237,7 +244,7 @@ class NodeLost(_Event, frozen=True):
     """A node has not been heard of for too long, or is known to be gone."""
 
     node: str
-    life: int
+    generation: int
     reason: str
 
 
@@ -245,7 +252,7 @@ class NodeLeft(_Event, frozen=True):
     """A supervisor says goodbye; nobody is to blame."""
 
     node: str
-    life: int
+    generation: int
     reason: str = "left"
 
 
@@ -253,8 +260,8 @@ class RankLost(_Event, frozen=True):
     """A process in a rank's seat has ended, and was not to."""
 
     node: str
-    life: int
-    births: int
+    generation: int
+    spawn_count: int
     """As many as there had been when it was noticed."""
     local_rank: int
     reason: str
@@ -264,7 +271,7 @@ class RankFault(_Event, frozen=True):
     """A rank says that its world is broken; its process lives and comes back by itself."""
 
     node: str
-    life: int
+    generation: int
     epoch: int
     local_rank: int
     reason: str
@@ -323,7 +330,9 @@ class JobStopRequested(_Event, frozen=True):
 
 
 class Tick(_Event, frozen=True):
-    """Time has passed: :attr:`World.tick_s <elastic.world.world_state.WorldState.tick_s>` says when one is wanted."""
+    """Time has passed: :attr:`World.tick_s <elastic.world.world_state.WorldState.next_tick_s>` says when one is
+    wanted.
+    """
 
 
 class EventBatch(_Event, frozen=True):
@@ -352,23 +361,26 @@ WorldEvent: TypeAlias = (
 )
 
 
-class RejoinReport(msgspec.Struct, frozen=True):
+class RejoinReport(
+    msgspec.Struct,
+    frozen=True,
+):
     """All that a supervisor knows of its node and its world: what a coordinator that starts again asks for."""
 
     node: str
-    life: int
-    seats: int
-    births: int
+    generation: int
+    local_ranks: int
+    spawn_count: int
     spares: int = 0
     epoch: int = -1
     """The newest world it was told of."""
-    places: tuple[str, ...] = ()
+    ranked_nodes: tuple[str, ...] = ()
     """The nodes of that world, in order of rank; it is enough that one of them says so."""
     restarts: int = 0
     """As that world was formed with."""
     ready: bool = False
     """All its ranks wait for a place: they have left that world, or never entered."""
-    lost: tuple[int, ...] = ()
+    lost_ranks: tuple[int, ...] = ()
     """Local ranks whose process has ended, and was not to."""
     finished: bool = False
     """All its ranks have nothing left to do."""
@@ -419,7 +431,7 @@ class RespawnRanks(_Action, frozen=True):
     """End what runs in these seats, if anything does, and start a new process in each."""
 
     node: str
-    life: int
+    generation: int
     local_ranks: tuple[int, ...]
 
 
@@ -427,7 +439,7 @@ class PromoteSpare(_Action, frozen=True):
     """The same, with a warm spare process of this node."""
 
     node: str
-    life: int
+    generation: int
     local_rank: int
 
 
@@ -438,7 +450,7 @@ class RespawnStragglers(_Action, frozen=True):
     """
 
     node: str
-    life: int
+    generation: int
 
 
 class FormWorld(_Action, frozen=True):
@@ -450,7 +462,7 @@ class FormWorld(_Action, frozen=True):
     epoch: int
     nodes: tuple[str, ...]
     nproc: int
-    how: FormationKind
+    kind: FormationKind
     restarts: int
     reason: str
 
@@ -459,9 +471,9 @@ class ReleaseNode(_Action, frozen=True):
     """This node is not needed, or has to go: its ranks are dismissed and its supervisor leaves."""
 
     node: str
-    life: int
+    generation: int
     reason: str
-    cut: bool = False
+    force: bool = False
     """Its processes are ended without being asked: its time is up, or it does not answer."""
 
 

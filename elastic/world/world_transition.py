@@ -37,52 +37,52 @@ class WorldTransition:
     """What every step of a decision can do."""
 
     def __init__(self, world: WorldState, policy: ScalingPolicy, now_s: float) -> None:
-        self.world = replace(world, members=dict(world.members), gone=dict(world.gone))
+        self.world = replace(world, members=dict(world.members), departed=dict(world.departed))
         self.policy = policy
         self.now_s = now_s
         self.actions: list[WorldAction] = []
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def do(self, action: WorldAction) -> None:
+    def emit(self, action: WorldAction) -> None:
         self.actions.append(action)
 
-    def set(self, **fields: Any) -> None:
+    def update(self, **fields: Any) -> None:
         self.world = replace(self.world, **fields)
 
-    def put(self, member: NodeMember, **fields: Any) -> NodeMember:
+    def update_member(self, member: NodeMember, **fields: Any) -> NodeMember:
         member = replace(member, **fields)
         self.world.members[member.node] = member
         return member
 
-    def known(self, node: str, life: int) -> NodeMember | None:
+    def member_of_generation(self, node: str, life: int) -> NodeMember | None:
         """The member this is about; what is about another life of the node is about nobody."""
         member = self.world.members.get(node)
-        return member if member is not None and member.life == life else None
+        return member if member is not None and member.generation == life else None
 
-    def drop(self, member: NodeMember, life: int | None = None) -> None:
+    def remove_member(self, member: NodeMember, life: int | None = None) -> None:
         del self.world.members[member.node]
-        self.world.gone[member.node] = max(member.life, life or member.life)
+        self.world.departed[member.node] = max(member.generation, life or member.generation)
 
-    def release(self, member: NodeMember, reason: str, *, cut: bool = False) -> None:
-        self.do(ReleaseNode(member.node, member.life, reason, cut))
-        self.drop(member)
-
-    @property
-    def placed(self) -> list[NodeMember]:
-        return [member for member in self.world.members.values() if member.placed]
+    def release_node(self, member: NodeMember, reason: str, *, cut: bool = False) -> None:
+        self.emit(ReleaseNode(member.node, member.generation, reason, cut))
+        self.remove_member(member)
 
     @property
-    def limit(self) -> int:
+    def members_with_ranks(self) -> list[NodeMember]:
+        return [member for member in self.world.members.values() if member.has_ranks]
+
+    @property
+    def max_nodes(self) -> int:
         return max_world_nodes(self.world, self.policy)
 
     @property
-    def may_grow_s(self) -> float:
+    def growth_allowed_s(self) -> float:
         """From when on the world may become larger, or better; in the past, or infinitely far away, maybe."""
-        if self.world.more_since_s is None:
+        if self.world.growth_possible_since_s is None:
             return math.inf
-        put_off_s = self.policy.graceful_shutdown_timeout_s * (2 ** min(self.world.failed, 16) - 1)
-        collected_s = self.world.more_since_s + self.policy.scaling_timeout_s + put_off_s
+        put_off_s = self.policy.graceful_shutdown_timeout_s * (2 ** min(self.world.failed_pauses, 16) - 1)
+        collected_s = self.world.growth_possible_since_s + self.policy.scaling_timeout_s + put_off_s
         if self.world.shrunk_s is None:
             return collected_s
         return max(collected_s, self.world.shrunk_s + self.policy.scale_up_snooze_s)
@@ -92,90 +92,90 @@ class WorldTransition:
 
     # -- what goes wrong ----------------------------------------------------------------------------------------------
 
-    def lose(
+    def lose_node(
         self, member: NodeMember, reason: str, *, blame: bool = True, cut: bool = False, life: int | None = None
     ) -> None:
         """A node is no more, or is not waited for any longer (``cut``)."""
         if cut:
-            self.do(ReleaseNode(member.node, member.life, reason, cut))
-        self.drop(member, life)
-        blame = blame and not member.leaving
-        if not member.placed or (member.node in self.world.done and self.world.phase.alive):
+            self.emit(ReleaseNode(member.node, member.generation, reason, cut))
+        self.remove_member(member, life)
+        blame = blame and not member.is_draining
+        if not member.has_ranks or (member.node in self.world.finished_nodes and self.world.phase.is_running):
             return
-        if not self.world.phase.alive:
-            if self.world.faulty and not member.leaving:
-                self.set(wait_until_s=self.now_s + self.policy.faulty_scale_down_timeout_s)
+        if not self.world.phase.is_running:
+            if self.world.after_fault and not member.is_draining:
+                self.update(replacement_deadline_s=self.now_s + self.policy.faulty_scale_down_timeout_s)
             if blame:
-                self.blame(member.node)
-        elif not (member.sealed and (member.leaving or self.world.stopping)):
-            self.fault(f"{member.node} was lost: {reason}", member.node if blame else "")
+                self.record_node_fault(member.node)
+        elif not (member.sealed and (member.is_draining or self.world.stopping)):
+            self.break_world(f"{member.node} was lost: {reason}", member.node if blame else "")
 
-    def fault(
+    def break_world(
         self, reason: str, node: str = "", births: int = 0, *, counted: bool = True, leave_s: float | None = None
     ) -> None:
         """The world is broken: nothing can be agreed on any more, its ranks come back one by one.
 
         ``leave_s`` is the time they have for that, ``policy.leave_s`` by default.
         """
-        if not self.world.phase.alive:
+        if not self.world.phase.is_running:
             return
-        leave_s = self.policy.leave_s if leave_s is None else leave_s
-        self.do(BreakWorld(self.world.epoch, reason, leave_s))
+        leave_s = self.policy.abort_limit_s if leave_s is None else leave_s
+        self.emit(BreakWorld(self.world.epoch, reason, leave_s))
         if self.world.stopping:
-            self.stop(f"{self.world.reason}; not all was saved: {reason}")
+            self.stop_job(f"{self.world.reason}; not all was saved: {reason}")
             return
-        self.set(
+        self.update(
             phase=WorldPhase.FORMING,
-            faulty=counted,
+            after_fault=counted,
             reason=reason,
-            tries=1,
-            done=frozenset(),
-            pause_until_s=None,
-            wait_until_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
+            spawn_attempts=1,
+            finished_nodes=frozenset(),
+            pause_deadline_s=None,
+            replacement_deadline_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
-        for member in self.placed:
+        for member in self.members_with_ranks:
             due_s = None if member.ready else self.now_s + leave_s
-            self.put(member, due_s=due_s, sealed=False)
+            self.update_member(member, ready_deadline_s=due_s, sealed=False)
         if counted:
-            self.count(reason, node, births)
+            self.count_restart(reason, node, births)
 
-    def count(self, reason: str, node: str = "", births: int = 0) -> None:
+    def count_restart(self, reason: str, node: str = "", births: int = 0) -> None:
         """One restart more; when there were too many, all processes are started anew, and in the end none.
 
         Restarts that have not led to a new world count for as long as there is none.
         """
         policy, now_s = self.policy, self.now_s
-        since_s = min(self.world.began_s, now_s - policy.eval_period_s)
-        self.set(
+        since_s = min(self.world.formed_s, now_s - policy.eval_period_s)
+        self.update(
             restarts=self.world.restarts + 1,
             faults_s=(*(at_s for at_s in self.world.faults_s if at_s > since_s), now_s),
             full_restarts_s=tuple(at_s for at_s in self.world.full_restarts_s if at_s > since_s),
         )
-        self.blame(node)
+        self.record_node_fault(node)
         allowed = policy.num_restart_before_full_job_restart
         escalates = allowed is not None and len(self.world.faults_s) > allowed
         if escalates:
-            self.set(faults_s=(), full_restarts_s=(*self.world.full_restarts_s, now_s))
+            self.update(faults_s=(), full_restarts_s=(*self.world.full_restarts_s, now_s))
         limits = exceeded_restart_limit(self.world, policy)
         if limits:
-            self.give_up(f"gave up after {limits}; the last fault: {reason}")
+            self.fail_job(f"gave up after {limits}; the last fault: {reason}")
         elif escalates:
             for member in list(self.world.members.values()):
-                if member.placed or self.world.epoch < 0:
-                    known = max(self.births_of(member), births if member.node == node else 0)
+                if member.has_ranks or self.world.epoch < 0:
+                    known = max(self.spawn_count_of(member), births if member.node == node else 0)
                     self.replace_ranks(member, tuple(range(self.world.nproc)), known, whole=True)
 
-    def blame(self, node: str) -> None:
+    def record_node_fault(self, node: str) -> None:
         if node:
-            kept = recent_faults(self.world.offences, self.policy, self.now_s)
-            self.set(offences=(*kept, NodeFault(node, self.now_s)))
+            kept = recent_faults(self.world.node_faults, self.policy, self.now_s)
+            self.update(node_faults=(*kept, NodeFault(node, self.now_s)))
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def births_of(member: NodeMember) -> int:
+    def spawn_count_of(member: NodeMember) -> int:
         """How many processes a node has started, as far as is known here."""
-        return max((owed.births for owed in member.owed), default=member.births)
+        return max((owed.spawn_count for owed in member.pending_replacements), default=member.spawn_count)
 
     def replace_ranks(
         self, member: NodeMember, local_ranks: tuple[int, ...], births: int, *, whole: bool = False
@@ -183,57 +183,60 @@ class WorldTransition:
         """Others in the place of these processes, lost when there had been so many of the node's."""
         spare = member.spares > 0 and not whole
         if spare:
-            self.do(PromoteSpare(member.node, member.life, *local_ranks))
+            self.emit(PromoteSpare(member.node, member.generation, *local_ranks))
         else:
-            self.do(RespawnRanks(member.node, member.life, local_ranks))
-        self.set(respawned=True)
-        return self.put(
+            self.emit(RespawnRanks(member.node, member.generation, local_ranks))
+        self.update(has_respawned=True)
+        return self.update_member(
             member,
-            owed=(*member.owed, *(PendingReplacement(local_rank, births, spare, whole) for local_rank in local_ranks)),
+            pending_replacements=(
+                *member.pending_replacements,
+                *(PendingReplacement(local_rank, births, spare, whole) for local_rank in local_ranks),
+            ),
             spares=member.spares - spare,
             ready=False,
-            due_s=self.now_s + self.policy.restart_timeout_s,
+            ready_deadline_s=self.now_s + self.policy.restart_timeout_s,
         )
 
     # -- the next world, or none --------------------------------------------------------------------------------------
 
-    def form(self, chosen: list[NodeMember]) -> None:
-        old, nodes = self.world, keep_node_ranks(chosen, self.world.places)
+    def form_world(self, chosen: list[NodeMember]) -> None:
+        old, nodes = self.world, keep_node_ranks(chosen, self.world.ranked_nodes)
         how = self._how(chosen)
         for member in list(self.world.members.values()):
-            if member.leaving:
-                self.release(member, "asked back")
+            if member.is_draining:
+                self.release_node(member, "asked back")
             else:
-                self.put(member, placed=False, sealed=False)
+                self.update_member(member, has_ranks=False, sealed=False)
         for member in chosen:
-            since = member.since if member.epoch == old.epoch >= 0 else old.epoch + 1
-            self.put(
+            since = member.first_epoch if member.epoch == old.epoch >= 0 else old.epoch + 1
+            self.update_member(
                 member,
-                placed=True,
+                has_ranks=True,
                 epoch=old.epoch + 1,
-                since=since,
+                first_epoch=since,
                 ready=False,
                 sealed=False,
-                prodded=False,
-                due_s=None,
+                respawn_requested=False,
+                ready_deadline_s=None,
             )
-        shrunk = old.faulty and len(nodes) < old.size
-        self.set(
+        shrunk = old.after_fault and len(nodes) < old.size
+        self.update(
             phase=WorldPhase.RUNNING,
             epoch=old.epoch + 1,
-            places=nodes,
-            done=frozenset(),
-            began_s=self.now_s,
-            goal=len(nodes),
-            faulty=False,
-            wait_until_s=None,
-            pause_until_s=None,
-            more_since_s=None,
+            ranked_nodes=nodes,
+            finished_nodes=frozenset(),
+            formed_s=self.now_s,
+            target_nodes=len(nodes),
+            after_fault=False,
+            replacement_deadline_s=None,
+            pause_deadline_s=None,
+            growth_possible_since_s=None,
             shrunk_s=self.now_s if shrunk else old.shrunk_s,
-            tries=0,
-            respawned=False,
+            spawn_attempts=0,
+            has_respawned=False,
         )
-        self.do(FormWorld(self.world.epoch, nodes, old.nproc, how, old.restarts, old.reason))
+        self.emit(FormWorld(self.world.epoch, nodes, old.nproc, how, old.restarts, old.reason))
 
     def _how(self, chosen: list[NodeMember]) -> FormationKind:
         before, now = self.world.size, len(chosen)
@@ -241,40 +244,42 @@ class WorldTransition:
             return FormationKind.START
         if now != before:
             return FormationKind.GROW if now > before else FormationKind.SHRINK
-        if not all(member.placed for member in chosen):
+        if not all(member.has_ranks for member in chosen):
             return FormationKind.REPLACE
-        return FormationKind.RESPAWN if self.world.respawned else FormationKind.RESTART
+        return FormationKind.RESPAWN if self.world.has_respawned else FormationKind.RESTART
 
-    def stop(self, reason: str) -> None:
+    def stop_job(self, reason: str) -> None:
         self._end(WorldPhase.STOPPED, reason)
-        self.do(StopJob(reason))
+        self.emit(StopJob(reason))
 
-    def give_up(self, reason: str) -> None:
+    def fail_job(self, reason: str) -> None:
         reason += "; started again, the job resumes from its newest whole step"
         self._end(WorldPhase.GAVE_UP, reason)
-        self.do(FailJob(reason))
+        self.emit(FailJob(reason))
 
     def _end(self, phase: WorldPhase, reason: str) -> None:
-        self.set(phase=phase, reason=reason, wait_until_s=None, pause_until_s=None, more_since_s=None)
+        self.update(
+            phase=phase, reason=reason, replacement_deadline_s=None, pause_deadline_s=None, growth_possible_since_s=None
+        )
 
 
 def max_world_nodes(world: WorldState, policy: ScalingPolicy) -> int:
     """The greatest size that is wanted."""
-    return policy.at_most(policy.max_replicas if world.cap is None else world.cap)
+    return policy.largest_size_within(policy.max_replicas if world.max_nodes is None else world.max_nodes)
 
 
 def available_members(world: WorldState) -> list[NodeMember]:
     """Who could be in the next world, as far as one knows."""
-    return [member for member in world.members.values() if not member.leaving]
+    return [member for member in world.members.values() if not member.is_draining]
 
 
 def members_by_preference(members: Iterable[NodeMember], world: WorldState, avoid: Collection[str]) -> list[NodeMember]:
     """Whom to take first: no offenders, who has a rank already, the lower ranks, who came first."""
-    position = {node: number for number, node in enumerate(world.places)}
+    position = {node: number for number, node in enumerate(world.ranked_nodes)}
 
     def order(member: NodeMember) -> tuple[bool, bool, int]:
-        number = position[member.node] if member.placed else member.joined
-        return member.node in avoid, not member.placed, number
+        number = position[member.node] if member.has_ranks else member.join_order
+        return member.node in avoid, not member.has_ranks, number
 
     return sorted(members, key=order)
 
@@ -296,7 +301,7 @@ def state_holders(world: WorldState) -> list[NodeMember]:
     """
     here = available_members(world)
     newest = max((member.epoch for member in here), default=-1)
-    met = min((member.since for member in here if member.epoch == newest), default=-1)
+    met = min((member.first_epoch for member in here if member.epoch == newest), default=-1)
     return [member for member in here if member.epoch >= max(met, 0)]
 
 
@@ -306,15 +311,19 @@ def recent_faults(offences: tuple[NodeFault, ...], policy: ScalingPolicy, now_s:
 
 def avoided_nodes(world: WorldState, policy: ScalingPolicy, now_s: float) -> frozenset[str]:
     """Nodes that get no rank as long as others can be had: the worst of them, and those somebody outside has named."""
-    if not world.offences:
-        return world.marked
-    counts = Counter(offence.node for offence in recent_faults(world.offences, policy, now_s))
-    latest = {offence.node: offence.at_s for offence in world.offences}
+    if not world.node_faults:
+        return world.flagged_nodes
+    counts = Counter(offence.node for offence in recent_faults(world.node_faults, policy, now_s))
+    latest = {offence.node: offence.at_s for offence in world.node_faults}
     worst = sorted(
-        (node for node, count in counts.items() if count >= policy.repeat_offender_faults and node not in world.marked),
+        (
+            node
+            for node, count in counts.items()
+            if count >= policy.repeat_offender_faults and node not in world.flagged_nodes
+        ),
         key=lambda node: (-counts[node], -latest[node], node),
     )
-    return world.marked.union(worst[: policy.max_num_repeat_offenders_to_avoid])
+    return world.flagged_nodes.union(worst[: policy.max_num_repeat_offenders_to_avoid])
 
 
 def exceeded_restart_limit(world: WorldState, policy: ScalingPolicy) -> str:

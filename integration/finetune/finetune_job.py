@@ -163,7 +163,7 @@ def total_steps(job: FinetuneJob, *, samples: int, done: int, step: int, batch: 
 
 def _rule(job: FinetuneJob, recipe: Recipe | None, batch: int) -> LRRule:
     """Beside the job's own learning rate, which is for the recipe's smallest size where there is a recipe."""
-    base = job.batch or (batch if recipe is None else recipe.scale.size_for(recipe.policy.least).global_batch)
+    base = job.batch or (batch if recipe is None else recipe.scale.size_for(recipe.policy.smallest_size).global_batch)
     if job.rule == "constant":
         return ConstantLRRule()
     return LinearLRRule(base) if job.rule == "linear" else SqrtLRRule(base)

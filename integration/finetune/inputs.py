@@ -57,17 +57,17 @@ class JsonLinesCorpus:
         try:
             found = json.loads(line.split(b"\n", 1)[0])
         except ValueError as error:
-            raise DataError(f"{self.where(index)} is not JSON: {error}") from error
+            raise DataError(f"{self.location_of(index)} is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise DataError(f'{self.where(index)} is no object: write {{"text": ...}}, a line for each sample')
+            raise DataError(f'{self.location_of(index)} is no object: write {{"text": ...}}, a line for each sample')
         return found
 
-    def where(self, index: int) -> str:
+    def location_of(self, index: int) -> str:
         """``data.jsonl:12``: for people."""
         file, place = self._find(index)
         return f"{file.path}:{int(file.numbers[place])}"
 
-    def firsts(self) -> list[int]:
+    def first_index_of_files(self) -> list[int]:
         """The first sample of each file."""
         return [int(end) - len(file.numbers) for file, end in zip(self._files, self._ends, strict=True)]
 
@@ -233,8 +233,8 @@ def open_job_inputs(job: FinetuneJob) -> JobInputs:
     tokenizer = load_tokenizer(job)
     length = max_sample_length(job, config)
     encoder = SampleEncoder(tokenizer, length, vocabulary_size(config), job.too_long)
-    for index in corpus.firsts():
-        encoder(corpus[index], corpus.where(index))
+    for index in corpus.first_index_of_files():
+        encoder(corpus[index], corpus.location_of(index))
     return JobInputs(config, tokenizer, corpus, encoder, length)
 
 

@@ -100,7 +100,7 @@ def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, l
         progress.recover()
         if restored < 0:
             model_module.load_initial_weights(model, brought.config, job, world)
-        place = loader.place
+        place = loader.position
         total = total_steps(job, samples=len(brought.corpus), done=place.cursor, step=place.step, batch=batch)
         turns = _StepRunner(job, size, world, model, ExactGradients(model, tree=job.exact))
         for step in world.steps(restored + 1, total, checkpoint=(ckpt, state)):
@@ -112,7 +112,7 @@ def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, l
             used = rate.learning_rates[0]
             work = next(iter(loader))
             result = turns.of(step, work)
-            if world.check(result.loss):
+            if world.check_finite(result.loss):
                 optimizer.step()
             work.commit()
             tokens = int(result.weight)
@@ -129,7 +129,7 @@ def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, l
                 seconds=round(time.perf_counter() - began, 6),
             )
             ckpt.save(state, step)  # after the line, which is part of the state
-        with world.unwatched():
+        with world.pause_watchdog():
             export_model(model, brought.config, brought.tokenizer, job, rank=world.rank)
         progress.write(done=total, model=str(job.model_folder))
         return total
@@ -148,7 +148,7 @@ class _StepRunner(NamedTuple):
         """A token counts as much as it weighs, divided once by what all tokens of the step weigh, on all ranks."""
         mine: list[PaddedBatch] = [one.data for one in work]
         for turn in self.sums.step(self.size.plan):
-            batch = mine[turn.place].to(self.world.device)
+            batch = mine[turn.position].to(self.world.device)
             with seeded(self.job.seed, step, turn.id):
                 with self._precision():
                     logits = self.model(input_ids=batch.ids, use_cache=False).logits
@@ -181,15 +181,15 @@ class TokenizedDataset:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         number, place = divmod(index, _BLOCK)
-        block = self._cache.get(number, self.prepare)
+        block = self._cache.get(number, self.tokenize_block)
         start, end = block["starts"][place : place + 2].tolist()
         return block["ids"][start:end], block["targets"][start:end], block["weights"][start:end]
 
-    def prepare(self, number: int) -> dict[str, torch.Tensor]:
+    def tokenize_block(self, number: int) -> dict[str, torch.Tensor]:
         """Tokenise one block."""
         first = number * _BLOCK
         indices = range(first, min(first + _BLOCK, len(self._corpus)))
-        found = [self._encoder(self._corpus[index], self._corpus.where(index)) for index in indices]
+        found = [self._encoder(self._corpus[index], self._corpus.location_of(index)) for index in indices]
         starts = torch.tensor([0, *(len(one.ids) for one in found)]).cumsum(0)
         parts = zip(("ids", "targets", "weights"), zip(*found, strict=True), strict=True)
         return {"starts": starts, **{name: torch.cat([torch.from_numpy(one) for one in all_]) for name, all_ in parts}}

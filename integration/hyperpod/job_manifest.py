@@ -99,7 +99,7 @@ def job_manifest(job: TrainingJob) -> dict[str, Any]:
     """The ``HyperPodPyTorchJob``."""
     labels = {"kueue.x-k8s.io/queue-name": job.queue, "kueue.x-k8s.io/priority-class": job.priority}
     policy = job.policy
-    replicas: dict[str, Any] = {"name": "nodes", "replicas": policy.replicas or policy.least}
+    replicas: dict[str, Any] = {"name": "nodes", "replicas": policy.replicas or policy.smallest_size}
     if is_elastic(policy):
         replicas["maxReplicas"] = policy.max_replicas
     if job.spares:
@@ -137,7 +137,7 @@ def elastic_policy(policy: ScalingPolicy) -> dict[str, Any]:
     else:
         sizes = {"replicaIncrementStep": policy.replica_increment_step or 1}
     return {
-        "minReplicas": policy.least,
+        "minReplicas": policy.smallest_size,
         "maxReplicas": policy.max_replicas,
         **sizes,
         "scalingTimeoutInSeconds": math.ceil(policy.scaling_timeout_s),

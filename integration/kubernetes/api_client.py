@@ -48,32 +48,32 @@ class ApiServerClient:
     def __init__(self, client: Any, timeout_s: float = _TIMEOUT_S) -> None:
         self._client, self._timeout_s = client, timeout_s
 
-    def job(self, namespace: str, name: str) -> dict[str, Any]:
-        return self.ask("GET", _job(namespace, name))
+    def get_job(self, namespace: str, name: str) -> dict[str, Any]:
+        return self.request("GET", _job(namespace, name))
 
     def confirm(self, job: Mapping[str, Any]) -> None:
         """:class:`ResourceConflictError` where somebody has written since ``job`` was read."""
         meta = job["metadata"]
-        if self.job(meta["namespace"], meta["name"])["metadata"] != meta:
+        if self.get_job(meta["namespace"], meta["name"])["metadata"] != meta:
             raise ResourceConflictError(f"job {meta['name']} has changed since it was read")
 
-    def write_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
+    def update_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
         """Replace what ``status`` names, if nobody has written since ``job`` was read: two controllers cannot both."""
         meta = job["metadata"]
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "status": dict(status)}
-        return self.ask("PATCH", f"{_job(meta['namespace'], meta['name'])}/status", body)
+        return self.request("PATCH", f"{_job(meta['namespace'], meta['name'])}/status", body)
 
     def delete_job(self, job: Mapping[str, Any]) -> None:
         meta = job["metadata"]
-        self.ask("DELETE", _job(meta["namespace"], meta["name"]), _this(meta["uid"]))
+        self.request("DELETE", _job(meta["namespace"], meta["name"]), _this(meta["uid"]))
 
-    def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    def list_pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
         found, _ = self.list_all(pods_of(namespace, job))
         return found
 
     def create_pod(self, pod: Mapping[str, Any]) -> dict[str, Any]:
         """As it is now; :class:`ResourceConflictError` where one of that name is there."""
-        return self.ask("POST", f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", dict(pod))
+        return self.request("POST", f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", dict(pod))
 
     def delete_pod(self, pod: Mapping[str, Any], *, grace_s: int | None = None) -> None:
         """This very pod. One that is gone already is as it should be, and so is another of its name."""
@@ -82,11 +82,11 @@ class ApiServerClient:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         try:
-            self.ask("DELETE", f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}", body)
+            self.request("DELETE", f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}", body)
         except (ResourceNotFoundError, ResourceConflictError):
             return
 
-    def say(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
+    def post_event(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
         """An event about the job, for those who look."""
         meta = job["metadata"]
         moment = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -104,17 +104,17 @@ class ApiServerClient:
             "lastTimestamp": moment,
             "count": 1,
         }
-        self.ask("POST", f"/api/v1/namespaces/{meta['namespace']}/events", event)
+        self.request("POST", f"/api/v1/namespaces/{meta['namespace']}/events", event)
 
-    def kueue(self) -> KueueClient | None:
+    def kueue_client(self) -> KueueClient | None:
         """Its objects, where it is installed in a version that is known here."""
         try:
-            group = self.ask("GET", f"/apis/{KUEUE_GROUP}")
+            group = self.request("GET", f"/apis/{KUEUE_GROUP}")
         except ResourceNotFoundError:
             return None
         served = {one["version"] for one in group.get("versions") or ()}
         return next(
-            (KueueClient(self.ask, self.list_all, version) for version in KUEUE_VERSIONS if version in served), None
+            (KueueClient(self.request, self.list_all, version) for version in KUEUE_VERSIONS if version in served), None
         )
 
     def list_all(self, what: ResourceCollection) -> tuple[list[dict[str, Any]], str]:
@@ -122,7 +122,7 @@ class ApiServerClient:
         query = _query(what, limit=str(_PAGE))
         found: list[dict[str, Any]] = []
         while True:
-            page = self.ask("GET", what.path, query=query, accept=_accepted(what, "PartialObjectMetadataList"))
+            page = self.request("GET", what.path, query=query, accept=_accepted(what, "PartialObjectMetadataList"))
             found += page["items"]
             meta = page["metadata"]
             if not meta.get("continue"):
@@ -151,7 +151,7 @@ class ApiServerClient:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiServerUnreachableError(f"watch {what.path}: {error}") from error
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -288,7 +288,7 @@ class KueueClient:
         self._ask, self._list = ask, list_all
         self.version = version
 
-    def workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         """:class:`ResourceNotFoundError` where Kueue is no longer there."""
         found, _ = self._list(self.workloads_of(namespace, job))
         return found
@@ -316,21 +316,21 @@ class KueueClient:
         except (ResourceNotFoundError, ResourceConflictError):
             return
 
-    def write_workload_status(self, workload: KubeObject, status: KubeObject) -> dict[str, Any]:
+    def update_workload_status(self, workload: KubeObject, status: KubeObject) -> dict[str, Any]:
         """If nobody has written since it was read: conditions are a list, and Kueue writes there, too."""
         body = {"metadata": {"resourceVersion": workload["metadata"]["resourceVersion"]}, "status": dict(status)}
         return self._ask("PATCH", f"{self._one(workload)}/status", body)
 
-    def priority(self, named: PriorityClass) -> int:
+    def priority_value(self, named: PriorityClass) -> int:
         """How much a class is worth; :class:`ApiServerRefusedError` where there is none of that name."""
-        root = f"/apis/{KUEUE_GROUP}/{self.version}" if named.of_kueue else "/apis/scheduling.k8s.io/v1"
-        path = f"{root}/{'workloadpriorityclasses' if named.of_kueue else 'priorityclasses'}/{named.name}"
+        root = f"/apis/{KUEUE_GROUP}/{self.version}" if named.is_kueue_class else "/apis/scheduling.k8s.io/v1"
+        path = f"{root}/{'workloadpriorityclasses' if named.is_kueue_class else 'priorityclasses'}/{named.name}"
         try:
             return int(self._ask("GET", path)["value"])
         except ResourceNotFoundError:
             raise ApiServerRefusedError(f"there is no {named.kind} {named.name}") from None
 
-    def flavor(self, name: str) -> dict[str, Any]:
+    def get_flavor(self, name: str) -> dict[str, Any]:
         """A ResourceFlavor: what its nodes are labelled with, and which of their taints are to be tolerated."""
         return self._ask("GET", f"/apis/{KUEUE_GROUP}/{self.version}/resourceflavors/{name}")
 

@@ -81,7 +81,7 @@ class CachedApiClient:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def job(self, namespace: str, name: str) -> dict[str, Any]:
+    def get_job(self, namespace: str, name: str) -> dict[str, Any]:
         index = _of(self._jobs, namespace)
         if not index.is_listed:
             raise ApiServerUnreachableError("jobs have not been listed yet")
@@ -102,7 +102,7 @@ class CachedApiClient:
         if (now["uid"], now["resourceVersion"]) != (meta["uid"], meta["resourceVersion"]):
             raise ResourceConflictError(f"job {meta['name']} has changed since it was read")
 
-    def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    def list_pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
         index = _of(self._pods, namespace)
         return [dict(one) for one in self._current(index, pods_of(namespace, job), (namespace, job))]
 
@@ -129,17 +129,17 @@ class CachedApiClient:
         return True
 
     def _job_now(self, namespace: str, name: str) -> dict[str, Any]:
-        found = self._cluster.job(namespace, name)
+        found = self._cluster.get_job(namespace, name)
         _of(self._jobs, namespace).answered(found)
         return found
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def write_status(self, job: Object, status: Object) -> dict[str, Any]:
+    def update_status(self, job: Object, status: Object) -> dict[str, Any]:
         meta = job["metadata"]
         key = meta["namespace"], meta["name"]
         try:
-            written = self._cluster.write_status(job, status)
+            written = self._cluster.update_status(job, status)
         except ResourceConflictError:
             self._job_now(*key)  # the next pass begins with what there is, and need not wait to hear of it
             raise
@@ -161,14 +161,14 @@ class CachedApiClient:
         self._cluster.delete_pod(pod, grace_s=grace_s)
         _leaves(_of(self._pods, pod["metadata"]["namespace"]), pod)
 
-    def say(self, job: Object, reason: str, message: str, *, warning: bool = False) -> None:
-        self._cluster.say(job, reason, message, warning=warning)
+    def post_event(self, job: Object, reason: str, message: str, *, warning: bool = False) -> None:
+        self._cluster.post_event(job, reason, message, warning=warning)
 
     # -- Kueue --------------------------------------------------------------------------------------------------------
 
-    def kueue(self) -> CachedKueueClient | None:
+    def kueue_client(self) -> CachedKueueClient | None:
         """Its Workloads are watched from when it is first asked for."""
-        plain = self._cluster.kueue()
+        plain = self._cluster.kueue_client()
         with self._lock:
             if self._kueue is not None and (plain is None or self._kueue.version != plain.version):
                 for one in self._kueue.informers:
@@ -202,7 +202,7 @@ class CachedKueueClient:
             cluster._beside(kueue.workloads_in(name), name, index) for name, index in self.indexes.items()
         ]
 
-    def workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         index = _of(self.indexes, namespace)
         if index.is_absent:
             raise ResourceNotFoundError("Kueue is not there any more")
@@ -216,15 +216,15 @@ class CachedKueueClient:
     def delete_workload(self, workload: Object) -> None:
         self._kueue.delete_workload(workload)
 
-    def write_workload_status(self, workload: Object, status: Object) -> None:
-        written = self._kueue.write_workload_status(workload, status)
+    def update_workload_status(self, workload: Object, status: Object) -> None:
+        written = self._kueue.update_workload_status(workload, status)
         _of(self.indexes, written["metadata"]["namespace"]).answered(written)
 
-    def priority(self, named: PriorityClass) -> int:
-        return self._kueue.priority(named)
+    def priority_value(self, named: PriorityClass) -> int:
+        return self._kueue.priority_value(named)
 
-    def flavor(self, name: str) -> dict[str, Any]:
-        return self._kueue.flavor(name)
+    def get_flavor(self, name: str) -> dict[str, Any]:
+        return self._kueue.get_flavor(name)
 
 
 class NodeHealthCache:

@@ -48,7 +48,7 @@ class JobController:
         """Before anything is heard."""
         self._passing = passing
 
-    def heard_of(self, namespace: str, name: str) -> None:
+    def enqueue(self, namespace: str, name: str) -> None:
         """A job, or something about it: it has a pass soon."""
         key = (namespace, name)
         with self._lock:
@@ -60,7 +60,7 @@ class JobController:
             if job is not None:
                 job.wake.set()
 
-    def wake_all(self) -> None:
+    def enqueue_all(self) -> None:
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:
@@ -91,7 +91,7 @@ class JobController:
     def _pass(self, key: _Key) -> float | None:
         assert self._passing is not None  # noqa: S101 - it has begun
         try:
-            return self._passing.once(*key).again_in_s
+            return self._passing.reconcile(*key).requeue_after_s
         except ResourceConflictError:
             return 0.1  # somebody has written: the next pass reads it
         except ApiServerError as error:
@@ -187,8 +187,8 @@ def main(
     undo = handle_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
     plain = connect_api_server()
     controller = JobController(retry_s=max(every_s, 1.0))
-    nodes = NodeHealthCache(controller.wake_all)
-    cluster = CachedApiClient(plain, namespaces or [""], controller.heard_of)
+    nodes = NodeHealthCache(controller.enqueue_all)
+    cluster = CachedApiClient(plain, namespaces or [""], controller.enqueue)
     try:
         with ElasticAgentClient() as agents, contextlib.ExitStack() as stack:
             controller.begin(
@@ -209,7 +209,7 @@ def main(
 def _settings(silent_s: float | None, master_ports: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if silent_s is not None:
-        found["silent_s"] = silent_s
+        found["agent_timeout_s"] = silent_s
     if master_ports:
         first, dash, last = master_ports.partition("-")
         if not (dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last) < 65536):

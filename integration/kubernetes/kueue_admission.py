@@ -40,21 +40,21 @@ class PriorityClass:
     """By which name a Workload's priority is known, and to whom."""
 
     name: str
-    of_kueue: bool
+    is_kueue_class: bool
 
     @property
     def kind(self) -> str:
-        return "WorkloadPriorityClass" if self.of_kueue else "PriorityClass"
+        return "WorkloadPriorityClass" if self.is_kueue_class else "PriorityClass"
 
 
 @dataclass(frozen=True)
 class WorkloadStep:
-    """From ``before`` replicas to ``size``; from 0 to the least size for the first one, which has the spares."""
+    """From ``previous_size`` replicas to ``size``; from 0 to the least size for the first one, which has the spares."""
 
     name: str
-    before: int
+    previous_size: int
     size: int
-    counts: Mapping[str, int]
+    replicas_by_group: Mapping[str, int]
     """Pods of each replica spec."""
 
 
@@ -66,7 +66,7 @@ def queue_name(job: KubeObject) -> str:
 def workload_steps(job: KubeObject, spec: JobSpec, admitted: Collection[str]) -> list[WorkloadStep]:
     """What the job asks for, given the names of what it has."""
     by_hand = job["spec"].get("replicas")
-    most = spec.policy.at_most(spec.policy.max_replicas if by_hand is None else by_hand)
+    most = spec.policy.largest_size_within(spec.policy.max_replicas if by_hand is None else by_hand)
     found: list[WorkloadStep] = []
     if spec.suspend:
         return found
@@ -88,14 +88,14 @@ def workload_steps(job: KubeObject, spec: JobSpec, admitted: Collection[str]) ->
 
 def priority_class_for(job: KubeObject, step: WorkloadStep) -> PriorityClass | None:
     """Its replica spec's where that has one of its own, the job's, or that of its pods."""
-    templates = [one["template"] for one in job["spec"]["replicaSpecs"] if step.counts.get(one["name"])]
+    templates = [one["template"] for one in job["spec"]["replicaSpecs"] if step.replicas_by_group.get(one["name"])]
     labels = [((one.get("metadata") or {}).get("labels") or {}).get(PRIORITY_LABEL) for one in templates]
     own = labels[0] if labels and len(set(labels)) == 1 else None
     name = own or (job["metadata"].get("labels") or {}).get(PRIORITY_LABEL)
     if name:
-        return PriorityClass(name, of_kueue=True)
+        return PriorityClass(name, is_kueue_class=True)
     of_pods = (one["spec"].get("priorityClassName") for one in templates)
-    return next((PriorityClass(one, of_kueue=False) for one in of_pods if one), None)
+    return next((PriorityClass(one, is_kueue_class=False) for one in of_pods if one), None)
 
 
 def build_workload(
@@ -149,18 +149,18 @@ def _pod_sets(job: KubeObject, step: WorkloadStep) -> list[dict[str, Any]]:
     """As the pods will be, as far as it matters to who decides about room."""
     found = []
     for one in job["spec"]["replicaSpecs"]:
-        if step.counts.get(one["name"]):
+        if step.replicas_by_group.get(one["name"]):
             about = {key: (one["template"].get("metadata") or {}).get(key) for key in ("labels", "annotations")}
             template = {
                 "metadata": {key: value for key, value in about.items() if value},
                 "spec": {**one["template"]["spec"], "restartPolicy": "Never"},
             }
-            found.append({"name": one["name"], "count": step.counts[one["name"]], "template": template})
+            found.append({"name": one["name"], "count": step.replicas_by_group[one["name"]], "template": template})
     return found
 
 
 def _reference(named: PriorityClass, version: str) -> dict[str, Any]:
-    group = KUEUE_GROUP if named.of_kueue else "scheduling.k8s.io"
+    group = KUEUE_GROUP if named.is_kueue_class else "scheduling.k8s.io"
     if version == "v1beta1":
         return {"priorityClassName": named.name, "priorityClassSource": f"{group}/{named.kind.lower()}"}
     return {"priorityClassRef": {"group": group, "kind": named.kind, "name": named.name}}
@@ -178,20 +178,20 @@ class AdmissionPlan:
 
     capacity: int
     """Replicas that are admitted; nothing at all where the least size is not."""
-    asked_back: frozenset[str]
+    preempted_pods: frozenset[str]
     """Pods whose Workload is not admitted (any more), or not wanted."""
     admitted: tuple[KubeObject, ...]
     create: tuple[WorkloadStep, ...]
     delete: tuple[KubeObject, ...]
-    statuses: tuple[tuple[KubeObject, KubeObject], ...]
+    status_updates: tuple[tuple[KubeObject, KubeObject], ...]
     """Workloads, and what is to be written of them."""
-    waits: str
+    waiting_for: str
     """What is waited for before the job can run; "" where it can."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_empty(self) -> bool:
         """Nothing is to be written."""
-        return not (self.create or self.delete or self.statuses)
+        return not (self.create or self.delete or self.status_updates)
 
 
 def workload_condition(workload: KubeObject, kind: str) -> KubeObject:
@@ -227,21 +227,23 @@ def plan_admission(
         if name not in held and not is_terminating(one) and _is_obsolete(job, one, wanted.get(name)):
             delete.append(one)
         elif name in names:
-            if not has_condition(one, "PodsReady") and _ready(name, pods) >= sum(wanted[name].counts.values()):
+            if not has_condition(one, "PodsReady") and _ready(name, pods) >= sum(
+                wanted[name].replicas_by_group.values()
+            ):
                 ready = _condition("PodsReady", True, "Started", "all pods of this step run", now_s)
                 statuses.append((one, {"conditions": _merged_conditions(one, ready)}))
         elif name not in held and has_condition(one, "Evicted") and has_condition(one, "QuotaReserved"):
             statuses.append((one, released_quota_status(one, now_s)))
     return AdmissionPlan(
-        capacity=sum(step.size - step.before for step in runs),
-        asked_back=frozenset(
+        capacity=sum(step.size - step.previous_size for step in runs),
+        preempted_pods=frozenset(
             pod["metadata"]["name"] for pod in pods if workload_name_of(pod) not in names and not has_ended(pod)
         ),
         admitted=tuple(known[step.name] for step in runs),
         create=tuple(step for step in steps if step.name not in known),
         delete=tuple(delete),
-        statuses=tuple(statuses),
-        waits=_waiting_reason(job, spec, known, steps, bool(runs)),
+        status_updates=tuple(statuses),
+        waiting_for=_waiting_reason(job, spec, known, steps, bool(runs)),
     )
 
 
@@ -337,7 +339,7 @@ def _waiting_reason(
             why = why or condition.get("message", "")
     if has_condition(workload, "QuotaReserved") and not has_condition(workload, "Evicted"):
         why = "admission checks are not done"
-    return f"{spec.policy.least} replicas wait in queue {queue_name(job)}" + (f": {why}" if why else "")
+    return f"{spec.policy.smallest_size} replicas wait in queue {queue_name(job)}" + (f": {why}" if why else "")
 
 
 def _merged_conditions(workload: KubeObject, *changed: KubeObject) -> list[KubeObject]:

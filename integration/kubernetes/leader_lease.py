@@ -36,7 +36,7 @@ class LeaderLease:
 
     def read(self) -> LeaderRecord | None:
         try:
-            return _record(self._cluster.ask("GET", f"{self._all}/{self._name}"))
+            return _record(self._cluster.request("GET", f"{self._all}/{self._name}"))
         except ResourceNotFoundError:
             return None
         except ApiServerError as error:
@@ -46,8 +46,8 @@ class LeaderLease:
         lease = self._lease(record, over)
         try:
             if over is None:
-                return _record(self._cluster.ask("POST", self._all, lease))
-            return _record(self._cluster.ask("PATCH", f"{self._all}/{self._name}", lease))
+                return _record(self._cluster.request("POST", self._all, lease))
+            return _record(self._cluster.request("PATCH", f"{self._all}/{self._name}", lease))
         except (ResourceConflictError, ResourceNotFoundError):
             return None
         except ApiServerError as error:

@@ -266,7 +266,7 @@ def missing_slots(job_name: str, wanted: DesiredPods, state: JobState, pods: Seq
 
 def _counts(pod: KubeObject, group: str, state: JobState) -> bool:
     """Whether a pod is one of those that are wanted."""
-    going = is_terminating(pod) or pod["metadata"]["name"] in state.replaced
+    going = is_terminating(pod) or pod["metadata"]["name"] in state.replaced_pods
     return slot_of(pod).replica_spec == group and not going and not has_ended(pod)
 
 
@@ -285,7 +285,7 @@ def _observed_pod(
         group=slot_of(pod).replica_spec,
         node=node,
         ip=pod_address(pod),
-        answer=answers.get(name),
-        node_fault="" if said in _HEALTHY else said,
-        leaving=is_terminating(pod) or name in asked_back,
+        agent_status=answers.get(name),
+        node_health_problem="" if said in _HEALTHY else said,
+        terminating=is_terminating(pod) or name in asked_back,
     )

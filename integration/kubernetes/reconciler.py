@@ -89,16 +89,16 @@ class AgentApi(Protocol):
     reaches them.
     """
 
-    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, AgentReply]: ...
+    def poll_all(self, addresses: Mapping[str, str]) -> Mapping[str, AgentReply]: ...
 
-    def tell_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> Mapping[str, str]: ...
+    def send_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
 class ReconcileResult:
     """What became of a pass."""
 
-    again_in_s: float | None
+    requeue_after_s: float | None
     """When to look again although nothing has been heard; never, where there is nothing more to do."""
 
 
@@ -127,10 +127,10 @@ class JobReconciler:
         self._queueing = KueueQueue(cluster, clock)
         self._refusals = RefusalBackoff(clock)
 
-    def once(self, namespace: str, name: str) -> ReconcileResult:
+    def reconcile(self, namespace: str, name: str) -> ReconcileResult:
         """Raises :class:`ApiServerError` where the API server does not answer or refuses."""
         try:
-            job = self._cluster.job(namespace, name)
+            job = self._cluster.get_job(namespace, name)
         except ResourceNotFoundError:
             self._refusals.forget_all(namespace, name)
             return _GONE
@@ -146,45 +146,45 @@ class JobReconciler:
 
     def _drive(self, job: KubeObject, spec: JobSpec, state: JobState) -> ReconcileResult:
         meta = job["metadata"]
-        every_pod = self._cluster.pods(meta["namespace"], meta["name"])
+        every_pod = self._cluster.list_pods(meta["namespace"], meta["name"])
         pods = [pod for pod in every_pod if is_owned_by(pod, meta["uid"])]
         addresses = {
             pod["metadata"]["name"]: f"{pod_address(pod)}:{agent_port(pod)}"
             for pod in pods
             if pod_address(pod) and not has_ended(pod)
         }
-        now_s = max(self._clock(), state.since_s)
-        heard = self._agents.ask_all(addresses)
-        answers = {name: one.answer for name, one in heard.items()}
-        queued = self._queueing.look(job, spec, pods, now_s)
+        now_s = max(self._clock(), state.phase_since_s)
+        heard = self._agents.poll_all(addresses)
+        answers = {name: one.status for name, one in heard.items()}
+        queued = self._queueing.queued_job(job, spec, pods, now_s)
         situation = self._situation(job, pods, answers, queued)
         decision = decide_job(spec, state, situation, now_s)
         missing = missing_slots(meta["name"], decision.wanted, decision.state, every_pod)
         with_room: Sequence[tuple[ReplicaSlot, KubeObject | None]] = [(seat, None) for seat in missing]
         said: list[KubeObject] = []
         if queued is not None:
-            with_room = assign_workloads(queued.plan, missing, pods, decision.state.replaced)
-            said = admission_conditions(job, decision.state, queued.plan.waits, queued.plan.capacity, now_s)
+            with_room = assign_workloads(queued.plan, missing, pods, decision.state.replaced_pods)
+            said = admission_conditions(job, decision.state, queued.plan.waiting_for, queued.plan.capacity, now_s)
         if with_room and not self._refusals.is_due(job, _PODS):
             with_room = []
         if queued is not None and not self._refusals.is_due(job, _WORKLOADS):
             queued = queued.without_new()
         status = build_job_status(spec, decision.state, situation, pods, said)
-        idle = not (with_room or decision.actions) and (queued is None or queued.plan.is_settled)
+        idle = not (with_room or decision.actions) and (queued is None or queued.plan.is_empty)
         writes = status_differs(job, status)
         if writes:
-            job = self._cluster.write_status(job, status)  # whoever is second to write does nothing of this
+            job = self._cluster.update_status(job, status)  # whoever is second to write does nothing of this
         elif not idle:
             self._cluster.confirm(job)
         self._tell_people(job, decision)
         if decision.finished:
             succeeded = decision.state.phase is JobPhase.SUCCEEDED
-            free = queued is None or queued.finish(pods, now_s, succeeded=succeeded)
+            free = queued is None or queued.release_quota(pods, now_s, succeeded=succeeded)
             outcome = self._tidy(job, spec, decision.state, pods)
             return outcome if free else ReconcileResult(self._every_s)
         self._act(decision, pods, addresses)
         self._create(job, decision, with_room, queued)
-        if queued is not None and not decision.state.phase.over:
+        if queued is not None and not decision.state.phase.is_final:
             self._settle(job, queued, decision, pods)
         return ReconcileResult(min(_BUSY_S, self._every_s) if writes or decision.actions else self._every_s)
 
@@ -200,7 +200,7 @@ class JobReconciler:
             return observe_job(pods, answers, self._health, capacity=by_hand)
         admitted = queued.plan.capacity
         capacity = admitted if by_hand is None else min(admitted, by_hand)
-        return observe_job(pods, answers, self._health, capacity=capacity, asked_back=queued.plan.asked_back)
+        return observe_job(pods, answers, self._health, capacity=capacity, asked_back=queued.plan.preempted_pods)
 
     def _settle(
         self, job: KubeObject, queued: QueuedJob, decision: OperatorDecision, pods: Sequence[KubeObject]
@@ -208,11 +208,11 @@ class JobReconciler:
         """Pods that are asked back go once they have no rank any more; then Workloads are told."""
         for pod in pods:
             name = pod["metadata"]["name"]
-            if name in queued.plan.asked_back and name not in decision.state.members and not is_terminating(pod):
+            if name in queued.plan.preempted_pods and name not in decision.state.members and not is_terminating(pod):
                 log.info("pod %s goes: its workload is not admitted any more", name)
                 self._cluster.delete_pod(pod)
         try:
-            queued.settle(job)
+            queued.apply_plan(job)
         except ApiServerRefusedError as refused:  # a priority class that is not there, or a queue's name that is none
             self._complain(job, _WORKLOADS, str(refused))
         else:
@@ -220,7 +220,7 @@ class JobReconciler:
                 self._refusals.forget(job, _WORKLOADS)
 
     def _act(self, decision: OperatorDecision, pods: Sequence[KubeObject], addresses: Mapping[str, str]) -> None:
-        for name, problem in self._agents.tell_all(decision.actions, addresses).items():
+        for name, problem in self._agents.send_all(decision.actions, addresses).items():
             log.warning("pod %s: %s", name, problem)
         named = {pod["metadata"]["name"]: pod for pod in pods}
         for action in decision.actions:
@@ -243,8 +243,12 @@ class JobReconciler:
         nodes = max(1, len(decision.state.members) or sum(decision.wanted.pods.values()))
         for seat, workload in seats:
             try:
-                grant = None if queued is None or workload is None else queued.grant(workload, seat.replica_spec)
-                pod = build_pod(job, seat, nodes=nodes, avoid=decision.wanted.avoid, grant=grant)
+                grant = (
+                    None
+                    if queued is None or workload is None
+                    else queued.pod_admission_for(workload, seat.replica_spec)
+                )
+                pod = build_pod(job, seat, nodes=nodes, avoid=decision.wanted.avoid_nodes, grant=grant)
                 self._cluster.create_pod(pod)
             except ResourceConflictError:
                 log.info("pod %s is there already", seat.pod_name(job["metadata"]["name"]))  # the next pass sees it
@@ -258,7 +262,7 @@ class JobReconciler:
         """Once, as long as it stays the same."""
         if self._refusals.note(job, reason, problem):
             log.warning("job %s: %s", job["metadata"]["name"], problem)
-            self._cluster.say(job, reason, problem, warning=True)
+            self._cluster.post_event(job, reason, problem, warning=True)
 
     def _tidy(self, job: KubeObject, spec: JobSpec, state: JobState, pods: Sequence[KubeObject]) -> ReconcileResult:
         """``cleanPodPolicy`` and ``ttlSecondsAfterFinished``."""
@@ -266,8 +270,8 @@ class JobReconciler:
         for pod in pods:
             if is_terminating(pod):
                 continue
-            cleaned = spec.clean_pods == "All" or (
-                spec.clean_pods == "OnlyComplete" and state.phase is JobPhase.SUCCEEDED
+            cleaned = spec.clean_pod_policy == "All" or (
+                spec.clean_pod_policy == "OnlyComplete" and state.phase is JobPhase.SUCCEEDED
             )
             if cleaned or not has_begun(pod):  # nobody could tell one that has not begun to end
                 self._cluster.delete_pod(pod)
@@ -282,7 +286,7 @@ class JobReconciler:
         for event in decision.events:
             log.info("%s: %s", event.reason, event.message)
             try:
-                self._cluster.say(job, event.reason, event.message, warning=event.warning)
+                self._cluster.post_event(job, event.reason, event.message, warning=event.warning)
             except ApiServerError as error:
                 log.warning("an event could not be posted: %s", error)
 
@@ -290,8 +294,8 @@ class JobReconciler:
         if is_marked_invalid(job, problem):
             return
         log.warning("job %s is left alone: %s", job["metadata"]["name"], problem)
-        self._cluster.write_status(job, invalid_spec_status(job, problem, self._clock()))
-        self._cluster.say(job, "InvalidSpec", problem, warning=True)
+        self._cluster.update_status(job, invalid_spec_status(job, problem, self._clock()))
+        self._cluster.post_event(job, "InvalidSpec", problem, warning=True)
 
 
 _KUEUE_CHECK_S = 30.0
@@ -309,35 +313,35 @@ class QueuedJob:
         """The same, and no Workload is made in this pass."""
         return replace(self, plan=replace(self.plan, create=()))
 
-    def settle(self, job: KubeObject) -> None:
+    def apply_plan(self, job: KubeObject) -> None:
         """Workloads are made, deleted, and told of their pods; :class:`ApiServerRefusedError` where one cannot be
         made.
         """
-        for workload, status in self.plan.statuses:
-            self.kueue.write_workload_status(workload, status)
+        for workload, status in self.plan.status_updates:
+            self.kueue.update_workload_status(workload, status)
         for workload in self.plan.delete:
             log.info("workload %s goes", workload["metadata"]["name"])
             self.kueue.delete_workload(workload)
         for step in self.plan.create:
             self._create(job, step)
 
-    def finish(self, pods: Sequence[KubeObject], now_s: float, *, succeeded: bool) -> bool:
+    def release_quota(self, pods: Sequence[KubeObject], now_s: float, *, succeeded: bool) -> bool:
         """The job is over: nothing of it waits or holds anything any more. Whether that is true of all of it now."""
         free = finished_workload_statuses(self.workloads, pods, now_s, succeeded=succeeded)
         for workload, status in free:
-            self.kueue.write_workload_status(workload, status)
+            self.kueue.update_workload_status(workload, status)
         return len(free) == sum(not has_condition(one, "Finished") for one in self.workloads)
 
-    def grant(self, workload: KubeObject, replica_spec: str) -> PodAdmission:
+    def pod_admission_for(self, workload: KubeObject, replica_spec: str) -> PodAdmission:
         names = flavor_names(workload, replica_spec)
         try:
-            return pod_admission(workload, replica_spec, [self.kueue.flavor(name) for name in names])
+            return pod_admission(workload, replica_spec, [self.kueue.get_flavor(name) for name in names])
         except ResourceNotFoundError as absent:
             raise ApiServerRefusedError(f"of workload {workload['metadata']['name']}: {absent}") from None
 
     def _create(self, job: KubeObject, step: WorkloadStep) -> None:
         named = priority_class_for(job, step)
-        priority = 0 if named is None else self.kueue.priority(named)
+        priority = 0 if named is None else self.kueue.priority_value(named)
         try:
             self.kueue.create_workload(build_workload(job, step, self.kueue.version, named, priority))
         except ResourceConflictError:
@@ -353,7 +357,7 @@ class KueueQueue:
         self._kueue: KueueClient | CachedKueueClient | None = None
         self._look_at_s = float("-inf")
 
-    def look(self, job: KubeObject, spec: JobSpec, pods: Sequence[KubeObject], now_s: float) -> QueuedJob | None:
+    def queued_job(self, job: KubeObject, spec: JobSpec, pods: Sequence[KubeObject], now_s: float) -> QueuedJob | None:
         """``None`` for a job without a queue, without Kueue, or whose pods were made before Kueue was there."""
         if not queue_name(job) or any(not workload_name_of(pod) and not has_ended(pod) for pod in pods):
             return None
@@ -362,7 +366,7 @@ class KueueQueue:
             return None
         meta = job["metadata"]
         try:
-            every = kueue.workloads(meta["namespace"], meta["name"])
+            every = kueue.list_workloads(meta["namespace"], meta["name"])
         except ResourceNotFoundError:
             self._kueue = None
             return None
@@ -371,6 +375,6 @@ class KueueQueue:
 
     def _known(self) -> KueueClient | CachedKueueClient | None:
         if self._kueue is None and self._clock() >= self._look_at_s:
-            self._kueue = self._cluster.kueue()
+            self._kueue = self._cluster.kueue_client()
             self._look_at_s = self._clock() + _KUEUE_CHECK_S
         return self._kueue

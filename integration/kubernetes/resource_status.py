@@ -47,7 +47,7 @@ def build_job_status(
 ) -> dict[str, Any]:
     """The whole status that belongs to ``state``, for a merge patch; with ``more`` conditions."""
     status = resource_status(spec, state, seen)
-    stored = JobCondition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.since_s)
+    stored = JobCondition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.phase_since_s)
     scaling = status.get("elasticScalingStatus", {})
     targets = {**scaling.get("targetReplicas", {}), TOTAL_REPLICAS: len(state.members)}
     return {
@@ -72,7 +72,7 @@ def is_marked_invalid(job: KubeObject, problem: str) -> bool:
 def admission_conditions(job: KubeObject, state: JobState, waits: str, capacity: int, now_s: float) -> list[KubeObject]:
     """Whether a queue lets the job run: what it ``waits`` for, or how much it has. At its end that stays as it was."""
     old = [one for one in _conditions(job) if one.get("type") == ADMITTED_CONDITION]
-    if state.phase.over:
+    if state.phase.is_final:
         return old
     reason, message = ("Pending", waits) if waits else ("Admitted", f"{capacity} replicas are admitted")
     found = _condition(JobCondition(ADMITTED_CONDITION, not waits, reason, message, now_s))

@@ -57,11 +57,11 @@ class CheckpointStore(Protocol):
     def steps(self) -> Sequence[int]:
         """Newest first."""
 
-    def written(self, step: int) -> CheckpointContents: ...
-    def size(self, step: int, rank: int) -> int:
+    def contents(self, step: int) -> CheckpointContents: ...
+    def blob_size(self, step: int, rank: int) -> int:
         """How long the rank's blob is."""
 
-    def blob(self, step: int, rank: int) -> RankBlob: ...
+    def open_blob(self, step: int, rank: int) -> RankBlob: ...
     def close(self) -> None: ...
 
 
@@ -69,32 +69,32 @@ class CheckpointStore(Protocol):
 class StoredCheckpoint:
     """A whole step: everything it needs is there, and as long as it should be."""
 
-    place: CheckpointStore
+    store: CheckpointStore
     step: int
-    written: CheckpointContents
-    passed_over: tuple[str, ...] = ()
+    contents: CheckpointContents
+    skipped: tuple[str, ...] = ()
     """Newer steps that are not whole, and why."""
     _blobs: dict[int, RankBlob] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{self.place.name} step {self.step}"
+        return f"{self.store.name} step {self.step}"
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """How many ranks wrote it, as far as what they wrote says."""
-        return 1 + max(self.written.sizes, default=0)
+        return 1 + max(self.contents.sizes, default=0)
 
     def blob(self, rank: int) -> RankBlob:
         if rank not in self._blobs:
-            blob = self.place.blob(self.step, rank)
-            if blob.size_bytes != self.written.sizes[rank]:  # it was whole a moment ago
+            blob = self.store.open_blob(self.step, rank)
+            if blob.size_bytes != self.contents.sizes[rank]:  # it was whole a moment ago
                 blob.close()
-                raise CheckpointDamagedError(_length_mismatch(rank, blob.size_bytes, self.written.sizes[rank]))
+                raise CheckpointDamagedError(_length_mismatch(rank, blob.size_bytes, self.contents.sizes[rank]))
             self._blobs[rank] = blob
         return self._blobs[rank]
 
-    def let_go(self) -> None:
+    def close_blobs(self) -> None:
         """Of the blobs that were read so far."""
         for blob in self._blobs.values():
             blob.close()
@@ -106,7 +106,7 @@ class StoredCheckpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.let_go()
+        self.close_blobs()
 
 
 def complete_checkpoints(
@@ -131,7 +131,7 @@ def complete_checkpoints(
     passed: list[str] = []
     for number, place in found:
         try:
-            written = place.written(number)
+            written = place.contents(number)
             _check_complete(place, number, written)
         except (CheckpointDamagedError, CheckpointNotFoundError) as error:
             passed.append(f"step {number} in {place.name}: {error}")
@@ -153,7 +153,7 @@ def newest_checkpoint(places: Sequence[CheckpointStore], step: int | None = None
     """The newest whole step, or the one asked for."""
     with contextlib.closing(complete_checkpoints(places, step)) as found:
         chosen = next(found)
-    for reason in chosen.passed_over:
+    for reason in chosen.skipped:
         log.warning("passed over: %s", reason)
     return chosen
 
@@ -162,7 +162,7 @@ def _check_complete(place: CheckpointStore, step: int, written: CheckpointConten
     """Everything a step needs is there; nothing of it is read for that."""
     for rank, size in sorted(written.sizes.items()):
         try:
-            found = place.size(step, rank)
+            found = place.blob_size(step, rank)
         except CheckpointNotFoundError as error:
             raise CheckpointDamagedError(f"what rank {rank} wrote is gone") from error
         if found != size:
@@ -196,7 +196,7 @@ class S3CheckpointStore:
     def steps(self) -> Sequence[int]:
         return sorted(self._listed(), reverse=True)
 
-    def written(self, step: int) -> CheckpointContents:
+    def contents(self, step: int) -> CheckpointContents:
         """Of the layout that has metadata; of the newest metadata, wherever a coordinator has put it."""
         if step not in self._chosen:
             found = [(info, one) for one in self._listed().get(step, []) for info in one.metadata]
@@ -208,17 +208,17 @@ class S3CheckpointStore:
             self._chosen[step] = one, parse_metadata(self._store.get(info.name), f"{self._store.url}/{info.name}")
         return self._chosen[step][1]
 
-    def size(self, step: int, rank: int) -> int:
+    def blob_size(self, step: int, rank: int) -> int:
         return self._shard(step, rank).size_bytes
 
-    def blob(self, step: int, rank: int) -> S3RankBlob:
+    def open_blob(self, step: int, rank: int) -> S3RankBlob:
         return S3RankBlob(self._store, self._shard(step, rank))
 
     def close(self) -> None:
         self._store.close()
 
     def _shard(self, step: int, rank: int) -> ObjectInfo:
-        self.written(step)
+        self.contents(step)
         info = self._chosen[step][0].shards.get(rank)
         if info is None:
             raise CheckpointNotFoundError(f"{self.name} has nothing of rank {rank} in step {step}")
@@ -297,7 +297,7 @@ class MemoryServiceStore:
             raise CheckpointDamagedError(f"{self.name}/latest is no list of steps")
         return sorted(set(found), reverse=True)
 
-    def written(self, step: int) -> CheckpointContents:
+    def contents(self, step: int) -> CheckpointContents:
         if step not in self._written:
             problem: CheckpointDamagedError | None = None
             for rank in self._metadata_ranks(step):
@@ -314,12 +314,12 @@ class MemoryServiceStore:
                 raise problem or CheckpointNotFoundError("its metadata was never written, or is not kept any more")
         return self._written[step]
 
-    def size(self, step: int, rank: int) -> int:
+    def blob_size(self, step: int, rank: int) -> int:
         with self._get(self._path(step, rank)) as response:
             return _content_length(response, self.name)
 
-    def blob(self, step: int, rank: int) -> MemoryRankBlob:
-        return MemoryRankBlob(self._checked(step, rank, self.size(step, rank)))
+    def open_blob(self, step: int, rank: int) -> MemoryRankBlob:
+        return MemoryRankBlob(self._checked(step, rank, self.blob_size(step, rank)))
 
     def close(self) -> None:
         pass

@@ -96,7 +96,7 @@ def convert_command(
         written = SageMakerFormatSource(newest_checkpoint([opened], where.step), trust_objects=trust_objects)
         with contextlib.closing(written), open_target(place, written.step, settings, force=force) as destination:
             done = reshard_checkpoint(written, destination, _cut(written, ranks), screen.progress_bar)
-            passed = written.checkpoint.passed_over
+            passed = written.checkpoint.skipped
             name = destination.name
     value = {
         "source": written.name,

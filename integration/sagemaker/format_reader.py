@@ -108,12 +108,12 @@ class SageMakerFormatReader(StorageReader):
         """What this rank plans to load."""
         return self._planned[-1].step
 
-    def choose(self) -> int:
+    def choose_step(self) -> int:
         """The newest whole step; raises what a load would raise where there is none."""
         self._let_go()
         self._rest = complete_checkpoints(self._places, self._step)
         self._planned = [next(self._rest)]
-        for reason in self._planned[0].passed_over:
+        for reason in self._planned[0].skipped:
             log.warning("passed over: %s", reason)
         return self.planned_step
 
@@ -124,11 +124,11 @@ class SageMakerFormatReader(StorageReader):
         self.error = None
         try:
             if not self._planned or self.restored_step is not None:
-                self.choose()
+                self.choose_step()
         except TieredCheckpointError as error:
             self.error = error
             raise
-        return _metadata(self._planned[-1].written, self._planned[-1].name)
+        return _metadata(self._planned[-1].contents, self._planned[-1].name)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self.error is not None:
@@ -244,13 +244,13 @@ class SageMakerFormatReader(StorageReader):
 
     def _let_go(self) -> None:
         for checkpoint in self._planned:
-            checkpoint.let_go()
+            checkpoint.close_blobs()
 
 
 def _load(source: SageMakerFormatSource, item: ReadItem) -> torch.Tensor | bytes:
     name = item.storage_index.fqn
     if item.type is LoadItemType.BYTE_IO:
-        if name not in source.checkpoint.written.objects:
+        if name not in source.checkpoint.contents.objects:
             raise CheckpointDamagedError(f"{source.name} has no object {name}")
         return source.object_bytes(name)
     box = read_item_box(item)
@@ -289,8 +289,8 @@ class SageMakerFormatSource:
         self.checkpoint = checkpoint
         self.name = checkpoint.name
         self.step: int | None = checkpoint.step
-        self.parts = checkpoint.world
-        written = checkpoint.written
+        self.parts = checkpoint.world_size
+        written = checkpoint.contents
         self.objects: tuple[str, ...] = tuple(sorted(written.objects))
         self.paths: Mapping[str, tuple[str | int, ...]] | None = written.paths
         self.tensors: Mapping[str, CheckpointTensor] = {
@@ -308,7 +308,7 @@ class SageMakerFormatSource:
         self._lock = Lock()
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        tensor = self.checkpoint.written.tensors[name]
+        tensor = self.checkpoint.contents.tensors[name]
         dtype = dtype_from_name(tensor.dtype)
         if not box.volume:
             return torch.empty(box.sizes, dtype=dtype)
@@ -328,14 +328,14 @@ class SageMakerFormatSource:
         return out
 
     def object_bytes(self, name: str) -> bytes:
-        data = bytes(self._bytes(self.checkpoint.written.objects[name]))
+        data = bytes(self._bytes(self.checkpoint.contents.objects[name]))
         if not self._trust:
             _check_object(data, f"{name} of {self.name}")
         return data
 
     def close(self) -> None:
         self._kept.clear()
-        self.checkpoint.let_go()
+        self.checkpoint.close_blobs()
 
     # -- inside -----------------------------------------------------------------------------------------------
 

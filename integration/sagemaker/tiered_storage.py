@@ -294,7 +294,7 @@ class SageMakerTieredStorageReader(StorageReader):
         reader = SageMakerFormatReader(
             self._places, self._asked, trust_objects=self._trust, on_dtype_mismatch=self._cast
         )
-        reader.choose()
+        reader.choose_step()
         return reader
 
     @contextmanager

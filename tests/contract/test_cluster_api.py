@@ -218,7 +218,7 @@ def test_waiting_until_it_is_so(keeps):
         aws.updating = ["Updating", "Updating", "SystemUpdating"]
         if keeps:
             found = clusters.wait("ml", wanted, timeout_s=600, sleep=clock.sleep, clock=clock)
-            assert (found.status, found.flag) == ("InService", wanted)
+            assert (found.status, found.tiered_storage) == ("InService", wanted)
         else:
             with pytest.raises(CommandError, match="did not take TieredStorageConfig: it is InService"):
                 clusters.wait("ml", wanted, timeout_s=600, sleep=clock.sleep, clock=clock)
@@ -242,6 +242,6 @@ def test_botocores_own_double_takes_the_requests():
         request = {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"}
         stub.add_response("update_cluster", {"ClusterArn": ARN}, request)
         clusters = HyperPodClusterApi(client=client)
-        assert clusters.describe("ml").flag == TieredStorageConfig(TieredStorageMode.ENABLE, 30)
+        assert clusters.describe("ml").tiered_storage == TieredStorageConfig(TieredStorageMode.ENABLE, 30)
         clusters.update("ml", request)
         stub.assert_no_pending_responses()

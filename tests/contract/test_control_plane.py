@@ -60,7 +60,7 @@ def next_world(job: Job, seats: list[Any], *, size: int | None = None) -> list[A
         return all_ready(seats)
     for seat in seats:
         with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
-            seat.ready(timeout_s=PATIENCE_S)
+            seat.wait_for_assignment(timeout_s=PATIENCE_S)
     return all_ready(job.again(size or len(seats)))
 
 
@@ -68,7 +68,7 @@ def assert_left_over(job: Job, seat: Any, coming: Future[Any]) -> None:
     """Who has no place in the next world, and is not needed as a spare any more."""
     if job.ends_leftovers:
         assert not coming.done()
-        job.lose(seat)  # the operator ends its pod
+        job.lose_rank(seat)  # the operator ends its pod
         assert isinstance(coming.exception(PATIENCE_S), ControlPlaneUnavailableError)
     else:
         assert isinstance(coming.exception(PATIENCE_S), Dismissed)
@@ -79,11 +79,11 @@ def assert_all_dismissed(coming: list[Future[Any]]) -> None:
 
 
 def coming_back(seats: list[Any]) -> list[Future[Any]]:
-    return at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in seats))
+    return at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in seats))
 
 
 def test_a_world_is_the_same_for_all_its_ranks(start):
-    places = all_ready(start(3).seats)
+    places = all_ready(start(3).planes)
     assert {place.epoch for place in places} == {places[0].epoch}
     assert {place.store for place in places} == {places[0].store}
     assert {place.stores for place in places} == {places[0].stores}
@@ -95,198 +95,204 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
 
 def test_where_every_node_keeps_a_store_all_ranks_know_all_of_them():
     with rootless_job(3, spares=1) as job:
-        ready = at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats))
+        ready = at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes))
         until(lambda: sum(one.done() for one in ready) == 3)
         places = [one.result() for one in ready if one.done()]
         assert {len(place.stores) for place in places} == {3}
         assert {place.store for place in places} == {places[0].stores[0]}
-        inside = {seat.supervisor.settings.node for seat, one in zip(job.seats, ready, strict=True) if one.done()}
+        inside = {seat.supervisor.settings.node for seat, one in zip(job.planes, ready, strict=True) if one.done()}
         assert {store.removesuffix(":1") for store in places[0].stores} == inside
-        placed = [seat for seat, one in zip(job.seats, ready, strict=True) if one.done()]
+        placed = [seat for seat, one in zip(job.planes, ready, strict=True) if one.done()]
         for seat in placed:  # when all of them have, the spare hears that it is over
-            seat.finished()
+            seat.report_finished()
 
 
 def test_nothing_is_wanted_of_a_world_that_is_well(start):
     job = start(2)
-    all_ready(job.seats)
-    assert [seat.notice() for seat in job.seats] == [None, None]
+    all_ready(job.planes)
+    assert [seat.notice() for seat in job.planes] == [None, None]
 
 
 def test_a_wait_for_a_world_ends_in_time(start):
     job = start(2)
     with pytest.raises(ControlDeadlineError):
-        job.seats[0].ready(timeout_s=0.01)
-    assert [place.world_size for place in all_ready(job.seats)] == [2, 2]
+        job.planes[0].wait_for_assignment(timeout_s=0.01)
+    assert [place.world_size for place in all_ready(job.planes)] == [2, 2]
 
 
 def test_a_resize_stops_all_at_the_greatest_step_said(start):
     job = start(3)
-    before = all_ready(job.seats)
+    before = all_ready(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
-    assert {seat.notice().epoch for seat in job.seats} == {before[0].epoch}
-    targets = results(at_once(*(lambda s=seat, n=n: s.pause(n) for seat, n in zip(job.seats, (16, 8, 0), strict=True))))
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    assert {seat.notice().epoch for seat in job.planes} == {before[0].epoch}
+    targets = results(
+        at_once(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (16, 8, 0), strict=True)))
+    )
     assert targets == [16, 16, 16]
-    results(at_once(*(lambda s=seat: s.sealed(16, timeout_s=PATIENCE_S) for seat in job.seats)))
-    after = coming_back(job.seats)
+    results(at_once(*(lambda s=seat: s.report_sealed(16, timeout_s=PATIENCE_S) for seat in job.planes)))
+    after = coming_back(job.planes)
     if job.starts_anew:
         assert_all_dismissed(after)
         after = coming_back(job.again(2, fault=False))
     until(lambda: sum(one.done() for one in after) == 2)
-    inside = [(seat, one.result()) for seat, one in zip(job.seats, after, strict=True) if one.done()]
+    inside = [(seat, one.result()) for seat, one in zip(job.planes, after, strict=True) if one.done()]
     assert {place.world_size for _, place in inside} == {2}
     assert sorted(place.rank for _, place in inside) == [0, 1]
     assert {place.epoch for _, place in inside} == {inside[0][1].epoch}
     assert inside[0][1].epoch > before[0].epoch or job.starts_anew
-    results(at_once(*(seat.finished for seat, _ in inside)))
-    for seat, one in zip(job.seats, after, strict=True):
+    results(at_once(*(seat.report_finished for seat, _ in inside)))
+    for seat, one in zip(job.planes, after, strict=True):
         if seat not in dict(inside):  # it was kept in case it was needed
             assert_left_over(job, seat, one)
 
 
 def test_a_notice_is_gone_with_its_epoch(start):
     job = start(2)
-    all_ready(job.seats)
+    all_ready(job.planes)
     job.resize(1)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
-    _seal_all(job.seats, 4)
-    after = coming_back(job.seats)
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    _seal_all(job.planes, 4)
+    after = coming_back(job.planes)
     if job.starts_anew:
         assert_all_dismissed(after)
         after = coming_back(job.again(1, fault=False))
-    inside = until(lambda: next((seat for seat, one in zip(job.seats, after, strict=True) if one.done()), None))
+    inside = until(lambda: next((seat for seat, one in zip(job.planes, after, strict=True) if one.done()), None))
     assert inside.notice() is None
-    inside.finished()
-    for seat, one in zip(job.seats, after, strict=True):
+    inside.report_finished()
+    for seat, one in zip(job.planes, after, strict=True):
         if seat is not inside:
             assert_left_over(job, seat, one)
 
 
 def test_one_that_came_is_in_the_next_world(start):
     job = start(1, grow_s=0.0)
-    before = all_ready(job.seats)
+    before = all_ready(job.planes)
     if job.starts_anew:
         job.resize(2)
-        until(lambda: wants(job.seats[0]) is job.resize_is)
-        _seal_all(job.seats, 7)
-        assert_all_dismissed(coming_back(job.seats))
+        until(lambda: wants(job.planes[0]) is job.resize_is)
+        _seal_all(job.planes, 7)
+        assert_all_dismissed(coming_back(job.planes))
         places = all_ready(job.again(2, fault=False))
         assert [(place.world_size, place.rank, place.epoch >= before[0].epoch) for place in places] == [
             (2, 0, True),
             (2, 1, True),
         ]
         return
-    newcomer = job.join()
-    coming = at_once(lambda: newcomer.ready(timeout_s=PATIENCE_S))
+    newcomer = job.add_rank()
+    coming = at_once(lambda: newcomer.wait_for_assignment(timeout_s=PATIENCE_S))
     job.resize(2)
-    until(lambda: wants(job.seats[0]) is NoticeKind.RESIZE)
-    _seal_all(job.seats[:1], 7)
-    places = [*all_ready(job.seats[:1]), *results(coming)]
+    until(lambda: wants(job.planes[0]) is NoticeKind.RESIZE)
+    _seal_all(job.planes[:1], 7)
+    places = [*all_ready(job.planes[:1]), *results(coming)]
     assert [place.world_size for place in places] == [2, 2]
     assert [place.rank for place in places] == [0, 1]
 
 
 def test_a_later_notice_replaces_an_earlier_one_and_pauses_stay(start):
     job = start(3)
-    all_ready(job.seats)
+    all_ready(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
-    waiting = at_once(*(lambda s=seat: s.pause(5) for seat in job.seats[:2]))
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    waiting = at_once(*(lambda s=seat: s.agree_on_step(5) for seat in job.planes[:2]))
     job.stop()
-    until(lambda: wants(job.seats[2]) is NoticeKind.STOP and "stopped" in job.seats[2].notice().reason)
-    assert results([*waiting, *at_once(lambda: job.seats[2].pause(6))]) == [6, 6, 6]
+    until(lambda: wants(job.planes[2]) is NoticeKind.STOP and "stopped" in job.planes[2].notice().reason)
+    assert results([*waiting, *at_once(lambda: job.planes[2].agree_on_step(6))]) == [6, 6, 6]
 
 
 def test_who_is_lost_ends_the_wait_of_others(start):
     job = start(3)
-    all_ready(job.seats)
+    all_ready(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
-    waiting = at_once(*(lambda s=seat: s.pause(5) for seat in job.seats[:2]))
-    job.lose(job.seats[2])
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    waiting = at_once(*(lambda s=seat: s.agree_on_step(5) for seat in job.planes[:2]))
+    job.lose_rank(job.planes[2])
     for one in waiting:
         with pytest.raises(StaleEpochError):
             one.result(PATIENCE_S)
     if job.starts_anew:
         places = all_ready(job.again(2))
     else:
-        until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.seats[:2]))
-        places = all_ready(job.seats[:2])
+        until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.planes[:2]))
+        places = all_ready(job.planes[:2])
     assert [place.world_size for place in places] == [2, 2]
 
 
 def test_a_fault_is_told_to_all_and_runs_what_aborts(start):
     job = start(2)
     heard: dict[int, threading.Event] = {}
-    for number, seat in enumerate(job.seats):
+    for number, seat in enumerate(job.planes):
         heard[number] = threading.Event()
-        seat.on_broken(lambda notice, number=number: heard[number].set() if notice.want is NoticeKind.RESTART else None)
-    before = all_ready(job.seats)
-    job.seats[0].fault("its loss is not finite")
+        seat.on_broken(lambda notice, number=number: heard[number].set() if notice.kind is NoticeKind.RESTART else None)
+    before = all_ready(job.planes)
+    job.planes[0].report_fault("its loss is not finite")
     assert all(event.wait(PATIENCE_S) for event in heard.values())
-    until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.seats))
+    until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.planes))
     with pytest.raises(StaleEpochError):
-        job.seats[1].pause(3)
-    after = next_world(job, job.seats)
+        job.planes[1].agree_on_step(3)
+    after = next_world(job, job.planes)
     assert after[0].epoch > before[0].epoch or job.starts_anew  # newer than any other of the same process
     assert after[0].restarts == 1
-    assert [seat.notice() for seat in job.seats] == [None, None]
+    assert [seat.notice() for seat in job.planes] == [None, None]
 
 
 def test_several_faults_of_one_epoch_are_one(start):
     job = start(2)
-    all_ready(job.seats)
-    results(at_once(*(lambda s=seat: s.fault("the other one is gone") for seat in job.seats)))
-    assert {place.restarts for place in next_world(job, job.seats)} == {1}
+    all_ready(job.planes)
+    results(at_once(*(lambda s=seat: s.report_fault("the other one is gone") for seat in job.planes)))
+    assert {place.restarts for place in next_world(job, job.planes)} == {1}
 
 
 def test_who_comes_late_to_a_broken_epoch_is_told(start):
     job = start(2)
-    all_ready(job.seats)
-    job.seats[0].fault("lost")
-    until(lambda: wants(job.seats[1]) is NoticeKind.RESTART)
+    all_ready(job.planes)
+    job.planes[0].report_fault("lost")
+    until(lambda: wants(job.planes[1]) is NoticeKind.RESTART)
     heard: list[ControlNotice] = []
-    job.seats[1].on_broken(heard.append)
+    job.planes[1].on_broken(heard.append)
     until(lambda: heard)
 
 
 def test_a_closed_rank_is_a_lost_rank(start):
     job = start(2, spares=1)
     if job.starts_anew:  # and has no spares: it sees that a process has ended, ends the others and starts all
-        places = all_ready(job.seats)
-        job.lose(job.seats[1])
+        places = all_ready(job.planes)
+        job.lose_rank(job.planes[1])
         with pytest.raises((JobFailedError, StaleEpochError)):
-            job.seats[0].ready(timeout_s=PATIENCE_S)
+            job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S)
         assert [place.rank for place in all_ready(job.again(2))] == [place.rank for place in places]
         return
-    places = results(at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats[:2])))
-    job.seats[1].close()
-    until(lambda: wants(job.seats[0]) is NoticeKind.RESTART)
-    after = all_ready([job.seats[0], job.seats[2]])
+    places = results(at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes[:2])))
+    job.planes[1].close()
+    until(lambda: wants(job.planes[0]) is NoticeKind.RESTART)
+    after = all_ready([job.planes[0], job.planes[2]])
     assert {place.world_size for place in after} == {2}
     assert after[0].rank == places[0].rank
 
 
 def test_who_ignores_a_resize_is_lost(start):
     job = start(2, grace_s=0.3)
-    all_ready(job.seats)
+    all_ready(job.planes)
     job.resize(1)
-    until(lambda: wants(job.seats[0]) is not None)
-    good = job.seats[0]
+    until(lambda: wants(job.planes[0]) is not None)
+    good = job.planes[0]
     if job.starts_anew or job.ends_leftovers:  # by the platform alone
         with pytest.raises(ControlDeadlineError):
-            good.pause(2, timeout_s=1.0)
-        job.lose(job.seats[1])
+            good.agree_on_step(2, timeout_s=1.0)
+        job.lose_rank(job.planes[1])
         with pytest.raises(StaleEpochError):
-            good.pause(2, timeout_s=PATIENCE_S)
+            good.agree_on_step(2, timeout_s=PATIENCE_S)
         (place,) = all_ready(job.again(1) if job.starts_anew else [good])
         assert place.world_size == 1
         return
     with pytest.raises(StaleEpochError):
-        good.pause(2, timeout_s=PATIENCE_S)
-    assert good.ready(timeout_s=PATIENCE_S).world_size == 1
-    for refused in (lambda: job.seats[1].pause(2), lambda: job.seats[1].sealed(2), lambda: job.seats[1].fault("x")):
+        good.agree_on_step(2, timeout_s=PATIENCE_S)
+    assert good.wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
+    for refused in (
+        lambda: job.planes[1].agree_on_step(2),
+        lambda: job.planes[1].report_sealed(2),
+        lambda: job.planes[1].report_fault("x"),
+    ):
         with pytest.raises((StaleEpochError, ElasticError)):
             refused()
     assert good.notice() is None
@@ -294,32 +300,34 @@ def test_who_ignores_a_resize_is_lost(start):
 
 def test_a_rank_asks_for_a_change(start):
     job = start(2)
-    all_ready(job.seats)
-    job.seats[1].request(NoticeKind.RESIZE, "half is enough", nodes=1)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
-    assert "half is enough" in job.seats[0].notice().reason
+    all_ready(job.planes)
+    job.planes[1].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    assert "half is enough" in job.planes[0].notice().reason
 
 
 def test_a_rank_whose_machine_goes_away_is_not_in_the_next_world(start):
     job = start(2)
-    all_ready(job.seats)
-    job.seats[0].request(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.seats))
-    assert 0 < job.seats[1].notice().deadline_s <= 60.0
-    _seal_all(job.seats, 4)
+    all_ready(job.planes)
+    job.planes[0].request_change(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    assert 0 < job.planes[1].notice().deadline_s <= 60.0
+    _seal_all(job.planes, 4)
     if job.starts_anew:
         job.resize(1)
-        assert_all_dismissed(coming_back(job.seats))
+        assert_all_dismissed(coming_back(job.planes))
         (place,) = all_ready(job.again(1, fault=False))
         assert place.world_size == 1
         return
     if job.ends_leftovers:  # with its pod, which the operator does not count any more
-        (goes,) = coming_back(job.seats[:1])
-        job.lose(job.seats[0])
+        (goes,) = coming_back(job.planes[:1])
+        job.lose_rank(job.planes[0])
         assert isinstance(goes.exception(PATIENCE_S), (ControlPlaneUnavailableError, StaleEpochError))
-        assert job.seats[1].ready(timeout_s=PATIENCE_S).world_size == 1
+        assert job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
         return
-    stays, goes = at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in reversed(job.seats)))
+    stays, goes = at_once(
+        *(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in reversed(job.planes))
+    )
     assert stays.result(PATIENCE_S).world_size == 1
     with pytest.raises(Dismissed):
         goes.result(PATIENCE_S)
@@ -327,46 +335,46 @@ def test_a_rank_whose_machine_goes_away_is_not_in_the_next_world(start):
 
 def test_after_a_stop_there_is_no_next_world(start):
     job = start(2)
-    all_ready(job.seats)
-    for seat in job.seats:
-        seat.progress(RankProgress(3))
+    all_ready(job.planes)
+    for seat in job.planes:
+        seat.report_progress(RankProgress(3))
     job.stop()
-    until(lambda: all(wants(seat) is NoticeKind.STOP for seat in job.seats))
-    _seal_all(job.seats, 4)
-    for one in at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats)):
+    until(lambda: all(wants(seat) is NoticeKind.STOP for seat in job.planes))
+    _seal_all(job.planes, 4)
+    for one in at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes)):
         with pytest.raises(Dismissed):
             one.result(PATIENCE_S)
 
 
 def test_a_spare_is_dismissed_when_all_have_finished(start):
     job = start(1, spares=1)
-    all_ready(job.seats[:1])
+    all_ready(job.planes[:1])
     if job.starts_anew:
-        assert len(job.seats) == 1  # there are none
-        job.seats[0].finished()
-        assert_all_dismissed(coming_back(job.seats))
+        assert len(job.planes) == 1  # there are none
+        job.planes[0].report_finished()
+        assert_all_dismissed(coming_back(job.planes))
         return
-    (coming,) = coming_back(job.seats[1:])
-    job.seats[0].finished()
-    assert_left_over(job, job.seats[1], coming)
+    (coming,) = coming_back(job.planes[1:])
+    job.planes[0].report_finished()
+    assert_left_over(job, job.planes[1], coming)
 
 
 def test_what_is_said_in_no_world_is_refused(start):
-    seat = start(1).seats[0]
+    seat = start(1).planes[0]
     with pytest.raises(StaleEpochError):
-        seat.pause(0)
+        seat.agree_on_step(0)
     with pytest.raises(StaleEpochError):
-        seat.sealed(0)
+        seat.report_sealed(0)
 
 
 def test_closing_twice_is_closing_once(start):
     job = start(1)
-    all_ready(job.seats)
-    job.seats[0].finished()
-    job.seats[0].close()
-    job.seats[0].close()
+    all_ready(job.planes)
+    job.planes[0].report_finished()
+    job.planes[0].close()
+    job.planes[0].close()
 
 
 def _seal_all(seats, step):
-    assert set(results(at_once(*(lambda s=seat: s.pause(step) for seat in seats)))) == {step}
-    results(at_once(*(lambda s=seat: s.sealed(step, timeout_s=PATIENCE_S) for seat in seats)))
+    assert set(results(at_once(*(lambda s=seat: s.agree_on_step(step) for seat in seats)))) == {step}
+    results(at_once(*(lambda s=seat: s.report_sealed(step, timeout_s=PATIENCE_S) for seat in seats)))

@@ -48,7 +48,7 @@ def job(server: ApiServerClient, request: pytest.FixtureRequest) -> Iterator[dic
     name = f"j{abs(hash(request.node.name)) % 10**8}"
     wanted = job_object(name)
     wanted["metadata"] = {"name": name, "namespace": "default"}
-    made = server.ask("POST", JOBS, wanted)
+    made = server.request("POST", JOBS, wanted)
     yield made
     with contextlib.suppress(ResourceNotFoundError):
         server.delete_job(made)
@@ -92,11 +92,11 @@ def until_events(
 
 
 def test_a_status_is_written_once(server: ApiServerClient, job: dict[str, Any]) -> None:
-    written = server.write_status(job, {"restartCount": 1})
+    written = server.update_status(job, {"restartCount": 1})
     assert int(written["metadata"]["resourceVersion"]) > int(job["metadata"]["resourceVersion"])
     assert written["status"]["restartCount"] == 1
     with pytest.raises(ResourceConflictError):
-        server.write_status(job, {"restartCount": 2})
+        server.update_status(job, {"restartCount": 2})
     with pytest.raises(ResourceConflictError):
         server.confirm(job)
     server.confirm(written)
@@ -108,9 +108,9 @@ def test_a_pod_is_made_once_and_only_this_very_one_goes(server: ApiServerClient,
     with pytest.raises(ResourceConflictError):
         server.create_pod(pod(job))
     server.delete_pod({"metadata": {**made["metadata"], "uid": "another"}})
-    assert names(server.pods("default", job["metadata"]["name"])) == names([made])
+    assert names(server.list_pods("default", job["metadata"]["name"])) == names([made])
     server.delete_pod(made, grace_s=0)
-    assert server.pods("default", job["metadata"]["name"]) == []
+    assert server.list_pods("default", job["metadata"]["name"]) == []
     server.delete_pod(made)
 
 
@@ -137,7 +137,7 @@ def test_what_goes_has_a_newer_version_than_it_ever_had(server: ApiServerClient,
 
 
 def test_a_watch_of_jobs(server: ApiServerClient, job: dict[str, Any]) -> None:
-    server.write_status(job, {"restartCount": 1})
+    server.update_status(job, {"restartCount": 1})
     found = until_events(server, jobs_in(""), job["metadata"]["resourceVersion"], 1, ["MODIFIED"])
     assert found == [("MODIFIED", job["metadata"]["name"])]
 
@@ -156,4 +156,4 @@ def test_a_watch_from_too_long_ago(server: ApiServerClient, request: pytest.Fixt
 
 def test_what_is_not_there(server: ApiServerClient) -> None:
     with pytest.raises(ResourceNotFoundError):
-        server.job("default", "no-such-job")
+        server.get_job("default", "no-such-job")

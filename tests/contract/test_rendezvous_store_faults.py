@@ -32,7 +32,7 @@ from tests.support.zygote import Zygote
 pytestmark = pytest.mark.slow
 
 _LONG = timedelta(seconds=120)
-_HASTY = StoreTimeouts(look_s=0.2, answer_s=2.0, connect_s=2.0, again_s=60.0)
+_HASTY = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=2.0, connect_timeout_s=2.0, retry_after_s=60.0)
 _COUNT = 3
 
 
@@ -53,7 +53,7 @@ def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]
 
     yield new
     for store in made:
-        store.cut()
+        store.abort()
         store.close()
 
 
@@ -188,7 +188,7 @@ def test_waits_end_when_the_world_is_cut(connect):
     store = connect()
     waiting = at_once(lambda: store.get("never"), lambda: store.wait([key_at(2)], _LONG), lambda: store.queue_pop("q"))
     until(lambda: sum(holder.connected for holder in store._holders) >= 2)
-    store.cut()
+    store.abort()
     for future in waiting:
         with pytest.raises(dist.DistNetworkError):
             future.result(60)
@@ -204,7 +204,7 @@ def test_one_rank_s_cut_is_no_other_s(connect, servers, zygote):
     running = zygote.start(_waits, [server.address for server in servers], key)
     running.wait_line("waiting")
     store.set("x", "1")
-    store.cut()
+    store.abort()
     connect().set(key, "there")
     assert running.wait().result == b"there"
 
@@ -254,7 +254,7 @@ def test_a_connection_that_is_cut_as_it_is_made_is_not_the_one_that_asks(servers
 
 def test_an_answer_that_came_as_its_connection_was_ended_is_an_answer(servers, connect):
     """It took too long, and was there all the same: the next one is asked over another connection."""
-    short = StoreTimeouts(look_s=0.2, answer_s=2.0)
+    short = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=2.0)
     (holder,) = [one for one in connect(short)._holders if one.port == servers[0].port]
 
     def late(client):
@@ -321,7 +321,7 @@ def _meets(
         looked.close()
         say("the others wait")
         until(Path(gate).exists)
-    groups.enter()
+    groups.initialize()
     say("met")
     if when == "after":
         until(Path(gate).exists)
@@ -334,7 +334,7 @@ def _meets(
     model(torch.ones(1, 4)).sum().backward()
     said: list[Any] = [None] * size
     dist.all_gather_object(said, rank)
-    groups.leave(broken=False)
+    groups.destroy(broken=False)
     return found.tolist(), said
 
 
@@ -352,7 +352,7 @@ def test_a_store_does_not_grow_over_a_thousand_worlds(servers, connect):
             sweeps = [OldKeyCleanup(server.address, epoch, cut=close_store_connections) for server in servers]
             assert all(sweep.join(60) for sweep in sweeps)
             for sweep in sweeps:
-                sweep.end()
+                sweep.stop()
             most = max(most, store.num_keys())
     assert most == 1 + 2  # those of this world and of nobody before
     assert store.get("of somebody else") == b"1"
@@ -365,11 +365,11 @@ def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind)
     for epoch in range(5):
         place = RankAssignment(epoch, 0, 1, 0, 1, 0, 1, addresses[0], stores=addresses if kind == "rootless" else ())
         groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
-        groups.enter()
+        groups.initialize()
         dist.new_group([0])
         if groups._sweeping is not None:
             assert groups._sweeping.join(60)
-        groups.leave(broken=epoch % 2 == 1)
+        groups.destroy(broken=epoch % 2 == 1)
         sizes.append(len(_all_keys(servers)))
     if kind == "one":
         assert max(sizes[1:]) == sizes[1]
@@ -381,7 +381,7 @@ def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
     servers[0].stop()
     sweep = OldKeyCleanup(servers[0].address, 5, cut=close_store_connections)
     assert not sweep.join(0.05)
-    sweep.end()
+    sweep.stop()
     servers[0].go_on()
     assert sweep.join(60)
 
@@ -397,7 +397,7 @@ def test_a_sweep_that_was_ended_cuts_nobody_any_more(servers):
     servers[0].stop()
     sweep = OldKeyCleanup(servers[0].address, 5, cut=cut)
     assert not sweep.join(0.05)
-    sweep.end()
+    sweep.stop()
     ended.set()
     sweep.join(1.0)
     servers[0].go_on()
@@ -424,7 +424,7 @@ sweep = OldKeyCleanup(sys.argv[1], 5, cut=close_store_connections)
 while not sweep.deleted and not sweep.join(0.001):
     pass
 if sys.argv[2] == "True":
-    sweep.end()
+    sweep.stop()
 """
 
 

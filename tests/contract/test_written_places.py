@@ -110,12 +110,12 @@ def test_what_was_put_is_there(kept, opened):
     kept.put(4, blobs, pickled(metadata))
     kept.put(0, blobs, pickled(metadata))
     assert list(opened.steps()) == [4, 0]
-    written = opened.written(4)
+    written = opened.contents(4)
     assert set(written.tensors) == {"w", "v"}
     assert set(written.objects) == {"step"}
     for rank, data in enumerate(blobs):
-        assert opened.size(4, rank) == len(data)
-        with contextlib.closing(opened.blob(4, rank)) as blob:
+        assert opened.blob_size(4, rank) == len(data)
+        with contextlib.closing(opened.open_blob(4, rank)) as blob:
             assert blob.size_bytes == len(data)
             found = blob.read([(0, 10), (7, 9), (5, len(data)), (3, 3)])
         assert [bytes(part) for part in found] == [data[:10], data[7:9], data[5:], b""]
@@ -125,7 +125,7 @@ def test_nothing_is_nothing(opened):
     with contextlib.suppress(CheckpointNotFoundError):
         assert list(opened.steps()) == []
     with pytest.raises(CheckpointNotFoundError):
-        opened.written(4)
+        opened.contents(4)
 
 
 def test_a_step_without_metadata_is_there_but_not_described(kept, opened):
@@ -134,7 +134,7 @@ def test_a_step_without_metadata_is_there_but_not_described(kept, opened):
     kept.put(4, blobs, None)
     assert list(opened.steps()) == [8, 4]
     with pytest.raises(CheckpointNotFoundError):
-        opened.written(4)
+        opened.contents(4)
 
 
 def test_a_rank_that_is_gone_is_absent(kept, opened):
@@ -143,9 +143,9 @@ def test_a_rank_that_is_gone_is_absent(kept, opened):
     if isinstance(kept, InMemory):  # metadata is the rank behind the last
         kept.service.replace(NAMESPACE, 2, 4, pickled(metadata))
         kept.service.lose(NAMESPACE, 1, 4)
-    assert opened.size(4, 0) == len(blobs[0])
+    assert opened.blob_size(4, 0) == len(blobs[0])
     with pytest.raises(CheckpointNotFoundError):
-        opened.size(4, 1)
+        opened.blob_size(4, 1)
 
 
 def test_no_answer_is_not_an_empty_one(kept, opened):
@@ -160,7 +160,7 @@ def test_metadata_that_is_none(kept, opened):
     blobs, _ = STATE
     kept.put(4, blobs, b"\x80\x04N.")
     with pytest.raises(CheckpointDamagedError):
-        opened.written(4)
+        opened.contents(4)
 
 
 # -- of the memory service alone ------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_a_blob_that_is_not_what_was_sent_is_damage(in_memory):
     data = service.blob(NAMESPACE, 0, 4)
     service.replace(NAMESPACE, 0, 4, data[:-1] + b"?", resealed=False)
     with pytest.raises(CheckpointDamagedError, match="checksum"):
-        in_memory.open().blob(4, 0)
+        in_memory.open().open_blob(4, 0)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_blob_without_a_checksum_is_not_believed(in_memory, meta):
     service = in_memory.service
     service.shards[NAMESPACE][0][4] = (service.blob(NAMESPACE, 0, 4), meta)
     with pytest.raises(CheckpointDamagedError):
-        in_memory.open().blob(4, 0)
+        in_memory.open().open_blob(4, 0)
 
 
 @pytest.mark.parametrize("guess", [None, 1, 2, 3, 7])
@@ -199,13 +199,13 @@ def test_a_blob_without_a_checksum_is_not_believed(in_memory, meta):
 def test_metadata_is_found_whatever_world_is_guessed(in_memory, guess, said):
     """Its key is one more than the last rank that saved, and neither reader nor namespace need to know that."""
     in_memory.service.namespaces[NAMESPACE] = (said, 3)
-    assert MemoryServiceStore(in_memory.service.url, NAMESPACE, world_size=guess).written(4).tensors
+    assert MemoryServiceStore(in_memory.service.url, NAMESPACE, world_size=guess).contents(4).tensors
 
 
 def test_metadata_is_found_behind_a_lost_shard(in_memory):
     in_memory.service.namespaces[NAMESPACE] = (9, 3)
     in_memory.service.lose(NAMESPACE, 1, 4)
-    assert in_memory.open().written(4).tensors
+    assert in_memory.open().contents(4).tensors
 
 
 def test_no_service_at_all():

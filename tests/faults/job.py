@@ -376,7 +376,7 @@ def _is_complete(ranks: dict[int, Step]) -> bool:
 
 def _sum(ranks: list[Step]) -> int | str:
     whole = combine_checksums(RankChecksum(msgspec.convert(one.share, dict[str, ChecksumPart])) for one in ranks)
-    return f"replicas differ in {whole.diverged}" if whole.diverged else whole.value
+    return f"replicas differ in {whole.diverged_names}" if whole.diverged_names else whole.value
 
 
 def mount(place: Path) -> None:

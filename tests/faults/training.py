@@ -87,7 +87,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
     diary, limit = Diary(folder), Limit(folder)
     run = int(os.environ.get("FAULTS_RUN", "0"))
 
-    @recoverable(policy=RecoveryPolicy(settle_s=SETTLE_S))
+    @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=SETTLE_S))
     def train(world: World) -> None:
         bare = bare_model()
         model = wrapped(bare, how, world)
@@ -111,7 +111,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
                 for turn in sums.step(plan):
-                    x, y = mine[turn.place]
+                    x, y = mine[turn.position]
                     with seeded(SEED, step, turn.id):
                         turn.backward((model(x) - y).square().sum(), weight=len(x))
                 result = sums.finish(clip=1.0)
@@ -125,7 +125,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
                 write(diary, "step", step=step, samples=work.indices().tolist(), share=share, **bits, **place)
                 safe.saved(ckpt.save(state, step), step)
                 time.sleep(pace_s)
-            ending.enter_context(world.unwatched())  # what is saved last is waited for
+            ending.enter_context(world.pause_watchdog())  # what is saved last is waited for
             if durable_every:
                 safe.last(ckpt.save(state, step - 1, durable=True))
 

@@ -92,11 +92,11 @@ def main(folder: Path, how: str, kind: str, total: int, fault_step: int, when: s
     def at_gradient(_module: torch.nn.Module, _given: Any, out: torch.Tensor) -> None:
         out.register_hook(lambda _gradient: die())
 
-    @recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME if is_fake else None), warm=warm)
+    @recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME if is_fake else None), warmup=warm)
     def train(world: World) -> None:
         named = {"epoch": world.epoch, "rank": world.rank}
         events.write("entered", **named)
-        world.on_leave(lambda: events.write("leaves", **named))
+        world.add_cleanup(lambda: events.write("leaves", **named))
         device = torch.device("cpu") if is_fake else world.device
         model = model_on(device)
         net = wrapped(model, how, world, kind)
@@ -125,7 +125,7 @@ def main(folder: Path, how: str, kind: str, total: int, fault_step: int, when: s
                     die()
                 sum_of = loss.detach().clone()
                 dist.all_reduce(sum_of)
-                world.check(sum_of)
+                world.check_finite(sum_of)
                 optimizer.step()
                 ckpt.save(state, step)
                 events.write("step", step=step, loss=float(sum_of).hex(), **named)

@@ -78,10 +78,10 @@ SLOW = {
 def test_a_call_is_over_at_its_deadline_whatever_arrives(how):
     with agent(**how) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
         before = time.monotonic()
-        heard = client.ask_all({"a": address})["a"]
+        heard = client.poll_all({"a": address})["a"]
         assert time.monotonic() - before < LONG_S / 2
-    assert heard.answer is None
-    assert address in heard.problem
+    assert heard.status is None
+    assert address in heard.error
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_call_is_over_at_its_deadline_whatever_arrives(how):
 )
 def test_no_answer_is_read_further_than_a_mebibyte(how):
     with agent(**how) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        heard = client.ask_all({"a": address})["a"]
-    assert heard.answer is None
-    assert f"more than {MIB} bytes" in heard.problem
+        heard = client.poll_all({"a": address})["a"]
+    assert heard.status is None
+    assert f"more than {MIB} bytes" in heard.error
 
 
 def test_what_is_kept_of_an_answer_is_not_larger_than_it():
@@ -111,16 +111,16 @@ def test_what_is_kept_of_an_answer_is_not_larger_than_it():
     )
     assert len(body) < MIB
     with agent(first=answer(body)) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        client.ask_all({"a": address})
+        client.poll_all({"a": address})
         tracemalloc.start()
         try:
-            heard = client.ask_all({"a": address})["a"]
+            heard = client.poll_all({"a": address})["a"]
             kept, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert heard.answer is not None
-    assert heard.answer.since == {}
-    assert len(heard.answer.worker_data) == 100_000
+    assert heard.status is not None
+    assert heard.status.transition_times == {}
+    assert len(heard.status.worker_data) == 100_000
     assert peak < 24 * MIB
     assert kept < 16 * MIB
 
@@ -139,20 +139,20 @@ def test_what_is_kept_of_an_answer_is_not_larger_than_it():
 def test_what_would_go_into_the_jobs_status_is_bounded(said):
     first = answer(json.dumps({"status": "running", **said}).encode())
     with agent(first=first) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        heard = client.ask_all({"a": address})["a"]
-    assert heard.answer is None
-    assert "is no agent" in heard.problem
+        heard = client.poll_all({"a": address})["a"]
+    assert heard.status is None
+    assert "is no agent" in heard.error
 
 
 def test_one_jobs_silent_agents_leave_threads_for_the_next_job():
     with agent(first=GOOD) as good, ElasticAgentClient(timeout_s=LONG_S) as client:
         with agent() as silent:
             addresses = {str(number): silent for number in range(64)}
-            many = threading.Thread(target=client.ask_all, args=(addresses,))
+            many = threading.Thread(target=client.poll_all, args=(addresses,))
             many.start()
             before = time.monotonic()
-            heard = client.ask_all({"a": good})["a"]
-            assert heard.answer is not None
+            heard = client.poll_all({"a": good})["a"]
+            assert heard.status is not None
             assert time.monotonic() - before < LONG_S / 2
         many.join()
 
@@ -171,12 +171,12 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
         accepting.start()
         addresses = {str(number): f"127.0.0.1:{nobody.getsockname()[1]}" for number in range(32)}
         with ElasticAgentClient(timeout_s=10 * LONG_S) as client:
-            jobs = [threading.Thread(target=client.ask_all, args=(addresses,)) for _ in range(12)]
+            jobs = [threading.Thread(target=client.poll_all, args=(addresses,)) for _ in range(12)]
             for job in jobs:
                 job.start()
             until(lambda: len(silent) >= 256, "they are all asked")
             heard: dict[str, AgentReply] = {}
-            other = threading.Thread(target=lambda: heard.update(client.ask_all({"a": good})))
+            other = threading.Thread(target=lambda: heard.update(client.poll_all({"a": good})))
             other.start()
             try:
                 until(lambda: heard, "the other job is heard while they are waited for", LONG_S)
@@ -188,13 +188,13 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
                 for job in jobs:
                     job.join()
                 other.join()
-            assert heard["a"].answer is not None
+            assert heard["a"].status is not None
 
 
 def test_the_answers_of_one_job_have_a_bound_together(monkeypatch):
     monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._JOB_BYTES", 10 * len(GOOD))
     with agent(first=GOOD) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        heard = client.ask_all({str(number): address for number in range(100)})
-    refused = [one for one in heard.values() if "together" in one.problem]
+        heard = client.poll_all({str(number): address for number in range(100)})
+    refused = [one for one in heard.values() if "together" in one.error]
     assert 0 < len(refused) < 100
-    assert all(one.answer is not None for one in heard.values() if one not in refused)
+    assert all(one.status is not None for one in heard.values() if one not in refused)

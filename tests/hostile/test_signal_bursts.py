@@ -96,7 +96,7 @@ from elastic.control.control_plane import NoticeKind
 class Plane:
     asked = 0
     def on_broken(self, call): pass
-    def request(self, want, reason, deadline_s): Plane.asked += 1
+    def request_change(self, want, reason, deadline_s): Plane.asked += 1
 watch = NoticeWatcher(Plane(), print)
 with forward_signals(watch, {signal.SIGTERM: SignalRequest(NoticeKind.RESIZE, "SIGTERM")}):
     ready()

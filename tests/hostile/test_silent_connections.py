@@ -79,7 +79,7 @@ def coordinator(**limits) -> Iterator[Served]:
         lambda: call_coordinator(one.address, StatusRequest(), job="job", secret=SECRET).job == "job",
         b"tPS",
     )
-    one.end()
+    one.request_stop()
     thread.join()
 
 

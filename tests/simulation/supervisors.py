@@ -83,7 +83,9 @@ class Simulated:
 
     def __init__(self, number: int, nproc: int) -> None:
         self.name = f"ip-10-{number >> 16}-{number >> 8 & 255}-{number & 255}.cluster.local"
-        self.says = NodeStatus(0, self.name, 1, nproc, births=nproc, ready=True, steps=(RankProgress(-1),) * nproc)
+        self.says = NodeStatus(
+            0, self.name, 1, nproc, spawn_count=nproc, ready=True, rank_progress=(RankProgress(-1),) * nproc
+        )
         self.quiet_s = (0.1,) * nproc
         self.received = bytearray()
         self.unsent = b""
@@ -92,11 +94,11 @@ class Simulated:
 
     @property
     def epoch(self) -> int:
-        return -1 if self.says.formed is None else self.says.formed.epoch
+        return -1 if self.says.world is None else self.says.world.epoch
 
     @property
     def is_inside(self) -> bool:
-        return self.says.formed is not None and self.says.broken is None
+        return self.says.world is not None and self.says.broken_reason is None
 
     def begin(self, sock: socket.socket) -> None:
         """A new connection."""
@@ -105,10 +107,12 @@ class Simulated:
 
     def beat(self) -> None:
         """A second has passed."""
-        self.says = msgspec.structs.replace(self.says, quiet_s=self.quiet_s)
+        self.says = msgspec.structs.replace(self.says, silent_s=self.quiet_s)
         if self.is_inside:
-            step = 1 + (self.says.steps[0].step if self.says.steps[0] is not None else -1)
-            self.says = msgspec.structs.replace(self.says, steps=(RankProgress(step, step - 1),) * self.says.seats)
+            step = 1 + (self.says.rank_progress[0].step if self.says.rank_progress[0] is not None else -1)
+            self.says = msgspec.structs.replace(
+                self.says, rank_progress=(RankProgress(step, step - 1),) * self.says.local_ranks
+            )
 
     def report(self) -> bytes:
         self.says = msgspec.structs.replace(self.says, number=self.says.number + 1)
@@ -118,14 +122,14 @@ class Simulated:
     def hear(self, body: bytes) -> bool:
         """Whether there is something new to say."""
         hears, before = self.end.decode(body), self.says
-        formed = hears.formed
-        if formed is not None and formed is not before.formed and formed.epoch > self.epoch:
-            self.says = msgspec.structs.replace(self.says, formed=formed, broken=None, ready=False)
-        elif hears.broken is not None and before.broken is None and formed is before.formed:
-            self.says = msgspec.structs.replace(self.says, broken=hears.broken, ready=True)
+        formed = hears.world
+        if formed is not None and formed is not before.world and formed.epoch > self.epoch:
+            self.says = msgspec.structs.replace(self.says, world=formed, broken_reason=None, ready=False)
+        elif hears.broken_reason is not None and before.broken_reason is None and formed is before.world:
+            self.says = msgspec.structs.replace(self.says, broken_reason=hears.broken_reason, ready=True)
         if hears.coordinator != before.coordinator:
             self.says = msgspec.structs.replace(self.says, coordinator=hears.coordinator)
-        return before.formed is not self.says.formed or before.broken != self.says.broken
+        return before.world is not self.says.world or before.broken_reason != self.says.broken_reason
 
 
 class Crowd:
@@ -330,7 +334,7 @@ def _lose(crowd: Crowd, lost: Simulated, inside: list[Simulated], figures: Figur
             raise RuntimeError(f"{len(unbroken)} nodes have not heard of the loss, {len(unformed)} of the next world")
         for node in crowd.turn(time.monotonic() + 0.1):
             took_s = time.monotonic() - began
-            if node.name in unbroken and (node.says.broken is not None or node.epoch > epoch):
+            if node.name in unbroken and (node.says.broken_reason is not None or node.epoch > epoch):
                 unbroken.discard(node.name)
                 figures.broken_s.append(took_s)
             if node.name in unformed and node.epoch > epoch:

@@ -48,7 +48,7 @@ class BridgedPlane:
 
     def _heard(self, notice: ControlNotice | None) -> None:
         self._notice = notice
-        if notice is not None and notice.want is NoticeKind.RESTART and notice.epoch > self._told:
+        if notice is not None and notice.kind is NoticeKind.RESTART and notice.epoch > self._told:
             self._told = notice.epoch
             for call in self._calls:
                 threading.Thread(target=call, args=(notice,), name="bridge-broken", daemon=True).start()
@@ -60,35 +60,35 @@ class BridgedPlane:
             self._pipe.send((number, method, args, named))
         return future.result()
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
-        assignment: RankAssignment = self._ask("ready", timeout_s=timeout_s)
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
+        assignment: RankAssignment = self._ask("wait_for_assignment", timeout_s=timeout_s)
         return assignment
 
     def notice(self) -> ControlNotice | None:
         return self._notice
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
-        return int(self._ask("pause", step, timeout_s=timeout_s))
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
+        return int(self._ask("agree_on_step", step, timeout_s=timeout_s))
 
-    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
-        self._ask("sealed", step, timeout_s=timeout_s)
+    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+        self._ask("report_sealed", step, timeout_s=timeout_s)
 
-    def progress(self, progress: RankProgress) -> None:
-        self._ask("progress", progress)
+    def report_progress(self, progress: RankProgress) -> None:
+        self._ask("report_progress", progress)
 
-    def fault(self, reason: str, *, final: bool = False) -> None:
-        self._ask("fault", reason, final=final)
+    def report_fault(self, reason: str, *, final: bool = False) -> None:
+        self._ask("report_fault", reason, final=final)
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        self._ask("request", want, reason, deadline_s=deadline_s, nodes=nodes)
+        self._ask("request_change", want, reason, deadline_s=deadline_s, nodes=nodes)
 
     def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
         self._calls.append(call)
 
-    def finished(self) -> None:
-        self._ask("finished")
+    def report_finished(self) -> None:
+        self._ask("report_finished")
 
     def close(self) -> None:
         with contextlib.suppress(OSError, ControlPlaneUnavailableError):
@@ -107,7 +107,7 @@ class Bridge:
 
     def address_of(self, seat: InMemoryControlPlane) -> str:
         """Where the process that sits there is to connect."""
-        address = str(self._folder / f"seat-{self.plane.seats.index(seat)}")
+        address = str(self._folder / f"seat-{self.plane.planes.index(seat)}")
         listener = Listener(address, "AF_UNIX")
         self._start(self._serve, seat, listener)
         return address
@@ -142,7 +142,7 @@ class Bridge:
         except Exception as error:
             answer = number, False, error
         with sending, contextlib.suppress(OSError):
-            if answer[1] and method == "ready":
+            if answer[1] and method == "wait_for_assignment":
                 pipe.send((-1, True, seat.notice()))  # before the new world: what was wanted in the old one is gone
             pipe.send(answer)
 
@@ -151,7 +151,7 @@ class Bridge:
         with contextlib.suppress(OSError):
             while not self._ended and seat.is_alive:
                 notice = seat.notice()
-                if (notice and (notice.epoch, notice.want)) != (said and (said.epoch, said.want)):
+                if (notice and (notice.epoch, notice.kind)) != (said and (said.epoch, said.kind)):
                     said = notice
                     with sending:
                         pipe.send((-1, True, notice))
@@ -159,7 +159,7 @@ class Bridge:
 
     def close(self) -> None:
         self._ended = True
-        for seat in self.plane.seats:
+        for seat in self.plane.planes:
             seat.close()
         for thread in self._threads:
             thread.join(200)

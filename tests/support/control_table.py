@@ -43,23 +43,23 @@ class Rank:
 
     def hears(self, hears: RankDesired) -> None:
         place, notice = hears.assignment, hears.notice
-        if hears.over is not None:
+        if hears.exit is not None:
             self.table.ends(self, "it was told to")
         elif self.stand is RankPhase.READY:
             if place is not None and place.epoch > self.epoch:
                 self.epoch, self.paused, self.sealed = place.epoch, None, None
-                if notice is None or notice.want is not NoticeKind.RESTART:
-                    self.stand = RankPhase.INSIDE
+                if notice is None or notice.kind is not NoticeKind.RESTART:
+                    self.stand = RankPhase.IN_WORLD
                     self.table.entered(self, place)
         elif self.ignores:
             pass
-        elif (place is not None and place.epoch > self.epoch) or (notice and notice.want is NoticeKind.RESTART):
+        elif (place is not None and place.epoch > self.epoch) or (notice and notice.kind is NoticeKind.RESTART):
             self.stand = RankPhase.READY
         elif notice is not None:
             if self.paused is None:
                 self.paused = self.step
-            if hears.target is not None:
-                self.step = self.sealed = hears.target
+            if hears.pause_target is not None:
+                self.step = self.sealed = hears.pause_target
                 self.stand = RankPhase.READY
                 self.table.stopped(self)
 
@@ -72,11 +72,11 @@ class Node:
         self.linked = True
         self.kept = 0
         self.injected: list[PartitionNode | InjectFault] = []
-        self.seats.begin()
+        self.seats.start()
         self.act()
 
     def act(self) -> None:
-        for effect in self.seats.effects_due():
+        for effect in self.seats.take_effects():
             if isinstance(effect, StartProcess):
                 self.ranks[effect.token] = Rank(self.table, self.name, effect.token)
             elif isinstance(effect, EndProcess):
@@ -87,23 +87,23 @@ class Node:
     def turn(self) -> None:
         """Its ranks say what they have to say, and hear what there is to hear."""
         now = self.table.now
-        self.kept = self.kept + 1 if self.seats.keep_store else 0
+        self.kept = self.kept + 1 if self.seats.run_store else 0
         self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
         for token, rank in list(self.ranks.items()):
             if not rank.is_stopped:
-                self.seats.said(token, rank.says(), now)
+                self.seats.handle_rank_status(token, rank.says(), now)
         self.seats.tick(now)
         self.act()
         for token, rank in [(token, rank) for token, rank in self.ranks.items() if not rank.is_stopped]:
-            rank.step += rank.stand is RankPhase.INSIDE and rank.paused is None
+            rank.step += rank.stand is RankPhase.IN_WORLD and rank.paused is None
             rank.hears(node_state.rank_desired(self.seats, token, now))
-        if self.seats.over is not None and not self.ranks:
+        if self.seats.exit is not None and not self.ranks:
             self.table.left(self)
 
     def report(self, *, alone: bool = True) -> None:
         report = node_state.node_status(self.seats, self.table.now)
         self.seats.number = report.number
-        hear = self.table.desk.said if alone else self.table.desk.hear
+        hear = self.table.desk.handle_status if alone else self.table.desk.record_status
         assert hear(report, self.table.now) == ""
 
 
@@ -144,8 +144,8 @@ class Table:
 
     def _desk(self, *, fresh: bool) -> WorldReconciler:
         self.desks += 1
-        settings = CoordinatorSettings("job", self.policy, self.nproc, gather_s=3.0, hang=self.hang)
-        floor = -1 if fresh else max(self.desk.floor, self.desk.world.epoch)
+        settings = CoordinatorSettings("job", self.policy, self.nproc, rejoin_timeout_s=3.0, hang=self.hang)
+        floor = -1 if fresh else max(self.desk.min_epoch, self.desk.world.epoch)
         return WorldReconciler(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Table:
         if self.nodes:
             node = self._pick(number)
             del self.nodes[node.name]
-            self.desk.gone(node.name, node.seats.life, self.now)
+            self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
     def lose_rank(self, number: int) -> None:
         if self.nodes and (node := self._pick(number)).ranks:
@@ -172,7 +172,7 @@ class Table:
         if self.nodes:
             node = self._pick(number)
             node.linked = False
-            self.desk.gone(node.name, node.seats.life, self.now)
+            self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
     def heal(self) -> None:
         for node in self.nodes.values():
@@ -186,18 +186,18 @@ class Table:
 
     def ask_back(self, number: int) -> None:
         if len(self.nodes) > 1:
-            self._pick(number).seats.asked_back(self.now + 10.0, "asked back")
+            self._pick(number).seats.drain(self.now + 10.0, "asked back")
 
     def resize(self, nodes: int) -> None:
         question = ResizeRequest(nodes, "resized")
         if not why_refused(self.desk, question):
-            self.desk.asked(question, self.now)
+            self.desk.handle_request(question, self.now)
 
     def fault(self, number: int) -> None:
         """A rank leaves its world without being asked."""
         if self.nodes:
             for rank in self._pick(number).ranks.values():
-                if rank.stand is RankPhase.INSIDE:
+                if rank.stand is RankPhase.IN_WORLD:
                     rank.stand = RankPhase.READY
 
     def deliver(self, number: int) -> None:
@@ -223,26 +223,26 @@ class Table:
             node.turn()
             if node.linked and node.name in self.nodes:
                 node.report(alone=False)
-        self.desk.conclude(self.now)
+        self.desk.reconcile(self.now)
         for node in list(self.nodes.values()):
-            if node.linked and not self.desk.gathering and node.name in self.desk.nodes:
+            if node.linked and not self.desk.is_rejoining and node.name in self.desk.nodes:
                 self._order(node)
 
     def _exchange(self, node: Node) -> None:
         node.turn()
         if node.linked and node.name in self.nodes:
             node.report()
-            if not self.desk.gathering:
+            if not self.desk.is_rejoining:
                 self._order(node)
             node.turn()
 
     def _order(self, node: Node) -> None:
-        self.desk.due()
+        self.desk.nodes_to_notify()
         orders = node_desired(self.desk, node.name, self.now)
-        if orders.life_over and node.seats.over is None:
-            node.seats.reborn()
+        if orders.superseded and node.seats.exit is None:
+            node.seats.begin_generation()
         else:
-            node.seats.ordered(orders, self.now)
+            node.seats.apply_desired(orders, self.now)
         node.act()
 
     def _pick(self, number: int) -> Node:
@@ -254,14 +254,14 @@ class Table:
     def ends(self, rank: Rank, reason: str) -> None:
         node = self.nodes.get(rank.node)
         if node is not None and node.ranks.pop(rank.token, None) is not None:
-            node.seats.ended(rank.token, reason)
+            node.seats.process_exited(rank.token, reason)
             node.act()
 
     def left(self, node: Node) -> None:
         if self.nodes.pop(node.name, None) is not None:
             if node.linked:
                 node.report()
-            self.desk.gone(node.name, node.seats.life, self.now)
+            self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
     def entered(self, rank: Rank, place: RankAssignment) -> None:
         self.assignments.append(place)
@@ -281,16 +281,16 @@ class Table:
     def check_whole(self) -> None:
         """Everybody who is left is in one world, or stands by."""
         desk = self.desk
-        if desk.over is not None:
-            assert desk.over in (ExitReason.STOPPED, ExitReason.GAVE_UP)
+        if desk.exit is not None:
+            assert desk.exit in (ExitReason.STOPPED, ExitReason.GAVE_UP)
             return
-        size = self.policy.at_most(min(len(self.nodes), desk.world.cap or self.policy.max_replicas))
+        size = self.policy.largest_size_within(min(len(self.nodes), desk.world.max_nodes or self.policy.max_replicas))
         if size == 0:
             return
         inside = [
             rank
             for node in self.nodes.values()
             for rank in node.ranks.values()
-            if rank.stand is RankPhase.INSIDE and rank.epoch == desk.world.epoch
+            if rank.stand is RankPhase.IN_WORLD and rank.epoch == desk.world.epoch
         ]
         assert len(inside) == size * self.nproc, f"{desk.world}"

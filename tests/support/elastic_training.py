@@ -46,7 +46,9 @@ def train(say: Callable[[str], None], address: str, job: str, total: int, limit:
     from elastic.workers.train_loop import run
     from tests.support.bridged import BridgedPlane
 
-    return str(run(lambda world: _train(say, world, job, total, Path(limit)), plane=BridgedPlane(address)).how.value)
+    return str(
+        run(lambda world: _train(say, world, job, total, Path(limit)), plane=BridgedPlane(address)).outcome.value
+    )
 
 
 def _train(say: Callable[[str], None], world: Any, job: str, total: int, limit: Path) -> None:

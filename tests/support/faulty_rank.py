@@ -47,7 +47,7 @@ def enter(groups: ProcessGroups) -> None:
     entering(groups)
 
 
-entering, ProcessGroups.enter = ProcessGroups.enter, enter  # type: ignore[method-assign]
+entering, ProcessGroups.initialize = ProcessGroups.initialize, enter  # type: ignore[method-assign]
 
 
 def train(world: Any) -> None:
@@ -68,7 +68,7 @@ def train(world: Any) -> None:
                     fail(world.epoch, world.rank, stage)
                 if world.epoch >= last and world.rank == 1:
                     loss = loss * float("nan")
-            world.check(loss)
+            world.check_finite(loss)
             optimizer.step()
             dist.all_reduce(loss.detach())
             ckpt.save(state, step)
@@ -79,4 +79,4 @@ def train(world: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # The same step is one further in each attempt: any step counts.
-    say("ended", how=run(train, policy=RecoveryPolicy(nonfinite_tries=1)).how.value)
+    say("ended", how=run(train, policy=RecoveryPolicy(nonfinite_attempts=1)).outcome.value)

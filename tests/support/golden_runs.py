@@ -95,7 +95,7 @@ class Golden(Job):
         assert run.returncode == 0, self.story()
 
     def bring_back(self) -> None:
-        for one in self.record.done():
+        for one in self.record.injected_faults():
             lost = one.injection.kind is InjectionKind.NODE and one.injection.name not in self._back
             if lost and not self.pids('"type":"node"', f'"node":"{one.node}"'):
                 self._back.add(one.injection.name)
@@ -103,7 +103,10 @@ class Golden(Job):
 
     def story(self) -> str:
         """What is to be read when it went wrong."""
-        done = [f"{one.at:.1f} {one.injection}: step {one.step}, rank {one.rank}" for one in self.record.done()]
+        done = [
+            f"{one.injected_at:.1f} {one.injection}: step {one.step}, rank {one.rank}"
+            for one in self.record.injected_faults()
+        ]
         logs = sorted((self.folder / "logs").glob("*/*.log"), key=lambda path: path.stat().st_mtime)[-4:]
         words = "\n".join(f"== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
         return f"{self.folder}\ninjected:\n" + "\n".join(done) + f"\n{self.output()[-6000:]}\n{words}"
@@ -159,7 +162,7 @@ BITS = ("loss", "norm", "rate")
 def sum_of(ranks: Sequence[dict[str, Any]], step: int) -> int:
     """Of all parameters and moments, of which replicas have the same."""
     whole = combine_checksums(RankChecksum(msgspec.convert(one["share"], dict[str, ChecksumPart])) for one in ranks)
-    assert whole.diverged == (), step
+    assert whole.diverged_names == (), step
     return whole.value
 
 
@@ -192,7 +195,7 @@ def assert_worlds_hold(job: Golden) -> None:
 
 
 def assert_all_happened_once(job: Golden) -> None:
-    done = [one.injection.name for one in job.record.done()]
+    done = [one.injection.name for one in job.record.injected_faults()]
     assert sorted(done) == sorted(one.name for one in job.faults.injections), job.story()
 
 
@@ -202,18 +205,18 @@ def chained(
     """One run through all of them: those between steps in the recovery from one that was in a step."""
     steps, between = [], []
     for pair in pairs:
-        (between if pair[1].is_between else steps).append(pair)
+        (between if pair[1].is_between_steps else steps).append(pair)
     faults, step, turn = FaultPlan(), first, itertools.count(1)
     for kind, phase in steps:
-        faults = faults.at(step=step, phase=phase, rank=next(turn) % ranks).be(kind)
+        faults = faults.at(step=step, phase=phase, rank=next(turn) % ranks).inject(kind)
         step += gap
         if between and kind not in NON_FATAL_KINDS:
             next_kind, next_phase = between.pop()
-            faults = faults.then(phase=next_phase, rank=next(turn) % ranks).be(next_kind)
+            faults = faults.then(phase=next_phase, rank=next(turn) % ranks).inject(next_kind)
     while between:
         faults = faults.at(step=step, phase=InjectionPhase.OPTIMIZER, rank=next(turn) % ranks).exception()
         kind, phase = between.pop()
-        faults = faults.then(phase=phase, rank=next(turn) % ranks).be(kind)
+        faults = faults.then(phase=phase, rank=next(turn) % ranks).inject(kind)
         step += gap
     return faults
 

@@ -129,7 +129,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
     if backend == nccl_like.NAME:
         nccl_like.register()
 
-    @recoverable(policy=RecoveryPolicy(settle_s=settle_s, backend=backend))
+    @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=settle_s, backend=backend))
     def train(world: World) -> None:
         carried = Size.of("self")  # over from other worlds; what this one has comes later
         place = world.device if is_on_device else torch.device("cpu")
@@ -158,7 +158,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
                     plain_step(model, mine, step, place)
                 else:
                     for turn in sums.step(plan):
-                        x, y = mine[turn.place]
+                        x, y = mine[turn.position]
                         with seeded(SEED, step, turn.id):
                             turn.backward((model(x) - y).square().sum(), weight=len(x))
                     result = sums.finish(clip=1.0)

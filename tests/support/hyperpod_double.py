@@ -42,7 +42,7 @@ class DoubleJob:
         self._counted = 0
         self.nodes: list[Node] = []
         self.listener: Listener = stack.enter_context(hyperpod_socket.listening())
-        self.seats = [self._node() for _ in range(size + spares)]
+        self.planes = [self._node() for _ in range(size + spares)]
 
     def _node(self) -> InProcessControlPlane:
         environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -63,19 +63,19 @@ class DoubleJob:
 
     # -- Job ----------------------------------------------------------------------------------------------------------
 
-    def join(self) -> ControlPlane:
-        self.seats.append(self._node())
-        return self.seats[-1]
+    def add_rank(self) -> ControlPlane:
+        self.planes.append(self._node())
+        return self.planes[-1]
 
     def resize(self, nodes: int) -> None:
         with self._lock:
             self._size = nodes
-        self._any_inside().request(NoticeKind.RESIZE, "resized", deadline_s=self._grace_s)
+        self._any_inside().request_change(NoticeKind.RESIZE, "resized", deadline_s=self._grace_s)
 
     def stop(self) -> None:
-        self._any_inside().request(NoticeKind.STOP, "stopped")
+        self._any_inside().request_change(NoticeKind.STOP, "stopped")
 
-    def lose(self, seat: InProcessControlPlane) -> None:
+    def lose_rank(self, seat: InProcessControlPlane) -> None:
         node = next(one for one in self.nodes if one.plane is seat)
         node.line.close()
 

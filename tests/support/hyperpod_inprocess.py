@@ -25,7 +25,7 @@ def trains(say: Callable[[str], None], folder: str) -> str:
     """Returns how it ended."""
     import elastic
 
-    return str(elastic.run(lambda world: _train(say, world, Path(folder)), plane=_plane()).how.value)
+    return str(elastic.run(lambda world: _train(say, world, Path(folder)), plane=_plane()).outcome.value)
 
 
 def _plane() -> Any:
@@ -66,7 +66,7 @@ def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             _break(folder, world.rank, step)
-            world.check(loss * _factor(folder, world.rank, step))
+            world.check_finite(loss * _factor(folder, world.rank, step))
             optimizer.step()
             whole = loss.detach().clone()
             dist.all_reduce(whole)

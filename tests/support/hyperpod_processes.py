@@ -62,7 +62,7 @@ def ours(folder: Path, total: int) -> None:
     diary = golden.Diary(folder / "diary")
     signal.signal(signal.SIGUSR1, lambda *_: diary.write("handler", rank=int(os.environ["RANK"])))
 
-    @recoverable(policy=RecoveryPolicy(settle_s=5.0))
+    @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=5.0))
     def train(world: World) -> None:
         bare = golden.bare_model()
         model = golden.wrapped(bare, "fsdp", world)
@@ -81,13 +81,13 @@ def ours(folder: Path, total: int) -> None:
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
                 for turn in sums.step(plan):
-                    x, y = mine[turn.place]
+                    x, y = mine[turn.position]
                     with seeded(golden.SEED, step, turn.id):
                         turn.backward((model(x) - y).square().sum(), weight=len(x))
                 result = sums.finish(clip=1.0)
                 optimizer.step()
                 work.commit()
-                found = state_checksum({"model": bare, "optim": optimizer}).combined().of_tensors.value
+                found = state_checksum({"model": bare, "optim": optimizer}).all_reduced().tensors_only.value
                 ckpt.save(state, step).wait()
                 diary.write("step", step=step, loss=result.loss.hex(), sum=f"{found:016x}", **place)
 

@@ -24,7 +24,7 @@ class Worker:
         while not self._heard:
             data = self.sock.recv(1 << 16)
             if not data:
-                self._frames.end()
+                self._frames.finish()
                 return None
             self._heard += self._frames.feed(data)
         return self._heard.pop(0)

@@ -175,7 +175,7 @@ class Cluster:
         pods = tuple(
             ObservedPod(
                 name=one.name, group=self.spec.groups[0].name, node=f"node-{one.name}", ip="10.0.0.1",
-                answer=one.answer(), node_fault=one.node_fault, leaving=one.leaving,
+                agent_status=one.answer(), node_health_problem=one.node_fault, terminating=one.leaving,
             )
             for one in self.agents.values()
             if not one.gone

@@ -121,17 +121,17 @@ class ImaginedKubernetes:
 
     # -- the API server -----------------------------------------------------------------------------------------------
 
-    def job(self, namespace: str, name: str) -> dict[str, Any]:
+    def get_job(self, namespace: str, name: str) -> dict[str, Any]:
         self.reach()
         if self._job is None:
             raise ResourceNotFoundError(name)
         return copy.deepcopy(self._job)
 
     def confirm(self, job: Mapping[str, Any]) -> None:
-        if self.job("", "")["metadata"] != job["metadata"]:
+        if self.get_job("", "")["metadata"] != job["metadata"]:
             raise ResourceConflictError("the object has been modified")
 
-    def write_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
+    def update_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
         def write() -> None:
             if self._job is None or self._job["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
                 raise ResourceConflictError("the object has been modified")
@@ -139,7 +139,7 @@ class ImaginedKubernetes:
             self._touch()
 
         self.write(write)
-        return self.job("", "")
+        return self.get_job("", "")
 
     def delete_job(self, job: Mapping[str, Any]) -> None:
         def delete() -> None:
@@ -147,7 +147,7 @@ class ImaginedKubernetes:
 
         self.write(delete)
 
-    def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    def list_pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
         self.reach()
         return copy.deepcopy(list(self._pods.values()))
 
@@ -173,19 +173,19 @@ class ImaginedKubernetes:
 
         self.write(delete)
 
-    def kueue(self) -> Any:
+    def kueue_client(self) -> Any:
         self.reach()
         return self.queue if self.queue is not None and self.queue.is_installed else None
 
-    def say(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
+    def post_event(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
         self.events.append(reason)
 
     # -- the agents ---------------------------------------------------------------------------------------------------
 
-    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, AgentReply]:
+    def poll_all(self, addresses: Mapping[str, str]) -> dict[str, AgentReply]:
         return {name: AgentReply(self._agents[name].answer() if name in self._agents else None) for name in addresses}
 
-    def tell_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
+    def send_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
         for action in actions:
             if action.pod in self._agents and not isinstance(action, (ReplacePod, ReleasePod)):
                 self.write(lambda action=action: self._tell(action))
@@ -263,11 +263,11 @@ class ImaginedAgents:
         self._agents: dict[str, _Agent] = {}
         self._lock = threading.Lock()
 
-    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, AgentReply]:
+    def poll_all(self, addresses: Mapping[str, str]) -> Mapping[str, AgentReply]:
         with self._lock:
             return {name: AgentReply(self._agents.setdefault(name, _Agent()).answer()) for name in addresses}
 
-    def tell_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> Mapping[str, str]:
+    def send_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> Mapping[str, str]:
         with self._lock:
             for action in actions:
                 agent = self._agents.get(action.pod)

@@ -33,7 +33,7 @@ class ImaginedKueue:
 
     # -- what the controller asks -------------------------------------------------------------------------------------
 
-    def workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         self._kube.reach()
         if not self.is_installed:
             raise ResourceNotFoundError("workloads")
@@ -58,7 +58,7 @@ class ImaginedKueue:
 
         self._kube.write(delete)
 
-    def write_workload_status(self, workload: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+    def update_workload_status(self, workload: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         def write() -> None:
             there = self._there.get(workload["metadata"]["name"])
             if there is None:
@@ -70,12 +70,12 @@ class ImaginedKueue:
 
         self._kube.write(write)
 
-    def priority(self, named: PriorityClass) -> int:
+    def priority_value(self, named: PriorityClass) -> int:
         if named.name not in self.classes:
             raise ApiServerRefusedError(f"there is no {named.kind} {named.name}")
         return self.classes[named.name]
 
-    def flavor(self, name: str) -> dict[str, Any]:
+    def get_flavor(self, name: str) -> dict[str, Any]:
         if name not in self.flavors:
             raise ResourceNotFoundError(name)
         return self.flavors[name]

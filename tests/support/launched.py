@@ -123,7 +123,7 @@ def looping(folder: str) -> None:
                 one_step(model, optimizer, step, folder)
 
     ended = run(train)
-    (Path(folder) / f"{ended.how.value}-{ended.steps}-{os.getpid()}").touch()
+    (Path(folder) / f"{ended.outcome.value}-{ended.steps}-{os.getpid()}").touch()
 
 
 def restoring(say: Say, job: str) -> None:

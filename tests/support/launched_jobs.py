@@ -34,11 +34,11 @@ class LaunchedJob:
     def __init__(self, size: int) -> None:
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._restarts = 0
-        self.seats: list[Any] = []
+        self.planes: list[Any] = []
         self._start(size)
 
     def _start(self, size: int) -> None:
-        self.seats = [self._plane(rank, size) for rank in range(size)]
+        self.planes = [self._plane(rank, size) for rank in range(size)]
 
     def _plane(self, rank: int, size: int) -> StoreControlPlane:
         address = f"127.0.0.1:{self._server.port}"
@@ -50,23 +50,23 @@ class LaunchedJob:
         self.close()
         self._restarts += fault
         self._start(size)
-        return self.seats
+        return self.planes
 
     def close(self) -> None:
-        results(at_once(*(seat.close for seat in self.seats)))
+        results(at_once(*(seat.close for seat in self.planes)))
 
     # -- Job ----------------------------------------------------------------------------------------------------------
 
-    def join(self) -> ControlPlane:
+    def add_rank(self) -> ControlPlane:
         raise NotImplementedError("a launcher that starts all processes of a world at once has no newcomers")
 
     def resize(self, nodes: int) -> None:
-        self.seats[0].request(NoticeKind.RESIZE, "resized", nodes=nodes)
+        self.planes[0].request_change(NoticeKind.RESIZE, "resized", nodes=nodes)
 
     def stop(self) -> None:
-        self.seats[0].request(NoticeKind.STOP, "stopped")
+        self.planes[0].request_change(NoticeKind.STOP, "stopped")
 
-    def lose(self, seat: Any) -> None:
+    def lose_rank(self, seat: Any) -> None:
         """The launcher sees that a process has ended, and ends all others."""
         self.close()
 

@@ -23,13 +23,13 @@ class Cursor:
     """Where in its data the training is."""
 
     def __init__(self) -> None:
-        self.place = 0
+        self.position = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
+        return {"place": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+        self.position = state["place"]
 
 
 class Training:
@@ -66,7 +66,7 @@ class Training:
 
     def step(self, step: int, die: Callable[[str], None]) -> str:
         """One step; what it was, to the last bit."""
-        assert self.cursor.place == step
+        assert self.cursor.position == step
         mine = 0 if self.kind == "norm" else self.rank  # DDP trains with the first rank's statistics
         batch = torch.randn(6, 12, generator=torch.Generator().manual_seed(100 * step + mine))
         self.optimizer.zero_grad()
@@ -80,7 +80,7 @@ class Training:
         self.optimizer.step()
         hook.remove()
         self.rates.step()
-        self.cursor.place += 1
+        self.cursor.position += 1
         return loss.item().hex()
 
     def bits(self) -> str:
@@ -105,7 +105,7 @@ def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, t
 
     deaths = [_death(*one.split()) for one in at.split(";")]
     return str(
-        run(lambda world: _train(say, world, kind, optimizer, total, deaths), plane=BridgedPlane(address)).how.value
+        run(lambda world: _train(say, world, kind, optimizer, total, deaths), plane=BridgedPlane(address)).outcome.value
     )
 
 

@@ -117,7 +117,7 @@ class ManyAgents:
             self._listen(address)
             running = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "hostIP": "127.0.0.1"}
             path = f"/api/v1/namespaces/default/pods/{meta['name']}/status"
-            self._cluster.ask("PATCH", path, {"metadata": {"uid": meta["uid"]}, "status": running})
+            self._cluster.request("PATCH", path, {"metadata": {"uid": meta["uid"]}, "status": running})
 
     def _listen(self, address: str) -> None:
         server = _Server((address, self.port), self._handler)

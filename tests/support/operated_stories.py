@@ -89,7 +89,7 @@ class Operated:
         """All ranks have done this step in this world (the first is 1), which runs; who they are."""
 
         def there() -> list[Process]:
-            assert not self.state.phase.over, self.report()
+            assert not self.state.phase.is_final, self.report()
             at = [one for one in processes(self.folder) if one.newest == (world - 1, step)]
             runs = self.state.phase.value == "Running" and self.state.epoch == world
             return at if runs and len(at) == RANKS else []
@@ -123,8 +123,8 @@ class Operated:
 
     def answer(self, name: str) -> AgentStatus:
         """What the pod's agent said last."""
-        kept = self.place.kept()
-        found = [one.answer for one in kept.seen.pods if one.name == name] if kept else []
+        kept = self.place.load()
+        found = [one.agent_status for one in kept.observed.pods if one.name == name] if kept else []
         assert found, self.report()
         assert found[0] is not None, self.report()
         return found[0]
@@ -164,11 +164,13 @@ class Operated:
 
     def report(self) -> str:
         told = "\n".join(f"{one.reason}: {one.message}" for one in self.events)
-        kept = self.place.kept()
-        for one in kept.seen.pods if kept else ():
+        kept = self.place.load()
+        for one in kept.observed.pods if kept else ():
             self._ask_for_stacks(one.name)
-        pods = "\n".join(f"--- {one.name}\n{self.printed(one.name)[-9000:]}" for one in kept.seen.pods) if kept else ""
-        return f"{told}\n{self.state}\n{kept.seen if kept else ''}\n{pods}"
+        pods = (
+            "\n".join(f"--- {one.name}\n{self.printed(one.name)[-9000:]}" for one in kept.observed.pods) if kept else ""
+        )
+        return f"{told}\n{self.state}\n{kept.observed if kept else ''}\n{pods}"
 
 
 class PatientPods(LocalPods):
@@ -195,10 +197,10 @@ def operated(
             "TIEREDCKPT_AGENT_DIRECTORY": str(memory), **(environ or {}),
         }  # fmt: skip
         spec = parse_job_resource(
-            _resource(spares, limits, known, options), master_port=random.choice(_PORTS), silent_s=60.0
+            _resource(spares, limits, known, options), master_port=random.choice(_PORTS), agent_timeout_s=60.0
         )
         place = SimDirectory(spec.name, folder / "sim")
-        stack.enter_context(place.held())
+        stack.enter_context(place.lock())
         client = stack.enter_context(ElasticAgentClient(30.0))
         pods = PatientPods(spec, 2 + spares, place.folder)
         stack.callback(pods.close)

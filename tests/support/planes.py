@@ -30,7 +30,7 @@ SECRET = b"a secret of the tests, long enough"
 class Job(Protocol):
     """What happens to the job from outside. ``seats`` are processes that have not called ``ready`` yet."""
 
-    seats: list[Any]
+    planes: list[Any]
     starts_anew: bool
     """After a fault or a resize all processes are new ones, which ``again(size)`` starts."""
     ends_leftovers: bool
@@ -38,10 +38,10 @@ class Job(Protocol):
     resize_is: NoticeKind
     """What a rank hears of one."""
 
-    def join(self) -> ControlPlane: ...
+    def add_rank(self) -> ControlPlane: ...
     def resize(self, nodes: int) -> None: ...
     def stop(self) -> None: ...
-    def lose(self, seat: Any) -> None:
+    def lose_rank(self, seat: Any) -> None:
         """Its node is gone, without a word."""
 
 
@@ -51,10 +51,10 @@ class MemoryJob:
     def __init__(self, size: int, spares: int, grace_s: float) -> None:
         self.plane = InMemoryCoordinator(size, spares=spares)
         self._grace_s = grace_s
-        self.seats: list[InMemoryControlPlane] = self.plane.seats
+        self.planes: list[InMemoryControlPlane] = self.plane.planes
 
-    def join(self) -> ControlPlane:
-        return self.plane.join()
+    def add_rank(self) -> ControlPlane:
+        return self.plane.add_rank()
 
     def resize(self, nodes: int) -> None:
         self.plane.resize(nodes, deadline_s=self._grace_s)
@@ -62,8 +62,8 @@ class MemoryJob:
     def stop(self) -> None:
         self.plane.stop()
 
-    def lose(self, seat: Any) -> None:
-        self.plane.lose(seat)
+    def lose_rank(self, seat: Any) -> None:
+        self.plane.lose_rank(seat)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: flo
     try:
         yield job
     finally:
-        for seat in job.seats:
+        for seat in job.planes:
             seat.close()
 
 
@@ -130,11 +130,11 @@ class SupervisedJob:
             graceful_shutdown_timeout_s=grace_s,
             faulty_scale_down_timeout_s=0.0,
         )
-        settings = CoordinatorSettings("job", policy, 1, store=store, return_s=0.2)
+        settings = CoordinatorSettings("job", policy, 1, store=store, reconnect_timeout_s=0.2)
         self.coordinator = Coordinator(settings, SECRET, farewell_s=1.0)
-        self._run(self.coordinator.run, self.coordinator.end)
+        self._run(self.coordinator.run, self.coordinator.request_stop)
         assert self._ask(ResizeRequest(size, "so many")).cap == size
-        self.seats = [self._node(number) for number in range(size + spares)]
+        self.planes = [self._node(number) for number in range(size + spares)]
 
     def _run(self, run: Callable[[], Any], end: Callable[[], None]) -> None:
         thread = threading.Thread(target=run, daemon=True)
@@ -177,9 +177,9 @@ class SupervisedJob:
     def _ask(self, question: Any) -> Any:
         return call_coordinator(self.coordinator.address, question, job="job", secret=SECRET)
 
-    def join(self) -> ControlPlane:
-        self.seats.append(self._node(len(self.seats)))
-        return self.seats[-1]
+    def add_rank(self) -> ControlPlane:
+        self.planes.append(self._node(len(self.planes)))
+        return self.planes[-1]
 
     def resize(self, nodes: int) -> None:
         self._ask(ResizeRequest(nodes, "resized"))
@@ -187,7 +187,7 @@ class SupervisedJob:
     def stop(self) -> None:
         self._ask(StopJobRequest("stopped"))
 
-    def lose(self, seat: Any) -> None:
+    def lose_rank(self, seat: Any) -> None:
         seat.supervisor.kill("lost")
 
 
@@ -227,9 +227,9 @@ def results(futures: list[Future[Any]]) -> list[Any]:
 
 
 def all_ready(seats: list[Any]) -> list[Any]:
-    return results(at_once(*(lambda seat=seat: seat.ready(timeout_s=PATIENCE_S) for seat in seats)))
+    return results(at_once(*(lambda seat=seat: seat.wait_for_assignment(timeout_s=PATIENCE_S) for seat in seats)))
 
 
 def wants(seat: Any) -> NoticeKind | None:
     notice = seat.notice()
-    return None if notice is None else notice.want
+    return None if notice is None else notice.kind

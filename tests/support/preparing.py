@@ -97,19 +97,19 @@ def tensors_of(index: int) -> dict[str, Any]:
 def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_bytes: int) -> dict[str, Any]:
     """Prepared by a worker, with less room than is needed."""
     with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
-        cache.committed(0)
+        cache.mark_committed(0)
         with PrefetchIterator(cache, range(end), tensors_of, workers=1, start_method="fork") as batches:
             found = list(batches)
         assert os.getpid() not in {batch["pid"] for batch in found}
         assert cache.counts.prepared == 0
-        return {"first": [batch["ids"].add_(1)[0].item() for batch in found], "mapped": cache.counts.mapped}
+        return {"first": [batch["ids"].add_(1)[0].item() for batch in found], "mapped": cache.counts.hits}
 
 
 def work_beside_another_child(say: Callable[[str], None], directory: Path) -> None:
     """A worker that was forked, and a child of another kind that has all its pipes."""
     with open_cache(directory) as cache:
         worker = PrepareWorker(cache, batch_of, "fork")
-        worker.make(0, 0)
+        worker.prepare(0, 0)
         (pid,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         other = os.fork()
         if not other:

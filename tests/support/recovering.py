@@ -51,7 +51,7 @@ def recovers(say: Callable[[str], None], address: str, job: str, faults: int) ->
     from elastic.workers.train_loop import run
     from tests.support.bridged import BridgedPlane
 
-    return str(run(lambda world: _recovers(say, world, job, faults), plane=BridgedPlane(address)).how.value)
+    return str(run(lambda world: _recovers(say, world, job, faults), plane=BridgedPlane(address)).outcome.value)
 
 
 def _recovers(say: Callable[[str], None], world: Any, job: str, faults: int) -> None:
@@ -86,7 +86,7 @@ def tears(say: Callable[[str], None], address: str, job: str, total: int, torn: 
     from elastic.workers.train_loop import run
     from tests.support.bridged import BridgedPlane
 
-    return str(run(lambda world: _tears(say, world, job, total, torn), plane=BridgedPlane(address)).how.value)
+    return str(run(lambda world: _tears(say, world, job, total, torn), plane=BridgedPlane(address)).outcome.value)
 
 
 def _tears(say: Callable[[str], None], world: Any, job: str, total: int, torn: tuple[int, ...]) -> None:

@@ -46,4 +46,4 @@ def train(world: Any) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     end = run(train)
-    say("ended", how=end.how.value, worlds=end.worlds)
+    say("ended", how=end.outcome.value, worlds=end.worlds)

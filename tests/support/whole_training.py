@@ -79,7 +79,7 @@ def main(folder: str, total: int, how: str) -> None:
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
                 for turn in sums.step(plan):
-                    x, y = mine[turn.place]
+                    x, y = mine[turn.position]
                     with seeded(SEED, step, turn.id):
                         turn.backward((model(x) - y).square().sum(), weight=len(x))
                 result = sums.finish(clip=1.0)
@@ -92,7 +92,7 @@ def main(folder: str, total: int, how: str) -> None:
                     loss=result.loss.hex(),
                     norm=(result.norm or 0.0).hex(),
                     samples=work.indices().tolist(),
-                    sum=f"{state_checksum({'model': model, 'optim': optimizer}).combined().of_tensors.value:016x}",
+                    sum=f"{state_checksum({'model': model, 'optim': optimizer}).all_reduced().tensors_only.value:016x}",
                     **place,
                 )
 

@@ -102,17 +102,17 @@ class FakePlace:
             raise self.down
         return sorted({step for step, _ in self.blobs} | self.metadata.keys() | self.trouble.keys(), reverse=True)
 
-    def written(self, step: int) -> CheckpointContents:
+    def contents(self, step: int) -> CheckpointContents:
         if step in self.trouble:
             raise self.trouble[step]
         if step not in self.metadata:
             raise CheckpointNotFoundError("its metadata was never written")
         return parse_metadata(self.metadata[step], f"{self.name} step {step}")
 
-    def size(self, step: int, rank: int) -> int:
-        return self.blob(step, rank).size_bytes
+    def blob_size(self, step: int, rank: int) -> int:
+        return self.open_blob(step, rank).size_bytes
 
-    def blob(self, step: int, rank: int) -> RankBlob:
+    def open_blob(self, step: int, rank: int) -> RankBlob:
         if (step, rank) not in self.blobs:
             raise CheckpointNotFoundError(f"nothing of rank {rank} in step {step}")
         return FakeBlob(self.blobs[step, rank])

@@ -31,7 +31,7 @@ def listen():
 
 threading.Thread(target=listen, daemon=True).start()
 keeper = StoreProcess("10.9.8.7", told.put)
-keeper.keep(wanted=True)
+keeper.ensure(wanted=True)
 host, _, port = told.get(timeout=60).rpartition(":")
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # this process asks, too
 from torch.distributed import TCPStore

@@ -120,8 +120,8 @@ class Cluster:
     def _receive(self, event: WorldEvent, to: int) -> None:
         """A node says to another coordinator again what it has said; one that is gone does not."""
         speaker = self.machines.get(getattr(event, "node", ""))
-        lives = speaker is not None and speaker.up and speaker.life == getattr(event, "life", -1)
-        if to == self.coordinator or lives or not hasattr(event, "life"):
+        lives = speaker is not None and speaker.up and speaker.life == getattr(event, "generation", -1)
+        if to == self.coordinator or lives or not hasattr(event, "generation"):
             self._deliver(event)
 
     def _deliver(self, event: WorldEvent) -> None:
@@ -139,13 +139,13 @@ class Cluster:
         judge()
         for action in actions:
             self._send(action)
-        tick_s = self.world.tick_s
+        tick_s = self.world.next_tick_s
         if tick_s is not None and tick_s != self.tick_s:
             self.at(tick_s, lambda: self._tick(tick_s))
         self.tick_s = tick_s
 
     def _tick(self, tick_s: float) -> None:
-        if self.world.tick_s == tick_s:
+        if self.world.next_tick_s == tick_s:
             self._deliver(Tick())
 
     def _send(self, action: WorldAction) -> None:
@@ -167,7 +167,7 @@ class Cluster:
         if isinstance(action, (BreakWorld, PauseWorld)):
             return list(self.machines.values())
         machine = self.machines.get(getattr(action, "node", ""))
-        return [machine] if machine is not None and machine.life == action.life else []
+        return [machine] if machine is not None and machine.life == action.generation else []
 
     def _arrive(self, machine: Supervisor, action: WorldAction, coordinator: int) -> None:
         if machine.up and self.machines.get(machine.node) is machine and coordinator == self.coordinator:
@@ -177,7 +177,7 @@ class Cluster:
 
     def boot(self, node: str | None = None) -> None:
         """A machine that is new, or one that is back, in its next life."""
-        if self.world.phase.over:
+        if self.world.phase.is_over:
             return
         node = node or f"n{len(self.machines)}"
         before = self.machines.get(node)
@@ -235,7 +235,7 @@ class Cluster:
 
     def begin_again(self) -> None:
         """The coordinator is gone, and with it what it knew and had not said; another one takes its place."""
-        if self.world.phase.over:
+        if self.world.phase.is_over:
             return
         self.coordinator += 1
         reports = [machine.report() for machine in self.machines.values() if machine.up]
@@ -278,14 +278,14 @@ class Cluster:
             self.all_finish()
             self.come_to_rest()
         world = self.world
-        if world.phase.over:
+        if world.phase.is_over:
             return
         if world.epoch < 0:
             self.judge.no_world_yet(world)
             return
         if world.phase is not WorldPhase.RUNNING:
             raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
-        for node in world.places:
+        for node in world.ranked_nodes:
             states = [seat.state for seat in self.machines[node].seats]
             if states != [State.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
                 raise Violation(f"{node} is in epoch {world.epoch}, its ranks are {[state.value for state in states]}")

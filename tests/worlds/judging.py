@@ -67,7 +67,7 @@ class Judge:
         self._looked = 0
 
     def at_most(self, nodes: int, world: WorldState) -> int:
-        most = nodes if world.cap is None else min(nodes, world.cap)
+        most = nodes if world.max_nodes is None else min(nodes, world.max_nodes)
         return max((size for size in self.sizes if size <= most), default=0)
 
     def happened(self, count: int = 1, *, fault: bool = True) -> None:
@@ -85,10 +85,10 @@ class Judge:
         self._hear(event, now_s)
         if self._is_final(event, before):
             self.hopeless = True
-            if not world.phase.over:
+            if not world.phase.is_over:
                 raise Violation(f"the job goes on after {event}")
         self._restarted(before.restarts, world.restarts, now_s)
-        if len(world.offences) > len(before.offences):
+        if len(world.node_faults) > len(before.node_faults):
             self.happened(fault=False)  # and will be forgiven
         self._follow(before, world, actions, now_s)
         if world.restarts > self.faults:
@@ -96,32 +96,32 @@ class Judge:
 
     def rebuilt(self, world: WorldState, actions: tuple[WorldAction, ...], now_s: float) -> None:
         self.joined_s = dict.fromkeys(self.alive, now_s)
-        self.places = world.places
+        self.places = world.ranked_nodes
         self.restarts = world.restarts
         self._follow(world, world, actions, now_s)
 
     def begins_again(self, reports: Iterable[RejoinReport]) -> None:
         """A coordinator that has forgotten all: what it cannot know is not held against it."""
         reports = list(reports)
-        self.alive = {report.node: report.life for report in reports}
+        self.alive = {report.node: report.generation for report in reports}
         self.asked, self.gone, self.shrunk_s = {}, {}, None
         self.epoch = max((report.epoch for report in reports), default=-1)
         self.running, self.pausing, self.faulted = self.epoch >= 0, False, False
         self.told.clear()
         self.restarts_s.clear()
-        self.losses.update((report.node, report.life) for report in reports if report.lost)
+        self.losses.update((report.node, report.generation) for report in reports if report.lost_ranks)
 
     def _hear(self, event: WorldEvent, now_s: float) -> None:
         if isinstance(event, EventBatch):
             for one in event.events:
                 self._hear(one, now_s)
         elif isinstance(event, NodeJoined):
-            if event.life > max(self.gone.get(event.node, -1), self.alive.get(event.node, -1)):
-                self.alive[event.node] = event.life
+            if event.generation > max(self.gone.get(event.node, -1), self.alive.get(event.node, -1)):
+                self.alive[event.node] = event.generation
                 self.joined_s[event.node] = now_s
                 self.asked.pop(event.node, None)
         elif isinstance(event, (NodeLost, NodeLeft)):
-            self._bury(event.node, event.life)
+            self._bury(event.node, event.generation)
         elif isinstance(event, ResizeRequested):
             self.wished = True
         elif isinstance(event, NodesPreempted):
@@ -134,19 +134,19 @@ class Judge:
                     if node in self.places:
                         self.asked_since.add(node)
         elif isinstance(event, RankLost):
-            self.losses[event.node, event.life] += 1
+            self.losses[event.node, event.generation] += 1
         elif isinstance(event, JobStopRequested):
             self.stop_asked = True
 
     @staticmethod
     def _is_final(event: WorldEvent, world: WorldState) -> bool:
         """A fault that no other attempt mends, of a rank of the newest world, also where that is broken by now."""
-        if not isinstance(event, RankFault) or not event.final or world.phase.over or event.epoch != world.epoch:
+        if not isinstance(event, RankFault) or not event.final or world.phase.is_over or event.epoch != world.epoch:
             return False
         member = world.members.get(event.node)
-        if member is None or member.life != event.life or not member.placed:
+        if member is None or member.generation != event.generation or not member.has_ranks:
             return False
-        return not (member.sealed and (world.stopping or member.leaving))
+        return not (member.sealed and (world.stopping or member.is_draining))
 
     def _bury(self, node: str, life: int) -> None:
         self.gone[node] = max(life, self.gone.get(node, -1))
@@ -175,10 +175,10 @@ class Judge:
                 self._formed(action, before, world, now_s)
             elif isinstance(action, RespawnStragglers):
                 self.happened()
-                self.respawned_s[action.node, action.life] = now_s
+                self.respawned_s[action.node, action.generation] = now_s
             elif isinstance(action, ReleaseNode):
                 self._released(action, now_s)
-                self._bury(action.node, action.life)
+                self._bury(action.node, action.generation)
             elif isinstance(action, StopJob):
                 self._stopped(before, now_s)
             elif isinstance(action, FailJob):
@@ -210,7 +210,7 @@ class Judge:
     @staticmethod
     def _could_go_on(world: WorldState, node: str) -> bool:
         member = world.members.get(node)
-        return member is not None and (member.placed or member.ready)
+        return member is not None and (member.has_ranks or member.ready)
 
     def _here(self) -> list[str]:
         return [node for node, life in self.alive.items() if self.asked.get(node) != life]
@@ -232,8 +232,8 @@ class Judge:
             raise Violation(f"a node has two places in {nodes}")
         if not set(nodes) <= set(self._here()):
             raise Violation(f"{sorted(set(nodes) - set(self._here()))} are in a new world, dead or asked back")
-        stay = [node for node in before.places if node in nodes]
-        if stay != [node for node in nodes if node in before.places]:
+        stay = [node for node in before.ranked_nodes if node in nodes]
+        if stay != [node for node in nodes if node in before.ranked_nodes]:
             raise Violation(f"{stay} change their order: {nodes}")
         self._sized(form, world, before.size, now_s)
         self._offenders(form, world, now_s)
@@ -250,7 +250,7 @@ class Judge:
         kept = self.at_most(old - len(self.asked_since), world)
         if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
             raise Violation(f"the world shrinks from {old} to {size} nodes, and nobody has waited for a replacement")
-        if form.how is FormationKind.GROW:
+        if form.kind is FormationKind.GROW:
             if not self.wished and now_s < self.formed_s + policy.scaling_timeout_s:
                 raise Violation(f"the world grows {now_s - self.formed_s:g} s after it began")
             if self.shrunk_s is not None and now_s < self.shrunk_s + policy.scale_up_snooze_s:
@@ -260,23 +260,27 @@ class Judge:
 
     def avoided(self, world: WorldState, now_s: float) -> set[str]:
         policy = self.policy
-        counts = Counter(one.node for one in world.offences if now_s < one.at_s + policy.eval_period_s)
-        last = {one.node: one.at_s for one in world.offences}
-        bad = [node for node in counts if counts[node] >= policy.repeat_offender_faults and node not in world.marked]
+        counts = Counter(one.node for one in world.node_faults if now_s < one.at_s + policy.eval_period_s)
+        last = {one.node: one.at_s for one in world.node_faults}
+        bad = [
+            node for node in counts if counts[node] >= policy.repeat_offender_faults and node not in world.flagged_nodes
+        ]
         bad.sort(key=lambda node: (-counts[node], -last[node], node))
-        return {*world.marked, *bad[: policy.max_num_repeat_offenders_to_avoid]}
+        return {*world.flagged_nodes, *bad[: policy.max_num_repeat_offenders_to_avoid]}
 
     def _offenders(self, form: FormWorld, world: WorldState, now_s: float) -> None:
         avoid = self.avoided(world, now_s)
-        others = [one.node for one in world.members.values() if one.ready and not one.placed and one.node not in avoid]
+        others = [
+            one.node for one in world.members.values() if one.ready and not one.has_ranks and one.node not in avoid
+        ]
         if avoid.intersection(form.nodes) and others:
             raise Violation(f"{sorted(avoid.intersection(form.nodes))} have ranks again, and {others} have none")
 
     def _released(self, action: ReleaseNode, now_s: float) -> None:
-        if self.asked.get(action.node) == action.life or self.losses[action.node, action.life] >= 3:
+        if self.asked.get(action.node) == action.generation or self.losses[action.node, action.generation] >= 3:
             return
         policy = self.policy
-        patience_s, since_s = 0.99 * policy.restart_timeout_s, self.respawned_s.get((action.node, action.life))
+        patience_s, since_s = 0.99 * policy.restart_timeout_s, self.respawned_s.get((action.node, action.generation))
         if since_s is None and action.node in self.alive:
             since_s = self.joined_s[action.node] + policy.leave_hang_s
         if since_s is not None and now_s < since_s + patience_s:
@@ -306,8 +310,8 @@ class Judge:
         if (
             (node, life, deadline_s) in self.told
             and member is not None
-            and member.life == life
-            and not world.phase.over
+            and member.generation == life
+            and not world.phase.is_over
         ):
             raise Violation(f"{node} was asked back until {deadline_s:g} s and is still in the job")
 
@@ -317,8 +321,8 @@ class Judge:
         size = self.at_most(len(good), world)
         if world.size < size:
             raise Violation(f"the job rests with {world.size} nodes, and {good} are there")
-        if avoid.intersection(world.places) and set(good) - set(world.places):
-            raise Violation(f"{avoid} are to be avoided, and {set(good) - set(world.places)} have no ranks")
+        if avoid.intersection(world.ranked_nodes) and set(good) - set(world.ranked_nodes):
+            raise Violation(f"{avoid} are to be avoided, and {set(good) - set(world.ranked_nodes)} have no ranks")
 
     def no_world_yet(self, world: WorldState) -> None:
         self._enough("never begins", self._here(), world)

@@ -31,7 +31,7 @@ class Spoilt:
 
 
 def _stop_at_once(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
-    turn.stop("too few")
+    turn.stop_job("too few")
 
 
 def _go_on_at_once(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
@@ -47,28 +47,36 @@ _wait, _arranged = next_world._wait, world_transition.keep_node_ranks
 
 SPOILT = {
     "allow any size": Spoilt(
-        ScalingPolicy, "at_most", lambda policy, nodes: min(nodes, policy.max_replicas), "no size the policy allows"
+        ScalingPolicy,
+        "largest_size_within",
+        lambda policy, nodes: min(nodes, policy.max_replicas),
+        "no size the policy allows",
     ),
-    "grow at once": Spoilt(WorldTransition, "may_grow_s", property(lambda turn: turn.now_s), "the world grows"),
+    "grow at once": Spoilt(WorldTransition, "growth_allowed_s", property(lambda turn: turn.now_s), "the world grows"),
     "wait for nobody": Spoilt(next_world, "_wait", _go_on_at_once, "nobody has waited for a replacement"),
     "be impatient": Spoilt(
         next_world, "_is_past", lambda time_s, _: time_s is not None, "is sent away, and has had no"
     ),
     "stop at once": Spoilt(next_world, "_wait", _stop_at_once, "the job stops, although"),
-    "count no restarts": Spoilt(WorldTransition, "count", lambda *_: None, "does not come to rest", ("wait", "curse")),
+    "count no restarts": Spoilt(
+        WorldTransition, "count_restart", lambda *_: None, "does not come to rest", ("wait", "curse")
+    ),
     "avoid nobody": Spoilt(WorldTransition, "avoided", lambda _: frozenset(), "have ranks again"),
     "turn round": Spoilt(world_transition, "keep_node_ranks", _turned_round, "change their order"),
     "take as long as it takes": Spoilt(next_world, "_first_to_leave_s", lambda _: math.inf, "a pause goes on after"),
     "never let go": Spoilt(
-        WorldTransition, "release", lambda turn, member, *_, **__: turn.put(member), "is still in the job"
+        WorldTransition,
+        "release_node",
+        lambda turn, member, *_, **__: turn.update_member(member),
+        "is still in the job",
     ),
     "replace twice": Spoilt(
         next_world, "_is_replaced", lambda *_: False, "restarts, although only", ("wait", *["kill rank"] * 3)
     ),
     "never despair": Spoilt(
-        WorldTransition, "give_up", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)
+        WorldTransition, "fail_job", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)
     ),
-    "forget the dead": Spoilt(WorldTransition, "drop", lambda *_: None, "dead or asked back"),
+    "forget the dead": Spoilt(WorldTransition, "remove_member", lambda *_: None, "dead or asked back"),
     "tick never": Spoilt(next_world, "_timers", lambda _: [], "nothing is left to happen"),
 }
 

@@ -31,12 +31,12 @@ class Told:
         """All ranks of these nodes wait for a place, whoever was to be replaced has been."""
         for node in nodes:
             member = self.world.members[node]
-            come = member.births + len(member.owed) if births is None else births
-            self.tell(NodeReady(node, life or member.life, come, self.world.epoch, spares))
+            come = member.spawn_count + len(member.pending_replacements) if births is None else births
+            self.tell(NodeReady(node, life or member.generation, come, self.world.epoch, spares))
 
     def sealed(self, *nodes: str) -> None:
         for node in nodes:
-            self.tell(NodeSealed(node, self.world.members[node].life, self.world.epoch, 7))
+            self.tell(NodeSealed(node, self.world.members[node].generation, self.world.epoch, 7))
 
     def joins(self, node: str, *, life: int = 1) -> None:
         self.tell(NodeJoined(node, life, self.world.nproc))
@@ -44,8 +44,8 @@ class Told:
 
     def tick(self) -> tuple[WorldAction, ...]:
         """Nothing happens until the world wants a tick."""
-        assert self.world.tick_s is not None
-        return self.tell(Tick(), at_s=self.world.tick_s)
+        assert self.world.next_tick_s is not None
+        return self.tell(Tick(), at_s=self.world.next_tick_s)
 
     def did(self, kind: type[A]) -> A:
         """The one action of this kind among those of the last event."""

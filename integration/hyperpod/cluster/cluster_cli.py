@@ -65,10 +65,10 @@ def cluster_node_health_command(
 
 def _one(screen: CommandOutput, node: str, value: NodeHealth | None, labels: NodeHealthLabels) -> int:
     if value is None:
-        health = labels.health(node)
+        health = labels.get(node)
         screen.result({"node": node, "health": health}, lambda out: out.print(f"{node} {health or 'has no label'}"))
         return ExitCode.OK
-    was = labels.change(node, value, when=lambda now: now != value.value)
+    was = labels.set_if(node, value, when=lambda now: now != value.value)
     said = {"node": node, "health": value.value, "was": was}
     screen.result(said, lambda out: out.print(f"{node} {value.value} (was: {was or 'no label'})"))
     return ExitCode.OK
@@ -99,7 +99,7 @@ def _health_from_event_logs(
         row: dict[str, Any] = {"node": node, "faults": len(found), "wanted": wanted.value, "last_at": last.at}
         row["last"] = f"{last.kind.value}: {last.words}"
         if labels is not None:
-            was = labels.change(node, wanted, when=functools.partial(is_worse_health, wanted=wanted))
+            was = labels.set_if(node, wanted, when=functools.partial(is_worse_health, wanted=wanted))
             row |= {"was": was, "set": is_worse_health(was, wanted)}
         rows.append(row)
     screen.result({"nodes": rows}, lambda out: _print_node_health(out, rows, now))
@@ -222,7 +222,7 @@ def cluster_show_command(
         _print_cluster(screen, found, {"file": str(path)}, [str(path)])
     else:
         at = _clusters(region, profile, endpoint_url).describe(name or "")
-        _print_cluster(screen, at.flag, _about(at), [f"cluster {at.name}, {at.status}"])
+        _print_cluster(screen, at.tiered_storage, _about(at), [f"cluster {at.name}, {at.status}"])
     return ExitCode.OK
 
 
@@ -269,7 +269,7 @@ def _change(
     wanted = want(found)
     if has_config(found, wanted):
         _print_cluster(
-            screen, found.flag, {**_about(found), "changed": False}, [f"cluster {found.name} has it already"]
+            screen, found.tiered_storage, {**_about(found), "changed": False}, [f"cluster {found.name} has it already"]
         )
         return ExitCode.OK
     request = update_request(found, wanted, node_recovery)
@@ -308,7 +308,7 @@ def _print_cluster(screen: CommandOutput, flag: TieredStorageConfig, about: dict
     def tell(out: Console) -> None:
         for line in lines:
             out.print(f"[bold]{escape(line)}[/]")
-        out.print(f"memory for checkpoints {flag.described()}")
+        out.print(f"memory for checkpoints {flag.describe()}")
         out.print(f"settings: {escape(_words(settings))}")
 
     screen.result({**about, TIERED_STORAGE_KEY: msgspec.to_builtins(flag), "settings": settings}, tell)

@@ -29,7 +29,7 @@ class NodeHealth(enum.Enum):
     PENDING_REPLACEMENT = "UnschedulablePendingReplacement"
 
     @property
-    def gravity(self) -> int:
+    def severity(self) -> int:
         return list(NodeHealth).index(self)
 
 
@@ -133,7 +133,7 @@ def is_worse_health(known: str | None, wanted: NodeHealth) -> bool:
     if known is None:
         return wanted is not NodeHealth.SCHEDULABLE
     try:
-        return wanted.gravity > NodeHealth(known).gravity
+        return wanted.severity > NodeHealth(known).severity
     except ValueError:
         return False
 
@@ -148,12 +148,12 @@ class NodeHealthLabels:
     api: Any
     """Kubernetes' ``CoreV1Api``."""
 
-    def health(self, node: str) -> str | None:
+    def get(self, node: str) -> str | None:
         """The label, whatever it says; None: there is none."""
         with _translated_errors(node):
             return _label(self.api.read_node(node))
 
-    def change(self, node: str, value: NodeHealth, *, when: Callable[[str | None], bool]) -> str | None:
+    def set_if(self, node: str, value: NodeHealth, *, when: Callable[[str | None], bool]) -> str | None:
         """Set it if ``when`` says so of what it is; what it was. What changes in between is looked at again."""
         with _translated_errors(node):
             for _ in range(_MAX_ATTEMPTS):

@@ -46,7 +46,7 @@ class TieredStorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     def enabled(self) -> bool:
         return self.mode is TieredStorageMode.ENABLE
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """For people."""
         if not self.enabled:
             return "off: nothing is kept in the nodes' memory, checkpoints go to the durable tier directly"
@@ -114,7 +114,7 @@ def cluster_settings_from(where: str) -> dict[str, Any]:
         return tiered_storage_settings(read_tiered_storage_config(Path(where)))
 
     try:
-        return tiered_storage_settings(HyperPodClusterApi().describe(where).flag)
+        return tiered_storage_settings(HyperPodClusterApi().describe(where).tiered_storage)
     except CommandError as error:
         kind = TierUnavailableError if error.code is ExitCode.UNAVAILABLE else SettingsError
         raise kind(f"{error}{': ' if error.advice else ''}{error.advice}") from error
@@ -152,21 +152,21 @@ class ClusterDescription:
     name: str
     arn: str
     status: str
-    flag: TieredStorageConfig
+    tiered_storage: TieredStorageConfig
     node_recovery: str | None = None
-    failure: str = ""
+    failure_message: str = ""
 
 
 class UpdateProgress(enum.Enum):
-    NOT_BEGUN = "not begun"
-    UNDER_WAY = "under way"
+    NOT_STARTED = "not begun"
+    IN_PROGRESS = "under way"
     DONE = "done"
     FAILED = "failed"
 
 
 def enabled_config(cluster: ClusterDescription, percent: int | None) -> TieredStorageConfig:
     """The flag switched on, with the share asked for or the one it has."""
-    share = percent if percent is not None else cluster.flag.percent
+    share = percent if percent is not None else cluster.tiered_storage.percent
     if not share:
         text = f"cluster {cluster.name} has no share of memory for checkpoints yet"
         raise CommandError(text, code=ExitCode.USAGE, advice="give one: --percent 30")
@@ -175,7 +175,7 @@ def enabled_config(cluster: ClusterDescription, percent: int | None) -> TieredSt
 
 def has_config(cluster: ClusterDescription, wanted: TieredStorageConfig) -> bool:
     """Nothing is to be changed. The share of a flag that is off means nothing."""
-    return cluster.flag == wanted or (not wanted.enabled and not cluster.flag.enabled)
+    return cluster.tiered_storage == wanted or (not wanted.enabled and not cluster.tiered_storage.enabled)
 
 
 def update_request(
@@ -200,12 +200,12 @@ def update_request(
 def update_progress(cluster: ClusterDescription, wanted: TieredStorageConfig, *, began: bool) -> UpdateProgress:
     """How far an update is; ``began``: the cluster was seen to be changing since."""
     if cluster.status in _CHANGING:
-        return UpdateProgress.UNDER_WAY
+        return UpdateProgress.IN_PROGRESS
     if cluster.status != "InService":
         return UpdateProgress.FAILED
     if has_config(cluster, wanted):
         return UpdateProgress.DONE
-    return UpdateProgress.FAILED if began else UpdateProgress.NOT_BEGUN
+    return UpdateProgress.FAILED if began else UpdateProgress.NOT_STARTED
 
 
 _REFUSALS = frozenset(
@@ -247,9 +247,9 @@ class HyperPodClusterApi:
             name=answer.get("ClusterName", name),
             arn=answer["ClusterArn"],
             status=answer["ClusterStatus"],
-            flag=parse_tiered_storage_config(answer, f"cluster {name}"),
+            tiered_storage=parse_tiered_storage_config(answer, f"cluster {name}"),
             node_recovery=answer.get("NodeRecovery"),
-            failure=answer.get("FailureMessage", ""),
+            failure_message=answer.get("FailureMessage", ""),
         )
 
     def update(self, name: str, request: dict[str, Any]) -> None:
@@ -273,9 +273,9 @@ class HyperPodClusterApi:
             if stands is UpdateProgress.DONE:
                 return cluster
             if stands is UpdateProgress.FAILED:
-                why = f": {cluster.failure}" if cluster.failure else ""
+                why = f": {cluster.failure_message}" if cluster.failure_message else ""
                 raise CommandError(f"cluster {name} did not take {TIERED_STORAGE_KEY}: it is {cluster.status}{why}")
-            began = began or stands is UpdateProgress.UNDER_WAY
+            began = began or stands is UpdateProgress.IN_PROGRESS
             if clock() + _POLL_S > deadline:
                 text = f"cluster {name} is still {cluster.status} after {timeout_s:g} s"
                 raise CommandError(

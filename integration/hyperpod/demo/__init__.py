@@ -45,9 +45,9 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         }
         console.print("[bold]a HyperPodPyTorchJob under hyperpodrun and our operator, and things happen to it[/]")
         story = cleanup.enter_context(contextlib.closing(HyperPodDemo(keep, room, environ, console.print)))
-        story.play()
+        story.run()
         console.print((keep / "operator-0.log").read_text().rstrip(), markup=False)
-        losses = losses_by_step(story.told("step"))
+        losses = losses_by_step(story.events("step"))
         console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
         alone = run_reference(keep, room, len(losses), environ, console.print)
         summary = summarize_demo(story, losses, alone, time.monotonic() - began)
@@ -82,7 +82,7 @@ class HyperPodDemo(ElasticDemo):
     def _of(self, node: str) -> dict[str, str]:
         return {"TIEREDCKPT_AGENT_DIRECTORY": str(self._memory / node), "TIEREDCKPT_AGENT_NODE": node}
 
-    def play(self) -> None:
+    def run(self) -> None:
         for agent in self._agents.values():
             agent.start()
         job = Path(__file__).with_name("job.yaml")

@@ -40,7 +40,7 @@ def expected_step_from_path(job: str, path: object, how: ResumeFrom) -> Expected
     """What the path means that the agent has given; it is the operator's, or what a rank before this one reported."""
     if path is None or path == "":
         return None
-    exactly = how is ResumeFrom.TOLD
+    exactly = how is ResumeFrom.OPERATOR
     try:
         found = parse_location(path) if isinstance(path, str) else None
     except TieredCheckpointError:
@@ -143,7 +143,7 @@ class CheckpointReporter:
         path = str(Location(job, step))  # type: ignore[arg-type]
         try:
             if self._channel is not None and not self._lost:
-                self._channel.say(ipc.MSG_CHECKPOINT_UPDATE, step=step, path=path, checkpoint_type=CHECKPOINT_TYPE)
+                self._channel.send(ipc.MSG_CHECKPOINT_UPDATE, step=step, path=path, checkpoint_type=CHECKPOINT_TYPE)
                 self._reported = step
         except ElasticError as error:
             self._lost = str(error)
@@ -152,7 +152,7 @@ class CheckpointReporter:
     def _ask(self) -> object:
         if self._channel is None or self._lost:
             raise ControlPlaneUnavailableError(self._lost)
-        return self._channel.ask(ipc.MSG_CHECKPOINT_GET, _ANSWER_S).get("path")
+        return self._channel.request(ipc.MSG_CHECKPOINT_GET, _ANSWER_S).get("path")
 
     def _introduced(self, job: str) -> bool:
         """Whether the agent keeps account of ``job``, because this is the first one it hears of."""
@@ -169,7 +169,8 @@ class CheckpointReporter:
         self._job = job
         try:
             self._channel = self._connect()
-            self._channel.say(ipc.MSG_CHECKPOINT_INIT, prefix=str(Location(job)), checkpoint_types={CHECKPOINT_TYPE: 1})  # type: ignore[arg-type]
+            prefix = str(Location(job))  # type: ignore[arg-type]
+            self._channel.send(ipc.MSG_CHECKPOINT_INIT, prefix=prefix, checkpoint_types={CHECKPOINT_TYPE: 1})
         except ElasticError as error:
             self._lost = str(error)
             log.warning("the agent keeps no account of %s: %s", job, error)
@@ -184,7 +185,7 @@ def agent_checkpoint_reporter(environ: Mapping[str, str] = os.environ) -> Checkp
     if not _ours and environ.get(AGENT_SOCKET_ENV):
         _ours.append(
             CheckpointReporter(
-                lambda: shared_agent_connection(environ).channel(ipc.CHECKPOINT_MESSAGES),
+                lambda: shared_agent_connection(environ).open_channel(ipc.CHECKPOINT_MESSAGES),
                 how=resume_from(environ),
                 speaks=environ.get("LOCAL_RANK", "0") == "0",
                 alone=lambda: environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"),

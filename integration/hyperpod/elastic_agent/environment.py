@@ -36,7 +36,7 @@ class ResumeFrom(enum.Enum):
 
     NEWEST = "newest"
     """The newest whole one."""
-    TOLD = "told"
+    OPERATOR = "told"
     """The operator's, or none."""
 
 
@@ -44,8 +44,8 @@ class ResumeFrom(enum.Enum):
 class LaunchedWorker:
     """One rank, as the agent started it."""
 
-    place: RankAssignment
-    master: tuple[str, int]
+    assignment: RankAssignment
+    master_address: tuple[str, int]
     """Host and port at which the first rank keeps the store of this world."""
 
 

@@ -80,17 +80,17 @@ class InProcessControlPlane:
         """When faults made this process leave a world."""
         self._own_faults: list[float] = []
         self._calls: list[Callable[[ControlNotice], None]] = []
-        worker.on_fault(self._left)
+        worker.add_fault_callback(self._left)
 
     # -- ControlPlane -------------------------------------------------------------------------------------------------
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         self._leave(until)
         while True:
             if self._over is not None:
                 raise self._over
-            start, faults = self._worker.barrier(timeout_s=_remaining_s(until))
+            start, faults = self._worker.wait_at_barrier(timeout_s=_remaining_s(until))
             self._environ.update(start.environ)
             if start.is_spare:
                 log.info("kept as a spare; it is told when it is needed")
@@ -98,9 +98,9 @@ class InProcessControlPlane:
             try:
                 return self._enter(start, faults, until)
             except (StaleEpochError, ControlPlaneUnavailableError, ControlDeadlineError) as error:
-                if self._worker.lost:
+                if self._worker.lost_reason:
                     raise
-                log.info("start number %d came to nothing: %s", start.count, error)
+                log.info("start number %d came to nothing: %s", start.restart_count, error)
                 self._ask_again(str(error))
                 if isinstance(error, ControlDeadlineError):
                     raise
@@ -109,23 +109,23 @@ class InProcessControlPlane:
         inner = self._inner
         return inner.notice() if inner is not None and self._inside else None
 
-    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
-        return self._here().pause(step, timeout_s=timeout_s)
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
+        return self._here().agree_on_step(step, timeout_s=timeout_s)
 
-    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
         inner = self._here()
-        inner.sealed(step, timeout_s=timeout_s)
+        inner.report_sealed(step, timeout_s=timeout_s)
         notice = inner.notice()
         self._sealed = True
-        self._stopped = notice is not None and notice.want is NoticeKind.STOP
+        self._stopped = notice is not None and notice.kind is NoticeKind.STOP
 
-    def progress(self, progress: RankProgress) -> None:
+    def report_progress(self, progress: RankProgress) -> None:
         """For the other ranks: the agent is told of checkpoints, not of steps."""
         inner = self._inner
         if inner is not None and self._inside:
-            inner.progress(progress)
+            inner.report_progress(progress)
 
-    def fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False) -> None:
         """The agent first, since it forgets nothing; then the other ranks, which need not wait for the operator."""
         inner, place = self._here(), self._place
         assert place is not None  # noqa: S101 - it is in a world
@@ -133,37 +133,37 @@ class InProcessControlPlane:
         self._own_faults.append(now)
         labels = repeat_offender_labels(self._policy, self._own_faults, now)
         if labels:
-            self._worker.label(labels)
+            self._worker.set_health_labels(labels)
         if final:
             self._over = JobFailedError(f"another attempt would end the same way: {reason}")
         if not self._is_taken_back:
             self._ask("WorkerFault", reason, choose_restart_mode(self._policy, self._starts, now, final=final))
         try:
-            inner.fault(reason)
+            inner.report_fault(reason)
         except (ControlPlaneUnavailableError, StaleEpochError) as error:
             log.info("the other ranks hear of it from the agent: %s", error)
-        inner.end(f"rank {place.rank}: {reason}")
+        inner.mark_broken(f"rank {place.rank}: {reason}")
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
         """How many nodes there are next is up to the operator: it is asked for another start when all have stopped."""
         inner = self._inner
         if inner is None or not self._inside:
             raise ControlPlaneUnavailableError(f"{reason}: this process is in no world")
-        inner.request(want, reason, deadline_s=deadline_s, nodes=nodes)
+        inner.request_change(want, reason, deadline_s=deadline_s, nodes=nodes)
 
     def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
         with self._changed:
             self._calls.append(call)
             notice = self.notice()
-        if notice is not None and notice.want is NoticeKind.RESTART:
+        if notice is not None and notice.kind is NoticeKind.RESTART:
             threading.Thread(target=call, args=(notice,), name="hyperpod-broken", daemon=True).start()
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         """Returns when all ranks have."""
         inner = self._here()
-        inner.finished()
+        inner.report_finished()
         inner.gather("finished")
         self._finished = True
 
@@ -190,7 +190,7 @@ class InProcessControlPlane:
         except ControlPlaneUnavailableError as error:
             log.info("nobody is there to take leave of: %s", error)
             return
-        if self._servers.is_kept:
+        if self._servers.is_serving:
             inner.has_gathered("left", timeout_s=_FAREWELL_S)
 
     # -- from one world to the next -----------------------------------------------------------------------------------
@@ -208,10 +208,10 @@ class InProcessControlPlane:
         elif was_inside and self._over is None:
             if self._sealed:
                 self._wait_for_all_to_seal(inner, until)
-            elif notice is not None and notice.want is NoticeKind.RESTART:
+            elif notice is not None and notice.kind is NoticeKind.RESTART:
                 self._starts.append(self._clock())
             reason = notice.reason if notice is not None else "left without being asked"
-            self._ask_again(f"{notice.want.value}: {reason}" if notice is not None else reason)
+            self._ask_again(f"{notice.kind.value}: {reason}" if notice is not None else reason)
         inner.close()
 
     def _wait_for_all_to_seal(self, inner: StoreControlPlane, until: float | None) -> None:
@@ -226,12 +226,12 @@ class InProcessControlPlane:
             log.info("not all ranks have sealed the common step: %s", error)
 
     def _enter(self, start: JobStart, faults: int, until: float | None) -> RankAssignment:
-        least = max(start.count, -1 if self._place is None else self._place.epoch + 1)
+        least = max(start.restart_count, -1 if self._place is None else self._place.epoch + 1)
         place = _assignment(self._environ, least)
         self._seen_faults, self._asked, self._sealed = faults, False, False
         inner = meet(
             place,
-            start.count,
+            start.restart_count,
             self._servers,
             is_over=lambda: self._is_taken_back,
             until=until,
@@ -244,21 +244,21 @@ class InProcessControlPlane:
         try:
             if self._is_taken_back:
                 raise StaleEpochError("the start was taken back")
-            met = inner.ready(timeout_s=_remaining_s(until))
+            met = inner.wait_for_assignment(timeout_s=_remaining_s(until))
         except BaseException:
             inner.close()
             raise
         with self._changed:
             self._place, self._inside = met, True
             notice = inner.notice()
-            if notice is not None and notice.want is NoticeKind.RESTART:  # on the way in: nobody was told of it yet
+            if notice is not None and notice.kind is NoticeKind.RESTART:  # on the way in: nobody was told of it yet
                 self._inside = False
                 raise StaleEpochError(notice.reason)
         return met
 
     @property
     def _is_taken_back(self) -> bool:
-        return self._worker.faults > self._seen_faults or bool(self._worker.lost)
+        return self._worker.fault_count > self._seen_faults or bool(self._worker.lost_reason)
 
     def _ask_again(self, reason: str) -> None:
         if not self._is_taken_back and not self._asked:
@@ -267,7 +267,7 @@ class InProcessControlPlane:
     def _ask(self, reason: str, message: str, mode: RequestedRestart) -> None:
         self._asked = True
         rank = int(self._environ.get("RANK", "0"))
-        self._worker.fault(rank, mode, reason, message)
+        self._worker.report_fault(rank, mode, reason, message)
 
     def _here(self) -> StoreControlPlane:
         inner = self._inner
@@ -281,7 +281,7 @@ class InProcessControlPlane:
         """Said by the agent, or of it: it is gone."""
         inner = self._inner
         if inner is not None:
-            inner.end(reason)
+            inner.mark_broken(reason)
 
     def _broken(self, notice: ControlNotice) -> None:
         """On a thread of its own: what aborts a group may wait for this very plane, and others are to be heard."""
@@ -331,7 +331,7 @@ class RendezvousStore:
         self._address = address
 
     @property
-    def is_kept(self) -> bool:
+    def is_serving(self) -> bool:
         return self._server is not None
 
     def close(self) -> None:
@@ -364,7 +364,7 @@ def meet(
             raise StaleEpochError("the start was taken back")
         if until is not None and time.monotonic() > until:
             raise ControlDeadlineError(f"no store answers at {place.store}, where the first rank is to keep one")
-        if first and not servers.is_kept and time.monotonic() > taken_until:
+        if first and not servers.is_serving and time.monotonic() > taken_until:
             raise ControlPlaneUnavailableError(f"{place.store} is taken, and no store answers there")
         time.sleep(pause_s)
     try:

@@ -113,7 +113,7 @@ class FrameDecoder:
         while (body := self._body()) is not None:
             yield decode_agent_frame(body)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nothing more comes: that is in order between two frames only."""
         if self._bytes:
             raise DamagedFrameError(f"the connection ended within a frame, {len(self._bytes)} bytes of which had come")
@@ -178,19 +178,19 @@ class AgentConnection:
             thread.start()
 
     @property
-    def lost(self) -> str:
+    def lost_reason(self) -> str:
         """Why the agent cannot be spoken to any more; "" while it can."""
         return self._lost
 
     @property
-    def unread(self) -> int:
+    def unread_bytes(self) -> int:
         """How much of what was said the agent has not taken from its socket, in the kernel's own measure."""
         with contextlib.suppress(OSError, ValueError):  # it is closed
             (size,) = struct.unpack("i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))
             return int(size)
         return 0
 
-    def channel(self, kinds: Iterable[str]) -> AgentChannel:
+    def open_channel(self, kinds: Iterable[str]) -> AgentChannel:
         """For a user of its own: it hears the messages of these types, also those that came before it."""
         with self._changed:
             channel = AgentChannel(self, frozenset(kinds))
@@ -198,7 +198,7 @@ class AgentConnection:
             early, self._unclaimed = self._unclaimed, collections.deque()
             for message in early:
                 self._deliver(message)
-        channel.say("init")
+        channel.send("init")
         return channel
 
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> None:
@@ -269,7 +269,7 @@ class AgentConnection:
                     with self._changed:
                         self._deliver(message)
                         self._changed.notify_all()
-            coming.end()
+            coming.finish()
             reason = "the agent closed it"
         except (OSError, ControlPlaneUnavailableError) as error:
             reason = str(error)
@@ -335,18 +335,18 @@ class AgentChannel:
         self._connection = connection
         self._kept: collections.deque[AgentMessage] = collections.deque()
 
-    def say(self, kind: str, /, **fields: Any) -> None:
+    def send(self, kind: str, /, **fields: Any) -> None:
         """It goes out in the order in which things are said; :class:`ControlPlaneUnavailableError` where it cannot."""
         self._connection._say(self.client, kind, fields)
 
-    def take(self, *kinds: str, timeout_s: float | None = None) -> AgentMessage:
+    def receive(self, *kinds: str, timeout_s: float | None = None) -> AgentMessage:
         """The oldest message of these types that was not taken yet; without types: of any. Waits for one."""
         return self._connection._take(self, frozenset(kinds) or self.kinds, timeout_s)
 
-    def ask(self, kind: str, /, timeout_s: float, **fields: Any) -> AgentMessage:
+    def request(self, kind: str, /, timeout_s: float, **fields: Any) -> AgentMessage:
         """Say it, and take the answer of the same type."""
-        self.say(kind, **fields)
-        return self.take(kind, timeout_s=timeout_s)
+        self.send(kind, **fields)
+        return self.receive(kind, timeout_s=timeout_s)
 
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> None:
         self._connection.flush(timeout_s)
@@ -377,7 +377,7 @@ _creating = threading.Lock()
 def shared_agent_connection(environ: Mapping[str, str] = os.environ) -> AgentConnection:
     """This process's, made when it is first asked for. A lost one is made again: whether that helps the agent says."""
     with _creating:
-        if not _shared or _shared[0].lost:
+        if not _shared or _shared[0].lost_reason:
             if not environ.get(AGENT_SOCKET_ENV):
                 raise ControlPlaneUnavailableError(
                     f"${AGENT_SOCKET_ENV} is not set: no elastic agent has started this process"

@@ -49,10 +49,10 @@ class ProcessControlPlane(StoreControlPlane):
         account: CheckpointReporter | None = None,
         limits: HangTimeouts | None = None,
     ) -> None:
-        host, port = worker.master
-        self._keeper = _server(host, port) if worker.place.rank == 0 else None
+        host, port = worker.master_address
+        self._keeper = _server(host, port) if worker.assignment.rank == 0 else None
         # The agent starts the next world at once, with what the nodes have in memory: nothing has to become durable.
-        super().__init__(lambda: connect_store(host, port), worker.place, last=False, limits=limits)
+        super().__init__(lambda: connect_store(host, port), worker.assignment, last=False, limits=limits)
         self._asked = asked
         self._patience_s = patience_s
         self._account = account
@@ -61,15 +61,15 @@ class ProcessControlPlane(StoreControlPlane):
         self._telling = threading.RLock()  # a signal's handler may interrupt who holds it
         self._told = self._gone = False
         self._completed: int | None = None
-        asked.then(self._agent_asks)
+        asked.add_callback(self._agent_asks)
 
-    def ready(self, *, timeout_s: float | None = None) -> RankAssignment:
-        place = super().ready(timeout_s=timeout_s)
+    def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
+        place = super().wait_for_assignment(timeout_s=timeout_s)
         if self._asked.received.is_set():  # before anybody could be told
             self._agent_asks()
         return place
 
-    def request(
+    def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
         """The same wish comes by more than one way: by the agent's signal, and by whoever handles it in the script."""
@@ -78,22 +78,22 @@ class ProcessControlPlane(StoreControlPlane):
         with self._telling:
             if self._gone or (self._told and want is NoticeKind.RESIZE and deadline_s is None):
                 return
-            super().request(want, reason, deadline_s=deadline_s, nodes=nodes)
+            super().request_change(want, reason, deadline_s=deadline_s, nodes=nodes)
             self._told = self._told or want is NoticeKind.RESIZE
 
-    def progress(self, progress: RankProgress) -> None:
-        super().progress(progress)
+    def report_progress(self, progress: RankProgress) -> None:
+        super().report_progress(progress)
         self._completed = progress.step
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         """Whoever is asked to stop after the last step of all would else wait for a word of this rank."""
-        super().finished()
+        super().report_finished()
         if self._completed is not None:
             with contextlib.suppress(RuntimeError):
                 self._say_pause(self._completed)
 
     def close(self) -> None:
-        self._asked.forget(self._agent_asks)
+        self._asked.remove_callback(self._agent_asks)
         if not self._closed and (self._finished or self._sealed):
             self._depart()
         super().close()
@@ -101,7 +101,7 @@ class ProcessControlPlane(StoreControlPlane):
     def _agent_asks(self) -> None:
         self._may_go.set()
         try:
-            self.request(NoticeKind.RESIZE, "the elastic agent asks for a graceful stop")
+            self.request_change(NoticeKind.RESIZE, "the elastic agent asks for a graceful stop")
         except ElasticError as error:  # asked again when there is a world, or by who handles the signal
             log.info("%s", error)
 
@@ -148,7 +148,7 @@ def process_control_plane(environ: Mapping[str, str]) -> ProcessControlPlane:
     """For a rank that the agent has started in process-level mode."""
     worker = launched_worker(environ)
     account = agent_checkpoint_reporter(environ)  # of all ranks: each of them is asked what it was told
-    speaks = worker.place.local_rank == 0
+    speaks = worker.assignment.local_rank == 0
     return ProcessControlPlane(
         worker, agent_stop_signal(), stop_patience_s(environ), account if speaks else None, hang_limits_in(environ)
     )

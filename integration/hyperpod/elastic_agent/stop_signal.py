@@ -61,7 +61,7 @@ class GroupSignalListener:
         _listening.add(self)
         return self
 
-    def then(self, call: SignalCallback) -> None:
+    def add_callback(self, call: SignalCallback) -> None:
         """Have ``call`` called once it is received, by whichever thread hears it; at once where it was already."""
         with self._lock:
             self._calls.append(call)
@@ -69,7 +69,7 @@ class GroupSignalListener:
         if late:
             _called(call)
 
-    def forget(self, call: SignalCallback) -> None:
+    def remove_callback(self, call: SignalCallback) -> None:
         with self._lock:
             if call in self._calls:
                 self._calls.remove(call)

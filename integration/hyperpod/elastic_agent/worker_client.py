@@ -52,7 +52,7 @@ class JobStart(msgspec.Struct, frozen=True):
     """What all workers said of themselves, and the addresses of their nodes."""
 
     @property
-    def count(self) -> int:
+    def restart_count(self) -> int:
         """How often the job was started anew."""
         return int(self.environ.get(JOB_RESTART_COUNT_ENV, "0"))
 
@@ -91,7 +91,7 @@ class AgentWorker:
 
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
-        self._channel = connection.channel(ipc.RESTART_MESSAGES)
+        self._channel = connection.open_channel(ipc.RESTART_MESSAGES)
         self._changed = threading.Condition()
         self._start: JobStart | None = None
         """Heard, and neither begun nor overtaken by a fault."""
@@ -107,23 +107,23 @@ class AgentWorker:
         self._thread.start()
 
     @property
-    def faults(self) -> int:
+    def fault_count(self) -> int:
         """How many times the agent has said that the job is to be left."""
         return self._faults
 
     @property
-    def lost(self) -> str:
+    def lost_reason(self) -> str:
         """Why the agent is not there any more; "" while it is."""
         return self._lost
 
-    def on_fault(self, call: Callable[[str], None]) -> None:
+    def add_fault_callback(self, call: Callable[[str], None]) -> None:
         """Have ``call`` run with the reason, in the worker's own thread, whenever the job is to be left."""
         with self._changed:
             self._calls.append(call)
 
     # -- what it is told ----------------------------------------------------------------------------------------------
 
-    def rank_info(self, *, timeout_s: float | None = None) -> JobStart:
+    def wait_for_rank_info(self, *, timeout_s: float | None = None) -> JobStart:
         """This worker's place as far as it is known; before anybody knows it, this waits.
 
         An operator that says nothing of ranks before the start says it with the start: so the worker counts as being at
@@ -136,7 +136,7 @@ class AgentWorker:
             assert self._known is not None  # noqa: S101 - what was waited for
             return self._known
 
-    def barrier(self, *, timeout_s: float | None = None) -> tuple[JobStart, int]:
+    def wait_at_barrier(self, *, timeout_s: float | None = None) -> tuple[JobStart, int]:
         """Until the job starts: with what, and how many faults there had been. One that comes later is about it."""
         with self._changed:
             if self._start is None:
@@ -146,20 +146,20 @@ class AgentWorker:
             self._begun = start
             assert start is not None  # noqa: S101 - what was waited for
             faults = self._faults
-            self._channel.say(ipc.MSG_PAST_BARRIER)
+            self._channel.send(ipc.MSG_PAST_BARRIER)
         return start, faults
 
     # -- what it says -------------------------------------------------------------------------------------------------
 
-    def fault(self, rank: int, mode: RequestedRestart, reason: str, message: str = "") -> None:
+    def report_fault(self, rank: int, mode: RequestedRestart, reason: str, message: str = "") -> None:
         """Returns when it is on its way: it is heard even when this process ends now."""
         said = {"rank": rank, "restart_mode": mode.value, "reason": reason[:_TEXT], "message": message[:_TEXT]}
-        self._channel.say(ipc.MSG_JOB_FAULT, **said)
+        self._channel.send(ipc.MSG_JOB_FAULT, **said)
         self._channel.flush(_SEND_TIMEOUT_S)
 
-    def label(self, labels: Mapping[str, str]) -> None:
+    def set_health_labels(self, labels: Mapping[str, str]) -> None:
         """What the operator is to know of this rank's health."""
-        self._channel.say(ipc.MSG_RANK_LABELS, labels=dict(labels))
+        self._channel.send(ipc.MSG_RANK_LABELS, labels=dict(labels))
 
     def close(self) -> None:
         self._connection.close()
@@ -171,7 +171,7 @@ class AgentWorker:
     def _arrive(self) -> None:
         if not self._waiting:
             self._waiting = True
-            self._channel.say(ipc.MSG_AT_BARRIER)
+            self._channel.send(ipc.MSG_AT_BARRIER)
 
     def _wait(self, happened: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         """Who is not heard any more ends with an error: that is seen, while who waits would wait for ever."""
@@ -180,7 +180,7 @@ class AgentWorker:
         while not happened():
             if self._lost:
                 raise ControlPlaneUnavailableError(self._lost)
-            now, before, unread = time.monotonic(), unread, self._connection.unread
+            now, before, unread = time.monotonic(), unread, self._connection.unread_bytes
             if not unread or unread < before:
                 since = now
             elif now - since >= AGENT_SILENCE_LIMIT_S:
@@ -196,7 +196,7 @@ class AgentWorker:
     def _listen(self) -> None:
         try:
             while True:
-                message = self._channel.take()
+                message = self._channel.receive()
                 if message["type"] == ipc.MSG_JOB_FAULT:
                     self._left(f"the agent asks for another start (after number {message.get('restart_count')})")
                 else:
@@ -220,7 +220,7 @@ class AgentWorker:
             overtaken, self._start, self._begun = self._start, None, None
             self._faults += 1
             if self._waiting and overtaken is not None:  # else the agent still counts it as being there
-                self._channel.say(ipc.MSG_AT_BARRIER)
+                self._channel.send(ipc.MSG_AT_BARRIER)
             self._changed.notify_all()
         self._tell(reason)
 
@@ -236,7 +236,7 @@ _creating = threading.Lock()
 def this_agent_worker(environ: Mapping[str, str] = os.environ) -> AgentWorker:
     """This process's, made when it is first asked for: the agent wants one connection of each."""
     with _creating:
-        if not _workers or _workers[0].lost:
+        if not _workers or _workers[0].lost_reason:
             _workers[:] = [AgentWorker(shared_agent_connection(environ))]
         return _workers[0]
 
@@ -249,7 +249,7 @@ def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: floa
     that the script itself has started, and that runs these lines again, is no rank.
     """
     if multiprocessing.parent_process() is None and agent_mode(environ) is AgentMode.IN_PROCESS:
-        environ.update(this_agent_worker(environ).rank_info(timeout_s=timeout_s).environ)
+        environ.update(this_agent_worker(environ).wait_for_rank_info(timeout_s=timeout_s).environ)
 
 
 REPEAT_OFFENDER_LABEL = "elastic-repeat-offender"

@@ -25,7 +25,7 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
     worker_data: Any = None
     spare: bool = False
     progress: Mapping[str, CheckpointProgress] | None = None
-    rules: tuple[Mapping[str, Any], ...] | None = msgspec.field(default=None, name="log_monitoring_configuration")
+    log_rules: tuple[Mapping[str, Any], ...] | None = msgspec.field(default=None, name="log_monitoring_configuration")
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,7 +92,7 @@ class DesiredPods(msgspec.Struct, frozen=True):
     """So many pods of each replica spec there should be, spares counted, and machines they should not be on."""
 
     pods: Mapping[str, int]
-    avoid: tuple[str, ...] = ()
+    avoid_nodes: tuple[str, ...] = ()
 
 
 class OperatorDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,67 +110,67 @@ class DecisionBuilder:
     """Lives within one call of ``decide``."""
 
     def __init__(self, spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) -> None:
-        self.spec, self.state, self.seen, self.now_s = spec, state, seen, now_s
+        self.spec, self.state, self.observed, self.now_s = spec, state, seen, now_s
         self.pods = {pod.name: pod for pod in seen.pods}
         self.actions: list[OperatorAction] = []
         self.events: list[OperatorEvent] = []
         self.waits = False
         """For who has a reason to say it; nothing is done meanwhile."""
 
-    def set(self, **fields: Any) -> None:
+    def update_state(self, **fields: Any) -> None:
         self.state = msgspec.structs.replace(self.state, **fields)
 
-    def enter(self, phase: JobPhase, **fields: Any) -> None:
-        self.set(phase=phase, since_s=self.now_s, **fields)
+    def enter_phase(self, phase: JobPhase, **fields: Any) -> None:
+        self.update_state(phase=phase, phase_since_s=self.now_s, **fields)
 
-    def do(self, *actions: OperatorAction) -> None:
+    def add_actions(self, *actions: OperatorAction) -> None:
         self.actions += actions
 
-    def tell(self, reason: str, message: str, *, warning: bool = False) -> None:
+    def add_event(self, reason: str, message: str, *, warning: bool = False) -> None:
         self.events.append(OperatorEvent(reason, message, warning))
 
-    def condition(self, kind: str, status: bool, reason: str, message: str = "") -> None:
+    def set_condition(self, kind: str, status: bool, reason: str, message: str = "") -> None:
         """Its time is when its status last changed, as everywhere in Kubernetes."""
         old = next((one for one in self.state.conditions if one.type == kind), None)
         at_s = old.at_s if old is not None and old.status is status else self.now_s
         new = JobCondition(kind, status, reason, message, at_s)
         if old is None:
-            self.set(conditions=(*self.state.conditions, new))
+            self.update_state(conditions=(*self.state.conditions, new))
         elif old != new:
-            self.set(conditions=tuple(new if one is old else one for one in self.state.conditions))
+            self.update_state(conditions=tuple(new if one is old else one for one in self.state.conditions))
 
     # -- pods ---------------------------------------------------------------------------------------------------------
 
     @property
-    def members(self) -> list[ObservedPod]:
+    def member_pods(self) -> list[ObservedPod]:
         """Those that are there yet."""
         return [self.pods[name] for name in self.state.members if name in self.pods]
 
     @property
-    def present(self) -> list[ObservedPod]:
+    def active_pods(self) -> list[ObservedPod]:
         """Pods that are not on their way out."""
-        return [pod for pod in self.seen.pods if pod.name not in self.state.replaced and not pod.leaving]
+        return [pod for pod in self.observed.pods if pod.name not in self.state.replaced_pods and not pod.terminating]
 
     def silent_for(self, pod: ObservedPod) -> float:
         since = self.state.silent_since_s.get(pod.name)
         return 0.0 if since is None else self.now_s - since
 
     def is_lost(self, pod: ObservedPod) -> bool:
-        return self.silent_for(pod) >= self.spec.silent_s
+        return self.silent_for(pod) >= self.spec.agent_timeout_s
 
     def is_stale(self, pod: ObservedPod) -> bool:
         """It runs, but what another world's ``/start`` said."""
-        answer = pod.answer
+        answer = pod.agent_status
         running = answer is not None and answer.state in {AgentState.RUNNING, AgentState.COMPLETED}
         return running and answer is not None and answer.version not in {None, self.state.version}
 
     @property
     def in_phase_s(self) -> float:
-        return self.now_s - self.state.since_s
+        return self.now_s - self.state.phase_since_s
 
 
 def agent_state_of(pod: ObservedPod) -> AgentState | None:
     """Nothing for one that does not answer, or is about to end."""
-    if pod.answer is None or pod.answer.state is AgentState.SHUTDOWN:
+    if pod.agent_status is None or pod.agent_status.state is AgentState.SHUTDOWN:
         return None
-    return pod.answer.state
+    return pod.agent_status.state

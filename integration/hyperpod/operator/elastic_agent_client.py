@@ -37,8 +37,8 @@ _Call = tuple[str, str, str, "bytes | None"]
 class AgentReply(NamedTuple):
     """An answer; or none, and why."""
 
-    answer: AgentStatus | None
-    problem: str = ""
+    status: AgentStatus | None
+    error: str = ""
 
 
 class ElasticAgentClient:
@@ -63,12 +63,12 @@ class ElasticAgentClient:
         self._thread.join()
         self._loop.close()
 
-    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, AgentReply]:
+    def poll_all(self, addresses: Mapping[str, str]) -> dict[str, AgentReply]:
         """What each agent says, by the pod's name."""
         said = self._all({pod: (address, "GET", "/status", None) for pod, address in addresses.items()})
         return {pod: _heard(addresses[pod], answer) for pod, answer in said.items()}
 
-    def tell_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
+    def send_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
         """Carry out every call to an agent; what went wrong, by the pod's name. The next look says it again."""
         problems: dict[str, str] = {}
         calls = [(one.pod, told) for one in actions if one.pod in addresses and (told := _call(one)) is not None]

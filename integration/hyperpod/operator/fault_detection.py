@@ -24,21 +24,21 @@ _AS_ASKED = "ElasticWorld"
 """Ranks of ours that were told to end by others (:mod:`integration.hyperpod.elastic_agent.in_process_mode`)."""
 _UNKNOWN = "An unknown fault occurred"
 """Of HyperPod's agent, where it knows no more; ``WorkerReportedFault`` is its word for a worker that gave no reason."""
-_RANKED = {JobPhase.ARRANGED, JobPhase.STARTING, JobPhase.RUNNING}
+_RANKED = {JobPhase.RANKS_ASSIGNED, JobPhase.STARTING, JobPhase.RUNNING}
 
 
 def record_observations(turn: DecisionBuilder) -> None:
     """Who is silent, who runs something old, who is gone, and what every member has whole."""
     state = turn.state
-    waits = turn.seen.capacity == 0 or turn.spec.suspend
-    turn.set(
+    waits = turn.observed.capacity == 0 or turn.spec.suspend
+    turn.update_state(
         admitted_s=None if waits else turn.now_s if state.admitted_s is None else state.admitted_s,
         silent_since_s=_since(
-            turn, state.silent_since_s, [pod for pod in turn.seen.pods if agent_state_of(pod) is None]
+            turn, state.silent_since_s, [pod for pod in turn.observed.pods if agent_state_of(pod) is None]
         ),
-        stale_since_s=_since(turn, state.stale_since_s, [pod for pod in turn.members if turn.is_stale(pod)]),
-        replaced=tuple(name for name in state.replaced if name in turn.pods),
-        progress={**state.progress, **common_progress(turn.members, len(state.members))},
+        stale_since_s=_since(turn, state.stale_since_s, [pod for pod in turn.member_pods if turn.is_stale(pod)]),
+        replaced_pods=tuple(name for name in state.replaced_pods if name in turn.pods),
+        progress={**state.progress, **common_progress(turn.member_pods, len(state.members))},
     )
 
 
@@ -51,7 +51,7 @@ def common_progress(members: Iterable[ObservedPod], count: int) -> dict[str, Che
 
     One that lags behind has not yet what the others have, and of one that says nothing nobody knows what it has.
     """
-    reports = [pod.answer.progress for pod in members if pod.answer is not None]
+    reports = [pod.agent_status.progress for pod in members if pod.agent_status is not None]
     if len(reports) < count or not reports:
         return {}
     prefixes = set(reports[0]).intersection(*reports[1:])
@@ -97,11 +97,11 @@ def detect_fault(turn: DecisionBuilder) -> JobFault | None:
 def _may_be_explained(turn: DecisionBuilder, found: list[_Finding]) -> bool:
     """Who is stopped says no more why it failed: all but the faulted are left alone for a moment."""
     state = turn.state
-    mute = {pod.name for pod in turn.members} - {one.pod for one in found}
+    mute = {pod.name for pod in turn.member_pods} - {one.pod for one in found}
     if found[0].order[0] < _ANOTHERS or not mute or state.phase is not JobPhase.RUNNING:
         return False
     since = turn.now_s if state.unexplained_since_s is None else state.unexplained_since_s
-    turn.set(unexplained_since_s=since)
+    turn.update_state(unexplained_since_s=since)
     turn.waits = turn.now_s - since < _REASON_S
     return turn.waits
 
@@ -135,7 +135,7 @@ def explain(turn: DecisionBuilder) -> JobFault | None:
 def _faults(turn: DecisionBuilder) -> Iterable[_Finding]:
     state = turn.state
     if state.phase is JobPhase.FORMING:
-        for pod in turn.present:
+        for pod in turn.active_pods:
             if agent_state_of(pod) is AgentState.FAULTED:
                 yield _reported_fault(pod, -1)
     if state.phase not in _RANKED:
@@ -157,8 +157,8 @@ def _faults(turn: DecisionBuilder) -> Iterable[_Finding]:
 
 
 def _node_fault(turn: DecisionBuilder, pod: ObservedPod) -> tuple[str, str] | None:
-    if pod.node_fault:
-        return "NodeFault", f"node {pod.node or '(unknown)'} of pod {pod.name} is {pod.node_fault}"
+    if pod.node_health_problem:
+        return "NodeFault", f"node {pod.node or '(unknown)'} of pod {pod.name} is {pod.node_health_problem}"
     if turn.is_lost(pod):
         return "AgentUnreachable", f"the agent of pod {pod.name} has not answered for {turn.silent_for(pod):.0f} s"
     return None
@@ -171,17 +171,17 @@ def _agent_fault(turn: DecisionBuilder, pod: ObservedPod) -> tuple[str, str] | N
     if phase is JobPhase.RUNNING and idle:
         return "AgentRestarted", f"the agent of pod {pod.name} runs nothing any more"
     since = turn.state.stale_since_s.get(pod.name)
-    if phase is not JobPhase.ARRANGED and since is not None and turn.now_s - since >= _STALE_S:
+    if phase is not JobPhase.RANKS_ASSIGNED and since is not None and turn.now_s - since >= _STALE_S:
         return "StaleStart", f"the agent of pod {pod.name} runs what an earlier start said"
-    if phase is JobPhase.STARTING and idle and turn.in_phase_s >= turn.spec.start_s:
-        return "StartTimeout", f"the agent of pod {pod.name} did not start within {turn.spec.start_s:g} s"
+    if phase is JobPhase.STARTING and idle and turn.in_phase_s >= turn.spec.start_timeout_s:
+        return "StartTimeout", f"the agent of pod {pod.name} did not start within {turn.spec.start_timeout_s:g} s"
     return None
 
 
 def _reported_fault(pod: ObservedPod, rank: int) -> _Finding:
     """In the agent's own words."""
-    since = {} if pod.answer is None else pod.answer.since
-    reason, message = ("", "") if pod.answer is None else (pod.answer.reason, pod.answer.message)
+    since = {} if pod.agent_status is None else pod.agent_status.transition_times
+    reason, message = ("", "") if pod.agent_status is None else (pod.agent_status.reason, pod.agent_status.message)
     order = (_weight(reason, message), _seconds(since.get("FAULTED", "")), rank)
     return _Finding(order, pod.name, pod.node, rank, reason or "WorkerFault", message)
 
@@ -205,8 +205,8 @@ def requested_restart_mode(members: Iterable[ObservedPod]) -> AgentRestartMode:
     """The least that all agents can do and any of their workers has asked for."""
     mode = AgentRestartMode.IN_PROCESS
     for pod in members:
-        if pod.answer is not None:
-            mode = mode.at_least(pod.answer.restart_mode)
+        if pod.agent_status is not None:
+            mode = mode.at_least(pod.agent_status.restart_mode)
     return mode
 
 
@@ -245,13 +245,13 @@ def _beyond(state: JobState, policy: ScalingPolicy) -> str:
 
 def record_node_faults(state: JobState, policy: ScalingPolicy, nodes: Iterable[str], now_s: float) -> JobState:
     """Only what happened within the evaluation period is remembered."""
-    recent = tuple(one for one in state.offences if now_s < one.at_s + policy.eval_period_s)
-    return msgspec.structs.replace(state, offences=(*recent, *(NodeFaultRecord(node, now_s) for node in nodes)))
+    recent = tuple(one for one in state.node_faults if now_s < one.at_s + policy.eval_period_s)
+    return msgspec.structs.replace(state, node_faults=(*recent, *(NodeFaultRecord(node, now_s) for node in nodes)))
 
 
 def nodes_to_avoid(state: JobState, policy: ScalingPolicy, now_s: float) -> tuple[str, ...]:
     """The worst of the repeated offenders: their pods get no rank while others can be had, and none go there anew."""
-    recent = [one for one in state.offences if now_s < one.at_s + policy.eval_period_s]
+    recent = [one for one in state.node_faults if now_s < one.at_s + policy.eval_period_s]
     counts = Counter(one.node for one in recent)
     latest = {one.node: one.at_s for one in recent}
     worst = sorted(

@@ -38,25 +38,29 @@ class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True):
     template: Mapping[str, Any] = {}
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+):
     name: str
     groups: tuple[ReplicaGroup, ...]
     policy: ScalingPolicy
     nproc: str = "auto"
     elastic: bool = False
-    rules: tuple[Mapping[str, Any], ...] = ()
+    log_rules: tuple[Mapping[str, Any], ...] = ()
     suspend: bool = False
     active_deadline_s: float | None = None
     startup_deadline_s: float | None = None
     fault_deadline_s: float | None = None
-    clean_pods: str = "All"
+    clean_pod_policy: str = "All"
     ttl_s: int = 0
 
-    silent_s: float = 30.0
+    agent_timeout_s: float = 30.0
     """How long an agent that has a rank may be silent before it counts as lost."""
-    stop_s: float = 60.0
+    stop_timeout_s: float = 60.0
     """How long agents may take to stop, beyond what a graceful stop is granted."""
-    start_s: float = 120.0
+    start_timeout_s: float = 120.0
     """How long agents that were started may take to say that they run."""
     master_port: int = _MASTER_PORT
     master_ports: int = 512
@@ -84,7 +88,7 @@ def parse_job_resource(resource: Mapping[str, Any], **ours: Any) -> JobSpec:
         reading.problems.append(f"cleanPodPolicy is {clean!r}, must be one of {', '.join(_CLEAN_POLICIES)}")
     retries = reading.number(run, "jobMaxRetryCount", least=0)
     fields = {
-        "rules": tuple(reading.rule(one) for one in reading.list_of_tables(run, "logMonitoringConfiguration")),
+        "log_rules": tuple(reading.rule(one) for one in reading.list_of_tables(run, "logMonitoringConfiguration")),
         "active_deadline_s": reading.number(run, "activeDeadlineSeconds", least=1),
         "startup_deadline_s": reading.number(run, "startupDeadlineSeconds", least=1),
         "fault_deadline_s": reading.number(run, "faultDeadlineSeconds", least=1),
@@ -100,7 +104,7 @@ def parse_job_resource(resource: Mapping[str, Any], **ours: Any) -> JobSpec:
         nproc=str(spec.get("nprocPerNode", "auto")),
         elastic=bool(elastic),
         suspend=bool(run.get("suspend")),
-        clean_pods=clean,
+        clean_pod_policy=clean,
         **(fields | ours),
     )
 
@@ -124,7 +128,7 @@ def _policy(
         raise JobSpecError(str(error)) from error
     if policy.max_replicas > most:
         raise JobSpecError(f"maxReplicas is {policy.max_replicas}, but replicaSpecs allow {most} (their maxReplicas)")
-    begin = policy.at_most(replicas) or policy.least
+    begin = policy.largest_size_within(replicas) or policy.smallest_size
     return msgspec.structs.replace(policy, replicas=begin)
 
 

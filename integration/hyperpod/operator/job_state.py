@@ -22,7 +22,7 @@ from integration.hyperpod.operator.observed_pods import AgentRestartMode, Checkp
 class JobPhase(enum.Enum):
     FORMING = "Forming"
     """Waiting for enough agents that are ready, or (in-process) about to be."""
-    ARRANGED = "Arranged"
+    RANKS_ASSIGNED = "Arranged"
     """Ranks are given out; in-process agents get them and gather at their barrier."""
     STARTING = "Starting"
     RUNNING = "Running"
@@ -32,7 +32,7 @@ class JobPhase(enum.Enum):
     FAILED = "Failed"
 
     @property
-    def over(self) -> bool:
+    def is_final(self) -> bool:
         return self in {JobPhase.SUCCEEDED, JobPhase.FAILED}
 
 
@@ -72,21 +72,28 @@ class JobCondition(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class ScalingState(msgspec.Struct, frozen=True):
+class ScalingState(
+    msgspec.Struct,
+    frozen=True,
+):
     """What the elastic part of the status says."""
 
     target: int = 0
-    updated_s: float | None = None
-    scaled_s: float | None = None
+    updated_at_s: float | None = None
+    scaled_at_s: float | None = None
     after_fault: bool = False
-    failures: int = 0
+    consecutive_failures: int = 0
     """Changes of size in a row that ended in a fault before the job ran again."""
 
 
-class JobState(msgspec.Struct, frozen=True, kw_only=True):
+class JobState(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+):
     phase: JobPhase = JobPhase.FORMING
     cause: TransitionCause = TransitionCause.BEGIN
-    since_s: float = 0.0
+    phase_since_s: float = 0.0
     """When this phase began."""
     created_s: float | None = None
     admitted_s: float | None = None
@@ -103,7 +110,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """Pods by rank."""
     spares: tuple[str, ...] = ()
     """Pods that have a rank behind the last one, and wait."""
-    seats: tuple[str, ...] = ()
+    previous_members: tuple[str, ...] = ()
     """Who had which rank in the last world: as few as possible get another one."""
     master_addr: str = ""
     master_port: str = ""
@@ -113,13 +120,13 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     grow_since_s: float | None = None
     """Since when more could have a rank than have one."""
-    snooze_until_s: float = 0.0
+    no_scale_up_until_s: float = 0.0
     scaling: ScalingState = ScalingState()
 
-    mode: AgentRestartMode = AgentRestartMode.PROCESS
+    restart_mode: AgentRestartMode = AgentRestartMode.PROCESS
     """How the world is stopped."""
     graceful: bool = False
-    told_again: tuple[str, ...] = ()
+    stop_escalated: tuple[str, ...] = ()
     """Pods that did not stop in time and were told so in harder words."""
     fault: JobFault | None = None
     last_fault: JobFault | None = None
@@ -130,7 +137,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     period_restarts: int = 0
     """In this evaluation period since the last restart of the whole job."""
     period_full_restarts: int = 0
-    offences: tuple[NodeFaultRecord, ...] = ()
+    node_faults: tuple[NodeFaultRecord, ...] = ()
 
     unexplained_since_s: float | None = None
     """Since when agents are faulted that only saw another one's end, or say nothing."""
@@ -138,7 +145,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """Pods that do not answer."""
     stale_since_s: Mapping[str, float] = {}
     """Pods that run what an earlier ``/start`` said."""
-    replaced: tuple[str, ...] = ()
+    replaced_pods: tuple[str, ...] = ()
     """Pods that are to go; they count no more."""
     progress: Mapping[str, CheckpointProgress] = {}
     conditions: tuple[JobCondition, ...] = ()
@@ -194,12 +201,12 @@ def _scaling(spec: JobSpec, state: JobState, seen: ObservedJob) -> dict[str, Any
     scaling = state.scaling
     found = {
         "targetReplicas": counts,
-        "lastUpdated": _time(scaling.updated_s),
-        "lastScalingTime": _time(scaling.scaled_s),
+        "lastUpdated": _time(scaling.updated_at_s),
+        "lastScalingTime": _time(scaling.scaled_at_s),
         "lastRestartTime": _time(state.last_fault.at_s if state.last_fault is not None else None),
         "podsScaled": state.phase is JobPhase.RUNNING,
         "isFaultyPodScaleDown": scaling.after_fault,
-        "consecutiveScalingFailures": scaling.failures,
+        "consecutiveScalingFailures": scaling.consecutive_failures,
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -56,14 +56,18 @@ class AgentStatus(msgspec.Struct, frozen=True):
     rank: int | None = None
     spare: bool = False
     """It takes itself for one: in-process agents do before they are told anything, others always."""
-    since: Mapping[str, str] = {}
+    transition_times: Mapping[str, str] = {}
     """When it came into each state, by the state's name in capitals."""
     progress: Mapping[str, CheckpointProgress] = {}
     worker_data: tuple[msgspec.Raw, ...] = ()
     """What its workers told it, to be passed on as it is."""
 
 
-class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
+class ObservedPod(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+):
     """One pod. Whoever takes its place later has another name."""
 
     name: str
@@ -73,11 +77,11 @@ class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     """The machine it is on; repeated offenders are machines."""
     ip: str = ""
     """Where other pods reach it."""
-    answer: AgentStatus | None = None
+    agent_status: AgentStatus | None = None
     """Nothing when its agent was asked and did not answer, or has no address yet."""
-    node_fault: str = ""
+    node_health_problem: str = ""
     """What its machine's health label says, where that is anything but schedulable."""
-    leaving: bool = False
+    terminating: bool = False
     """Somebody has asked for the machine back: a pod that is being deleted, or preempted."""
 
 
@@ -142,7 +146,7 @@ def _agent_status(said: _Status) -> AgentStatus:
         version=None if said.version is None else said.version[:_MOST_TEXT],
         rank=rank,
         spare=str(said.spare).lower() == "true",
-        since={state: moment[:_MOST_TEXT] for state, moment in said.transitions.items() if state in _STATES},
+        transition_times={state: moment[:_MOST_TEXT] for state, moment in said.transitions.items() if state in _STATES},
         progress=progress,
         worker_data=tuple(said.worker_data or ()),
     )

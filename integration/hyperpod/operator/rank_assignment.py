@@ -21,15 +21,15 @@ from integration.hyperpod.operator.observed_pods import AgentRestartMode, AgentS
 
 def max_allowed_size(turn: DecisionBuilder) -> int:
     """The greatest size that is allowed now; 0 when less is admitted than the least there can be."""
-    most, admitted = turn.spec.policy.max_replicas, turn.seen.capacity
-    return turn.spec.policy.at_most(most if admitted is None else min(most, admitted))
+    most, admitted = turn.spec.policy.max_replicas, turn.observed.capacity
+    return turn.spec.policy.largest_size_within(most if admitted is None else min(most, admitted))
 
 
 def rank_candidates(turn: DecisionBuilder) -> list[ObservedPod]:
     """Who could have a rank, best first: no repeated offenders, who had a rank, the lower ranks, who came first."""
-    seats = {name: seat for seat, name in enumerate(turn.state.seats)}
+    seats = {name: seat for seat, name in enumerate(turn.state.previous_members)}
     avoid = fault_detection.nodes_to_avoid(turn.state, turn.spec.policy, turn.now_s)
-    usable = [pod for pod in turn.present if not pod.node_fault and _is_waiting(pod)]
+    usable = [pod for pod in turn.active_pods if not pod.node_health_problem and _is_waiting(pod)]
     return sorted(usable, key=lambda pod: (pod.node in avoid, seats.get(pod.name, len(seats))))
 
 
@@ -37,21 +37,25 @@ def _is_waiting(pod: ObservedPod) -> bool:
     """In-process agents are not ready before their processes know their ranks and wait at the barrier."""
     if agent_state_of(pod) is AgentState.READY:
         return True
-    in_process = pod.answer is not None and pod.answer.restart_mode is AgentRestartMode.IN_PROCESS
+    in_process = pod.agent_status is not None and pod.agent_status.restart_mode is AgentRestartMode.IN_PROCESS
     return in_process and agent_state_of(pod) is AgentState.INIT
 
 
 def startable_size(turn: DecisionBuilder, there: int) -> int:
     """With how many of ``there`` candidates the world begins now; 0 to wait."""
     state, policy, most = turn.state, turn.spec.policy, max_allowed_size(turn)
-    target = policy.at_most(min(state.target or policy.wanted, most))
+    target = policy.largest_size_within(min(state.target or policy.initial_nodes, most))
     if not target:
         return 0
     if there >= target:
-        beyond = 0 if turn.now_s < state.snooze_until_s else policy.at_most(min(most, there - turn.spec.spares))
+        beyond = (
+            0
+            if turn.now_s < state.no_scale_up_until_s
+            else policy.largest_size_within(min(most, there - turn.spec.spares))
+        )
         return max(target, beyond)
     if state.deadline_s is not None and turn.now_s >= state.deadline_s:
-        return policy.at_most(min(there, most))
+        return policy.largest_size_within(min(there, most))
     return 0
 
 
@@ -60,14 +64,14 @@ def growable_size(turn: DecisionBuilder) -> int:
     members = set(turn.state.members)
     waiting = [pod for pod in rank_candidates(turn) if pod.name not in members]
     there = len(members) + len(waiting) - turn.spec.spares
-    return turn.spec.policy.at_most(min(max_allowed_size(turn), there))
+    return turn.spec.policy.largest_size_within(min(max_allowed_size(turn), there))
 
 
 def desired_pods(turn: DecisionBuilder) -> DesiredPods:
     """So many there should be; nobody takes a pod away because of it, only because of an action."""
-    if turn.state.phase.over or turn.state.phase is JobPhase.SUSPENDED:
+    if turn.state.phase.is_final or turn.state.phase is JobPhase.SUSPENDED:
         return DesiredPods(dict.fromkeys((group.name for group in turn.spec.groups), 0))
-    counts = replicas_by_group(turn.spec.groups, max_allowed_size(turn) or turn.spec.policy.least)
+    counts = replicas_by_group(turn.spec.groups, max_allowed_size(turn) or turn.spec.policy.smallest_size)
     for group in turn.spec.groups:
         counts[group.name] += group.spares
     return DesiredPods(counts, fault_detection.nodes_to_avoid(turn.state, turn.spec.policy, turn.now_s))
@@ -96,7 +100,7 @@ def surplus_pods(turn: DecisionBuilder) -> list[ObservedPod]:
     found: list[ObservedPod] = []
     first = turn.spec.groups[0].name
     for group, count in wants.items():
-        here = [pod for pod in turn.present if (pod.group or first) == group]
+        here = [pod for pod in turn.active_pods if (pod.group or first) == group]
         idle = [pod for pod in here if pod.name not in placed]
         found += idle[::-1][: max(0, len(here) - count)]
     return found
@@ -127,10 +131,10 @@ def epoch_of_version(version: str | None) -> int:
 
 def assign_ranks(turn: DecisionBuilder, chosen: Sequence[ObservedPod], waiting: Sequence[ObservedPod]) -> None:
     """A new world of ``chosen``; the first of those who wait are its spares."""
-    members = keep_ranks([pod.name for pod in chosen], turn.state.seats)
+    members = keep_ranks([pod.name for pod in chosen], turn.state.previous_members)
     epoch = turn.state.epoch + 1
     port = turn.spec.master_port + epoch % turn.spec.master_ports
-    turn.set(
+    turn.update_state(
         epoch=epoch,
         version=world_version(epoch, turn.now_s),
         members=members,
@@ -163,13 +167,13 @@ def _start_request(turn: DecisionBuilder, pod: ObservedPod) -> StartRequest:
         worker_data=_worker_data(turn),
         spare=pod.name in state.spares,
         progress=dict(state.progress),
-        rules=turn.spec.rules or None,
+        log_rules=turn.spec.log_rules or None,
     )
 
 
 def _worker_data(turn: DecisionBuilder) -> list[object] | None:
     """What workers have told their agents, of all of them: every worker gets it back with its rank."""
     found: list[object] = []
-    for pod in turn.members:
-        found += pod.answer.worker_data if pod.answer is not None else ()
+    for pod in turn.member_pods:
+        found += pod.agent_status.worker_data if pod.agent_status is not None else ()
     return found or None

@@ -46,17 +46,21 @@ _MARKS = {"Running": "green", "Succeeded": "green", "Failed": "red", "Stopping":
 def print_job(out: Console, kept: StoredSimulation) -> None:
     state, policy = kept.state, kept.spec.policy
     colour = _MARKS.get(state.phase.value, "cyan")
-    sizes = f"{policy.least} to {policy.max_replicas}" if kept.spec.elastic else str(policy.max_replicas)
+    sizes = f"{policy.smallest_size} to {policy.max_replicas}" if kept.spec.elastic else str(policy.max_replicas)
     out.print(f"[bold]{escape(kept.spec.name)}[/]  [{colour}]{state.phase.value}[/]", end="")
     out.print(f"  {len(state.members)} of {sizes} replicas, {state.restarts} restarts")
     rows = []
-    for pod in kept.seen.pods:
-        answer = pod.answer
+    for pod in kept.observed.pods:
+        answer = pod.agent_status
         rank = state.members.index(pod.name) if pod.name in state.members else None
         place = "spare" if pod.name in state.spares else "-" if rank is None else str(rank)
         said = "[dim]silent[/]" if answer is None else answer.state.value
         steps = "" if answer is None else ", ".join(str(one.progress_count) for one in answer.progress.values())
-        note = pod.node_fault or ("leaving" if pod.leaving else "") or (answer.reason if answer is not None else "")
+        note = (
+            pod.node_health_problem
+            or ("leaving" if pod.terminating else "")
+            or (answer.reason if answer is not None else "")
+        )
         rows.append([escape(pod.name), escape(pod.node), place, said, steps or "-", escape(note)])
     if rows:
         out.print(text_table(["pod", "node", "rank", "agent", "step", ""], rows, right=["rank", "step"]))
@@ -116,9 +120,9 @@ def sim_run_command(
     """
     if bool(agents) is bool(spawn):
         raise PolicyError("either --agents HOST:PORT,... or --spawn N")
-    spec = _read(job, silent_s=limits["lost_after"], master_port=random.choice(_PORTS))
+    spec = _read(job, agent_timeout_s=limits["lost_after"], master_port=random.choice(_PORTS))
     place = SimDirectory(spec.name)
-    with place.held(), ElasticAgentClient(limits["timeout"]) as client, _interrupted() as stop:
+    with place.lock(), ElasticAgentClient(limits["timeout"]) as client, _interrupted() as stop:
         pods: PodProvider = (
             LocalPods(spec, spawn, place.folder)
             if spawn
@@ -131,12 +135,16 @@ def sim_run_command(
         finally:
             pods.close()
         state = operating.state
-        kept = place.kept()
+        kept = place.load()
         if kept is not None:
-            value = {"job": spec.name, "phase": state.phase.value, "status": resource_status(spec, state, kept.seen)}
+            value = {
+                "job": spec.name,
+                "phase": state.phase.value,
+                "status": resource_status(spec, state, kept.observed),
+            }
             screen.result(value, lambda out: print_job(out, kept))
         if ended or spawn:
-            place.forget()
+            place.clear()
     if not ended:
         return _INTERRUPTED
     return 0 if state.phase is JobPhase.SUCCEEDED else 1
@@ -149,7 +157,7 @@ def sim_run_command(
 def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
     """How a job is: its phase, its agents, its conditions."""
     place = find_sim_directory(job)
-    kept = place.kept()
+    kept = place.load()
     if kept is None:
         raise ControlPlaneUnavailableError(f"no job {place.job} is operated on this machine (looked in {place.root})")
     value = {
@@ -158,9 +166,9 @@ def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
         "age_s": round(time.time() - kept.at_s, 3),
         "members": list(kept.state.members),
         "spares": list(kept.state.spares),
-        "pods": [msgspec.to_builtins(pod) for pod in kept.seen.pods],
-        "capacity": kept.seen.capacity,
-        "status": resource_status(kept.spec, kept.state, kept.seen),
+        "pods": [msgspec.to_builtins(pod) for pod in kept.observed.pods],
+        "capacity": kept.observed.capacity,
+        "status": resource_status(kept.spec, kept.state, kept.observed),
     }
     screen.result(value, lambda out: print_job(out, kept))
     return 0
@@ -179,8 +187,8 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
     if replicas != "max" and not (replicas.isascii() and replicas.isdigit()):
         raise PolicyError(f"{replicas!r}: write a number, or max")
     place = find_sim_directory(job)
-    wishes = msgspec.structs.replace(place.wishes(), capacity=None if replicas == "max" else int(replicas))
-    place.wish(wishes)
+    wishes = msgspec.structs.replace(place.load_overrides(), capacity=None if replicas == "max" else int(replicas))
+    place.save_overrides(wishes)
     screen.result({"job": place.job, "capacity": wishes.capacity}, lambda out: out.print(f"{replicas} are admitted"))
     return 0
 
@@ -197,11 +205,11 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
 def sim_fault_command(screen: CommandOutput, /, *, node: str, word: str, healed: bool, job: str | None) -> int:
     """Say that NODE is bad, as the health label of a cluster's node does."""
     place = find_sim_directory(job)
-    wishes = place.wishes()
+    wishes = place.load_overrides()
     bad = {name: said for name, said in wishes.bad_nodes.items() if name != node}
     if not healed:
         bad[node] = word
-    place.wish(msgspec.structs.replace(wishes, bad_nodes=bad))
+    place.save_overrides(msgspec.structs.replace(wishes, bad_nodes=bad))
     said = "schedulable" if healed else word
     screen.result({"job": place.job, "bad_nodes": bad}, lambda out: out.print(f"{escape(node)} is {escape(said)}"))
     return 0

@@ -50,44 +50,44 @@ class SimulatedOperator:
     ) -> None:
         self._spec, self._pods, self._place, self._client = spec, pods, place, client
         self._told, self._every_s, self._clock = told, every_s, clock
-        kept = place.kept()
+        kept = place.load()
         self.state = JobState() if kept is None else kept.state
         self._problems: dict[str, str] = {}
 
     def run(self, stop: threading.Event) -> bool:
         """Until the job has ended (true), or ``stop`` is set."""
         while not stop.is_set():
-            decision = self.turn()
+            decision = self.reconcile_once()
             if decision.finished:
                 return True
             stop.wait(_ACTIVE_POLL_S if decision.actions else self._every_s)
         return False
 
-    def turn(self) -> OperatorDecision:
-        wishes = self._place.wishes()
-        places = self._pods.places(wishes.bad_nodes)
+    def reconcile_once(self) -> OperatorDecision:
+        wishes = self._place.load_overrides()
+        places = self._pods.endpoints(wishes.bad_nodes)
         addresses = {one.name: one.address for one in places}
-        heard = self._client.ask_all(addresses)
+        heard = self._client.poll_all(addresses)
         pods = tuple(
             ObservedPod(
-                name=one.name, group=one.group, node=one.node, ip=one.ip, answer=heard[one.name].answer,
-                node_fault=one.node_fault, leaving=one.leaving,
+                name=one.name, group=one.group, node=one.node, ip=one.ip, agent_status=heard[one.name].status,
+                node_health_problem=one.node_health_problem, terminating=one.terminating,
             )
             for one in places
         )  # fmt: skip
         seen = ObservedJob(pods=pods, capacity=wishes.capacity, can_replace=self._pods.can_replace)
         now_s = self._clock()
         decision = decide_job(self._spec, self.state, seen, now_s)
-        self._place.keep(StoredSimulation(self._spec, decision.state, seen, now_s))
+        self._place.save(StoredSimulation(self._spec, decision.state, seen, now_s))
         self.state = decision.state
-        for event in (*self._pods.told(), *decision.events):
+        for event in (*self._pods.take_events(), *decision.events):
             self._told(now_s, event)
         self._do(decision, addresses)
-        self._pods.keep(decision.wanted, wishes.bad_nodes)
+        self._pods.scale_to(decision.wanted, wishes.bad_nodes)
         return decision
 
     def _do(self, decision: OperatorDecision, addresses: dict[str, str]) -> None:
-        problems = self._client.tell_all(decision.actions, addresses)
+        problems = self._client.send_all(decision.actions, addresses)
         for pod, problem in problems.items():
             if self._problems.get(pod) != problem:
                 self._told(self._clock(), OperatorEvent("CallFailed", problem, warning=True))
@@ -107,7 +107,7 @@ class StoredSimulation(msgspec.Struct, frozen=True):
 
     spec: JobSpec
     state: JobState
-    seen: ObservedJob
+    observed: ObservedJob
     at_s: float
 
 
@@ -126,7 +126,7 @@ class SimDirectory:
         self._kept, self._wishes = self.folder / "kept.json", self.folder / "wishes.json"
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Nobody else on this machine operates this job."""
         ensure_private_directory(self.root)
         ensure_private_directory(self.folder)
@@ -140,10 +140,10 @@ class SimDirectory:
         finally:
             os.close(fd)
 
-    def keep(self, kept: StoredSimulation) -> None:
+    def save(self, kept: StoredSimulation) -> None:
         write_private_file(self._kept, msgspec.json.encode(kept))
 
-    def kept(self) -> StoredSimulation | None:
+    def load(self) -> StoredSimulation | None:
         try:
             return from_json(self._kept.read_bytes(), StoredSimulation)
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class SimDirectory:
         except (OSError, msgspec.MsgspecError) as damaged:
             raise ControlPlaneUnavailableError(f"{self._kept} cannot be read: {damaged}") from damaged
 
-    def wishes(self) -> SimOverrides:
+    def load_overrides(self) -> SimOverrides:
         try:
             return from_json(self._wishes.read_bytes(), SimOverrides)
         except FileNotFoundError:
@@ -159,10 +159,10 @@ class SimDirectory:
         except (OSError, msgspec.MsgspecError) as damaged:
             raise ControlPlaneUnavailableError(f"{self._wishes} cannot be read: {damaged}") from damaged
 
-    def wish(self, wishes: SimOverrides) -> None:
+    def save_overrides(self, wishes: SimOverrides) -> None:
         write_private_file(self._wishes, msgspec.json.encode(wishes))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The job is over; what its pods printed stays."""
         self._kept.unlink(missing_ok=True)
         self._wishes.unlink(missing_ok=True)

@@ -38,24 +38,24 @@ class PodEndpoint(NamedTuple):
     ip: str
     address: str
     """Where its agent listens."""
-    node_fault: str = ""
-    leaving: bool = False
+    node_health_problem: str = ""
+    terminating: bool = False
 
 
 class PodProvider(Protocol):
     """Whoever has the pods of a job.
 
     - A name is never used for two pods.
-    - ``keep`` makes pods, as many as are wanted and there is room for, and takes none away.
+    - ``scale_to`` makes pods, as many as are wanted and there is room for, and takes none away.
     - No call waits for a pod.
     """
 
     can_replace: bool
 
-    def places(self, bad_nodes: Mapping[str, str]) -> Sequence[PodEndpoint]:
+    def endpoints(self, bad_nodes: Mapping[str, str]) -> Sequence[PodEndpoint]:
         """All that are there now; ``bad_nodes``: machines with another health than schedulable."""
 
-    def keep(self, wanted: DesiredPods, bad_nodes: Mapping[str, str]) -> None: ...
+    def scale_to(self, wanted: DesiredPods, bad_nodes: Mapping[str, str]) -> None: ...
 
     def replace(self, name: str) -> None:
         """Away with it at once."""
@@ -63,7 +63,7 @@ class PodProvider(Protocol):
     def release(self, name: str) -> None:
         """Its agent may end what it does."""
 
-    def told(self) -> Sequence[OperatorEvent]:
+    def take_events(self) -> Sequence[OperatorEvent]:
         """What has happened to pods since the last time."""
 
     def close(self) -> None: ...
@@ -77,10 +77,10 @@ class ExternalAgents:
     def __init__(self, addresses: Sequence[str], group: str) -> None:
         self._places = [PodEndpoint(one, group, one, split_address(one)[0], one) for one in addresses]
 
-    def places(self, bad_nodes: Mapping[str, str]) -> Sequence[PodEndpoint]:
-        return [one._replace(node_fault=bad_nodes.get(one.node, "")) for one in self._places]
+    def endpoints(self, bad_nodes: Mapping[str, str]) -> Sequence[PodEndpoint]:
+        return [one._replace(node_health_problem=bad_nodes.get(one.node, "")) for one in self._places]
 
-    def keep(self, wanted: DesiredPods, bad_nodes: Mapping[str, str]) -> None:
+    def scale_to(self, wanted: DesiredPods, bad_nodes: Mapping[str, str]) -> None:
         """There are as many as there are."""
 
     def replace(self, name: str) -> None:
@@ -89,7 +89,7 @@ class ExternalAgents:
     def release(self, name: str) -> None:
         """It waits, and may be used again."""
 
-    def told(self) -> Sequence[OperatorEvent]:
+    def take_events(self) -> Sequence[OperatorEvent]:
         return ()
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class LocalPods:
         for group in spec.groups:
             _container(group)
 
-    def places(self, bad_nodes: Mapping[str, str]) -> Sequence[PodEndpoint]:
+    def endpoints(self, bad_nodes: Mapping[str, str]) -> Sequence[PodEndpoint]:
         for pod in list(self._pods.values()):
             if not self._lives(pod):
                 self._gone(pod)
@@ -155,11 +155,11 @@ class LocalPods:
             for pod in self._pods.values()
         ]  # fmt: skip
 
-    def keep(self, wanted: DesiredPods, bad_nodes: Mapping[str, str]) -> None:
+    def scale_to(self, wanted: DesiredPods, bad_nodes: Mapping[str, str]) -> None:
         for group in self._spec.groups:
             here = sum(pod.group == group.name and pod.ends_by is None for pod in self._pods.values())
             for _ in range(wanted.pods.get(group.name, 0) - here):
-                node = self._free_node(set(bad_nodes), set(wanted.avoid))
+                node = self._free_node(set(bad_nodes), set(wanted.avoid_nodes))
                 if node is None:
                     return
                 self._start(group, node)
@@ -179,7 +179,7 @@ class LocalPods:
             pod.ends_by = time.monotonic() + _GRACE_S
             self._keep_list()
 
-    def told(self) -> Sequence[OperatorEvent]:
+    def take_events(self) -> Sequence[OperatorEvent]:
         found, self._told = self._told, []
         return found
 
@@ -238,7 +238,7 @@ class LocalPods:
         What only a cluster could look up (secrets, tables) is left out.
         """
         nproc = {} if self._spec.nproc == "auto" else {"PET_NPROC_PER_NODE": self._spec.nproc}
-        own = {**os.environ, "NNODES": str(self._spec.policy.wanted), **nproc}
+        own = {**os.environ, "NNODES": str(self._spec.policy.initial_nodes), **nproc}
         for one in container.get("env") or ():
             field = ((one.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath")
             value = one.get("value", facts.get(str(field)))

@@ -31,8 +31,8 @@ _SPARE_UPDATE_TIMEOUT_S = 10.0
 
 def accept_job(turn: DecisionBuilder) -> None:
     """The first look at a job."""
-    turn.set(created_s=turn.now_s)
-    turn.condition("Created", True, "JobCreated", f"job {turn.spec.name} was accepted")
+    turn.update_state(created_s=turn.now_s)
+    turn.set_condition("Created", True, "JobCreated", f"job {turn.spec.name} was accepted")
     await_world_members(turn, TransitionCause.BEGIN)
 
 
@@ -41,55 +41,61 @@ def await_world_members(turn: DecisionBuilder, cause: TransitionCause, *, patien
     if patience_s is None:
         patience_s = turn.spec.policy.scaling_timeout_s
     deadline_s = turn.now_s + patience_s if turn.spec.elastic else None
-    turn.enter(JobPhase.FORMING, cause=cause, members=(), spares=(), deadline_s=deadline_s)
+    turn.enter_phase(JobPhase.FORMING, cause=cause, members=(), spares=(), deadline_s=deadline_s)
 
 
 def handle_forming(turn: DecisionBuilder) -> None:
     if turn.spec.suspend:
-        turn.enter(JobPhase.SUSPENDED)
+        turn.enter_phase(JobPhase.SUSPENDED)
         return
     if turn.state.epoch == 0 and _adopt_running_world(turn):
         return
     there = rank_assignment.rank_candidates(turn)
     size = rank_assignment.startable_size(turn, len(there))
     if size:
-        turn.condition("PodsRunning", True, "AgentsAnswer", f"{len(there)} agents wait, {size} get a rank")
+        turn.set_condition("PodsRunning", True, "AgentsAnswer", f"{len(there)} agents wait, {size} get a rank")
         rank_assignment.assign_ranks(turn, there[:size], there[size:])
-        turn.enter(JobPhase.ARRANGED)
+        turn.enter_phase(JobPhase.RANKS_ASSIGNED)
         return
     body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
-    turn.do(*(StopAgent(pod.name, body) for pod in turn.present if agent_state_of(pod) in _RUNS))
+    turn.add_actions(*(StopAgent(pod.name, body) for pod in turn.active_pods if agent_state_of(pod) in _RUNS))
 
 
 def handle_ranks_assigned(turn: DecisionBuilder) -> None:
     """``/update`` to processes that wait for their ranks, and to spares that take a place; then all start."""
-    spares = [pod for pod in turn.members if _is_still_spare(turn, pod)]
-    waiting = [pod for pod in turn.members if _wants_rank(turn, pod, {AgentState.INIT})]
-    turn.do(*(rank_assignment.update_action(turn, pod) for pod in (*waiting, *spares)))
-    states = [agent_state_of(pod) for pod in turn.members]
+    spares = [pod for pod in turn.member_pods if _is_still_spare(turn, pod)]
+    waiting = [pod for pod in turn.member_pods if _wants_rank(turn, pod, {AgentState.INIT})]
+    turn.add_actions(*(rank_assignment.update_action(turn, pod) for pod in (*waiting, *spares)))
+    states = [agent_state_of(pod) for pod in turn.member_pods]
     if all(state is AgentState.READY for state in states) and not spares:
-        turn.enter(JobPhase.STARTING)
+        turn.enter_phase(JobPhase.STARTING)
     elif any(state not in {*_IDLE, None} for state in states):
-        turn.enter(JobPhase.FORMING, seats=turn.state.members, members=(), spares=())
-    elif turn.in_phase_s >= turn.spec.policy.restart_timeout_s and turn.seen.can_replace:
-        late = tuple(pod.name for pod in turn.members if agent_state_of(pod) is not AgentState.READY)
-        turn.tell("StartTimeout", f"not ready in time, replaced: {', '.join(late)}", warning=True)
+        turn.enter_phase(JobPhase.FORMING, previous_members=turn.state.members, members=(), spares=())
+    elif turn.in_phase_s >= turn.spec.policy.restart_timeout_s and turn.observed.can_replace:
+        late = tuple(pod.name for pod in turn.member_pods if agent_state_of(pod) is not AgentState.READY)
+        turn.add_event("StartTimeout", f"not ready in time, replaced: {', '.join(late)}", warning=True)
         seats = turn.state.members
-        turn.enter(JobPhase.FORMING, seats=seats, members=(), spares=(), replaced=(*turn.state.replaced, *late))
+        turn.enter_phase(
+            JobPhase.FORMING,
+            previous_members=seats,
+            members=(),
+            spares=(),
+            replaced_pods=(*turn.state.replaced_pods, *late),
+        )
 
 
 def update_spares(turn: DecisionBuilder) -> None:
     """Theirs come behind the last one; a spare that began anew has forgotten it. One may come after the world began."""
-    kept = [name for name in turn.state.spares if name in turn.pods and name not in turn.state.replaced]
+    kept = [name for name in turn.state.spares if name in turn.pods and name not in turn.state.replaced_pods]
     placed = {*turn.state.members, *kept}
     late = [pod.name for pod in rank_assignment.rank_candidates(turn) if pod.name not in placed]
-    turn.set(spares=(*kept, *late[: max(0, turn.spec.spares - len(kept))]))
+    turn.update_state(spares=(*kept, *late[: max(0, turn.spec.spares - len(kept))]))
     spares = (turn.pods[name] for name in turn.state.spares if name in turn.pods)
-    turn.do(*(rank_assignment.update_action(turn, pod) for pod in spares if _wants_rank(turn, pod, _IDLE)))
+    turn.add_actions(*(rank_assignment.update_action(turn, pod) for pod in spares if _wants_rank(turn, pod, _IDLE)))
 
 
 def _wants_rank(turn: DecisionBuilder, pod: ObservedPod, states: set[AgentState]) -> bool:
-    answer = pod.answer
+    answer = pod.agent_status
     if answer is None or answer.restart_mode is not AgentRestartMode.IN_PROCESS or answer.version == turn.state.version:
         return False
     return answer.state in states
@@ -97,26 +103,26 @@ def _wants_rank(turn: DecisionBuilder, pod: ObservedPod, states: set[AgentState]
 
 def _is_still_spare(turn: DecisionBuilder, pod: ObservedPod) -> bool:
     """It has a rank, and its processes, which stand at the barrier, were told of another one or of none."""
-    spare = pod.answer is not None and pod.answer.spare
+    spare = pod.agent_status is not None and pod.agent_status.spare
     return spare and turn.in_phase_s < _SPARE_UPDATE_TIMEOUT_S and _wants_rank(turn, pod, {AgentState.READY})
 
 
 def _adopt_running_world(turn: DecisionBuilder) -> bool:
     """A world that runs already, of an operator that has not left its state: it is taken over as it is."""
     ranked = {}
-    for pod in turn.present:
-        answer = pod.answer
+    for pod in turn.active_pods:
+        answer = pod.agent_status
         if answer is not None and answer.state in _RUNS and answer.rank is not None and answer.version:
             ranked[answer.rank, answer.version] = pod
     versions = {version for _, version in ranked}
     ranks = sorted(rank for rank, _ in ranked)
-    everybody = len(ranks) + turn.spec.spares >= len(turn.present)
+    everybody = len(ranks) + turn.spec.spares >= len(turn.active_pods)
     whole = len(versions) == 1 and ranks == list(range(len(ranks))) and everybody
     if not whole or not turn.spec.policy.allows(len(ranks)):
         return False
     (version,) = versions
     members = [ranked[rank, version] for rank in ranks]
-    turn.enter(
+    turn.enter_phase(
         JobPhase.RUNNING,
         epoch=max(1, rank_assignment.epoch_of_version(version)),
         version=version,
@@ -124,18 +130,18 @@ def _adopt_running_world(turn: DecisionBuilder) -> bool:
         master_addr=members[0].ip,
         started_s=turn.now_s,
     )
-    turn.condition("Running", True, "Adopted", f"{len(members)} agents ran already")
-    turn.tell("Adopted", f"{len(members)} agents run already; they are left alone")
+    turn.set_condition("Running", True, "Adopted", f"{len(members)} agents ran already")
+    turn.add_event("Adopted", f"{len(members)} agents run already; they are left alone")
     return True
 
 
 def handle_starting(turn: DecisionBuilder) -> None:
     """``/start`` again to whoever has not obeyed; the world runs when all say so."""
-    for pod in turn.members:
+    for pod in turn.member_pods:
         if agent_state_of(pod) is AgentState.READY:
-            turn.do(rank_assignment.start_action(turn, pod))
+            turn.add_actions(rank_assignment.start_action(turn, pod))
     size = len(turn.state.members)
-    if sum(agent_state_of(pod) in _RUNS and not turn.is_stale(pod) for pod in turn.members) == size:
+    if sum(agent_state_of(pod) in _RUNS and not turn.is_stale(pod) for pod in turn.member_pods) == size:
         _enter_running(turn)
 
 
@@ -149,14 +155,16 @@ def _enter_running(turn: DecisionBuilder) -> None:
             "FaultRemediated",
             (f"The fault of reason {state.fault.reason} was remediated in {took_ms} milliseconds."),
         )
-        turn.set(snooze_until_s=turn.now_s + turn.spec.policy.scale_up_snooze_s)
+        turn.update_state(no_scale_up_until_s=turn.now_s + turn.spec.policy.scale_up_snooze_s)
     elif state.cause is TransitionCause.SCALE:
         reason, message = "Scaled", f"the job runs with {size} replicas now"
-        scaling = msgspec.structs.replace(state.scaling, scaled_s=turn.now_s, updated_s=turn.now_s, failures=0)
-        turn.set(scaling=scaling)
-    turn.condition("Running", True, reason, message)
-    turn.tell(reason, message)
-    turn.enter(
+        scaling = msgspec.structs.replace(
+            state.scaling, scaled_at_s=turn.now_s, updated_at_s=turn.now_s, consecutive_failures=0
+        )
+        turn.update_state(scaling=scaling)
+    turn.set_condition("Running", True, reason, message)
+    turn.add_event(reason, message)
+    turn.enter_phase(
         JobPhase.RUNNING,
         started_s=turn.now_s if state.started_s is None else state.started_s,
         last_fault=state.fault or state.last_fault,
@@ -166,7 +174,7 @@ def _enter_running(turn: DecisionBuilder) -> None:
 
 
 def handle_running(turn: DecisionBuilder) -> None:
-    states = [agent_state_of(pod) for pod in turn.members]
+    states = [agent_state_of(pod) for pod in turn.member_pods]
     if len(states) == len(turn.state.members) and all(one is AgentState.COMPLETED for one in states):
         complete_job(turn)
         return
@@ -174,29 +182,29 @@ def handle_running(turn: DecisionBuilder) -> None:
         stop_gracefully(turn, TransitionCause.SUSPEND, "the job is suspended")
         return
     if not (_shrink_if_needed(turn) or _grow_if_possible(turn, finishing=AgentState.COMPLETED in states)):
-        turn.do(*(ReleasePod(pod.name, "not wanted any more") for pod in rank_assignment.surplus_pods(turn)))
+        turn.add_actions(*(ReleasePod(pod.name, "not wanted any more") for pod in rank_assignment.surplus_pods(turn)))
 
 
 def _shrink_if_needed(turn: DecisionBuilder) -> bool:
     """Less is admitted than runs, or members are asked back: the rest goes on without them, or with spares."""
     size, most = len(turn.state.members), rank_assignment.max_allowed_size(turn)
-    leaving = [pod.name for pod in turn.members if pod.leaving]
+    leaving = [pod.name for pod in turn.member_pods if pod.terminating]
     if leaving:
         stop_gracefully(turn, TransitionCause.SCALE, f"asked back: {', '.join(leaving)}", target=min(size, most))
     elif most < size:
-        stop_gracefully(turn, TransitionCause.SCALE, f"{turn.seen.capacity} replicas are admitted", target=most)
+        stop_gracefully(turn, TransitionCause.SCALE, f"{turn.observed.capacity} replicas are admitted", target=most)
     return bool(leaving) or most < size
 
 
 def _grow_if_possible(turn: DecisionBuilder, *, finishing: bool) -> bool:
     """Once more can have a rank for long enough, or all there can ever be."""
     size = rank_assignment.growable_size(turn)
-    if finishing or turn.now_s < turn.state.snooze_until_s or size <= len(turn.state.members):
-        turn.set(grow_since_s=None)
+    if finishing or turn.now_s < turn.state.no_scale_up_until_s or size <= len(turn.state.members):
+        turn.update_state(grow_since_s=None)
         return False
     since = turn.now_s if turn.state.grow_since_s is None else turn.state.grow_since_s
     if size < rank_assignment.max_allowed_size(turn) and turn.now_s - since < turn.spec.policy.scaling_timeout_s:
-        turn.set(grow_since_s=since)
+        turn.update_state(grow_since_s=since)
         return False
     stop_gracefully(turn, TransitionCause.SCALE, f"{size} replicas can run", target=size)
     return True
@@ -208,93 +216,105 @@ _BUSY = {AgentState.RUNNING, AgentState.COMPLETED, AgentState.FAULTED}
 def remediate_fault(turn: DecisionBuilder, fault: JobFault) -> None:
     """A fault: all are stopped. One that comes before an earlier one is remediated takes new processes."""
     before = turn.state
-    mode = fault_detection.requested_restart_mode(turn.members)
+    mode = fault_detection.requested_restart_mode(turn.member_pods)
     if before.fault is not None or not before.members:
         mode = mode.at_least(AgentRestartMode.PROCESS)
     state, mode, beyond = fault_detection.count_restart(before, turn.spec.policy, mode, turn.now_s)
     turn.state = fault_detection.record_node_faults(state, turn.spec.policy, fault.nodes, turn.now_s)
     at_s = fault.at_s if before.fault is None else before.fault.at_s
     fault = msgspec.structs.replace(fault, mode=mode, at_s=at_s)
-    turn.tell(fault.reason, fault.message.strip() or fault.reason, warning=True)
-    turn.condition("Running", False, fault.reason, fault.message.strip())
-    turn.set(fault=fault, unexplained_since_s=None)
+    turn.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
+    turn.set_condition("Running", False, fault.reason, fault.message.strip())
+    turn.update_state(fault=fault, unexplained_since_s=None)
     if beyond:
         fail_job(turn, "RestartLimitExceeded", f"gave up after {fault.reason}: more than {beyond}")
         return
     if before.cause is TransitionCause.SCALE and before.phase is not JobPhase.RUNNING:
-        turn.set(scaling=msgspec.structs.replace(before.scaling, failures=before.scaling.failures + 1))
-    turn.tell("Restarting", f"restart {turn.state.restarts}, {mode.value}")
+        turn.update_state(
+            scaling=msgspec.structs.replace(
+                before.scaling, consecutive_failures=before.scaling.consecutive_failures + 1
+            )
+        )
+    turn.add_event("Restarting", f"restart {turn.state.restarts}, {mode.value}")
     _stop(turn, TransitionCause.FAULT, mode, target=len(before.members) or before.target)
-    mark_replaced(turn, [pod for pod in turn.seen.pods if mode is AgentRestartMode.JOB or _is_unusable(turn, pod)])
+    mark_replaced(turn, [pod for pod in turn.observed.pods if mode is AgentRestartMode.JOB or _is_unusable(turn, pod)])
 
 
 def explained(turn: DecisionBuilder, fault: JobFault) -> None:
     """The same fault, for the reason that it really had; machines that were blamed for it are not any more."""
     before = turn.state.fault
     wrongly = () if before is None else before.nodes
-    offences = list(turn.state.offences)
-    for one in reversed(turn.state.offences):
+    offences = list(turn.state.node_faults)
+    for one in reversed(turn.state.node_faults):
         if one.node in wrongly:
             offences.remove(one)
             break
     turn.state = fault_detection.record_node_faults(
-        msgspec.structs.replace(turn.state, fault=fault, offences=tuple(offences)),
+        msgspec.structs.replace(turn.state, fault=fault, node_faults=tuple(offences)),
         turn.spec.policy, fault.nodes, turn.now_s,
     )  # fmt: skip
-    turn.tell(fault.reason, fault.message.strip() or fault.reason, warning=True)
-    turn.condition("Running", False, fault.reason, fault.message.strip())
+    turn.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
+    turn.set_condition("Running", False, fault.reason, fault.message.strip())
 
 
 def stop_gracefully(turn: DecisionBuilder, cause: TransitionCause, why: str, *, target: int = 0) -> None:
     """Gracefully: ranks agree on a step, save, and end."""
-    turn.tell("Scaling" if cause is TransitionCause.SCALE else "Suspending", why)
-    turn.condition("Running", False, cause.value, why)
+    turn.add_event("Scaling" if cause is TransitionCause.SCALE else "Suspending", why)
+    turn.set_condition("Running", False, cause.value, why)
     if cause is TransitionCause.SCALE:
         scaling = msgspec.structs.replace(
             turn.state.scaling,
             target=target,
-            updated_s=turn.now_s,
-            after_fault=any(pod.leaving for pod in turn.members),
+            updated_at_s=turn.now_s,
+            after_fault=any(pod.terminating for pod in turn.member_pods),
         )
-        turn.set(scaling=scaling)
-    _stop(turn, cause, fault_detection.requested_restart_mode(turn.members), graceful=True, target=target)
+        turn.update_state(scaling=scaling)
+    _stop(turn, cause, fault_detection.requested_restart_mode(turn.member_pods), graceful=True, target=target)
 
 
 def _stop(
     turn: DecisionBuilder, cause: TransitionCause, mode: AgentRestartMode, *, target: int, graceful: bool = False
 ) -> None:
-    if mode is AgentRestartMode.JOB and not turn.seen.can_replace:
+    if mode is AgentRestartMode.JOB and not turn.observed.can_replace:
         mode = AgentRestartMode.PROCESS
-    seats = turn.state.members or turn.state.seats
-    turn.enter(
-        JobPhase.STOPPING, cause=cause, mode=mode, graceful=graceful, told_again=(), seats=seats, target=target
-    )  # fmt: skip
+    seats = turn.state.members or turn.state.previous_members
+    turn.enter_phase(
+        JobPhase.STOPPING,
+        cause=cause,
+        restart_mode=mode,
+        graceful=graceful,
+        stop_escalated=(),
+        previous_members=seats,
+        target=target,
+    )
 
 
 def _is_unusable(turn: DecisionBuilder, pod: ObservedPod) -> bool:
     ranked = pod.name in turn.state.members
-    return bool(pod.node_fault) or (ranked and turn.is_lost(pod))
+    return bool(pod.node_health_problem) or (ranked and turn.is_lost(pod))
 
 
 def mark_replaced(turn: DecisionBuilder, pods: Iterable[ObservedPod]) -> None:
     """These count no more, where others can be had."""
-    if turn.seen.can_replace:
-        names = [pod.name for pod in pods if pod.name not in turn.state.replaced and not pod.leaving]
-        turn.set(replaced=(*turn.state.replaced, *names))
+    if turn.observed.can_replace:
+        names = [pod.name for pod in pods if pod.name not in turn.state.replaced_pods and not pod.terminating]
+        turn.update_state(replaced_pods=(*turn.state.replaced_pods, *names))
 
 
 def handle_stopping(turn: DecisionBuilder) -> None:
     """``/stop`` to whoever is not stopped; in time all wait again, or are given up."""
-    mark_replaced(turn, [pod for pod in turn.present if _is_unusable(turn, pod)])
-    busy = [pod for pod in turn.seen.pods if pod.name not in turn.state.replaced and _still_stopping(turn, pod)]
+    mark_replaced(turn, [pod for pod in turn.active_pods if _is_unusable(turn, pod)])
+    busy = [
+        pod for pod in turn.observed.pods if pod.name not in turn.state.replaced_pods and _still_stopping(turn, pod)
+    ]
     for pod in busy:
         if agent_state_of(pod) in _BUSY:
-            turn.do(StopAgent(pod.name, _stop_request(turn)))
-    limit_s = turn.spec.stop_s + (turn.spec.policy.graceful_shutdown_timeout_s if turn.state.graceful else 0.0)
+            turn.add_actions(StopAgent(pod.name, _stop_request(turn)))
+    limit_s = turn.spec.stop_timeout_s + (turn.spec.policy.graceful_shutdown_timeout_s if turn.state.graceful else 0.0)
     if busy and turn.in_phase_s >= limit_s:
-        _escalate_stop(turn, [pod for pod in busy if pod.name not in turn.state.told_again])
-    if busy and turn.in_phase_s >= limit_s + turn.spec.stop_s:
-        turn.tell("StopTimeout", f"did not stop: {', '.join(pod.name for pod in busy)}", warning=True)
+        _escalate_stop(turn, [pod for pod in busy if pod.name not in turn.state.stop_escalated])
+    if busy and turn.in_phase_s >= limit_s + turn.spec.stop_timeout_s:
+        turn.add_event("StopTimeout", f"did not stop: {', '.join(pod.name for pod in busy)}", warning=True)
         mark_replaced(turn, busy)
         busy = []
     if not busy:
@@ -312,22 +332,22 @@ def _stop_request(turn: DecisionBuilder) -> StopRequest:
     """In-process agents know nothing of graceful stops: theirs is the barrier, whatever the reason."""
     state = turn.state
     if not state.graceful:
-        return StopRequest(restart_mode=state.mode.value)
+        return StopRequest(restart_mode=state.restart_mode.value)
     grace_s = math.ceil(turn.spec.policy.graceful_shutdown_timeout_s)
-    return StopRequest(restart_mode=state.mode.value, is_graceful=True, timeout=max(1, grace_s))
+    return StopRequest(restart_mode=state.restart_mode.value, is_graceful=True, timeout=max(1, grace_s))
 
 
 def _escalate_stop(turn: DecisionBuilder, pods: list[ObservedPod]) -> None:
     """Once, since every such word begins a restart of processes anew."""
     body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
     told = [pod.name for pod in pods if agent_state_of(pod) is AgentState.STOPPING]
-    turn.do(*(StopAgent(name, body) for name in told))
-    turn.set(told_again=(*turn.state.told_again, *told))
+    turn.add_actions(*(StopAgent(name, body) for name in told))
+    turn.update_state(stop_escalated=(*turn.state.stop_escalated, *told))
 
 
 def _stopped(turn: DecisionBuilder) -> None:
     if turn.state.cause is TransitionCause.SUSPEND:
-        turn.enter(JobPhase.SUSPENDED, members=(), spares=())
+        turn.enter_phase(JobPhase.SUSPENDED, members=(), spares=())
         return
     policy = turn.spec.policy
     if turn.state.cause is TransitionCause.FAULT and turn.state.fault is not None:
@@ -344,17 +364,17 @@ _ENDS_WHEN_TOLD = set(AgentState) - {AgentState.STOPPING, AgentState.SHUTDOWN}
 
 def complete_job(turn: DecisionBuilder) -> None:
     message = f"all {len(turn.state.members)} agents completed"
-    turn.tell("Completed", message)
-    turn.condition("Running", False, "Completed", message)
-    turn.condition("Succeeded", True, "Completed", message)
-    turn.enter(JobPhase.SUCCEEDED, ended_s=turn.now_s)
+    turn.add_event("Completed", message)
+    turn.set_condition("Running", False, "Completed", message)
+    turn.set_condition("Succeeded", True, "Completed", message)
+    turn.enter_phase(JobPhase.SUCCEEDED, ended_s=turn.now_s)
 
 
 def fail_job(turn: DecisionBuilder, reason: str, message: str) -> None:
-    turn.tell(reason, message, warning=True)
-    turn.condition("Running", False, reason, message)
-    turn.condition("Failed", True, reason, message)
-    turn.enter(JobPhase.FAILED, ended_s=turn.now_s)
+    turn.add_event(reason, message, warning=True)
+    turn.set_condition("Running", False, reason, message)
+    turn.set_condition("Failed", True, reason, message)
+    turn.enter_phase(JobPhase.FAILED, ended_s=turn.now_s)
 
 
 def exceeded_deadline(turn: DecisionBuilder) -> tuple[str, str] | None:
@@ -376,27 +396,27 @@ def exceeded_deadline(turn: DecisionBuilder) -> tuple[str, str] | None:
 
 def handle_ended(turn: DecisionBuilder) -> None:
     """Agents are told to end; those that do not in time hold a machine, and a queue's quota, for nothing."""
-    turn.do(*(ShutdownAgent(pod.name) for pod in turn.seen.pods if agent_state_of(pod) in _ENDS_WHEN_TOLD))
+    turn.add_actions(*(ShutdownAgent(pod.name) for pod in turn.observed.pods if agent_state_of(pod) in _ENDS_WHEN_TOLD))
     grace_s = turn.spec.policy.graceful_shutdown_timeout_s if turn.state.graceful else 0.0
-    if turn.in_phase_s >= grace_s + 2 * turn.spec.stop_s:
-        stuck = (pod for pod in turn.present if agent_state_of(pod) is not None)
-        turn.do(*(ReleasePod(pod.name, "the job has ended, and its agent does not") for pod in stuck))
+    if turn.in_phase_s >= grace_s + 2 * turn.spec.stop_timeout_s:
+        stuck = (pod for pod in turn.active_pods if agent_state_of(pod) is not None)
+        turn.add_actions(*(ReleasePod(pod.name, "the job has ended, and its agent does not") for pod in stuck))
 
 
 def handle_suspended(turn: DecisionBuilder) -> None:
     """No pod is kept; the job goes on where it was when it is asked to."""
     if turn.spec.suspend:
-        turn.condition("Suspended", True, "Suspended", "the job is suspended")
-        turn.do(*(ReleasePod(pod.name, "the job is suspended") for pod in turn.present))
+        turn.set_condition("Suspended", True, "Suspended", "the job is suspended")
+        turn.add_actions(*(ReleasePod(pod.name, "the job is suspended") for pod in turn.active_pods))
         return
-    turn.condition("Suspended", False, "Resumed", "the job goes on")
+    turn.set_condition("Suspended", False, "Resumed", "the job goes on")
     deadline_s = turn.now_s + turn.spec.policy.scaling_timeout_s if turn.spec.elastic else None
-    turn.enter(JobPhase.FORMING, cause=TransitionCause.BEGIN, target=0, deadline_s=deadline_s)
+    turn.enter_phase(JobPhase.FORMING, cause=TransitionCause.BEGIN, target=0, deadline_s=deadline_s)
 
 
 _PHASES: Mapping[JobPhase, Callable[[DecisionBuilder], None]] = {
     JobPhase.FORMING: handle_forming,
-    JobPhase.ARRANGED: handle_ranks_assigned,
+    JobPhase.RANKS_ASSIGNED: handle_ranks_assigned,
     JobPhase.STARTING: handle_starting,
     JobPhase.RUNNING: handle_running,
     JobPhase.STOPPING: handle_stopping,
@@ -404,7 +424,7 @@ _PHASES: Mapping[JobPhase, Callable[[DecisionBuilder], None]] = {
     JobPhase.SUCCEEDED: handle_ended,
     JobPhase.FAILED: handle_ended,
 }
-_WITH_RANKS = {JobPhase.ARRANGED, JobPhase.STARTING, JobPhase.RUNNING}
+_WITH_RANKS = {JobPhase.RANKS_ASSIGNED, JobPhase.STARTING, JobPhase.RUNNING}
 
 
 def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) -> OperatorDecision:
@@ -413,7 +433,7 @@ def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) 
     if state.created_s is None:
         accept_job(turn)
     fault_detection.record_observations(turn)
-    if not turn.state.phase.over:
+    if not turn.state.phase.is_final:
         _handle_faults(turn)
     for _ in () if turn.waits else JobPhase:
         phase = turn.state.phase
@@ -423,13 +443,13 @@ def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) 
     if turn.state.phase in _WITH_RANKS and not turn.waits:
         update_spares(turn)
     if not turn.waits:
-        turn.do(*_side_actions(turn))
+        turn.add_actions(*_side_actions(turn))
     return OperatorDecision(
         state=turn.state,
         actions=tuple(turn.actions),
         events=tuple(turn.events),
         wanted=rank_assignment.desired_pods(turn),
-        finished=turn.state.phase.over and all(agent_state_of(pod) is None for pod in seen.pods),
+        finished=turn.state.phase.is_final and all(agent_state_of(pod) is None for pod in seen.pods),
     )
 
 
@@ -438,8 +458,8 @@ def _handle_faults(turn: DecisionBuilder) -> None:
     if late is not None:
         fail_job(turn, *late)
         return
-    idle = (pod for pod in turn.present if pod.name not in turn.state.members)
-    mark_replaced(turn, (pod for pod in idle if pod.node_fault))
+    idle = (pod for pod in turn.active_pods if pod.name not in turn.state.members)
+    mark_replaced(turn, (pod for pod in idle if pod.node_health_problem))
     found, better = fault_detection.detect_fault(turn), fault_detection.explain(turn)
     if found is not None:
         remediate_fault(turn, found)
@@ -450,11 +470,11 @@ def _handle_faults(turn: DecisionBuilder) -> None:
 def _side_actions(turn: DecisionBuilder) -> list[OperatorAction]:
     """What goes on beside the world: pods on their way out, and those without a rank that do what only ranks do."""
     found: list[OperatorAction] = []
-    if turn.seen.can_replace:
+    if turn.observed.can_replace:
         why = turn.state.fault.reason if turn.state.fault is not None else "replaced"
-        found += [ReplacePod(name, why) for name in turn.state.replaced if name in turn.pods]
+        found += [ReplacePod(name, why) for name in turn.state.replaced_pods if name in turn.pods]
     if turn.state.phase in _WITH_RANKS:
         body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
-        idle = (pod for pod in turn.present if pod.name not in turn.state.members)
+        idle = (pod for pod in turn.active_pods if pod.name not in turn.state.members)
         found += [StopAgent(pod.name, body) for pod in idle if agent_state_of(pod) in _BUSY]
     return found

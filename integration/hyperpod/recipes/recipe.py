@@ -36,7 +36,7 @@ class RecipeCheckpoints:
     durable: str = ""
     keep_last: int = 0
 
-    def settings(self, recovery: RecipeRecovery) -> dict[str, Any]:
+    def settings_document(self, recovery: RecipeRecovery) -> dict[str, Any]:
         """The tree of a ``$TIEREDCKPT_CONFIG`` file; what is as it would be anyway is left out."""
         durable: dict[str, Any] = {"every": self.durable_every}
         if self.durable:
@@ -116,11 +116,11 @@ class Recipe:
     checkpoints: RecipeCheckpoints = field(default_factory=RecipeCheckpoints)
     recovery: RecipeRecovery = field(default_factory=RecipeRecovery)
     training: RecipeTraining = field(default_factory=RecipeTraining)
-    ahead: RecipePrefetch | None = None
+    prefetch: RecipePrefetch | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What is not as somebody who wrote it might expect."""
-    left_alone: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
     """Keys that are others', by their topmost name."""
 
 
@@ -141,28 +141,28 @@ def parse_scaling(doc: RecipeDocument, scale: ScaleConfig) -> RecipeScaling:
         for key, value in stated.items()
         if key in scaling_policy.RECIPE_POLICY_KEYS or key in ELASTIC_SWITCHES
     }
-    doc.claim(*(f"elastic_policy.{key}" for key in known))
+    doc.mark_read(*(f"elastic_policy.{key}" for key in known))
     notes = [f"elastic_policy.{key} is unknown and has no effect" for key in stated if key not in known]
     sizes = [size.nodes for size in scale.sizes.values()]
-    elastic = doc.flag("elastic_policy.is_elastic") or False
+    elastic = doc.boolean("elastic_policy.is_elastic") or False
     if not known:
         return RecipeScaling(
             _policy(doc, {"min_nodes": min(sizes), "max_nodes": max(sizes)}, sizes), elastic, tuple(notes)
         )
-    least = doc.whole("elastic_policy.min_nodes") or min(sizes)
-    most = doc.whole("elastic_policy.max_nodes") or max(sizes)
+    least = doc.integer("elastic_policy.min_nodes") or min(sizes)
+    most = doc.integer("elastic_policy.max_nodes") or max(sizes)
     if known.get("replica_increment_step") is not None:
         sizes = []
     elif beyond := [size for size in sizes if not least <= size <= most]:
         sizes = [size for size in sizes if least <= size <= most]
         if not sizes and least <= most:
-            raise doc.wrong(
+            raise doc.error(
                 "elastic_policy",
                 f"allows {least} to {most} nodes (min_nodes, max_nodes), but scale_config is for {_list(beyond)} only",
             )
         notes.append(f"scale_config.{_list(beyond)} is beyond min_nodes {least} and max_nodes {most}: never used")
     if least < min(scale.sizes):
-        raise doc.wrong(
+        raise doc.error(
             "elastic_policy.min_nodes",
             f"is {least}, but scale_config begins with {min(scale.sizes)}: nobody says what holds below",
         )
@@ -214,7 +214,7 @@ _TARGET = "_target_"
 def is_checkpointless(doc: RecipeDocument) -> bool:
     resume = doc.section("resume").get(_TARGET)
     return (
-        (doc.text("run.model_type") or "").startswith(_TYPE)
+        (doc.string("run.model_type") or "").startswith(_TYPE)
         or str(resume).endswith(_RESUME)
         or _callback(doc) is not None
     )
@@ -223,10 +223,10 @@ def is_checkpointless(doc: RecipeDocument) -> bool:
 def parse_recovery(doc: RecipeDocument) -> tuple[RecipeRecovery, tuple[str, ...]]:
     """What happens after a fault, and what of it is different from what the recipe's author would expect."""
     switches = {name: _switch(doc, name) for name in _KEPT}
-    instances = doc.whole("strategy.num_distributed_optimizer_instances") or 1
-    doc.claim("callbacks", "resume", "run.model_type")
+    instances = doc.integer("strategy.num_distributed_optimizer_instances") or 1
+    doc.mark_read("callbacks", "resume", "run.model_type")
     if switches["enable_checkpointless"] and not switches["enable_inprocess"]:
-        raise doc.wrong(
+        raise doc.error(
             f"callbacks.{_CALLBACK}",
             "has enable_checkpointless: true and enable_inprocess: false: state can only be taken from processes "
             "that are still there",
@@ -243,20 +243,20 @@ def parse_recovery(doc: RecipeDocument) -> tuple[RecipeRecovery, tuple[str, ...]
 
 
 def parse_checkpoints(doc: RecipeDocument) -> RecipeCheckpoints:
-    frequency = doc.whole("log.ckpt.every_n_train_steps")
-    own = doc.whole("mmap.checkpoint_frequency")
+    frequency = doc.integer("log.ckpt.every_n_train_steps")
+    own = doc.integer("mmap.checkpoint_frequency")
     if frequency is not None and own is not None and frequency != own:
-        raise doc.wrong(
+        raise doc.error(
             "mmap.checkpoint_frequency",
             f"is {own}, but log.ckpt.every_n_train_steps is {frequency}: batches would be given up before their step "
             "is safe, or kept for nothing",
         )
     keep = doc.get("log.ckpt.save_top_k")
-    by = doc.text("log.ckpt.monitor")
+    by = doc.string("log.ckpt.monitor")
     newest = isinstance(keep, int) and not isinstance(keep, bool) and keep > 0 and by in (None, "step")
     return RecipeCheckpoints(
         durable_every=frequency or RecipeCheckpoints.durable_every,
-        durable=doc.text("log.ckpt.dirpath") or "",
+        durable=doc.string("log.ckpt.dirpath") or "",
         keep_last=keep if newest else 0,
     )
 
@@ -266,21 +266,21 @@ def parse_training(doc: RecipeDocument) -> RecipeTraining:
     return RecipeTraining(
         method="lora" if "lora" in model.lower() else "full",
         algorithm="pretrain" if "pre-training" in model.lower() else "sft",
-        steps=doc.whole("trainer.max_steps"),
-        length=doc.whole("data.seq_length"),
+        steps=doc.integer("trainer.max_steps"),
+        length=doc.integer("data.seq_length"),
         weight_decay=doc.number("optim.config.weight_decay"),
         beta1=doc.number("optim.config.adam_beta1"),
         beta2=doc.number("optim.config.adam_beta2"),
         eps=doc.number("optim.config.adam_eps"),
         clip=doc.number("optim.config.clip_grad"),
-        warmup=doc.whole("optim.lr_scheduler.warmup_steps", least=0),
+        warmup=doc.integer("optim.lr_scheduler.warmup_steps", least=0),
         min_rate=doc.number("optim.lr_scheduler.min_lr"),
     )
 
 
 def parse_prefetch(doc: RecipeDocument) -> RecipePrefetch | None:
-    batches = doc.whole("mmap.prefetch_length")
-    return None if batches is None else RecipePrefetch(batches, doc.text("mmap.cache_dir") or "")
+    batches = doc.integer("mmap.prefetch_length")
+    return None if batches is None else RecipePrefetch(batches, doc.string("mmap.cache_dir") or "")
 
 
 def recovery_environ(recovery: RecipeRecovery) -> dict[str, str]:
@@ -289,7 +289,7 @@ def recovery_environ(recovery: RecipeRecovery) -> dict[str, str]:
 
 
 def _callback(doc: RecipeDocument) -> Mapping[Any, Any] | None:
-    return next((one for one in doc.items("callbacks") if str(one.get(_TARGET)).endswith(_CALLBACK)), None)
+    return next((one for one in doc.mappings("callbacks") if str(one.get(_TARGET)).endswith(_CALLBACK)), None)
 
 
 def _switch(doc: RecipeDocument, name: str) -> bool:
@@ -314,56 +314,56 @@ def read_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
     ``devices`` are the ranks of a node, where they are not those that the recipe was written for.
     """
     doc = open_recipe_document(path)
-    doc.claim("display_name", "run.name", "defaults")
+    doc.mark_read("display_name", "run.name", "defaults")
     if is_checkpointless(doc):
         return _checkpointless(doc, devices)
     return _elastic(doc, Path(path), devices)
 
 
 def _elastic(doc: RecipeDocument, path: Path, devices: int | None) -> Recipe:
-    stated = doc.whole("trainer.devices")
+    stated = doc.integer("trainer.devices")
     scale = _scale(doc, path)
     _refuse_contradictions(doc, scale, stated or DEFAULT_DEVICES, given=devices)
     policy, elastic, notes = parse_scaling(doc, scale)
-    own = doc.whole("trainer.num_nodes")
+    own = doc.integer("trainer.num_nodes")
     if own is not None and own < min(scale.sizes):
-        raise doc.wrong("trainer.num_nodes", f"is {own}, but scale_config begins with {min(scale.sizes)}")
+        raise doc.error("trainer.num_nodes", f"is {own}, but scale_config begins with {min(scale.sizes)}")
     training = _method(doc)
     if training.algorithm == "dpo":
         notes = (*notes, "the loop is yours: a batch counts preference pairs, and `elastic finetune` has no DPO")
     return Recipe(
         file=doc.name,
         name=_job(doc),
-        title=doc.text("display_name") or _job(doc),
+        title=doc.string("display_name") or _job(doc),
         kind=RecipeKind.ELASTIC,
-        model=doc.text(f"{_MODEL}.model_name_or_path") or "",
+        model=doc.string(f"{_MODEL}.model_name_or_path") or "",
         devices=devices or stated or DEFAULT_DEVICES,
         model_parallel=1,
         scale=scale,
         policy=policy,
         elastic=elastic,
-        nodes=own or policy.least,
+        nodes=own or policy.smallest_size,
         checkpoints=RecipeCheckpoints(),
         training=training,
         notes=notes,
-        left_alone=doc.left_alone(),
+        unread_keys=doc.unread_keys(),
     )
 
 
 def _checkpointless(doc: RecipeDocument, devices: int | None) -> Recipe:
-    nodes, own = doc.whole("trainer.num_nodes"), doc.whole("trainer.devices")
-    batch, micro = doc.whole("data.global_batch_size"), doc.whole("data.micro_batch_size")
+    nodes, own = doc.integer("trainer.num_nodes"), doc.integer("trainer.devices")
+    batch, micro = doc.integer("data.global_batch_size"), doc.integer("data.micro_batch_size")
     rate = doc.number("optim.config.lr")
     if nodes is None:
-        raise doc.wrong("trainer.num_nodes", "is missing: a checkpointless recipe has one size, and that is it")
+        raise doc.error("trainer.num_nodes", "is missing: a checkpointless recipe has one size, and that is it")
     if batch is None:
-        raise doc.wrong("data.global_batch_size", "is missing")
+        raise doc.error("data.global_batch_size", "is missing")
     model_parallel = 1
     for name in _PARALLEL:
-        model_parallel *= doc.whole(f"strategy.{name}") or 1
+        model_parallel *= doc.integer(f"strategy.{name}") or 1
     ranks = devices or own or DEFAULT_DEVICES
     if nodes * ranks % model_parallel:
-        raise doc.wrong(
+        raise doc.error(
             "strategy",
             f"has {model_parallel} ranks for one model ({', '.join(_PARALLEL)}): they must divide the {nodes * ranks} "
             "ranks of trainer.num_nodes and trainer.devices",
@@ -378,7 +378,7 @@ def _checkpointless(doc: RecipeDocument, devices: int | None) -> Recipe:
     return Recipe(
         file=doc.name,
         name=_job(doc),
-        title=doc.text("display_name") or _job(doc),
+        title=doc.string("display_name") or _job(doc),
         kind=RecipeKind.CHECKPOINTLESS,
         model="",
         devices=ranks,
@@ -390,27 +390,27 @@ def _checkpointless(doc: RecipeDocument, devices: int | None) -> Recipe:
         checkpoints=parse_checkpoints(doc),
         recovery=recovery,
         training=parse_training(doc),
-        ahead=parse_prefetch(doc),
+        prefetch=parse_prefetch(doc),
         environ=recovery_environ(recovery),
         notes=(*notes, *more),
-        left_alone=doc.left_alone(),
+        unread_keys=doc.unread_keys(),
     )
 
 
 def _scale(doc: RecipeDocument, path: Path) -> ScaleConfig:
     """The table, or one size where a recipe has only a batch of its own."""
-    doc.claim("scale_config", *(f"{_ARGS}.{name}" for name in ("train_batch_size", "micro_train_batch_size")))
-    doc.claim(f"{_ARGS}.learning_rate", f"{_ARGS}.uneven_batch")
+    doc.mark_read("scale_config", *(f"{_ARGS}.{name}" for name in ("train_batch_size", "micro_train_batch_size")))
+    doc.mark_read(f"{_ARGS}.learning_rate", f"{_ARGS}.uneven_batch")
     if doc.tree.get("scale_config") is not None:
         return read_scale_config(path)
-    batch = doc.whole(f"{_ARGS}.train_batch_size")
+    batch = doc.integer(f"{_ARGS}.train_batch_size")
     if batch is None:
-        raise doc.wrong(
+        raise doc.error(
             "scale_config",
             f"is missing, and so is {_ARGS}.train_batch_size: nothing here says what the batch is at which size",
         )
-    nodes = doc.whole("elastic_policy.min_nodes") or doc.whole("trainer.num_nodes") or 1
-    micro, rate = doc.whole(f"{_ARGS}.micro_train_batch_size"), doc.number(f"{_ARGS}.learning_rate")
+    nodes = doc.integer("elastic_policy.min_nodes") or doc.integer("trainer.num_nodes") or 1
+    micro, rate = doc.integer(f"{_ARGS}.micro_train_batch_size"), doc.number(f"{_ARGS}.learning_rate")
     return ScaleConfig(doc.name, {nodes: single_size(nodes, batch, micro, rate)})
 
 
@@ -424,21 +424,21 @@ def _refuse_contradictions(doc: RecipeDocument, scale: ScaleConfig, stated: int,
 
 def _method(doc: RecipeDocument) -> RecipeTraining:
     """By its own keys where it has them, else by the parts that it is put together from."""
-    parts = " ".join(doc.texts("defaults"))
-    peft = doc.text(f"{_MODEL}.peft_config.peft_type") or ""
+    parts = " ".join(doc.strings("defaults"))
+    peft = doc.string(f"{_MODEL}.peft_config.peft_type") or ""
     doc.section(f"{_MODEL}.peft_config")
     lora = peft.lower() == "lora" or "/peft/lora" in parts
     algorithm = "dpo" if "/algorithm/dpo" in parts else "sft"
     return RecipeTraining(
         method="lora" if lora else "full",
-        lora=doc.whole(f"{_MODEL}.peft_config.r"),
+        lora=doc.integer(f"{_MODEL}.peft_config.r"),
         lora_alpha=doc.number(f"{_MODEL}.peft_config.lora_alpha"),
         algorithm=algorithm,
-        steps=doc.whole(f"{_ARGS}.max_steps"),
-        length=doc.whole(f"{_ARGS}.max_len"),
+        steps=doc.integer(f"{_ARGS}.max_steps"),
+        length=doc.integer(f"{_ARGS}.max_len"),
     )
 
 
 def _job(doc: RecipeDocument) -> str:
-    said = doc.text("run.name") or Path(doc.name).stem
+    said = doc.string("run.name") or Path(doc.name).stem
     return re.sub(r"[^a-z0-9-]+", "-", said.lower()).strip("-")[:63] or "recipe"

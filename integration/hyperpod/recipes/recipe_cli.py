@@ -46,14 +46,14 @@ def recipe_json(recipe: Recipe, policy: ScalingPolicy, *, elastic: bool) -> dict
         "recovery": dataclasses.asdict(recipe.recovery),
         "training": dataclasses.asdict(recipe.training),
         "rates_by_world": None if rates is None else {str(world): rate for world, rate in rates.rates.items()},
-        "ahead": None if recipe.ahead is None else dataclasses.asdict(recipe.ahead),
+        "ahead": None if recipe.prefetch is None else dataclasses.asdict(recipe.prefetch),
         "environ": recipe_plan.recipe_environ(recipe),
         "launch": {
             "elastic": recipe_plan.elastic_run_command(recipe, policy, EXAMPLE_SCRIPT),
             "hyperpodrun": recipe_plan.hyperpodrun_command(recipe, EXAMPLE_SCRIPT),
         },
         "notes": list(recipe.notes),
-        "left_alone": list(recipe.left_alone),
+        "left_alone": list(recipe.unread_keys),
     }
 
 
@@ -97,7 +97,7 @@ def plans_table(plans: Sequence[PlanAtSize]) -> Any:
             str(one.nodes) + ("" if one.stated else " *"),
             str(one.plan.world_size),
             str(one.plan.global_batch),
-            str(one.plan.accumulation),
+            str(one.plan.accumulation_steps),
             "" if one.learning_rate is None else f"{one.learning_rate:g}",
             " + ".join(f"{quota.ranks} x {quota.samples}" for quota in one.plan.quotas),
         )
@@ -223,7 +223,7 @@ def _sized(file: Path, nproc: int | None, nodes: Sequence[str], *, elastic: bool
     if wanted:
         policy = recipe.limit_nodes(policy, min(wanted), max(wanted), where=f"{found.file}: --nodes")
     if elastic and len(policy.sizes) == 1:
-        raise PolicyError(f"{found.file}: --elastic: it has one size, {policy.least} nodes")
+        raise PolicyError(f"{found.file}: --elastic: it has one size, {policy.smallest_size} nodes")
     on = elastic or found.elastic or len(wanted) > 1
     if not on:
         size = wanted[0] if wanted else found.nodes
@@ -238,8 +238,8 @@ def _remarks(screen: ElasticScreen, found: Recipe) -> None:
         return
     for note in found.notes:
         screen.info(note)
-    if found.left_alone:
-        screen.err.print(f"left alone, as others' concern: {', '.join(found.left_alone)}", markup=False)
+    if found.unread_keys:
+        screen.err.print(f"left alone, as others' concern: {', '.join(found.unread_keys)}", markup=False)
 
 
 def _write(path: Path, tree: Any) -> None:

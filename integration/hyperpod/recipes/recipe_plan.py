@@ -103,14 +103,14 @@ def policy_document(policy: ScalingPolicy) -> dict[str, Any]:
 
 def settings_document(recipe: Recipe) -> dict[str, Any]:
     """A file for ``$TIEREDCKPT_CONFIG``."""
-    return recipe.checkpoints.settings(recipe.recovery)
+    return recipe.checkpoints.settings_document(recipe.recovery)
 
 
 def recipe_environ(recipe: Recipe) -> dict[str, str]:
     """What a rank's environment has to say besides."""
     environ = {"TIEREDCKPT_CONFIG": SETTINGS_FILE, **recipe.environ}
-    if recipe.ahead is not None and recipe.ahead.directory:
-        environ["ELASTIC_PREPARED_DIR"] = recipe.ahead.directory
+    if recipe.prefetch is not None and recipe.prefetch.directory:
+        environ["ELASTIC_PREPARED_DIR"] = recipe.prefetch.directory
     return environ
 
 
@@ -139,7 +139,7 @@ def hyperpodrun_command(recipe: Recipe, script: Sequence[str]) -> list[str]:
 
 
 def nodes_option(policy: ScalingPolicy) -> str:
-    least, most = policy.least, max(policy.sizes)
+    least, most = policy.smallest_size, max(policy.sizes)
     return str(least) if least == most else f"{least}:{most}"
 
 
@@ -156,7 +156,7 @@ def recipe_training_job(
     """
     if not elastic:
         policy = recipe_module.limit_nodes(policy, recipe.nodes, recipe.nodes, where=recipe.file)
-    ahead = recipe.ahead.directory if recipe.ahead is not None else ""
+    ahead = recipe.prefetch.directory if recipe.prefetch is not None else ""
     return TrainingJob(
         **{"name": recipe.name, **{name: value for name, value in pods.items() if value}},
         command=hyperpodrun_command(recipe, script),

@@ -47,7 +47,7 @@ class RecipeDocument:
         self.tree = tree
         self._read: set[str] = set()
 
-    def wrong(self, path: str, why: str) -> PolicyError:
+    def error(self, path: str, why: str) -> PolicyError:
         return PolicyError(f"{self.name}: {path} {why}")
 
     def get(self, path: str) -> Any:
@@ -57,7 +57,7 @@ class RecipeDocument:
         while isinstance(value, str) and (found := _WHOLE.fullmatch(value)):
             value, hops = _at(self.tree, found[1]), hops + 1
             if hops > _DEEPEST:
-                raise self.wrong(path, "refers to itself")
+                raise self.error(path, "refers to itself")
         return None if isinstance(value, str) and value == _MISSING else value
 
     def section(self, path: str) -> Mapping[Any, Any]:
@@ -67,16 +67,16 @@ class RecipeDocument:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise self.wrong(path, f"is {value!r}: it is to be a mapping")
+            raise self.error(path, f"is {value!r}: it is to be a mapping")
         return value
 
-    def whole(self, path: str, *, least: int = 1) -> int | None:
+    def integer(self, path: str, *, least: int = 1) -> int | None:
         value = self.get(path)
         if value is None:
             return None
         number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise self.wrong(path, f"is {value!r}: it must be a whole number, {least} or more")
+            raise self.error(path, f"is {value!r}: it must be a whole number, {least} or more")
         return number
 
     def number(self, path: str, *, least: float = 0.0) -> float | None:
@@ -89,37 +89,37 @@ class RecipeDocument:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number) or number < least:
-            raise self.wrong(path, f"is {value!r}: it must be a number, {least:g} or more")
+            raise self.error(path, f"is {value!r}: it must be a number, {least:g} or more")
         return number
 
-    def flag(self, path: str) -> bool | None:
+    def boolean(self, path: str) -> bool | None:
         value = self.get(path)
         if value is not None and not isinstance(value, bool):
-            raise self.wrong(path, f"is {value!r}: it must be true or false")
+            raise self.error(path, f"is {value!r}: it must be true or false")
         return value
 
-    def text(self, path: str) -> str | None:
+    def string(self, path: str) -> str | None:
         """``None`` also for what only another file completes."""
         value = self.get(path)
         if value is None or isinstance(value, (Mapping, list)):
             return None
         return None if "${" in str(value) else str(value)
 
-    def texts(self, path: str) -> tuple[str, ...]:
+    def strings(self, path: str) -> tuple[str, ...]:
         value = self.get(path)
         return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
 
-    def items(self, path: str) -> list[Mapping[Any, Any]]:
+    def mappings(self, path: str) -> list[Mapping[Any, Any]]:
         """The mappings of a list."""
         value = self.get(path)
         self._read.discard(path)
         return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
-    def claim(self, *paths: str) -> None:
+    def mark_read(self, *paths: str) -> None:
         """Somebody else here reads these."""
         self._read.update(paths)
 
-    def left_alone(self) -> tuple[str, ...]:
+    def unread_keys(self) -> tuple[str, ...]:
         """The topmost keys of which nothing was read, as dotted paths."""
         return tuple(self._unread(self.tree, ""))
 

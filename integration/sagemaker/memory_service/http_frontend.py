@@ -157,7 +157,7 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
             self._refuse(RequestRefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, text))
 
     def _answer(self) -> None:
-        problem = None if self.access.asks else browser_refusal(self.headers)
+        problem = None if self.access.is_required else browser_refusal(self.headers)
         if problem is not None:
             raise RequestRefusedError(*problem)
         if self.path.partition("?")[0] != "/health":
@@ -304,7 +304,7 @@ class TokenCheck:
         self._token = token
 
     @property
-    def asks(self) -> bool:
+    def is_required(self) -> bool:
         return bool(self._token)
 
     def check(self, authorization: str | None) -> None:
@@ -362,22 +362,22 @@ class MemoryServiceMetrics:
         self._address = address
 
     def status(self) -> dict[str, Any]:
-        look = self._service.holdings.look()
+        look = self._service.holdings.snapshot()
         return {
             "address": self._address,
             "namespaces": {
                 name: {
                     "num_ranks": one.num_ranks,
                     "steps_retained": one.steps_retained,
-                    "whole_steps": look.whole(name, one),
+                    "whole_steps": look.complete_steps(name, one),
                     "steps": sorted(look.view.of(name), reverse=True),
                     "size_bytes": sum(s.size_bytes for of in look.view.of(name).values() for s in of.values()),
                 }
-                for name, one in sorted(look.registry.all_living.items())
+                for name, one in sorted(look.registry.live_namespaces.items())
             },
-            "not_asked": dict(look.silent),
+            "not_asked": dict(look.unanswered),
             "counted": dict(self._service.counted),
-            "given_up": self._service.holdings.given_up,
+            "given_up": self._service.holdings.evicted_count,
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -385,10 +385,10 @@ class MemoryServiceMetrics:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         counted, holdings = self._service.counted, self._service.holdings
-        here = holdings.here()
-        registry = holdings.spreading.known()
+        here = holdings.local_facts()
+        registry = holdings.gossip.registry()
         for name, text, value in (
-            ("namespaces", "Namespaces of the memory service.", len(registry.all_living)),
+            ("namespaces", "Namespaces of the memory service.", len(registry.live_namespaces)),
             ("shards", "Shards of the memory service on this node, copies included.", len(here)),
             ("shard_bytes", "Their bytes.", sum(fact.size_bytes for fact in here)),
         ):
@@ -402,7 +402,7 @@ class MemoryServiceMetrics:
             ("put_bytes", "Bytes taken in from clients.", counted["put_bytes"]),
             ("get_bytes", "Bytes handed to clients.", counted["get_bytes"]),
             ("gets_elsewhere", "Shards that came from another node.", counted["get_elsewhere"]),
-            ("given_up", "Shards that were not kept any more.", holdings.given_up),
+            ("given_up", "Shards that were not kept any more.", holdings.evicted_count),
         ):
             yield CounterMetricFamily(f"tieredckpt_memory_service_{name}", text, value=value)
 
@@ -424,7 +424,7 @@ def serve_memory_service(
         cleanup.callback(service.close)
         service.start(_join(plan, neighbourhood))
         address = cleanup.enter_context(serve_shards(service, host, port, access, tls))
-        asks = "for a token" if access.asks else "nobody who they are"
+        asks = "for a token" if access.is_required else "nobody who they are"
         log.info("memory service on %s, over %s, asks %s", address, "TLS" if tls is not None else "plain HTTP", asks)
         (directory / MEMORY_SERVICE_JOB).write_text(address)
         yield MemoryServiceMetrics(service, address)

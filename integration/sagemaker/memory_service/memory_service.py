@@ -68,7 +68,7 @@ class MemoryService:
             memory_service_options.MEMORY_SERVICE_INCARNATION,
         )
         self.holdings = NamespaceInventory(store, me, clock_ns=clock_ns)
-        self._receiving = ShardReceiver(store, self.holdings.tidy)
+        self._receiving = ShardReceiver(store, self.holdings.evict_surplus)
         self._lending = ShardSender(store, me)
         self._stamping = threading.Lock()
         self._stamp = 0
@@ -85,37 +85,37 @@ class MemoryService:
     # -- namespaces ---------------------------------------------------------------------------------------------------
 
     def namespace(self, name: str) -> Namespace:
-        found = self.holdings.spreading.known().living(name)
+        found = self.holdings.gossip.registry().get(name)
         if found is None:
             raise no_namespace_error(name)
         return found
 
     def create(self, name: str, *, num_ranks: int, steps_retained: int) -> None:
         def create(registry: Registry) -> Registry:
-            if registry.living(name) is not None:
+            if registry.get(name) is not None:
                 raise RequestRefusedError(HTTPStatus.CONFLICT, f"Namespace '{name}' already exists")
             now_ns = self._clock_ns()
             return with_namespace(registry, name, num_ranks=num_ranks, steps_retained=steps_retained, now_ns=now_ns)
 
-        self.holdings.spreading.change(create)
+        self.holdings.gossip.change(create)
         log.info("memory service: namespace %s of %d ranks, %d steps kept", name, num_ranks, steps_retained)
 
     def delete(self, name: str) -> None:
         def delete(registry: Registry) -> Registry:
-            if registry.living(name) is None:
+            if registry.get(name) is None:
                 raise no_namespace_error(name)
             return with_deleted_namespaces(registry, name, now_ns=self._clock_ns())
 
-        self.holdings.spreading.change(delete)
-        self.holdings.put()
+        self.holdings.gossip.change(delete)
+        self.holdings.shard_changed()
         log.info("memory service: namespace %s is deleted", name)
 
     def reset(self) -> None:
         """Delete every namespace."""
-        self.holdings.spreading.change(
-            lambda known: with_deleted_namespaces(known, *known.all_living, now_ns=self._clock_ns())
+        self.holdings.gossip.change(
+            lambda known: with_deleted_namespaces(known, *known.live_namespaces, now_ns=self._clock_ns())
         )
-        self.holdings.put()
+        self.holdings.shard_changed()
         log.warning("memory service: every namespace is deleted")
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -131,13 +131,13 @@ class MemoryService:
             seal_shard(self._store, lease, size, encode_note(note))
         self.counted["put_bytes"] += size
         self._give_up_before(name, rank, step, key.attempt)
-        self.holdings.put()
+        self.holdings.shard_changed()
 
     def _give_up_before(self, name: str, rank: int, step: int, stamp: int) -> None:
         """What this node itself had for the same rank and step goes at once."""
         older = [
             fact.key.version_id
-            for fact in self.holdings.here()
+            for fact in self.holdings.local_facts()
             if (fact.key.part, fact.key.version) == (rank, step) and fact.key.attempt < stamp
             if _namespace_of(fact.meta) == name
         ]
@@ -151,7 +151,7 @@ class MemoryService:
 
     def find(self, name: str, rank: int, step: int) -> FoundShard:
         """The shard that was put last, wherever it is."""
-        if self.holdings.spreading.known().living(name) is None:
+        if self.holdings.gossip.registry().get(name) is None:
             raise not_found_error()
         shard = self._find(name, rank, step)
         return FoundShard(shard, shard.size_bytes, shard.note.header)
@@ -160,7 +160,7 @@ class MemoryService:
         near = self.holdings.nearest(name, rank, step)
         if near is not None and self.holdings.team is None:
             return near
-        look = self.holdings.look()
+        look = self.holdings.snapshot()
         shard = look.view.of(name).get(step, {}).get(rank)
         if shard is not None:
             return shard
@@ -186,23 +186,23 @@ class MemoryService:
         found = self.find(name, rank, step)
         note, until = found.shard.note, found.shard.key.attempt
         gone = RemovedShard(name, note.generation, rank, step, until)
-        self.holdings.spreading.change(lambda known: with_removed_shard(known, gone, now_ns=self._clock_ns()))
+        self.holdings.gossip.change(lambda known: with_removed_shard(known, gone, now_ns=self._clock_ns()))
         self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.version_id])
-        self.holdings.put()
+        self.holdings.shard_changed()
 
     def latest(self, name: str, limit: int) -> list[int]:
         """The newest steps of which nothing is missing."""
-        namespace = self.holdings.spreading.known().living(name)
+        namespace = self.holdings.gossip.registry().get(name)
         if namespace is None:
             raise not_found_error()
-        look = self.holdings.look()
-        if look.silent:
+        look = self.holdings.snapshot()
+        if look.unanswered:
             log.warning("memory service: steps of %s are listed without having asked %s", name, _named(look))
-        return look.whole(name, namespace)[:limit]
+        return look.complete_steps(name, namespace)[:limit]
 
     def _check_heard(self, look: NamespaceSnapshot, what: str) -> None:
         """That something is absent can only be said when everybody was asked."""
-        if look.silent:
+        if look.unanswered:
             raise RequestRefusedError(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"{what} may be on a node that does not answer: {_named(look)}"
             )
@@ -214,4 +214,4 @@ def _namespace_of(meta: bytes) -> str:
 
 
 def _named(look: NamespaceSnapshot) -> str:
-    return "; ".join(f"{node}: {why}" if node else why for node, why in sorted(look.silent.items()))
+    return "; ".join(f"{node}: {why}" if node else why for node, why in sorted(look.unanswered.items()))

@@ -56,7 +56,7 @@ class RegistryGossip:
     def join(self, team: JobPeers) -> None:
         self._team = team
 
-    def known(self) -> Registry:
+    def registry(self) -> Registry:
         """Everything this node has heard; others may have put something here meanwhile."""
         with self._lock:
             raw = {
@@ -81,14 +81,14 @@ class RegistryGossip:
     def change(self, changed: Callable[[Registry], Registry]) -> Registry:
         """Make a change, keep it, and tell all other nodes that are there before it counts."""
         with self._changing:
-            fresh = changed(self.known())
+            fresh = changed(self.registry())
             data = encode_registry(fresh)
             self._store.put_blob(MEMORY_SERVICE_JOB, self._mine, data)
             for node in self._others():
                 self._tell(node, data)
             return fresh
 
-    def meet(self) -> bool:
+    def exchange(self) -> bool:
         """Ask nodes that came, or came back, what they know; tell those that were not told. Whether there was news."""
         if self._team is None:
             return False
@@ -149,7 +149,7 @@ class RegistryGossip:
             return False
         said = _decoded(data, node)
         with self._changing:
-            before = self.known()
+            before = self.registry()
             now = merge_registries(before, said, now_ns=self._clock_ns())
             if now == before:
                 return False
@@ -177,10 +177,10 @@ class NamespaceSnapshot:
 
     view: NamespaceView
     registry: Registry
-    silent: Mapping[str, str]
+    unanswered: Mapping[str, str]
     """Nodes that may hold something and could not be asked."""
 
-    def whole(self, namespace: str, of: Namespace) -> list[int]:
+    def complete_steps(self, namespace: str, of: Namespace) -> list[int]:
         return complete_namespace_steps(self.view.of(namespace), of.num_ranks)
 
 
@@ -190,9 +190,9 @@ class NamespaceInventory(StoreListener):
     def __init__(self, store: NodeStore, me: str, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._store = store
         self._me = me
-        self.spreading = RegistryGossip(store, me, clock_ns)
+        self.gossip = RegistryGossip(store, me, clock_ns)
         self.team: JobPeers | None = None
-        self.given_up = 0
+        self.evicted_count = 0
         self._wanted = threading.Event()
         self._stop = threading.Event()
         self._tidying = threading.Lock()
@@ -204,11 +204,11 @@ class NamespaceInventory(StoreListener):
         """From now on, look at other nodes too, where there are any."""
         self.team = team
         if team is not None:
-            self.spreading.join(team)
-            self.spreading.meet()
+            self.gossip.join(team)
+            self.gossip.exchange()
             self._store.subscribe(self)
             self._keeper.start()
-        self.tidy()
+        self.evict_surplus()
 
     def close(self) -> None:
         self._stop.set()
@@ -218,15 +218,15 @@ class NamespaceInventory(StoreListener):
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def here(self) -> list[ShardInfo]:
+    def local_facts(self) -> list[ShardInfo]:
         return self._store.list_shards(MEMORY_SERVICE_JOB)
 
     def nearest(self, namespace: str, rank: int, step: int) -> NamespaceShard | None:
         """What this node itself has."""
-        view = namespace_view({self._me: self.here()}, self.spreading.known())
+        view = namespace_view({self._me: self.local_facts()}, self.gossip.registry())
         return view.of(namespace).get(step, {}).get(rank)
 
-    def look(self) -> NamespaceSnapshot:
+    def snapshot(self) -> NamespaceSnapshot:
         """What all nodes have, as of now. Who asks while another does waits for one look with them."""
         held: dict[str, list[ShardInfo]] = {}
         silent: dict[str, str] = {}
@@ -238,8 +238,8 @@ class NamespaceInventory(StoreListener):
             silent |= dict.fromkeys(verifying, "it still verifies what its last agent left")
             if not self.team.membership.has_quorum:
                 silent |= {"": self.team.membership.explain_quorum()}
-        held[self._me] = self.here()
-        registry = self.spreading.known()
+        held[self._me] = self.local_facts()
+        registry = self.gossip.registry()
         return NamespaceSnapshot(namespace_view(held, registry), registry, silent)
 
     # -- giving up ----------------------------------------------------------------------------------------------------
@@ -249,43 +249,43 @@ class NamespaceInventory(StoreListener):
         if record.key.job == MEMORY_SERVICE_JOB:
             self._wanted.set()
 
-    def put(self) -> None:
+    def shard_changed(self) -> None:
         """A shard was put, or deleted: others may be superfluous now."""
         if self.team is None:
-            self.tidy()
+            self.evict_surplus()
         else:
             self._wanted.set()
 
-    def tidy(self) -> int:
+    def evict_surplus(self) -> int:
         """Give up what is not kept any more, of what is here; how many shards that were."""
         with self._tidying:
-            look = self.look()
-            self._unsure = bool(look.silent)
-            mine = {fact.key for fact in self.here()}
-            gone = [key for key in surplus_shards(look.view, look.registry, sure=not look.silent) if key in mine]
+            look = self.snapshot()
+            self._unsure = bool(look.unanswered)
+            mine = {fact.key for fact in self.local_facts()}
+            gone = [key for key in surplus_shards(look.view, look.registry, sure=not look.unanswered) if key in mine]
             if not gone:
                 return 0
             count = self._store.delete_versions(MEMORY_SERVICE_JOB, [key.version_id for key in gone])
-            self.given_up += count
+            self.evicted_count += count
             for key in gone:
                 log.info("memory service: step %d of rank %d is not kept any more", key.version, key.part)
             return count
 
     def _keep(self) -> None:
-        seen, again_at = self.spreading.known(), float("inf")
+        seen, again_at = self.gossip.registry(), float("inf")
         while not self._stop.is_set():
             asked = self._wanted.wait(_TICK_S)
             if self._stop.is_set():
                 return
             try:
-                self.spreading.meet()
-                registry = self.spreading.known()
+                self.gossip.exchange()
+                registry = self.gossip.registry()
                 if not (asked or registry is not seen or time.monotonic() >= again_at):
                     continue
                 self._stop.wait(_GATHER_S)
                 self._wanted.clear()
                 seen, again_at = registry, float("inf")
-                self.tidy()
+                self.evict_surplus()
             except (PeerStoreError, OSError) as error:
                 log.warning("memory service: looking after namespaces failed, and is tried again: %s", error)
                 again_at = time.monotonic() + _AGAIN_S

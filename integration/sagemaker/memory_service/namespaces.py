@@ -40,7 +40,7 @@ class Namespace(msgspec.Struct, frozen=True):
     def order(self) -> tuple[int, bool, int, int, int]:
         return self.generation, self.deleted, self.changed_ns, self.num_ranks, self.steps_retained
 
-    def is_past(self, generation: int) -> bool:
+    def is_superseded(self, generation: int) -> bool:
         """Whether nothing of that generation counts any more."""
         return self.generation > generation or (self.generation == generation and self.deleted)
 
@@ -66,12 +66,12 @@ class Registry(msgspec.Struct, frozen=True):
     namespaces: dict[str, Namespace] = {}
     removed: tuple[RemovedShard, ...] = ()
 
-    def living(self, name: str) -> Namespace | None:
+    def get(self, name: str) -> Namespace | None:
         found = self.namespaces.get(name)
         return None if found is None or found.deleted else found
 
     @property
-    def all_living(self) -> dict[str, Namespace]:
+    def live_namespaces(self) -> dict[str, Namespace]:
         return {name: one for name, one in self.namespaces.items() if not one.deleted}
 
     def removals(self) -> dict[ShardPlace, int]:
@@ -91,7 +91,7 @@ def with_deleted_namespaces(registry: Registry, *names: str, now_ns: int) -> Reg
     gone = {
         name: msgspec.structs.replace(one, deleted=True, changed_ns=now_ns)
         for name in names
-        if (one := registry.living(name)) is not None
+        if (one := registry.get(name)) is not None
     }
     return _tidied(Registry({**registry.namespaces, **gone}, registry.removed), now_ns)
 
@@ -121,7 +121,8 @@ def _tidied(registry: Registry, now_ns: int) -> Registry:
         one
         for one in registry.removed
         if one.until > now_ns - REMOVED_SHARD_TTL_NS
-        if one.namespace not in registry.namespaces or not registry.namespaces[one.namespace].is_past(one.generation)
+        if one.namespace not in registry.namespaces
+        or not registry.namespaces[one.namespace].is_superseded(one.generation)
     ]
     latest = sorted(kept, key=lambda one: one.until)[-MAX_REMOVED_SHARDS:]
     return Registry(registry.namespaces, tuple(sorted(latest, key=_place)))
@@ -226,7 +227,7 @@ def namespace_view(held: Mapping[str, Iterable[ShardInfo]], registry: Registry) 
         known = registry.namespaces.get(note.namespace)
         if known is None or known.generation < note.generation:
             continue  # this node has not heard of it yet
-        if known.is_past(note.generation) or key.attempt <= removed_until:
+        if known.is_superseded(note.generation) or key.attempt <= removed_until:
             view.outdated.append(key)
             continue
         ranks = steps[note.namespace][key.version]
@@ -268,7 +269,7 @@ def surplus_shards(view: NamespaceView, registry: Registry, *, sure: bool) -> li
     newest whole one: then only what is older than a whole one goes.
     """
     found = list(view.outdated)
-    for name, namespace in registry.all_living.items():
+    for name, namespace in registry.live_namespaces.items():
         steps = view.of(name)
         newest = next(iter(complete_namespace_steps(steps, namespace.num_ranks)), None)
         for rank, of in _by_rank(steps).items():

@@ -336,7 +336,7 @@ class FieldProblem:
     found: str | None
 
     @property
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {"type": self.kind, "loc": list(self.where), "msg": self.message, "input": self.found}
 
 
@@ -344,7 +344,7 @@ class InvalidRequestError(RequestRefusedError):
     """The request's values are not what they should be."""
 
     def __init__(self, *problems: FieldProblem) -> None:
-        super().__init__(HTTPStatus.UNPROCESSABLE_ENTITY, [problem.told for problem in problems])
+        super().__init__(HTTPStatus.UNPROCESSABLE_ENTITY, [problem.as_dict for problem in problems])
 
 
 def not_found_error(detail: str = "Not found") -> RequestRefusedError:

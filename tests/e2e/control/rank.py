@@ -41,7 +41,7 @@ def main(folder: Path) -> int:
     step = 0
     while True:
         try:
-            place = plane.ready()
+            place = plane.wait_for_assignment()
         except Dismissed as end:
             say("dismissed", reason=str(end))
             return 0
@@ -61,28 +61,28 @@ def main(folder: Path) -> int:
         try:
             while True:
                 if (folder / "finish").exists():
-                    plane.finished()
+                    plane.report_finished()
                     say("finished", step=step)
                     return 0
                 fault = folder / f"fault-{node}"
                 if fault.exists():
                     fault.unlink()
-                    plane.fault("a fault was asked for")
+                    plane.report_fault("a fault was asked for")
                 if (folder / f"hungry-{node}").exists():
                     eat(folder / f"hungry-{node}")
                 notice = plane.notice()
                 if notice is not None and not (folder / f"ignore-{node}").exists():
-                    say("notice", want=notice.want.value, epoch=notice.epoch, reason=notice.reason)
-                    if notice.want is NoticeKind.RESTART:
+                    say("notice", want=notice.kind.value, epoch=notice.epoch, reason=notice.reason)
+                    if notice.kind is NoticeKind.RESTART:
                         break
-                    target = plane.pause(step)
+                    target = plane.agree_on_step(step)
                     step = target
                     say("target", step=target, epoch=place.epoch)
-                    plane.sealed(step)
+                    plane.report_sealed(step)
                     break
                 time.sleep(STEP_S)
                 step += 1
-                plane.progress(RankProgress(step, step - 1))
+                plane.report_progress(RankProgress(step, step - 1))
         except StaleEpochError as error:
             say("stale", reason=str(error))
 

@@ -55,7 +55,7 @@ def slots(directory):
 def finish(agent, directory):
     """The job has succeeded; what is in memory then."""
     pid = agent_pid(directory)
-    agent.end()
+    agent.shut_down()
     wait_gone(pid)
     return slots(directory)
 
@@ -71,7 +71,7 @@ def test_it_goes_from_an_agent_that_was_there_before_and_stays_for_others(tmp_pa
     with node() as (first, directory, settings), contextlib.closing(MemoryTierProcess(first._environ)) as agent:
         agent.start()
         train(settings, str(tmp_path), range(4), durable={3})
-        agent.end()
+        agent.shut_down()
         with contextlib.closing(NodeAgentClient(settings, "")) as asked:
             assert asked.store.status().arena.sealed_bytes == 0
         assert agent_pid(directory) is not None
@@ -133,7 +133,7 @@ def test_a_job_that_was_started_again_meanwhile_keeps_what_it_has(tmp_path):
         train(settings, str(tmp_path), range(4), durable={3})
         with Checkpointer(JOB, durable=str(tmp_path), durable_every=10**6, settings=settings) as ckpt:
             assert ckpt.restore(state_of(0)) == 3
-            ending = threading.Thread(target=agent.end)
+            ending = threading.Thread(target=agent.shut_down)
             ending.start()
             ckpt.save(state_of(4), 4).wait()
             ending.join()

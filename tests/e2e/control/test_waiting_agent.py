@@ -60,8 +60,8 @@ def test_an_agent_that_was_there_stays_for_a_second_supervisor():
             other.close()
             wait_gone(gone)
         assert process_start_time(pid) >= 0
-        assert second.stays is None
-        second.end()  # it is not the second one's to end: it leaves because nobody needs it
+        assert second.kept_directory is None
+        second.shut_down()  # it is not the second one's to end: it leaves because nobody needs it
         wait_gone(pid)
 
 
@@ -69,15 +69,15 @@ def test_an_agent_that_was_there_stays_for_a_second_supervisor():
 def test_an_agent_that_nobody_calls_is_replaced(end):
     with started() as (agent, pid):
         os.kill(pid, end)
-        directory = agent.stays
+        directory = agent.kept_directory
         until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
         wait_gone(pid)
-        agent.end()
+        agent.shut_down()
 
 
 def test_an_agent_that_was_asked_to_end_is_not_started_again(caplog):
     with started() as (agent, _):
-        directory = agent.stays
+        directory = agent.kept_directory
         with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
             end_agent(directory)
             until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
@@ -94,7 +94,7 @@ with open(sys.argv[1], "r+b") as lock:
 def test_ranks_leave_the_agent_to_their_supervisor():
     """Else both would start another one, and each of them not for the same reasons."""
     with started() as (agent, _):
-        lock = AgentPaths(agent.stays).watchdog_lock
+        lock = AgentPaths(agent.kept_directory).watchdog_lock
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
         assert b"BlockingIOError" in rank.stderr, rank.stderr
         agent.close()
@@ -116,7 +116,7 @@ def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
             assert pid is not None
             second = MemoryTierProcess(environ, directory.parent if own else directory.parent / "another")
             second.start()
-        second.end()
+        second.shut_down()
         if own:
             wait_gone(pid)
         else:  # other jobs may use it
@@ -127,12 +127,12 @@ def test_only_the_agent_is_ended_and_not_who_was_given_its_number():
     """It has died, and its directory says yet which process it was."""
     with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
         try:
-            directory = agent.stays
+            directory = agent.kept_directory
             agent.close()
             os.kill(pid, signal.SIGKILL)
             wait_gone(pid)
             AgentPaths(directory).lock.write_text(str(innocent.pid))
-            agent.end()
+            agent.shut_down()
             kill_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
         finally:
             innocent.send_signal(signal.SIGUSR1)  # nothing else has ended it before

@@ -45,14 +45,14 @@ class Aborted:
             groups = ProcessGroups(
                 RankAssignment(epoch, self._rank, 2, self._rank, 2, 0, 1, self._address), backend=self._backend
             )
-            groups.enter()
+            groups.initialize()
             other = dist.new_group()
             for group in (None, other):
                 self._sums(epoch, group)
             if epoch:
                 self.took_s.append(time.monotonic() - began)
             self._hang(groups, epoch)
-            groups.leave(broken=True)
+            groups.destroy(broken=True)
             self._meet(f"left/{epoch}")
             self.sizes[epoch] = {**Size.of("self"), "device": self._device_bytes()}
             self._meet(f"measured/{epoch}")  # the ranks share a device, whose memory is that of both
@@ -100,7 +100,7 @@ class Aborted:
                 device = accelerator()
                 device.synchronize(device.current())
             except RuntimeError as error:  # gloo's; what is silent has left anything in its output
-                if groups.is_silent:
+                if groups.aborts_silently:
                     raise AssertionError("an abort that was to be silent") from error
         thread.join()
 

@@ -40,7 +40,7 @@ KINDS = (
     InjectionKind.PARTITION,
     InjectionKind.SLOW,
     InjectionKind.SIGSTOP,
-    InjectionKind.GIL,
+    InjectionKind.HOLD_GIL,
     InjectionKind.HANG,
 )
 """Those that cost a time limit are rarer."""
@@ -52,7 +52,7 @@ MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
 
 @pytest.mark.timeout(COUNT * 60 + 600)
 def test_hundreds_of_random_faults_in_one_job(golden, tmp_path) -> None:
-    faults = FaultPlan(CHOSEN).scattered(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
+    faults = FaultPlan(CHOSEN).random(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
     job = golden("fsdp", faults)
     sizes: dict[int, list[dict[str, int]]] = {}
     run = job.begin()

@@ -33,7 +33,7 @@ def train(say, address, how):
             dist.distributed_c10d._get_default_store().get("what nobody sets")
 
     # Nothing here ends by its own time limit before the test is long over.
-    return run(work, plane=BridgedPlane(address), policy=RecoveryPolicy(timeout=timedelta(minutes=30))).how.value
+    return run(work, plane=BridgedPlane(address), policy=RecoveryPolicy(timeout=timedelta(minutes=30))).outcome.value
 
 
 @pytest.mark.parametrize("how", ["collective", "other group", "store"])
@@ -41,14 +41,14 @@ def test_who_waits_for_a_hung_rank_is_woken(zygote, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with bridged(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
-        ranks = {seat: zygote.start(train, bridge.address_of(seat), how) for seat in plane.seats}
+        ranks = {seat: zygote.start(train, bridge.address_of(seat), how) for seat in plane.planes}
         try:
             for one in ranks.values():
                 one.wait_line("world 2 sum 2")
             waits, hangs = plane.members
             ranks[hangs].kill(signal.SIGSTOP)
             plane.size = 1
-            plane.lose(hangs, "rank 1 does not answer")
+            plane.lose_rank(hangs, "rank 1 does not answer")
             end = ranks[waits].wait(timeout_s=60)
             assert (end.result, end.lines[-1]) == ("finished", "world 1 sum 1")
             assert waits.faults == []

@@ -18,7 +18,9 @@ def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noq
     run = job.begin(settle_s=30, total=TOTAL)
 
     def happened(name: str):
-        return until(lambda: next((one for one in job.record.done() if one.injection.name == name), None), name)
+        return until(
+            lambda: next((one for one in job.record.injected_faults() if one.injection.name == name), None), name
+        )
 
     until(lambda: job.lines("step"), "the first step")
     refused = [

@@ -21,7 +21,7 @@ def training(_say, first: int) -> str:
         for step in world.steps(first, STEPS):
             world.report(loss=float(step), samples=4)
 
-    return run(train).how.value
+    return run(train).outcome.value
 
 
 def start(zygote, folder, ranks, restarts, first):

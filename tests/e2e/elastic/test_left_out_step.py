@@ -25,12 +25,12 @@ def train(say, address, stays):
             both = torch.ones(1)
             dist.all_reduce(both)
             bad = step == BAD and world.rank == 1
-            used = world.check(both * float("nan") if bad else both)
+            used = world.check_finite(both * float("nan") if bad else both)
             dist.all_reduce(both)
             say(f"step {world.epoch} {step} {used}")
 
-    policy = RecoveryPolicy(nonfinite="skip", nonfinite_tries=2, nonfinite_skips=1)
-    return run(work, plane=BridgedPlane(address), policy=policy).how.value
+    policy = RecoveryPolicy(nonfinite="skip", nonfinite_attempts=2, nonfinite_max_skips=1)
+    return run(work, plane=BridgedPlane(address), policy=policy).outcome.value
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -38,14 +38,16 @@ def test_all_ranks_leave_out_the_same_step(zygote, replaced):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with bridged(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
-        last = plane.join() if replaced else None
+        last = plane.add_rank() if replaced else None
         running = {}
         try:
-            for seat in plane.seats:
+            for seat in plane.planes:
                 if seat is last:
                     assert plane.wait_for(lambda: plane.epoch >= 0, 60), "the first world is without it"
-                running[seat] = zygote.start(train, bridge.address_of(seat), seat is not plane.seats[0] or not replaced)
-            ends = {seat: one.wait() for seat, one in running.items() if seat is not plane.seats[0] or not replaced}
+                running[seat] = zygote.start(
+                    train, bridge.address_of(seat), seat is not plane.planes[0] or not replaced
+                )
+            ends = {seat: one.wait() for seat, one in running.items() if seat is not plane.planes[0] or not replaced}
         finally:
             for one in running.values():
                 one.kill_if_alive()

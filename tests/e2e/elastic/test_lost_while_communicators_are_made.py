@@ -19,7 +19,7 @@ from tests.support import nccl_like
 nccl_like.register()
 
 
-@recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME, settle_s=1.0))
+@recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME, peer_loss_wait_s=1.0))
 def train(world):
     print(f"world {world.epoch} {world.rank} {os.getpid()}", flush=True)
     if world.epoch == 0 and world.rank == 1:

@@ -22,7 +22,7 @@ def trained(zygote, ranks, torn):
         environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1"}
         running = [
             zygote.start(tears, bridge.address_of(seat), cluster.job, TOTAL, torn, environ=environ)
-            for seat in bridge.plane.seats
+            for seat in bridge.plane.planes
         ]
         try:
             ends = [one.wait() for one in running]

@@ -34,7 +34,7 @@ def recover(zygote, ranks, faults, size=2):
         environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1", **SHORT_HISTORY}
         running = [
             zygote.start(recovers, bridge.address_of(seat), cluster.job, faults, environ=environ)
-            for seat in bridge.plane.seats
+            for seat in bridge.plane.planes
         ]
         try:
             ends = [one.wait(1500.0) for one in running]

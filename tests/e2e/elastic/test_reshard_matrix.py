@@ -35,7 +35,7 @@ def save_all(chosen):
     for variant in chosen:
         state = state_of(*build(variant, blank=False))
         dcp.save(state, storage_writer=TieredWriter(f"tiered://{variant}", 1))
-        found[str(variant)] = state_checksum(state).combined()
+        found[str(variant)] = state_checksum(state).all_reduced()
     return found
 
 
@@ -51,7 +51,7 @@ def load_all(variant, sources):
         dcp.load(state, storage_reader=reader)
         put_back(model, optimizer, state)
         loaded = state_of(model, optimizer)
-        found[str(source)] = state_checksum(loaded).combined()
+        found[str(source)] = state_checksum(loaded).all_reduced()
         assert_same(expected, loaded, f"{source} -> {variant}")
         assert set(reader.report.bytes_by_tier) <= {"memory"}
     return found
@@ -64,13 +64,13 @@ def every_pair(ranks, sources, targets):
         saved |= agreed(ranks.run(world, save_all, list(group)))
     (reference, *others) = saved.values()
     for other in others:  # whatever the layout, it is the same state
-        other.must_equal(reference)
-    expected = state_checksum(known()).combined()
-    reference.must_equal(expected)
+        other.assert_equal(reference)
+    expected = state_checksum(known()).all_reduced()
+    reference.assert_equal(expected)
     pairs = 0
     for target in targets:
         for found in agreed(ranks.run(target.world, load_all, target, sources)).values():
-            found.must_equal(expected)
+            found.assert_equal(expected)
             pairs += 1
     return pairs
 
@@ -100,13 +100,13 @@ def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
 
 def save_damaged(variant):
     model, optimizer = build(variant, blank=False)
-    before = state_checksum(state_of(model, optimizer)).combined()
+    before = state_checksum(state_of(model, optimizer)).all_reduced()
     with torch.no_grad():
         victim = next(iter(model.parameters()))
         local = victim.to_local() if hasattr(victim, "to_local") else victim
         if torch.distributed.get_rank() == 1:
             local.view(-1).view(torch.int32)[0] ^= 1
-    return before, state_checksum(state_of(model, optimizer)).combined()
+    return before, state_checksum(state_of(model, optimizer)).all_reduced()
 
 
 @pytest.mark.parametrize(
@@ -117,19 +117,19 @@ def test_one_bit_of_one_rank_is_seen_by_all(agent_dir, ranks, variant, diverged)
     for before, after in ranks.run(variant.world, save_damaged, variant):
         name = "model.up.weight"
         if diverged:  # its own copy is not the one that counts
-            assert after.diverged == (name,)
+            assert after.diverged_names == (name,)
             assert not before.differences(after)
         else:
-            assert set(before.differences(after)) | set(after.diverged) == {name}
+            assert set(before.differences(after)) | set(after.diverged_names) == {name}
 
 
 def share(names):
-    return state_checksum({name: torch.arange(4.0) for name in names[torch.distributed.get_rank()]}).combined()
+    return state_checksum({name: torch.arange(4.0) for name in names[torch.distributed.get_rank()]}).all_reduced()
 
 
 def test_ranks_with_names_of_their_own(ranks):
     """As in pipeline stages: the shares are gathered, and each name counts once."""
-    whole = state_checksum({name: torch.arange(4.0) for name in "abc"}).combined()
+    whole = state_checksum({name: torch.arange(4.0) for name in "abc"}).all_reduced()
     for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):
         assert found == whole
 
@@ -156,11 +156,11 @@ def save_and_load_empty(how):
                 assert ckpt.save(state, step).ok
             assert ckpt.restore(found) == 2
     assert_same(state, found)
-    return state_checksum(found).combined()
+    return state_checksum(found).all_reduced()
 
 
 @pytest.mark.parametrize("how", ["dcp", "checkpointer"])
 def test_a_shard_that_is_empty_in_its_own_way(agent_dir, ranks, how):
-    expected = state_checksum({"0.weight": torch.full((5, 4), 3.0)}).combined()
+    expected = state_checksum({"0.weight": torch.full((5, 4), 3.0)}).all_reduced()
     for found in ranks.run(3, save_and_load_empty, how):
-        found.must_equal(expected)
+        found.assert_equal(expected)

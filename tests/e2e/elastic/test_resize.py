@@ -93,14 +93,14 @@ def test_a_job_goes_through_worlds_of_all_sizes_and_one_fault(zygote, ranks, sto
         Driven(zygote, cluster, bridge, tmp_path) as job,
     ):
         plane = bridge.plane
-        for name, seat in zip(NODES[:2], plane.seats, strict=True):
+        for name, seat in zip(NODES[:2], plane.planes, strict=True):
             job.start(name, seat)
         job.wait_world(2)
         job.allow(4)
         job.wait_step(3)  # now all stand in step 4, which they finish
 
         for name in NODES[2:]:
-            job.start(name, plane.join())
+            job.start(name, plane.add_rank())
         job.resize(4, "two more came")
         job.allow(8)
         job.wait_world(4)
@@ -123,7 +123,7 @@ def test_a_job_goes_through_worlds_of_all_sizes_and_one_fault(zygote, ranks, sto
         job.wait_world(1)
         job.wait_step(17)
 
-        job.start("n2", plane.join())
+        job.start("n2", plane.add_rank())
         job.resize(4, "all are back")
         job.allow(TOTAL)
         ends = [one.wait() for seat, one in job.running.items() if seat is not lost]

@@ -25,9 +25,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
     "ddp": ("ddp", {}),
     "fsdp, once a step": ("fsdp", {}),
-    "fsdp, each turn": ("fsdp", {"each_turn": True}),
+    "fsdp, each turn": ("fsdp", {"reduce_every_microbatch": True}),
     "hsdp, once a step": ("hsdp", {}),
-    "hsdp, each turn": ("hsdp", {"each_turn": True}),
+    "hsdp, each turn": ("hsdp", {"reduce_every_microbatch": True}),
     "plain, tree": ("plain", {"tree": True}),
     "ddp, tree": ("ddp", {"tree": True}),
     "fsdp, tree": ("fsdp", {"tree": True}),
@@ -69,7 +69,7 @@ def one_way(
     for again in range(2 if dtype is torch.float64 else 1):  # the second starts from what the first left
         for microbatch in sums.step(share):
             loss, tokens = loss_sum(model, again, microbatch.id)
-            if microbatch.empty and not share.mine:
+            if microbatch.is_empty and not share.own_ids:
                 loss = loss * math.nan  # nobody's business
             microbatch.backward(loss, weight=tokens)
         total = sums.finish(clip=None if again else 1e9)
@@ -95,9 +95,9 @@ def reference(dtype: torch.dtype) -> tuple[list[torch.Tensor | None], float, flo
 def mean_of_means(share: MicrobatchShare) -> list[torch.Tensor | None]:
     """What a loop with DDP does that divides each microbatch by its own tokens, and by its own microbatches."""
     model = Model(torch.float64)
-    for id_ in share.mine:
+    for id_ in share.own_ids:
         loss, tokens = loss_sum(model, 0, id_)
-        (loss / tokens / len(share.mine)).backward()
+        (loss / tokens / len(share.own_ids)).backward()
     for one in model.parameters():
         if one.grad is None:
             one.grad = torch.zeros_like(one)

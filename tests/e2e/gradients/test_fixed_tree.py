@@ -53,7 +53,7 @@ def _everything(_: object, extent: Extent) -> dict[str, Found]:
         "plain": ("plain", extent.sizes, "even", {"tree": True}),
         "ddp": ("ddp", extent.sizes, "even", {"tree": True}),
         "fsdp": ("fsdp", extent.sizes, "even", {"tree": True}),
-        "fsdp, dealt": ("fsdp", (3,), "dealt", {"tree": True}),
+        "fsdp, dealt": ("fsdp", (3,), "round_robin", {"tree": True}),
         "hsdp": ("hsdp", extent.grids, "even", {"tree": True}),
         "all-reduce": ("plain", extent.sizes, "even", {"tree": False}),
     }

@@ -69,7 +69,7 @@ def to_new_processes(job: Operated) -> list[Process]:
 
 
 def gives_up(job: Operated) -> None:
-    job.until(lambda: job.state.phase.over, "the job has ended")
+    job.until(lambda: job.state.phase.is_final, "the job has ended")
     job.until(lambda: all(job.heard(pod, "/shutdown") for pod in job.state.members), "all agents are told to end")
 
 

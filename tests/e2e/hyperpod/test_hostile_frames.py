@@ -144,7 +144,7 @@ def test_the_agent_hears_nobody_after_these_and_our_rank_does_not_wait_for_ever(
         worker = AgentWorker(RankConnection(path, 0))
         try:
             with pytest.raises(ControlPlaneUnavailableError, match="has not read"):
-                worker.barrier(timeout_s=WAITS_S)
+                worker.wait_at_barrier(timeout_s=WAITS_S)
         finally:
             worker.close()
 
@@ -185,7 +185,7 @@ def test_a_job_goes_on_through_frames_that_are_none_torn_ones_and_a_deaf_agent(t
             job.breaks("raise", rank=1, step=5)
             job.until(lambda: "has not read for 3 s" in job.printed(pods[0]), "its ranks have noticed")
         if job.state.epoch == 2:  # what health monitoring says of a node; the operator's own limits take longer
-            job.place.wish(SimOverrides(bad_nodes={job.node(pods[0]): "UnschedulablePendingReplacement"}))
+            job.place.save_overrides(SimOverrides(bad_nodes={job.node(pods[0]): "UnschedulablePendingReplacement"}))
         third = job.until_done(3, 5)
         assert job.state.members == (spare, pods[1])
         assert {one.pid for one in third if one.pod == spare} <= waiting
@@ -194,7 +194,7 @@ def test_a_job_goes_on_through_frames_that_are_none_torn_ones_and_a_deaf_agent(t
         assert job.heard(spare, "/start") == 1
 
         job.let(TOTAL)
-        job.until(lambda: job.state.phase.over, "the job has ended")
+        job.until(lambda: job.state.phase.is_final, "the job has ended")
         lines = job.said()
     assert job.state.phase.value == "Succeeded", job.events
     assert done(lines) == undisturbed(zygote)

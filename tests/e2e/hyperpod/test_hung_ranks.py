@@ -36,7 +36,7 @@ def test_a_job_whose_rank_hangs_goes_on_by_itself(
     (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
     with operated(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
         job.let(TOTAL)
-        job.until(lambda: job.state.phase.over, "the job has ended")
+        job.until(lambda: job.state.phase.is_final, "the job has ended")
         assert job.state.phase is JobPhase.SUCCEEDED, job.report()
         said = job.said()
         assert said.count(["ended", "finished"]) == RANKS

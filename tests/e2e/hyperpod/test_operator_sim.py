@@ -77,14 +77,14 @@ class Operator:
         return self.process.wait(_PATIENCE_S)
 
     def kept(self) -> StoredSimulation:
-        return until(self.place.kept, "something is kept", _PATIENCE_S)
+        return until(self.place.load, "something is kept", _PATIENCE_S)
 
     def runs(self, size: int, *, after: int = 0) -> StoredSimulation:
         """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
 
         def there() -> StoredSimulation | None:
             assert self.process is None or self.process.poll() is None, self.log()
-            kept = self.place.kept()
+            kept = self.place.load()
             state = None if kept is None else kept.state
             good = state is not None and state.phase is JobPhase.RUNNING and state.epoch > after
             return kept if good and len(state.members) == size and self.met(state.epoch - 1, size) else None
@@ -92,7 +92,7 @@ class Operator:
         try:
             return until(there, f"a world of {size} agents after {after}", _PATIENCE_S)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log()}\n{self.place.kept()}") from None
+            raise AssertionError(f"{error}\n{self.log()}\n{self.place.load()}") from None
 
     def met(self, restarts: int, size: int) -> bool:
         nproc = len(list(self.folder.glob(f"in-{restarts}-*-*"))) / size

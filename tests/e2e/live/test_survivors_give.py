@@ -29,7 +29,7 @@ def started(zygote, store, size, kind, optimizer, at, environs):
     """The ranks of a job, and those that wait to take the place of one that is lost."""
     with bridged(size, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
-        seats = [*plane.seats, *(plane.join() for _ in environs[size:])]
+        seats = [*plane.planes, *(plane.add_rank() for _ in environs[size:])]
         args = (kind, optimizer, TOTAL, at)
         running = []
 
@@ -96,7 +96,7 @@ def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
     environs = [{}, {}, crash_at("live.chosen")]
     with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
         until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
-        start(plane.join())
+        start(plane.add_rank())
         ends = [one.wait() for one in running]
         assert plane.succeeded
     assert sorted(end.status for end in ends) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]

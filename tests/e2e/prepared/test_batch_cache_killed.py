@@ -61,10 +61,10 @@ def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
     before = logged(log)
     assert set(before.values()) == {1}
     with open_cache(directory) as cache:
-        there = cache.holds()
+        there = cache.cached_indices()
         assert names(cache.directory) == [*(f"{index:020d}.batch" for index in there), "tally"]  # and nothing half-made
         for index in there:
-            assert cache.look(index).batch == batch_of(index)
+            assert cache.lookup(index).batch == batch_of(index)
         assert cache.counts.damaged == 0
         if not making_room:
             assert there == ([0, 1, 2] if point == "prepared.published" else [0, 1])
@@ -72,7 +72,7 @@ def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
     again = {index for index, times in logged(log).items() if times > 1}
     assert again == set(before) - set(there)
     with open_cache(directory) as cache:
-        assert cache.holds() == list(range(_BATCHES))
+        assert cache.cached_indices() == list(range(_BATCHES))
 
 
 def test_the_bound_holds_after_a_death_in_the_middle_of_making_room(zygote, directory, log):
@@ -122,7 +122,7 @@ def test_a_trainer_that_died_finds_all_that_was_prepared(zygote, directory, log,
     running.wait()
     gone(preparers(log))  # workers end with their trainer, after the batch they are at
     with open_cache(directory) as cache:
-        there = cache.holds()
+        there = cache.cached_indices()
     assert set(range(5)) <= set(there) <= set(range(11))  # what was read, and up to six ahead
     before = logged(log)
     zygote.run(read_ahead, directory, log, _BATCHES, workers)
@@ -155,5 +155,5 @@ def test_after_a_death_a_whole_stream_is_mapped_and_no_process_is_started(zygote
 def test_workers_tensors_are_mapped_or_where_there_is_no_room_sent(zygote, directory):
     found = zygote.run(read_tensors, directory, 6, 1000).result
     with open_cache(directory) as cache:
-        assert found == {"first": [1, 2, 3, 4, 5, 6], "mapped": len(cache.holds())}
-        assert 0 < len(cache.holds()) < 6
+        assert found == {"first": [1, 2, 3, 4, 5, 6], "mapped": len(cache.cached_indices())}
+        assert 0 < len(cache.cached_indices()) < 6

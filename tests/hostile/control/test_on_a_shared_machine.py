@@ -167,7 +167,7 @@ def test_a_secret_on_a_command_line_is_refused_and_not_said_again(words, tmp_pat
 def place(tmp_path):
     one = RunDirectory(tmp_path / "run", "job")
     one.prepare()
-    one.write(LocalRun("job", "127.0.0.1:1", str(one.keep_secret(None)), 1, 0, ("true",), "/", "/", 1.0))
+    one.write(LocalRun("job", "127.0.0.1:1", str(one.write_secret(None)), 1, 0, ("true",), "/", "/", 1.0))
     return one
 
 

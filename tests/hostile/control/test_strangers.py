@@ -49,7 +49,7 @@ def coordinator():
     thread = threading.Thread(target=one.run)
     thread.start()
     yield one
-    one.end()
+    one.request_stop()
     thread.join()
 
 
@@ -88,9 +88,9 @@ def test_garbage_at_the_coordinators_door(coordinator, bytes_sent):
 SAID = {
     "no map": [1, 2, 3],
     "no such kind": {"type": "king", "number": 1},
-    "a field too many": {"type": "node", "number": 1, "node": "n1", "life": 1, "seats": 1, "more": 1},
-    "a number that is none": {"type": "node", "number": "one", "node": "n1", "life": 1, "seats": 1},
-    "another node's name": {"type": "node", "number": 1, "node": "n2", "life": 1, "seats": 1},
+    "a field too many": {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "more": 1},
+    "a number that is none": {"type": "node", "number": "one", "node": "n1", "generation": 1, "local_ranks": 1},
+    "another node's name": {"type": "node", "number": 1, "node": "n2", "generation": 1, "local_ranks": 1},
     "deep nesting": {"type": "node", "number": [[[[[[[[[[1]]]]]]]]]]},
 }
 
@@ -103,7 +103,7 @@ def test_nonsense_of_one_who_knows_the_secret(coordinator, said):
         assert channel.receive(within_s=10) is None
     channel.close()
     assert lives(coordinator)
-    assert coordinator.desk.nodes == {}
+    assert coordinator.reconciler.nodes == {}
 
 
 def test_another_secret_and_another_job(coordinator):
@@ -118,27 +118,27 @@ def test_another_secret_and_another_job(coordinator):
 def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
     def say(life):
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-        channel.send(encode(NodeStatus(1, "n1", life, 1, births=1)))
+        channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
         end = NodeCodec()
         return channel, end, end.decode(channel.receive(within_s=10).header)
 
     first, end, heard = say(5)
-    assert heard.over is None
+    assert heard.exit is None
     second, _, heard = say(6)
-    assert heard.over is None
-    assert end.decode(first.receive(within_s=10).header).over is ExitReason.REFUSED
+    assert heard.exit is None
+    assert end.decode(first.receive(within_s=10).header).exit is ExitReason.REFUSED
     third, _, heard = say(4)
-    assert (heard.over, "newer supervisor" in heard.reason) == (ExitReason.REFUSED, True)
+    assert (heard.exit, "newer supervisor" in heard.reason) == (ExitReason.REFUSED, True)
     for channel in (first, second, third):
         channel.close()
     assert lives(coordinator)
 
 
 CHANGED = {
-    "a world that it was not told": {"type": "changed", "number": 2, "formed": {"type": "told", "number": 7}},
+    "a world that it was not told": {"type": "changed", "number": 2, "world": {"type": "told", "number": 7}},
     "another node's name": {"type": "changed", "number": 2, "node": "n2"},
     "a field too many": {"type": "changed", "number": 2, "more": 1},
-    "another whole report": {"type": "node", "number": 2, "node": "n1", "life": 1, "seats": 1},
+    "another whole report": {"type": "node", "number": 2, "node": "n1", "generation": 1, "local_ranks": 1},
     "a number that is none": {"type": "changed", "number": "two"},
 }
 
@@ -146,14 +146,14 @@ CHANGED = {
 @pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
 def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, changed):
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-    channel.send(encode(NodeStatus(1, "n1", 1, 1, births=1)))
+    channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1)))
     channel.send(encode(changed))
     with contextlib.suppress(PeerStoreError):
         while channel.receive(within_s=10) is not None:
             pass
     channel.close()
     assert lives(coordinator)
-    assert coordinator.desk.nodes.keys() <= {"n1"}
+    assert coordinator.reconciler.nodes.keys() <= {"n1"}
 
 
 def test_changes_without_a_report_that_they_are_of(coordinator):
@@ -167,22 +167,22 @@ def test_changes_without_a_report_that_they_are_of(coordinator):
 
 def test_a_supervisor_whose_clock_went_back_is_told_after_which_life_it_begins(coordinator):
     def say(channel, life):
-        channel.send(encode(NodeStatus(1, "n1", life, 1, births=1)))
+        channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
         return decode_message(channel.receive(within_s=10).header, NodeDesired)
 
     def connect():
         return connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
 
     first = connect()
-    assert say(first, 3_600_000).over is None
+    assert say(first, 3_600_000).exit is None
     first.close()
-    until(lambda: not coordinator.desk.nodes.get("n1") or not coordinator.desk.nodes["n1"].connected)
+    until(lambda: not coordinator.reconciler.nodes.get("n1") or not coordinator.reconciler.nodes["n1"].connected)
     second = connect()
     heard = say(second, 5)
-    assert (heard.over, heard.life_over, heard.above) == (None, True, 3_600_000)
+    assert (heard.exit, heard.superseded, heard.min_generation) == (None, True, 3_600_000)
     third = connect()
-    heard = say(third, heard.above + 1)
-    assert (heard.over, heard.life_over, heard.life) == (None, False, 3_600_001)
+    heard = say(third, heard.min_generation + 1)
+    assert (heard.exit, heard.superseded, heard.generation) == (None, False, 3_600_001)
     second.close()
     third.close()
     assert lives(coordinator)
@@ -192,10 +192,10 @@ def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
     settings = SupervisorSettings("job", "n1", "127.0.0.1:1", ("true",), tmp_path / "n1", tmp_path / "logs")
     one = Supervisor(settings, SECRET)
     try:
-        one.seats.begin()
-        later = one.seats.life + 3_600_000
-        one._ordered(NodeDesired("c", one.seats.life, life_over=True, above=later))
-        assert one.seats.life == later + 1
+        one.state.start()
+        later = one.state.generation + 3_600_000
+        one._ordered(NodeDesired("c", one.state.generation, superseded=True, min_generation=later))
+        assert one.state.generation == later + 1
     finally:
         one._door.close()
 
@@ -203,32 +203,32 @@ def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
 @pytest.mark.parametrize(
     "formed",
     [
-        {"epoch": 1 << 62, "places": [], "restarts": 0, "reason": ""},
-        {"epoch": 1, "places": [], "restarts": (1 << 64) - 1, "reason": ""},
+        {"epoch": 1 << 62, "ranked_nodes": [], "restarts": 0, "reason": ""},
+        {"epoch": 1, "ranked_nodes": [], "restarts": (1 << 64) - 1, "reason": ""},
     ],
     ids=["epoch", "restarts"],
 )
 def test_a_number_that_nobody_counts_to_ends_its_own_connection(coordinator, formed):
-    said = {"type": "node", "number": 1, "node": "n1", "life": 1, "seats": 1, "formed": formed}
+    said = {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "world": formed}
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode(said))
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
     channel.close()
     assert lives(coordinator)
-    assert coordinator.desk.nodes == {}
+    assert coordinator.reconciler.nodes == {}
 
 
 def test_a_world_that_cannot_have_been_is_refused(coordinator):
     """Its number would be the last one, and no world could follow it."""
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     formed = WorldSpec((1 << 62) - 1, ("n1",), 0, "")
-    channel.send(encode(NodeStatus(1, "n1", 1, 1, births=1, formed=formed)))
+    channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, world=formed)))
     heard = decode_message(channel.receive(within_s=10).header, NodeDesired)
-    assert (heard.over, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
+    assert (heard.exit, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
     channel.close()
     assert lives(coordinator)
-    assert coordinator.desk.world.epoch < 10
+    assert coordinator.reconciler.world.epoch < 10
 
 
 def test_a_coordinator_that_cannot_note_a_world_waits_and_goes_on(tmp_path):
@@ -240,15 +240,15 @@ def test_a_coordinator_that_cannot_note_a_world_waits_and_goes_on(tmp_path):
     thread.start()
     channel = connect_to_coordinator(one.address, job="job", me=NodeId("n1"), secret=SECRET)
     try:
-        channel.send(encode(NodeStatus(1, "n1", 1, 1, births=1, ready=True)))
+        channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, ready=True)))
         until(lambda: one._silent)
         assert lives(one)
         note.parent.mkdir()
         until(note.exists)
-        assert decode_message(channel.receive(within_s=10).header, NodeDesired).formed is not None
+        assert decode_message(channel.receive(within_s=10).header, NodeDesired).world is not None
     finally:
         channel.close()
-        one.end()
+        one.request_stop()
         thread.join()
 
 
@@ -264,12 +264,12 @@ def job():
 def door(job) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(10)
-    sock.connect(str(job.seats[0].supervisor.settings.directory / "rank.sock"))
+    sock.connect(str(job.planes[0].supervisor.settings.directory / "rank.sock"))
     return sock
 
 
 def test_the_socket_is_this_users_alone(job):
-    path = job.seats[0].supervisor.settings.directory / "rank.sock"
+    path = job.planes[0].supervisor.settings.directory / "rank.sock"
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -284,18 +284,18 @@ def test_the_socket_is_this_users_alone(job):
 def test_a_process_that_was_not_started_here(job, greeting):
     with door(job) as sock:
         message_codec.send_frame(sock, greeting)
-        assert message_codec.receive_frame(sock, RankDesired).over is ExitReason.REFUSED
-    assert all_ready(job.seats)[0].world_size == 1
+        assert message_codec.receive_frame(sock, RankDesired).exit is ExitReason.REFUSED
+    assert all_ready(job.planes)[0].world_size == 1
 
 
 def test_the_same_rank_twice(job):
-    seat = job.seats[0]
-    all_ready(job.seats)
+    seat = job.planes[0]
+    all_ready(job.planes)
     supervisor = seat.supervisor
-    (token,) = supervisor.seats.processes
+    (token,) = supervisor.state.processes
     other = SupervisorClient(SupervisorEndpoint(supervisor.settings.directory / "rank.sock", token))
     with pytest.raises((ControlPlaneRefusedError, ControlPlaneUnavailableError)):
-        other.ready(timeout_s=PATIENCE_S)
+        other.wait_for_assignment(timeout_s=PATIENCE_S)
     other.close()
     assert seat.notice() is None
     job.resize(1)
@@ -320,20 +320,20 @@ def test_garbage_at_a_supervisors_door(job, sent):
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
-    assert all_ready(job.seats)[0].world_size == 1
+    assert all_ready(job.planes)[0].world_size == 1
 
 
 def test_what_is_said_of_a_world_of_the_past_counts_for_nothing(job):
-    seat = job.seats[0]
-    (before,) = all_ready(job.seats)
-    seat.fault("a fault")
+    seat = job.planes[0]
+    (before,) = all_ready(job.planes)
+    seat.report_fault("a fault")
     until(lambda: wants(seat) is NoticeKind.RESTART)
-    (after,) = all_ready(job.seats)
+    (after,) = all_ready(job.planes)
     with seat._changed:  # as one that has not heard of it would
-        seat._say(epoch=before.epoch, paused=99, sealed=99, stand=RankPhase.INSIDE)
+        seat._say(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
         number = seat._sent
-    until(lambda: seat._hears.heard >= number)
-    nodes = job.coordinator.desk.nodes
-    until(lambda: nodes["n0"].says is not None and nodes["n0"].says.formed.epoch == after.epoch)
-    assert (nodes["n0"].says.paused, nodes["n0"].says.sealed) == (None, None)
+    until(lambda: seat._hears.acknowledged >= number)
+    nodes = job.coordinator.reconciler.nodes
+    until(lambda: nodes["n0"].status is not None and nodes["n0"].status.world.epoch == after.epoch)
+    assert (nodes["n0"].status.paused, nodes["n0"].status.sealed) == (None, None)
     assert seat.notice() is None

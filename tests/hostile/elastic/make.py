@@ -28,7 +28,7 @@ def header(**changes: Any) -> dict[str, Any]:
         "fingerprint": fingerprint_digest(FINGERPRINT),
         "index": INDEX,
         "tree": ["d", ["a", "b"], [["t", 0], ["t", 1]]],
-        "parts": [["int64", [6], 0], ["uint8", [2, 4], 64]],
+        "tensors": [["int64", [6], 0], ["uint8", [2, 4], 64]],
         "checksum": xxhash.xxh3_64_digest(PAYLOAD),
     }
     return {**good, **changes}
@@ -45,7 +45,7 @@ def batch(payload: bytes = PAYLOAD, **changes: Any) -> bytes:
 
 
 def parts(*changed: list[Any]) -> bytes:
-    return batch(parts=list(changed))
+    return batch(tensors=list(changed))
 
 
 def nested(depth: int) -> bytes:
@@ -55,7 +55,7 @@ def nested(depth: int) -> bytes:
 
 def with_tree(raw: bytes) -> bytes:
     tree = msgspec.Raw(raw)
-    return sealed(msgspec.msgpack.encode(header(tree=tree, parts=[], checksum=xxhash.xxh3_64_digest(b""))), b"")
+    return sealed(msgspec.msgpack.encode(header(tree=tree, tensors=[], checksum=xxhash.xxh3_64_digest(b""))), b"")
 
 
 def cases() -> dict[str, bytes]:
@@ -84,7 +84,7 @@ def cases() -> dict[str, bytes]:
         "list": sealed(msgspec.msgpack.encode(list(header().values()))),
         "trailing": sealed(msgspec.msgpack.encode(header()) + b"\0"),
         "map-of-4g": sealed(b"\xdf\xff\xff\xff\xff"),
-        "parts-of-4g": sealed(msgspec.msgpack.encode(header(parts=msgspec.Raw(b"\xdd\xff\xff\xff\xff")))),
+        "parts-of-4g": sealed(msgspec.msgpack.encode(header(tensors=msgspec.Raw(b"\xdd\xff\xff\xff\xff")))),
         "text-of-4g": sealed(msgspec.msgpack.encode(header(fingerprint=msgspec.Raw(b"\xdb\xff\xff\xff\xff")))),
         "unknown-field": batch(code="import os"),
         "no-checksum": sealed(msgspec.msgpack.encode({k: v for k, v in header().items() if k != "checksum"})),

@@ -54,7 +54,7 @@ def test_the_files_are_what_the_script_writes():
 
 def test_what_they_were_made_from_is_a_good_batch(cache):
     (cache.directory / batch_file_name(INDEX)).write_bytes(batch())
-    found = cache.look(INDEX).batch
+    found = cache.lookup(INDEX).batch
     assert found["a"].tolist() == [int.from_bytes(range(at, at + 8), "little") for at in range(0, 48, 8)]
     assert found["b"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -143,7 +143,7 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(cache, tmp_path, pla
         assert (cache.directory / name / "mine").read_bytes() == b"mine"
     else:
         assert asked.indices == [INDEX]
-        assert cache.holds() == [INDEX]
+        assert cache.cached_indices() == [INDEX]
 
 
 def test_strangers_files_are_neither_counted_nor_swept(cache):
@@ -155,7 +155,7 @@ def test_strangers_files_are_neither_counted_nor_swept(cache):
     root, place = cache.directory.parents[2], cache.directory
     cache.close()
     with BatchCache("job", fingerprint="another", directory=root) as other:
-        assert other.holds() == []
+        assert other.cached_indices() == []
     assert names(place) == sorted(strangers)
 
 
@@ -176,5 +176,5 @@ def test_a_file_that_grows_after_it_was_mapped_changes_nothing(cache):
     with batch_file.open("ab") as file:
         file.write(b"more")
     assert_same(prepared(INDEX), found)
-    assert not cache.look(INDEX).there
+    assert not cache.lookup(INDEX).is_cached
     assert not batch_file.exists()

@@ -44,7 +44,7 @@ class Served:
             return found
 
     def damage(self, step: int, *, at: int) -> None:
-        key = next(fact.key for fact in self.service.holdings.here() if fact.key.version == step)
+        key = next(fact.key for fact in self.service.holdings.local_facts() if fact.key.version == step)
         pin = self.store.pin(key)
         with pinned_file(pin).open("r+b") as file:
             file.seek(at)
@@ -151,7 +151,7 @@ def test_a_namespace_deleted_while_a_shard_comes_gets_nothing(served: Served) ->
         assert connection.recv(1000).startswith(b"HTTP/1.1 404 ")
     ask(served.address, "POST", "/v1/cp/namespaces/a?num_ranks=1")
     assert ask(served.address, "GET", PUT.format(5)).status == 404
-    assert (served.leases(), served.service.holdings.here()) == (0, [])
+    assert (served.leases(), served.service.holdings.local_facts()) == (0, [])
 
 
 def test_a_body_that_is_not_wanted_is_not_asked_for(served: Served) -> None:
@@ -209,7 +209,7 @@ def test_many_put_at_once_and_the_last_one_counts(served: Served) -> None:
     assert ask(served.address, "GET", PUT.format(5)).body in bodies
     ask(served.address, "POST", PUT.format(5), b"the last")
     assert ask(served.address, "GET", PUT.format(5)).body == b"the last"
-    assert len(served.service.holdings.here()) == 1
+    assert len(served.service.holdings.local_facts()) == 1
 
 
 def test_its_numbers_are_told(served: Served) -> None:

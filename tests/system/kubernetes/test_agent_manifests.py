@@ -65,17 +65,17 @@ def test_the_account_may_label_nodes_and_nothing_else(
         config = str(account.kubeconfig(tmp_path / "config"))
         monkeypatch.setenv("no_proxy", "*")
         labels = connect_node_labels(kubeconfig=config)
-        assert labels.health("gpu-1") is None
-        assert labels.change("gpu-1", NodeHealth.PENDING_REBOOT, when=lambda _: True) is None
+        assert labels.get("gpu-1") is None
+        assert labels.set_if("gpu-1", NodeHealth.PENDING_REBOOT, when=lambda _: True) is None
         assert kube.get("/api/v1/nodes/gpu-1")["metadata"]["labels"][NODE_HEALTH_LABEL] == "UnschedulablePendingReboot"
         wanted = NodeHealth.PENDING_REPLACEMENT
         assert (
-            labels.change("gpu-1", wanted, when=lambda was: is_worse_health(was, wanted))
+            labels.set_if("gpu-1", wanted, when=lambda was: is_worse_health(was, wanted))
             == "UnschedulablePendingReboot"
         )
-        assert labels.health("gpu-1") == wanted.value
+        assert labels.get("gpu-1") == wanted.value
         with pytest.raises(CommandError) as absent:
-            labels.health("gpu-2")
+            labels.get("gpu-2")
         assert absent.value.code is ExitCode.NOT_FOUND
         for path in ("/api/v1/nodes", "/api/v1/pods", "/api/v1/secrets"):
             with pytest.raises(Refused) as refused:
@@ -94,7 +94,7 @@ def test_an_account_without_the_rights_is_told_which(
         config = str(account.kubeconfig(tmp_path / "config"))
         monkeypatch.setenv("no_proxy", "*")
         with pytest.raises(CommandError, match="refuses") as refused:
-            connect_node_labels(kubeconfig=config).change("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
+            connect_node_labels(kubeconfig=config).set_if("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
         assert refused.value.code is ExitCode.REFUSED
         assert "manifests/node-health" in refused.value.advice
     finally:

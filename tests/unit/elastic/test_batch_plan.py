@@ -17,17 +17,17 @@ LIMITS = st.none() | st.integers(1, 40)
 
 
 def split(plan):
-    return [[m.samples for m in plan.of(rank).microbatches] for rank in range(plan.world_size)]
+    return [[m.samples for m in plan.for_rank(rank).microbatches] for rank in range(plan.world_size)]
 
 
 def test_a_batch_that_divides():
     plan = BatchPlan(128, 16, 4)
-    assert (plan.accumulation, plan.microbatch_size, plan.microbatch_count) == (2, 4, 32)
+    assert (plan.accumulation_steps, plan.microbatch_size, plan.microbatch_count) == (2, 4, 32)
     assert plan.quotas == (RankQuota(16, 8),)
     assert plan.utilization == 1
-    share = plan.of(8)
+    share = plan.for_rank(8)
     assert share.microbatches == (PlannedMicrobatch(16, 64, 4), PlannedMicrobatch(17, 68, 4))
-    assert (share.first, share.samples, share.empty, share.weight) == (64, 8, 0, 1 / 16)
+    assert (share.first, share.samples, share.empty_passes, share.weight) == (64, 8, 0, 1 / 16)
 
 
 def test_a_batch_that_does_not_divide():
@@ -35,7 +35,7 @@ def test_a_batch_that_does_not_divide():
     assert split(plan) == [[2, 1], [2, 1], [1, 1], [1, 1]]
     assert plan.quotas == (RankQuota(2, 3), RankQuota(2, 2))
     assert plan.utilization == 10 / 12
-    assert not plan.world_independent
+    assert not plan.is_world_independent
 
 
 def test_passes_are_as_few_as_fit_and_alike():
@@ -48,8 +48,8 @@ def test_all_ranks_make_as_many_passes():
     """With single samples, a rank that has fewer of them makes a pass without one."""
     plan = BatchPlan(5, 2, 1)
     assert split(plan) == [[1, 1, 1], [1, 1]]
-    assert [plan.of(rank).empty for rank in range(2)] == [0, 1]
-    assert plan.empty == 1
+    assert [plan.for_rank(rank).empty_passes for rank in range(2)] == [0, 1]
+    assert plan.empty_passes == 1
 
 
 def test_fixed_microbatches_are_cut_alike_in_every_world():
@@ -57,10 +57,10 @@ def test_fixed_microbatches_are_cut_alike_in_every_world():
     assert split(one) == [[3, 3, 3, 1]]
     assert split(three) == [[3, 3], [3], [1]]
     assert split(four) == [[3], [3], [3], [1]]
-    assert three.of(2).microbatches == (PlannedMicrobatch(3, 9, 1),)
-    assert [three.of(rank).empty for rank in range(3)] == [0, 1, 1]
+    assert three.for_rank(2).microbatches == (PlannedMicrobatch(3, 9, 1),)
+    assert [three.for_rank(rank).empty_passes for rank in range(3)] == [0, 1, 1]
     assert three.quotas == (RankQuota(1, 6), RankQuota(1, 3), RankQuota(1, 1))
-    assert three.world_independent
+    assert three.is_world_independent
 
 
 def test_ranks_that_share_samples_count_as_one():
@@ -98,14 +98,14 @@ def test_what_is_impossible_names_the_limit(asked, named):
 def test_the_advice_is_right():
     with pytest.raises(PolicyError, match="microbatch of at most 5;"):
         BatchPlan(128, 24, microbatch=6)
-    assert BatchPlan(128, 24, microbatch=5).smallest > 0
+    assert BatchPlan(128, 24, microbatch=5).min_rank_samples > 0
 
 
 def test_idle_ranks_are_asked_for():
     plan = BatchPlan(3, 5, allow_idle=True)
     assert split(plan) == [[1], [1], [1], [], []]
-    assert [plan.of(rank).empty for rank in range(5)] == [0, 0, 0, 1, 1]
-    assert (plan.of(4).samples, plan.of(4).weight, plan.smallest, plan.empty) == (0, 0, 0, 2)
+    assert [plan.for_rank(rank).empty_passes for rank in range(5)] == [0, 0, 0, 1, 1]
+    assert (plan.for_rank(4).samples, plan.for_rank(4).weight, plan.min_rank_samples, plan.empty_passes) == (0, 0, 0, 2)
     assert plan.quotas == (RankQuota(3, 1), RankQuota(2, 0))
     fixed = BatchPlan(5, 4, microbatch=2, allow_idle=True)
     assert split(fixed) == [[2], [2], [1], []]
@@ -115,11 +115,11 @@ def test_idle_ranks_are_asked_for():
 def test_nobody_else_has_a_share():
     plan = BatchPlan(10, 4, 2)
     for call, place in (
-        (plan.of, 4),
-        (plan.of, -1),
+        (plan.for_rank, 4),
+        (plan.for_rank, -1),
         (plan.rank_of_sample, 10),
         (plan.rank_of_microbatch, 8),
-        (plan.at, -1),
+        (plan.microbatch_of, -1),
     ):
         with pytest.raises(PolicyError, match="counted from 0"):
             call(place)
@@ -134,31 +134,31 @@ def plans(draw):
 
 @given(plans())
 def test_every_sample_is_computed_once_and_in_order(plan):
-    shares = [plan.of(rank) for rank in range(plan.world_size)]
+    shares = [plan.for_rank(rank) for rank in range(plan.world_size)]
     samples, ids = 0, 0
     for share in shares:
         assert share.first == samples
         for microbatch in share.microbatches:
             assert microbatch == PlannedMicrobatch(ids, samples, microbatch.samples)
             assert microbatch.samples >= 1
-            assert plan.at(ids) == microbatch
+            assert plan.microbatch_of(ids) == microbatch
             assert plan.rank_of_microbatch(ids) == share.rank
             assert {plan.rank_of_sample(samples + n) for n in range(microbatch.samples)} == {share.rank}
             samples, ids = samples + microbatch.samples, ids + 1
         assert share.first + share.samples == samples
     assert (samples, ids) == (plan.global_batch, plan.microbatch_count)
-    assert [plan.of(rank) for rank in range(plan.world_size)] == shares
+    assert [plan.for_rank(rank) for rank in range(plan.world_size)] == shares
 
 
 @given(plans())
 def test_the_totals_are_those_of_the_shares(plan):
-    shares = [plan.of(rank) for rank in range(plan.world_size)]
+    shares = [plan.for_rank(rank) for rank in range(plan.world_size)]
     sizes = [microbatch.samples for share in shares for microbatch in share.microbatches]
     samples = [share.samples for share in shares]
-    assert {len(share.microbatches) + share.empty for share in shares} == {plan.accumulation}
-    assert sum(share.empty for share in shares) == plan.empty
+    assert {len(share.microbatches) + share.empty_passes for share in shares} == {plan.accumulation_steps}
+    assert sum(share.empty_passes for share in shares) == plan.empty_passes
     assert max(sizes) == plan.microbatch_size <= (plan.max_microbatch or plan.global_batch)
-    assert (max(samples), min(samples)) == (plan.largest, plan.smallest)
+    assert (max(samples), min(samples)) == (plan.max_rank_samples, plan.min_rank_samples)
     assert [quota.samples for quota in plan.quotas for _ in range(quota.ranks)] == samples
     assert all(before.samples > after.samples for before, after in zip(plan.quotas, plan.quotas[1:], strict=False))
     assert sum(share.weight for share in shares) == pytest.approx(1)
@@ -166,26 +166,28 @@ def test_the_totals_are_those_of_the_shares(plan):
 
 @given(plans())
 def test_no_rank_has_more_to_do_than_must_be(plan):
-    shares = [plan.of(rank) for rank in range(plan.world_size)]
+    shares = [plan.for_rank(rank) for rank in range(plan.world_size)]
     if plan.microbatch is not None:
         counts = [len(share.microbatches) for share in shares]
         assert max(counts) - min(counts) <= 1
-        assert all(plan.at(n).samples == plan.microbatch for n in range(plan.microbatch_count - 1))
+        assert all(plan.microbatch_of(n).samples == plan.microbatch for n in range(plan.microbatch_count - 1))
         return
-    assert plan.largest - plan.smallest <= 1
-    fewest = -(-plan.largest // (plan.max_microbatch or plan.largest))
-    assert plan.accumulation == fewest
+    assert plan.max_rank_samples - plan.min_rank_samples <= 1
+    fewest = -(-plan.max_rank_samples // (plan.max_microbatch or plan.max_rank_samples))
+    assert plan.accumulation_steps == fewest
     for share in shares:
         sizes = [microbatch.samples for microbatch in share.microbatches]
         assert not sizes or max(sizes) - min(sizes) <= 1
-        assert share.empty == max(0, plan.accumulation - share.samples)
+        assert share.empty_passes == max(0, plan.accumulation_steps - share.samples)
 
 
 @given(SIZES, st.integers(1, 12), st.integers(1, 100), st.integers(1, 100))
 def test_fixed_microbatches_do_not_know_the_world(batch, size, world, other):
     one, two = (BatchPlan(batch, n, microbatch=size, allow_idle=True) for n in (world, other))
     assert one.microbatch_count == two.microbatch_count
-    assert [one.at(n) for n in range(one.microbatch_count)] == [two.at(n) for n in range(two.microbatch_count)]
+    assert [one.microbatch_of(n) for n in range(one.microbatch_count)] == [
+        two.microbatch_of(n) for n in range(two.microbatch_count)
+    ]
 
 
 @given(SIZES, st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 16))
@@ -194,10 +196,14 @@ def test_a_microbatch_for_many_worlds_costs_none_of_them_anything(batch, worlds,
     size = common_microbatch(batch, worlds, limit)
     assert 1 <= size <= limit
     for world in worlds:
-        assert BatchPlan(batch, world, limit, microbatch=size).largest == BatchPlan(batch, world).largest
+        assert (
+            BatchPlan(batch, world, limit, microbatch=size).max_rank_samples == BatchPlan(batch, world).max_rank_samples
+        )
     larger = range(size + 1, min(limit, batch) + 1)
     plans = [[BatchPlan(batch, world, microbatch=more, allow_idle=True) for world in worlds] for more in larger]
-    assert all(any(p.largest > -(-batch // p.world_size) or not p.smallest for p in each) for each in plans)
+    assert all(
+        any(p.max_rank_samples > -(-batch // p.world_size) or not p.min_rank_samples for p in each) for each in plans
+    )
 
 
 def test_a_microbatch_for_worlds_of_a_job():
@@ -212,10 +218,10 @@ def test_a_hundred_thousand_ranks_cost_no_more_than_one(fixed):
     """Work is counted, not timed: a plan that listed its ranks would not come back from a world of 10**15."""
     world = 10**15
     plan = BatchPlan(7 * world + 5, world, 4, microbatch=fixed)
-    last = plan.of(world - 1)
+    last = plan.for_rank(world - 1)
     assert last.first + last.samples == plan.global_batch
     assert plan.rank_of_sample(plan.global_batch - 1) == world - 1
-    assert plan.at(plan.microbatch_count - 1) == last.microbatches[-1]
+    assert plan.microbatch_of(plan.microbatch_count - 1) == last.microbatches[-1]
     assert sum(quota.ranks * quota.samples for quota in plan.quotas) == plan.global_batch
     assert sum(quota.ranks for quota in plan.quotas) == world
 

@@ -20,7 +20,7 @@ from tieredckpt.event_log import NullEventLog
 from tieredckpt.live.abort_fence import AbortFence
 from tieredckpt.tensors.device import CpuBackend, use_device_backend
 
-QUIET = RecoveryPolicy(backend="none", settle_s=0.0)
+QUIET = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_a_world_is_undone_whichever_way_it_is_left(how):
     plane, undone = InMemoryCoordinator(1), []
 
     def train(world):
-        world.on_leave(lambda: undone.append(world.epoch))
+        world.add_cleanup(lambda: undone.append(world.epoch))
         if world.epoch:
             return
         for step in world.steps(0, 5):
@@ -64,7 +64,7 @@ def test_a_world_is_undone_whichever_way_it_is_left(how):
         if how == "returns":
             plane.restart()
 
-    assert run(train, plane=plane.seats[0], policy=QUIET).how is RunOutcome.FINISHED
+    assert run(train, plane=plane.planes[0], policy=QUIET).outcome is RunOutcome.FINISHED
     assert undone == [0, 1]
 
 
@@ -79,9 +79,13 @@ def test_a_process_that_is_not_fit_ends_instead_of_asking_for_a_place():
         raise ZeroDivisionError("a step too far")
 
     with pytest.raises(UnhealthyProcessError, match="the device remembers"):
-        run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none", settle_s=0.0, health=health))
+        run(
+            train,
+            plane=plane.planes[0],
+            policy=RecoveryPolicy(backend="none", peer_loss_wait_s=0.0, health_check=health),
+        )
     assert asked == [1]
-    assert not plane.seats[0].is_alive
+    assert not plane.planes[0].is_alive
 
 
 def test_a_device_that_does_not_answer_is_not_fit():
@@ -152,17 +156,17 @@ def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):
         def abort_groups(self):
             order.append("groups")
 
-        def cut_connections(self):
+        def close_connections(self):
             order.append("connections")
 
     def fails():
         order.append("mine")
         raise ZeroDivisionError("on the way out")
 
-    policy = RecoveryPolicy(abort=("connections", fails, "groups"))
+    policy = RecoveryPolicy(abort_steps=("connections", fails, "groups"))
     rank = _Rank(
         lambda _: None,
-        InMemoryCoordinator(1).seats[0],
+        InMemoryCoordinator(1).planes[0],
         policy,
         record=RankTimeline(NullEventLog()),
         hydrating=None,
@@ -178,21 +182,21 @@ def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):
 def test_it_is_warmed_up_once_before_it_asks_for_a_place():
     plane, order = InMemoryCoordinator(1), []
 
-    @recoverable(plane=plane.seats[0], policy=QUIET, warm=lambda: order.append(plane.epoch))
+    @recoverable(plane=plane.planes[0], policy=QUIET, warmup=lambda: order.append(plane.epoch))
     def train(world):
         order.append(world.epoch)
         if world.epoch == 0:
             raise ZeroDivisionError("a step too far")
 
-    assert train().how is RunOutcome.FINISHED
+    assert train().outcome is RunOutcome.FINISHED
     assert order == [-1, 0, 1]
 
 
 def test_a_process_that_cannot_be_warmed_up_ends():
     plane = InMemoryCoordinator(1)
     with pytest.raises(ZeroDivisionError):
-        run(lambda _: None, plane=plane.seats[0], policy=QUIET, warm=lambda: 1 / 0)
-    assert not plane.seats[0].is_alive
+        run(lambda _: None, plane=plane.planes[0], policy=QUIET, warmup=lambda: 1 / 0)
+    assert not plane.planes[0].is_alive
 
 
 def test_what_devices_have_completed_is_asked_before_anything_is_aborted():
@@ -209,13 +213,13 @@ def test_what_devices_have_completed_is_asked_before_anything_is_aborted():
         def abort_groups(self):
             aborted.append("groups")
 
-        def cut_connections(self):
+        def close_connections(self):
             aborted.append("connections")
 
-    policy = RecoveryPolicy(abort=(lambda: aborted.append("mine"), "groups", "connections"))
+    policy = RecoveryPolicy(abort_steps=(lambda: aborted.append("mine"), "groups", "connections"))
     rank = _Rank(
         lambda _: None,
-        InMemoryCoordinator(1).seats[0],
+        InMemoryCoordinator(1).planes[0],
         policy,
         record=RankTimeline(NullEventLog()),
         hydrating=None,

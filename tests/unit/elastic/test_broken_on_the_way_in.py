@@ -33,11 +33,11 @@ def groups_of(store, epoch, size):
 
 def name_of_a_world(store, epoch):
     groups = groups_of(store, epoch, 1)
-    groups.enter()
+    groups.initialize()
     try:
         return dist.group.WORLD.group_name
     finally:
-        groups.leave(broken=False)
+        groups.destroy(broken=False)
 
 
 def test_its_keys_have_the_names_that_they_have_at_a_rank_that_was_not_there(store):
@@ -45,8 +45,8 @@ def test_its_keys_have_the_names_that_they_have_at_a_rank_that_was_not_there(sto
     for epoch in (1, 2):
         alone = groups_of(store, epoch, 2)
         with pytest.raises(RuntimeError):
-            alone.enter()
-        alone.leave(broken=True)
+            alone.initialize()
+        alone.destroy(broken=True)
     assert name_of_a_world(store, 3) == fresh
 
 
@@ -62,15 +62,15 @@ def test_a_name_service_that_is_gone_keeps_nobody_in_a_world_that_is_over(store,
     """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
     place = RankAssignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
     groups = ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=120))
-    (entering,) = at_once(groups.enter)
+    (entering,) = at_once(groups.initialize)
     until(lambda: is_connected(store))
     asked = asked_on_the_way_in_only(threading.current_thread(), socket.getaddrinfo)
     monkeypatch.setattr(socket, "getaddrinfo", asked)
-    until(lambda: groups.cut_connections() or entering.done())  # one that is just connecting connects anew
+    until(lambda: groups.close_connections() or entering.done())  # one that is just connecting connects anew
     monkeypatch.undo()
     with pytest.raises(RuntimeError):
         entering.result()
-    groups.leave(broken=True)
+    groups.destroy(broken=True)
 
 
 def asked_on_the_way_in_only(cutting, ask):

@@ -78,7 +78,7 @@ def test_what_somebody_asked_for_outlives_the_coordinator():
     table.deliver(0)
     table.restart_coordinator()
     table.settle(30)
-    assert table.desk.world.cap == 2
+    assert table.desk.world.max_nodes == 2
     assert table.desk.world.size == 2
     assert table.desk.world.restarts == 0
 
@@ -104,8 +104,8 @@ def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
         (spare,) = table.nodes["n0"].seats.spares()
         table.lose_rank(0)
         table.settle(8)
-        assert spare.seat is not None
-        assert spare.placed == table.desk.world.epoch
+        assert spare.local_rank is not None
+        assert spare.formed_epoch == table.desk.world.epoch
 
 
 def test_a_used_spare_is_replaced_once_the_ranks_have_gone_on():
@@ -115,7 +115,9 @@ def test_a_used_spare_is_replaced_once_the_ranks_have_gone_on():
     seats, before = table.nodes["n0"].seats, table.desk.world.epoch
     table.lose_rank(0)
     turns = 0
-    while not (len(seats.seated()) == 2 and all(process.went_on > before for process in seats.seated())):
+    while not (
+        len(seats.rank_processes()) == 2 and all(process.stepped_epoch > before for process in seats.rank_processes())
+    ):
         assert len(seats.spares()) == (turns == 0)
         table.settle(1)
         turns += 1
@@ -130,9 +132,9 @@ def test_where_nobody_gets_any_further_a_used_spare_is_replaced_all_the_same():
     table.lose_rank(0)
     table.settle(1)
     by = seats.refill_by
-    seats.refill_due(by - 0.1)
+    seats.refill_spares(by - 0.1)
     assert (seats.refill_by, seats.spares()) == (by, [])
-    seats.refill_due(by)
+    seats.refill_spares(by)
     assert len(seats.spares()) == 1
     assert seats.refill_by is None
 
@@ -141,9 +143,9 @@ def test_an_older_supervisor_of_a_node_is_refused():
     table = Table(1)
     table.settle(5)
     old = node_status(table.nodes["n0"].seats, table.now)
-    table.nodes["n0"].seats.life = table.new_life()
+    table.nodes["n0"].seats.generation = table.new_life()
     table.deliver(0)
-    assert "newer supervisor" in table.desk.said(old, table.now)
+    assert "newer supervisor" in table.desk.handle_status(old, table.now)
 
 
 def test_a_report_that_comes_again_changes_nothing():
@@ -152,7 +154,7 @@ def test_a_report_that_comes_again_changes_nothing():
     world = table.desk.world
     again = node_status(table.nodes["n0"].seats, table.now)
     for _ in range(3):
-        table.desk.said(again, table.now)
+        table.desk.handle_status(again, table.now)
     assert table.desk.world == world
 
 
@@ -171,16 +173,16 @@ def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_withou
     table.settle(60)
     table.resize(1)
     table.settle(60)
-    (alone,) = table.desk.formed.places
+    (alone,) = table.desk.world_spec.ranked_nodes
     table.lose_rank(sorted(table.nodes).index(alone))
     table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
     table.wait(0.0)
-    assert table.desk.formed.places == tuple(table.nodes.keys() - {alone})
+    assert table.desk.world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
     table.settle(60)
-    assert table.nodes[alone].seats.broken
+    assert table.nodes[alone].seats.broken_reason
     table.resize(2)
     table.settle(60)
-    assert set(table.desk.formed.places) == set(table.nodes)
+    assert set(table.desk.world_spec.ranked_nodes) == set(table.nodes)
     table.check_whole()
 
 
@@ -188,14 +190,14 @@ def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_withou
 def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
     table = Table(2)
     table.settle(60)
-    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     if away:
         table.lose_node(sorted(table.nodes).index("n1"))
         table.settle(away)
-        assert table.desk.formed.places == ("n0",)
+        assert table.desk.world_spec.ranked_nodes == ("n0",)
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)  # what ran there was killed, and heard nothing
     table.settle(15)
-    assert table.desk.formed.places == ("n0",)
+    assert table.desk.world_spec.ranked_nodes == ("n0",)
     assert "n1" not in table.nodes
 
 
@@ -203,17 +205,17 @@ def lost_supervisor(told_before):
     """Node n1's connection ends, and who started its supervisor says that it has ended."""
     table = Table(2)
     table.settle(60)
-    desk, life = table.desk, table.nodes["n1"].seats.life
+    desk, life = table.desk, table.nodes["n1"].seats.generation
     if told_before:
-        desk.asked(SupervisorExited("n1"), table.now)
+        desk.handle_request(SupervisorExited("n1"), table.now)
         desk.tick(table.now)
-        assert desk.broken is None
+        assert desk.broken_reason is None
     del table.nodes["n1"]
-    desk.gone("n1", life, table.now)
+    desk.connection_lost("n1", life, table.now)
     if not told_before:
         desk.tick(table.now)
-        assert desk.broken is None  # it may come back
-        desk.asked(SupervisorExited("n1"), table.now)
+        assert desk.broken_reason is None  # it may come back
+        desk.handle_request(SupervisorExited("n1"), table.now)
     desk.tick(table.now)
     return table
 
@@ -221,56 +223,56 @@ def lost_supervisor(told_before):
 @pytest.mark.parametrize("told_before", [True, False])
 def test_a_node_whose_supervisor_was_seen_to_end_is_not_waited_for(told_before):
     table = lost_supervisor(told_before)
-    assert table.desk.broken == "n1 was lost: its supervisor has ended"
+    assert table.desk.broken_reason == "n1 was lost: its supervisor has ended"
 
 
 def test_another_supervisor_of_that_node_is_not_the_one_that_ended():
     table = lost_supervisor(told_before=True)
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
     table.settle(60)
-    assert set(table.desk.formed.places) == {"n0", "n1"}
-    table.desk.gone("n1", table.nodes["n1"].seats.life, table.now)
+    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    table.desk.connection_lost("n1", table.nodes["n1"].seats.generation, table.now)
     table.desk.tick(table.now)
-    assert table.desk.broken is None
+    assert table.desk.broken_reason is None
 
 
 def test_of_a_node_that_nobody_knows_nothing_follows():
     table = Table(1)
     table.settle(15)
-    table.desk.asked(SupervisorExited("n9"), table.now)
+    table.desk.handle_request(SupervisorExited("n9"), table.now)
     table.desk.tick(table.now)
-    assert table.desk.broken is None
+    assert table.desk.broken_reason is None
 
 
 def test_a_node_that_has_left_may_come_back():
     table = Table(2)
     table.settle(60)
-    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.settle(5)
     assert "n1" not in table.nodes
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
     table.settle(60)
-    assert set(table.desk.formed.places) == {"n0", "n1"}
+    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
 
 
 def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
     table = Table(2)
     table.settle(60)
-    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.settle(5)
     assert "n1" not in table.nodes
     table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
     table.settle(60)
-    assert set(table.desk.formed.places) == {"n0", "n1"}
-    assert table.nodes["n1"].seats.over is None
+    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    assert table.nodes["n1"].seats.exit is None
 
 
 def test_the_node_that_was_dismissed_stays_dismissed_whatever_it_says():
     table = Table(2)
     table.settle(60)
-    table.desk.asked(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     node = table.nodes["n1"]
     table.settle(5)
     node.report()
-    assert node_desired(table.desk, "n1", table.now).release is not None
+    assert node_desired(table.desk, "n1", table.now).release_reason is not None

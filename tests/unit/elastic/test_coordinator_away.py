@@ -33,7 +33,9 @@ class Node:
         self.channel: MessageChannel = connect_to_coordinator(
             coordinator.address, job="job", me=NodeId(name), secret=SECRET
         )
-        self.says = NodeStatus(0, name, 1, 1, births=1, ready=True, store=f"{name}:1", steps=(None,), quiet_s=(0.0,))
+        self.says = NodeStatus(
+            0, name, 1, 1, spawn_count=1, ready=True, store=f"{name}:1", rank_progress=(None,), silent_s=(0.0,)
+        )
         self.hears: NodeDesired | None = None
 
     def say(self, **changes: object) -> None:
@@ -44,11 +46,11 @@ class Node:
 
     def _is_heard(self) -> bool:
         self._coordinator._turn()
-        seen = self._coordinator.desk.nodes.get(self.name)
-        return seen is not None and seen.says.number == self.says.number
+        seen = self._coordinator.reconciler.nodes.get(self.name)
+        return seen is not None and seen.status.number == self.says.number
 
     def step(self, number: int) -> None:
-        self.say(steps=(RankProgress(number),), formed=self._coordinator.desk.formed, ready=False)
+        self.say(rank_progress=(RankProgress(number),), world=self._coordinator.reconciler.world_spec, ready=False)
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]
         try:
             for node in nodes:
                 node.say()
-            assert coordinator.desk.formed is not None
+            assert coordinator.reconciler.world_spec is not None
             for node in nodes:
                 node.step(1)
             yield coordinator, hand, nodes
@@ -79,11 +81,11 @@ def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
 
 def test_nobody_is_lost_because_the_coordinator_did_not_run():
     with two_nodes() as (coordinator, hand, _nodes):
-        before = coordinator.desk.world.epoch
+        before = coordinator.reconciler.world.epoch
         hand.now += 600.0
         coordinator._turn()
-        assert coordinator.desk.world.phase is WorldPhase.RUNNING
-        assert (coordinator.desk.world.epoch, coordinator.desk.broken) == (before, None)
+        assert coordinator.reconciler.world.phase is WorldPhase.RUNNING
+        assert (coordinator.reconciler.world.epoch, coordinator.reconciler.broken_reason) == (before, None)
 
 
 def test_who_is_silent_while_it_runs_is_lost_all_the_same():
@@ -93,7 +95,7 @@ def test_who_is_silent_while_it_runs_is_lost_all_the_same():
         for number in range(2, 14):
             run(coordinator, hand, 1.0)
             nodes[0].step(number)
-        assert "silent" in str(coordinator.desk.broken)
+        assert "silent" in str(coordinator.reconciler.broken_reason)
 
 
 def test_nobody_hangs_because_the_coordinator_did_not_run():
@@ -102,18 +104,20 @@ def test_nobody_hangs_because_the_coordinator_did_not_run():
         for node in nodes:  # what they last said; their steps stood as long as the coordinator
             node.say()
         run(coordinator, hand, 5.0)
-        assert coordinator.desk.broken is None
-        assert coordinator.desk.movement._moved_at is not None
+        assert coordinator.reconciler.broken_reason is None
+        assert coordinator.reconciler.hang_detector._moved_at is not None
 
 
 def test_a_machine_that_was_asked_back_goes_when_it_was_to_all_the_same():
     with two_nodes() as (coordinator, hand, nodes):
-        coordinator.desk.asked(DrainRequest(("n1",), 120.0, "the machine is asked back"), coordinator._clock())
+        coordinator.reconciler.handle_request(
+            DrainRequest(("n1",), 120.0, "the machine is asked back"), coordinator._clock()
+        )
         hand.now += 60.0
         coordinator._turn()
         nodes[1].say()
-        assert coordinator.desk.nodes["n1"].leave_by == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
+        assert coordinator.reconciler.nodes["n1"].drain_deadline == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
         hand.now += 70.0
         nodes[0].say(paused=1)
         run(coordinator, hand, 1.0)
-        assert coordinator.desk.broken is not None
+        assert coordinator.reconciler.broken_reason is not None

@@ -48,14 +48,14 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
 
 def test_all_ranks_get_their_true_at_one_step():
     plane = InMemoryCoordinator(3)
-    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.seats)))
+    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
     meeting = threading.Barrier(3)
 
     def train(number):
         steps = 0
-        while not detectors[number].ask():
+        while not detectors[number].is_detected():
             if steps == 16 and number == 1:
-                plane.seats[1].request(NoticeKind.RESIZE, "SIGUSR1")
+                plane.planes[1].request_change(NoticeKind.RESIZE, "SIGUSR1")
             meeting.wait(PATIENCE_S)
             steps += 1
         return steps
@@ -65,15 +65,15 @@ def test_all_ranks_get_their_true_at_one_step():
     assert steps[0] > 16
     for detector in detectors:
         detector.close()
-    assert {seat.sealed_step for seat in plane.seats} == {steps[0]}
+    assert {seat.sealed_step for seat in plane.planes} == {steps[0]}
     assert plane.restarts == 0
 
 
 def test_in_a_broken_world_nobody_is_kept():
     plane = InMemoryCoordinator(2)
-    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.seats)))
-    assert not detectors[0].ask()
-    plane.lose(plane.seats[1])
-    assert until(detectors[0].ask)
+    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
+    assert not detectors[0].is_detected()
+    plane.lose_rank(plane.planes[1])
+    assert until(detectors[0].is_detected)
     for detector in detectors:
         detector.close()

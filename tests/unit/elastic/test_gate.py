@@ -20,8 +20,8 @@ class Lockstep:
 
     def __init__(self, size, steps):
         self.plane = InMemoryCoordinator(size)
-        places = all_ready(self.plane.seats)
-        self.gates = [StepBarrier(seat, place.epoch) for seat, place in zip(self.plane.seats, places, strict=True)]
+        places = all_ready(self.plane.planes)
+        self.gates = [StepBarrier(seat, place.epoch) for seat, place in zip(self.plane.planes, places, strict=True)]
         self.meeting = threading.Barrier(size)
         self.steps = steps
 
@@ -29,8 +29,8 @@ class Lockstep:
         """How many steps were completed, and how it ended; ``act`` runs inside every step."""
         gate, completed = self.gates[number], 0
         while completed < self.steps:
-            way = gate.enter(completed)
-            if way is not BoundaryDecision.ON:
+            way = gate.pass_boundary(completed)
+            if way is not BoundaryDecision.CONTINUE:
                 return completed, way
             act(number, completed)
             self.meeting.wait(PATIENCE_S)
@@ -43,7 +43,7 @@ class Lockstep:
         def look():  # what the thread beside every rank does
             while not ended.wait(0.001):
                 for gate in self.gates:
-                    gate.look()
+                    gate.poll()
 
         beside = threading.Thread(target=look)
         beside.start()
@@ -52,7 +52,7 @@ class Lockstep:
         beside.join()
         for gate in self.gates:
             gate.close()
-        for seat in self.plane.seats:
+        for seat in self.plane.planes:
             seat.close()
         return found
 
@@ -72,7 +72,7 @@ def test_ranks_in_lockstep_stop_at_one_step(size, asker, at):
     assert asked.is_set()
     assert len(set(ways)) == 1
     completed, way = ways[0]
-    assert way is BoundaryDecision.STOP
+    assert way is BoundaryDecision.PAUSE
     assert completed > at
 
 
@@ -88,23 +88,23 @@ def test_who_is_inside_a_step_says_so_at_once():
     def others():
         assert inside.wait(PATIENCE_S)
         job.plane.resize(2)
-        assert job.plane.wait_for(lambda: job.plane.seats[1].paused_step is not None, PATIENCE_S)
+        assert job.plane.wait_for(lambda: job.plane.planes[1].paused_step is not None, PATIENCE_S)
         waits.set()
 
     asking = threading.Thread(target=others)
     asking.start()
-    assert job.run(act) == [(2, BoundaryDecision.STOP)] * 2
+    assert job.run(act) == [(2, BoundaryDecision.PAUSE)] * 2
     asking.join()
-    assert job.plane.seats[1].paused_step == 2
+    assert job.plane.planes[1].paused_step == 2
 
 
 @pytest.fixture
 def two():
     plane = InMemoryCoordinator(2)
-    places = all_ready(plane.seats)
-    gates = [StepBarrier(seat, place.epoch, retry_s=0.01) for seat, place in zip(plane.seats, places, strict=True)]
+    places = all_ready(plane.planes)
+    gates = [StepBarrier(seat, place.epoch, retry_s=0.01) for seat, place in zip(plane.planes, places, strict=True)]
     yield plane, gates
-    for seat in plane.seats:
+    for seat in plane.planes:
         seat.close()
     for gate in gates:
         gate.close()
@@ -113,46 +113,46 @@ def two():
 def test_a_rank_that_is_still_loading_stops_where_it_loads(two):
     plane, gates = two
     plane.resize(2)
-    gates[1].look()
-    assert results(at_once(*(lambda g=gate: g.enter(7) for gate in gates))) == [
-        BoundaryDecision.STOP,
-        BoundaryDecision.STOP,
+    gates[1].poll()
+    assert results(at_once(*(lambda g=gate: g.pass_boundary(7) for gate in gates))) == [
+        BoundaryDecision.PAUSE,
+        BoundaryDecision.PAUSE,
     ]
 
 
 def test_nothing_wanted_is_no_stop(two):
     _, gates = two
-    assert [gates[0].enter(step) for step in range(1000)] == [BoundaryDecision.ON] * 1000
+    assert [gates[0].pass_boundary(step) for step in range(1000)] == [BoundaryDecision.CONTINUE] * 1000
 
 
 def test_a_loss_while_others_pause_ends_their_wait(two):
     plane, gates = two
     plane.resize(2)
-    waiting = at_once(lambda: gates[0].enter(3))
-    plane.lose(plane.seats[1])
-    assert results(waiting) == [BoundaryDecision.LEAVE]
-    assert "rank 1 was lost" in gates[0].why_broken
+    waiting = at_once(lambda: gates[0].pass_boundary(3))
+    plane.lose_rank(plane.planes[1])
+    assert results(waiting) == [BoundaryDecision.ABORT]
+    assert "rank 1 was lost" in gates[0].broken_reason
 
 
 def test_a_broken_world_is_left_at_the_next_boundary(two):
     plane, gates = two
     plane.restart("the loss is not finite")
-    assert gates[0].enter(1) is BoundaryDecision.LEAVE
-    assert gates[0].why_broken == "the loss is not finite"
+    assert gates[0].pass_boundary(1) is BoundaryDecision.ABORT
+    assert gates[0].broken_reason == "the loss is not finite"
     assert gates[0].wait_broken(0.0)
 
 
 def test_what_is_said_of_another_epoch_is_not_heard(two):
     _, gates = two
-    gates[0].broken(ControlNotice(gates[0].epoch - 1, NoticeKind.RESTART, "long ago"))
-    assert gates[0].enter(0) is BoundaryDecision.ON
+    gates[0].mark_broken(ControlNotice(gates[0].epoch - 1, NoticeKind.RESTART, "long ago"))
+    assert gates[0].pass_boundary(0) is BoundaryDecision.CONTINUE
     assert not gates[0].wait_broken(0.0)
 
 
 def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
     plane, gates = two
     pause, failures = (
-        plane.seats[0].pause,
+        plane.planes[0].agree_on_step,
         iter([ControlPlaneUnavailableError("away"), ControlPlaneUnavailableError("still away")]),
     )
 
@@ -161,20 +161,20 @@ def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
             raise error
         return pause(step, timeout_s=timeout_s)
 
-    plane.seats[0].pause = away
+    plane.planes[0].agree_on_step = away
     plane.resize(2)
-    gates[1].look()
-    assert results(at_once(*(lambda g=gate: g.enter(4) for gate in gates))) == [
-        BoundaryDecision.STOP,
-        BoundaryDecision.STOP,
+    gates[1].poll()
+    assert results(at_once(*(lambda g=gate: g.pass_boundary(4) for gate in gates))) == [
+        BoundaryDecision.PAUSE,
+        BoundaryDecision.PAUSE,
     ]
 
 
 def test_a_stop_that_becomes_urgent_has_one_target(two):
     plane, gates = two
     plane.resize(1)
-    first = at_once(lambda: gates[0].enter(4))
+    first = at_once(lambda: gates[0].pass_boundary(4))
     plane.stop("now all of it")
-    assert gates[1].enter(3) is BoundaryDecision.ON
-    assert gates[1].enter(4) is BoundaryDecision.STOP
-    assert results(first) == [BoundaryDecision.STOP]
+    assert gates[1].pass_boundary(3) is BoundaryDecision.CONTINUE
+    assert gates[1].pass_boundary(4) is BoundaryDecision.PAUSE
+    assert results(first) == [BoundaryDecision.PAUSE]

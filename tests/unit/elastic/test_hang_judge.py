@@ -56,7 +56,7 @@ class World:
                 if rank in self.stopped:
                     continue
                 self.steps[rank] += rank in moving
-                said = RankProgress(self.steps[rank], free=rank in self.free)
+                said = RankProgress(self.steps[rank], idle=rank in self.free)
                 found = one.beat(said, self.now, over=rank in self.over)
                 if found is not None:
                     self.told.append((rank, found))

@@ -25,8 +25,10 @@ SHORT = HangTimeouts(step_s=5.0, first_s=100.0)
 
 
 def report(node, *steps, quiet=(), free=False):
-    said = tuple(None if step is None else RankProgress(step, free=free) for step in steps)
-    return NodeStatus(1, node, 3, len(steps), births=9, formed=WORLD, steps=said, quiet_s=tuple(map(float, quiet)))
+    said = tuple(None if step is None else RankProgress(step, idle=free) for step in steps)
+    return NodeStatus(
+        1, node, 3, len(steps), spawn_count=9, world=WORLD, rank_progress=said, silent_s=tuple(map(float, quiet))
+    )
 
 
 def both(one, other):
@@ -36,42 +38,44 @@ def both(one, other):
 def moving(at, *, pace=None, began=0.0):
     """A world whose first rank has got to step 4 by ``at``."""
     movement = HangDetector(began, pace)
-    movement.said(report("n0", 3, 3), report("n0", 4, 4), at)
+    movement.observe(report("n0", 3, 3), report("n0", 4, 4), at)
     return movement
 
 
 def test_a_hang_names_the_rank_that_is_behind_all_others():
     movement = moving(10.0)
     reports = both(report("n0", 4, 4), report("n1", 4, 3))
-    assert movement.hangs(WORLD, reports, SHORT, 15.0) == []
-    (hang,) = movement.hangs(WORLD, reports, SHORT, 15.1)
+    assert movement.find_hangs(WORLD, reports, SHORT, 15.0) == []
+    (hang,) = movement.find_hangs(WORLD, reports, SHORT, 15.1)
     assert (hang.epoch, hang.node, hang.local_rank) == (7, "n1", 1)
-    assert movement.hangs(WORLD, reports, SHORT, 99.0) == []  # once is enough
+    assert movement.find_hangs(WORLD, reports, SHORT, 99.0) == []  # once is enough
 
 
 def test_a_hang_of_several_ranks_is_nobodys():
-    (hang,) = moving(10.0).hangs(WORLD, both(report("n0", 4), report("n1", 4)), SHORT, 99.0)
+    (hang,) = moving(10.0).find_hangs(WORLD, both(report("n0", 4), report("n1", 4)), SHORT, 99.0)
     assert (hang.node, hang.local_rank) == ("", -1)
 
 
 def test_who_is_alone_is_not_behind():
     world = WorldSpec(7, ("n0",), 0, "")
-    (hang,) = moving(10.0).hangs(world, {"n0": report("n0", 4)}, SHORT, 99.0)
+    (hang,) = moving(10.0).find_hangs(world, {"n0": report("n0", 4)}, SHORT, 99.0)
     assert (hang.node, hang.local_rank) == ("", -1)
 
 
 def test_who_does_not_answer_is_to_blame_also_where_it_is_ahead():
     reports = both(report("n0", 5, 4, quiet=(30, 0)), report("n1", 4, 3, quiet=(0.5, 0.1)))
-    (hang,) = moving(10.0).hangs(WORLD, reports, SHORT, 40.0)
+    (hang,) = moving(10.0).find_hangs(WORLD, reports, SHORT, 40.0)
     assert (hang.node, hang.local_rank) == ("n0", 0)
     assert "does not answer" in hang.reason
 
 
 def test_all_who_do_not_answer_are_replaced_at_once():
     reports = both(report("n0", 4, 4, quiet=(30, 30)), report("n1", 4, 4, quiet=(0, 30)))
-    hang, *others = moving(10.0).hangs(WORLD, reports, SHORT, 40.0)
+    hang, *others = moving(10.0).find_hangs(WORLD, reports, SHORT, 40.0)
     assert isinstance(hang, HangDetected)
-    assert [(one.node, one.local_rank, one.life, one.births) for one in others if isinstance(one, RankLost)] == [
+    assert [
+        (one.node, one.local_rank, one.generation, one.spawn_count) for one in others if isinstance(one, RankLost)
+    ] == [
         ("n0", 1, 3, 9),
         ("n1", 1, 3, 9),
     ]
@@ -79,58 +83,58 @@ def test_all_who_do_not_answer_are_replaced_at_once():
 
 def test_before_the_first_step_there_is_another_limit():
     movement = HangDetector(10.0)
-    movement.said(report("n0", None), report("n0", None), 90.0)
+    movement.observe(report("n0", None), report("n0", None), 90.0)
     reports = both(report("n0", None), report("n1", None))
-    assert movement.hangs(WORLD, reports, SHORT, 110.0) == []
-    (hang,) = movement.hangs(WORLD, reports, SHORT, 110.1)
+    assert movement.find_hangs(WORLD, reports, SHORT, 110.0) == []
+    (hang,) = movement.find_hangs(WORLD, reports, SHORT, 110.1)
     assert hang.node == ""
 
 
 def test_who_stopped_while_it_restored_is_found_before_the_first_step():
     movement = HangDetector(10.0)
     reports = both(report("n0", None, quiet=(70,)), report("n1", None, quiet=(0.2,)))
-    assert movement.hangs(WORLD, reports, HangTimeouts(), 70.0) == []
-    (hang,) = movement.hangs(WORLD, reports, HangTimeouts(), 80.1)
+    assert movement.find_hangs(WORLD, reports, HangTimeouts(), 70.0) == []
+    (hang,) = movement.find_hangs(WORLD, reports, HangTimeouts(), 80.1)
     assert (hang.node, hang.local_rank) == ("n0", 0)
 
 
 def test_who_does_not_answer_is_left_alone_while_others_get_on():
     movement = moving(100.0)
     reports = both(report("n0", 4, quiet=(80,)), report("n1", 4))
-    assert movement.hangs(WORLD, reports, HangTimeouts(), 130.0) == []
+    assert movement.find_hangs(WORLD, reports, HangTimeouts(), 130.0) == []
 
 
 def test_what_is_not_given_follows_from_what_steps_take():
     pace = StepTimes()
     movement = moving(400.0, pace=pace)
-    assert (pace.first_s, pace.step_s) == (400.0, 0.0)
-    movement.said(report("n1", 4), report("n1", 5), 490.0)
-    assert (pace.first_s, pace.step_s) == (400.0, 90.0)
+    assert (pace.longest_first_step_s, pace.longest_step_s) == (400.0, 0.0)
+    movement.observe(report("n1", 4), report("n1", 5), 490.0)
+    assert (pace.longest_first_step_s, pace.longest_step_s) == (400.0, 90.0)
     reports = both(report("n0", 5), report("n1", 5))
-    assert movement.hangs(WORLD, reports, HangTimeouts(), 490.0 + 900.0) == []
-    assert movement.hangs(WORLD, reports, HangTimeouts(), 490.0 + 901.0)
+    assert movement.find_hangs(WORLD, reports, HangTimeouts(), 490.0 + 900.0) == []
+    assert movement.find_hangs(WORLD, reports, HangTimeouts(), 490.0 + 901.0)
     again = HangDetector(2000.0, pace)
-    assert again.hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4000.0) == []
-    assert again.hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4001.0)
+    assert again.find_hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4000.0) == []
+    assert again.find_hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4001.0)
 
 
 def test_a_step_that_is_left_for_an_earlier_one_is_no_progress():
     movement = moving(10.0)
-    movement.said(report("n0", 9), report("n0", None), 14.0)
-    assert movement.hangs(WORLD, both(report("n0", None), report("n1", 4)), SHORT, 15.1)
+    movement.observe(report("n0", 9), report("n0", None), 14.0)
+    assert movement.find_hangs(WORLD, both(report("n0", None), report("n1", 4)), SHORT, 15.1)
 
 
 def test_outside_of_its_steps_a_rank_may_take_as_long_as_it_likes():
     reports = both(report("n0", 4, free=True), report("n1", 4))
-    assert moving(10.0).hangs(WORLD, reports, SHORT, 9999.0) == []
+    assert moving(10.0).find_hangs(WORLD, reports, SHORT, 9999.0) == []
     stopped = both(report("n0", 4, free=True, quiet=(99,)), report("n1", 4))
-    assert moving(10.0).hangs(WORLD, stopped, SHORT, 9999.0)
+    assert moving(10.0).find_hangs(WORLD, stopped, SHORT, 9999.0)
 
 
 def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
     assert SHORT.longest_s(StepTimes()) == 100.0
     assert HangTimeouts().longest_s(StepTimes()) == 3600.0
-    assert HangTimeouts().longest_s(StepTimes(step_s=500.0, first_s=90.0)) == 5000.0
+    assert HangTimeouts().longest_s(StepTimes(longest_step_s=500.0, longest_first_step_s=90.0)) == 5000.0
     assert hang_limits("9", "off").longest_s(StepTimes()) is None
     table = Table(2, hang=HangTimeouts(step_s=7.0, first_s=50.0))
     table.settle(15)
@@ -143,7 +147,7 @@ def timeouts(monkeypatch, given, hang_s):
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, timeout, **_n: told.append(timeout))
     monkeypatch.setattr(ProcessGroups, "_store", lambda _self: dist.HashStore())
     place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", hang_s=hang_s)
-    ProcessGroups(place, backend="gloo", timeout=given).enter()
+    ProcessGroups(place, backend="gloo", timeout=given).initialize()
     return told[0]
 
 
@@ -168,8 +172,8 @@ def test_a_timeout_that_is_given_counts_and_one_that_is_too_short_is_said(monkey
 def test_off_is_off():
     off = hang_limits("off", "off")
     reports = both(report("n0", 4, quiet=(9999,)), report("n1", 4))
-    assert moving(10.0).hangs(WORLD, reports, off, 99999.0) == []
-    assert HangDetector(0.0).hangs(WORLD, reports, off, 99999.0) == []
+    assert moving(10.0).find_hangs(WORLD, reports, off, 99999.0) == []
+    assert HangDetector(0.0).find_hangs(WORLD, reports, off, 99999.0) == []
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
@@ -192,13 +196,13 @@ def test_nobody_hangs_as_long_as_steps_take_no_longer_than_ten_times_the_longest
         before = report(node, *steps[node])
         steps[node][rank] += 1
         now += gap
-        movement.said(before, report(node, *steps[node]), now)
+        movement.observe(before, report(node, *steps[node]), now)
         last = now
     reports = {node: report(node, *said) for node, said in steps.items()}
-    found = movement.hangs(WORLD, reports, HangTimeouts(), now + later)
-    limit = max(600.0, 10 * pace.step_s) if moves else 3600.0
+    found = movement.find_hangs(WORLD, reports, HangTimeouts(), now + later)
+    limit = max(600.0, 10 * pace.longest_step_s) if moves else 3600.0
     assert bool(found) is (now + later - last > limit)
-    assert movement.hangs(WORLD, reports, HangTimeouts(), math.inf if first else now + later) == [] or not found
+    assert movement.find_hangs(WORLD, reports, HangTimeouts(), math.inf if first else now + later) == [] or not found
 
 
 def test_where_there_is_no_command_line_of_ours_limits_are_in_the_environment():

@@ -23,14 +23,14 @@ def one_rank():
     ("plane", "own_groups", "why"),
     [
         (one_rank, False, "after a fault all processes are started anew"),
-        (lambda: InMemoryCoordinator(1).seats[0], True, "the train function makes its own groups"),
+        (lambda: InMemoryCoordinator(1).planes[0], True, "the train function makes its own groups"),
     ],
 )
 def test_where_nobody_could_be_given_anything_that_is_said(plane, own_groups, why, caplog):
     with SurvivorRecovery(plane(), own_groups=own_groups, settle_s=0) as hydrating:
         assert current_survivor_state() is None
-        hydrating.enter(None, silent=False)
-        hydrating.leave(sealed=False)
+        hydrating.restore_into(None, silent=False)
+        hydrating.keep_state(sealed=False)
     assert caplog.messages == [f"recovery is from what was saved: {why}"]
 
 
@@ -38,7 +38,7 @@ def test_where_nobody_could_be_given_anything_that_is_said(plane, own_groups, wh
 def entering(monkeypatch):
     """A process that is about to enter a world, and what it hears there of what survivors have."""
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
-    plane = InMemoryCoordinator(1).seats[0]
+    plane = InMemoryCoordinator(1).planes[0]
     world = World(RankAssignment(3, 0, 1, 0, 1, 0, 1, "localhost:1"), plane, StepBarrier(plane, 3))
 
     def enter(hydration):
@@ -49,7 +49,7 @@ def entering(monkeypatch):
         with SurvivorRecovery(plane, own_groups=False, settle_s=0) as hydrating:
             current_survivor_state().retained["job"] = object()
             try:
-                hydrating.enter(world, silent=False)
+                hydrating.restore_into(world, silent=False)
             finally:
                 world.held = dict(current_survivor_state().retained)
         return world
@@ -74,7 +74,7 @@ def test_what_cannot_be_given_is_let_go_of(entering):
 def test_what_could_not_be_given_because_another_rank_was_lost_is_kept(entering, monkeypatch):
     broken = ControlNotice(3, NoticeKind.RESTART, "rank 1 was lost")
     world = entering(None)
-    world._gate.broken(broken)
+    world._gate.mark_broken(broken)
     with pytest.raises(WorldChanged, match="lost before it had"):
         entering(FAILED)
     assert world.held.keys() == {"job"}

@@ -23,7 +23,7 @@ def table():
 
 def ask(table, injection):
     assert why_refused(table.desk, Asked(injection)) == ""
-    table.desk.asked(Asked(injection), table.now)
+    table.desk.handle_request(Asked(injection), table.now)
     table.settle(4)
 
 
@@ -44,7 +44,7 @@ def hears(table, node, token):
 )
 def test_what_is_to_happen_at_once_is_for_the_supervisor_of_that_rank(table, kind):
     ask(table, FaultInjection(kind=kind, rank=3, name="a"))
-    node = table.desk.formed.places[1]
+    node = table.desk.world_spec.ranked_nodes[1]
     told = {one.name: one.injected for one in table.nodes.values() if one.injected}
     assert told == {node: [InjectFault(FaultInjection(kind=kind, node=node, local_rank=1, name="a"))]}
     assert not any(heard(table).values())
@@ -74,11 +74,11 @@ def test_a_rank_that_is_started_anew_hears_of_it_too(table):
 def test_a_rank_has_its_node_cut_off_once(table):
     node = table.nodes["n0"]
     token = next(iter(node.ranks))
-    request = RankRequest(1, NoticeKind.RESTART, "a partition", cut_s=7.0)
+    request = RankRequest(1, NoticeKind.RESTART, "a partition", partition_s=7.0)
     for number in (100, 101):
-        node.seats.said(token, RankStatus(number, RankPhase.INSIDE, 0, requests=(request,)), table.now)
-    assert [effect for effect in node.seats.effects_due() if isinstance(effect, PartitionNode)] == [PartitionNode(7.0)]
-    assert {hears(table, node, token).cuts for token in node.ranks} == {1}
+        node.seats.handle_rank_status(token, RankStatus(number, RankPhase.IN_WORLD, 0, requests=(request,)), table.now)
+    assert [effect for effect in node.seats.take_effects() if isinstance(effect, PartitionNode)] == [PartitionNode(7.0)]
+    assert {hears(table, node, token).partitions for token in node.ranks} == {1}
 
 
 @pytest.mark.parametrize(

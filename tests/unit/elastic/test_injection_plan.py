@@ -23,7 +23,7 @@ steps = st.builds(
     FaultInjection,
     kind=kinds,
     step=st.none() | placed,
-    phase=st.sampled_from([phase for phase in InjectionPhase if not phase.is_between]),
+    phase=st.sampled_from([phase for phase in InjectionPhase if not phase.is_between_steps]),
     rank=placed,
     local_rank=st.none() | placed,
     after_s=st.none() | st.floats(0, 1e6),
@@ -101,17 +101,17 @@ def test_it_is_meant_for_who_is_there_at_that_moment():
         FaultInjection(kind=InjectionKind.OOM, node="n1", local_rank=0),
     )
     places = [RankLocation(0, "n0", 0), RankLocation(8, "n0", 1), RankLocation(16, "n1", 0), RankLocation(8, "n1", 1)]
-    assert [by_rank.is_at(place) for place in places] == [False, True, False, True]
-    assert [by_node.is_at(place) for place in places] == [False, False, True, False]
+    assert [by_rank.matches(place) for place in places] == [False, True, False, True]
+    assert [by_node.matches(place) for place in places] == [False, False, True, False]
 
 
 @given(st.integers(0, 2**32), st.integers(0, 60), st.integers(1, 9))
 @settings(max_examples=30)
 def test_a_seed_gives_the_same_faults_and_they_can_all_happen(seed, count, ranks):
-    faults = FaultPlan(seed).scattered(count, ranks=ranks, kinds=tuple(InjectionKind), together=0.3)
+    faults = FaultPlan(seed).random(count, ranks=ranks, kinds=tuple(InjectionKind), together=0.3)
     assert (
         faults.injections
-        == FaultPlan(seed).scattered(count, ranks=ranks, kinds=tuple(InjectionKind), together=0.3).injections
+        == FaultPlan(seed).random(count, ranks=ranks, kinds=tuple(InjectionKind), together=0.3).injections
     )
     assert len(faults.injections) == count
     assert parse_injections(faults.encode()) == faults.injections
@@ -119,10 +119,10 @@ def test_a_seed_gives_the_same_faults_and_they_can_all_happen(seed, count, ranks
     assert in_steps == sorted(set(in_steps))
     for one in faults.injections:
         assert one.rank in range(ranks)
-        assert one.when.is_between == (one.step is None)
-        assert one.kind is not InjectionKind.NAN or one.when in NAN_PHASES
+        assert one.effective_phase.is_between_steps == (one.step is None)
+        assert one.kind is not InjectionKind.NAN or one.effective_phase in NAN_PHASES
 
 
 def test_scattering_without_a_phase_that_can_be_is_refused():
     with pytest.raises(PolicyError, match="phases: none of them is one for nan"):
-        FaultPlan(1).scattered(1, ranks=1, kinds=[InjectionKind.NAN], phases=[InjectionPhase.SAVE])
+        FaultPlan(1).random(1, ranks=1, kinds=[InjectionKind.NAN], phases=[InjectionPhase.SAVE])

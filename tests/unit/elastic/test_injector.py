@@ -26,7 +26,7 @@ class Somewhere:
 
 def injector_of(tmp_path, faults: FaultPlan, world: Somewhere, *, node="n0", cut=lambda _: None):
     one = FaultInjector(faults.injections, InjectionRecord(tmp_path), node, cut=cut)
-    one.enter(world)
+    one.enter_world(world)
     return one
 
 
@@ -35,7 +35,7 @@ def steps_done(injector, world, phase, steps):
     found = []
     for world.step in steps:
         try:
-            injector.reach(phase)
+            injector.at_phase(phase)
         except InjectedFaultError:
             found.append(world.step)
     return found
@@ -83,33 +83,35 @@ def test_recovery_is_the_way_into_a_world_after_a_fault(tmp_path):
     faults = FaultPlan().at(step=3, rank=1).exception().then(phase="recovery", rank=0).exception()
     world = Somewhere(rank=0)
     one = injector_of(tmp_path, faults, world)
-    one.enter(Somewhere(rank=0, restarts=1, epoch=1))  # of something else: what it follows has not happened
+    one.enter_world(Somewhere(rank=0, restarts=1, epoch=1))  # of something else: what it follows has not happened
     InjectionRecord(tmp_path).claim(injected_here(faults.injections[0], RankLocation(1, "n1", 0)))
-    one.enter(Somewhere(rank=0, restarts=0, epoch=2))
+    one.enter_world(Somewhere(rank=0, restarts=0, epoch=2))
     with pytest.raises(InjectedFaultError):
-        one.enter(Somewhere(rank=0, restarts=2, epoch=3))
-    one.enter(Somewhere(rank=0, restarts=3, epoch=4))
-    assert [happened.epoch for happened in InjectionRecord(tmp_path).done() if happened.injection.then] == [3]
+        one.enter_world(Somewhere(rank=0, restarts=2, epoch=3))
+    one.enter_world(Somewhere(rank=0, restarts=3, epoch=4))
+    assert [happened.epoch for happened in InjectionRecord(tmp_path).injected_faults() if happened.injection.then] == [
+        3
+    ]
 
 
 def test_time_is_the_jobs_and_not_that_of_a_process_of_it(tmp_path):
     world = Somewhere(step=1)
     record = InjectionRecord(tmp_path)
     (record.folder).mkdir(parents=True)
-    record.began()
+    record.job_started_at()
     one = injector_of(tmp_path, FaultPlan().at(after_s=1e6, rank=0).exception(), world)
-    assert one.reach(InjectionPhase.FORWARD) is None
+    assert one.at_phase(InjectionPhase.FORWARD) is None
     two = injector_of(tmp_path, FaultPlan().at(after_s=0.0, rank=0).exception(), world)
     with pytest.raises(InjectedFaultError):
-        two.reach(InjectionPhase.FORWARD)
+        two.at_phase(InjectionPhase.FORWARD)
 
 
 def test_nan_is_for_the_caller_and_a_partition_for_the_supervisor(tmp_path):
     cuts, world = [], Somewhere(step=1)
     faults = FaultPlan().at(rank=0, phase="backward").nan().at(rank=0, phase="optimizer").partition(seconds=7)
     one = injector_of(tmp_path, faults, world, cut=cuts.append)
-    assert one.reach(InjectionPhase.BACKWARD) is InjectionKind.NAN
-    assert one.reach(InjectionPhase.OPTIMIZER) is InjectionKind.PARTITION
+    assert one.at_phase(InjectionPhase.BACKWARD) is InjectionKind.NAN
+    assert one.at_phase(InjectionPhase.OPTIMIZER) is InjectionKind.PARTITION
     assert cuts == [7]
 
 
@@ -118,15 +120,15 @@ def test_slow_lasts_for_its_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("elastic.fault_injection.injector.time.sleep", slept.append)
     one = injector_of(tmp_path, FaultPlan().at(rank=0, step=2).slow(seconds=0.5, times=3), world)
     for world.step in range(8):
-        one.reach(InjectionPhase.FORWARD)
-        one.reach(InjectionPhase.FORWARD)
+        one.at_phase(InjectionPhase.FORWARD)
+        one.at_phase(InjectionPhase.FORWARD)
     assert slept == [0.5] * 3
 
 
 def test_outside_a_world_nothing_happens(tmp_path):
     one = injector_of(tmp_path, FaultPlan().at(rank=0).exception(), Somewhere(step=1))
-    one.leave()
-    assert one.reach(InjectionPhase.FORWARD) is None
+    one.leave_world()
+    assert one.at_phase(InjectionPhase.FORWARD) is None
 
 
 def test_what_is_added_while_it_runs_is_known_once(tmp_path):
@@ -140,10 +142,10 @@ def test_what_is_added_while_it_runs_is_known_once(tmp_path):
 
 def test_the_record_forgets_only_when_it_is_told_to(tmp_path):
     record = InjectionRecord(tmp_path)
-    assert record.done() == []
+    assert record.injected_faults() == []
     fault = injected_here(FaultInjection(kind=InjectionKind.OOM, rank=0, name="a"), RankLocation(0, "n0", 0))
     assert [record.claim(fault), record.claim(fault)] == [True, False]
     (record.folder / "torn").write_bytes(b'{"inj')
-    assert record.done() == [fault]
-    record.forget()
+    assert record.injected_faults() == [fault]
+    record.clear()
     assert not record.is_done("a")

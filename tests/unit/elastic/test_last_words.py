@@ -15,7 +15,7 @@ WORLD = WorldSpec(3, ("n0", "n8"), 0, "")
 
 def says(*sealed, node="n0"):
     steps = tuple(None if step is None else RankProgress(step + 1, step) for step in sealed)
-    return NodeStatus(1, node, 1, len(sealed), formed=WORLD, steps=steps)
+    return NodeStatus(1, node, 1, len(sealed), world=WORLD, rank_progress=steps)
 
 
 def test_a_step_is_whole_when_all_ranks_of_a_world_have_sealed_it():
@@ -23,8 +23,8 @@ def test_a_step_is_whole_when_all_ranks_of_a_world_have_sealed_it():
     assert "no step" in str(whole)
 
     def said(report):
-        state.said(report)
-        whole.said(state)
+        state.update(report)
+        whole.observe(state)
 
     said(says(7, 9))  # the other node has not said anything
     said(says(8, None, node="n8"))
@@ -48,19 +48,19 @@ def test_a_kill_for_lack_of_memory_is_told_once(tmp_path, file, before, after):
     counted.write_text(before.format(2))
     machine.write_text("nr_free_pages 7\noom_kill 2\n")
     kills = OomDetector(counted, machine)
-    assert kills.since_asked() == ""
+    assert kills.new_kills() == ""
     counted.write_text(before.format(3))
     machine.write_text("nr_free_pages 7\noom_kill 3\n")
-    assert after in kills.since_asked()
-    assert kills.since_asked() == ""
+    assert after in kills.new_kills()
+    assert kills.new_kills() == ""
     machine.write_text("nr_free_pages 7\noom_kill 4\n")
-    assert "on this machine" in kills.since_asked()
+    assert "on this machine" in kills.new_kills()
 
 
 def test_where_nobody_counts_nothing_is_said(tmp_path):
     kills = OomDetector(tmp_path / "absent", tmp_path / "absent")
-    assert kills.since_asked() == ""
-    OomDetector().since_asked()  # whatever this machine counts, it can be read
+    assert kills.new_kills() == ""
+    OomDetector().new_kills()  # whatever this machine counts, it can be read
 
 
 def test_how_a_process_ended_is_said_in_words():

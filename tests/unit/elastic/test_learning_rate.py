@@ -253,7 +253,7 @@ def test_a_table_follows_the_world():
 
 def test_adam_for_another_batch_is_the_adam_of_the_rule():
     """Bit for bit the optimizer that is made with the numbers the rule gives."""
-    scaled = ScaledAdam(LRS[0], 0.9, 0.95, 1e-8).at(4)
+    scaled = ScaledAdam(LRS[0], 0.9, 0.95, 1e-8).for_batch_ratio(4)
     run = Run("AdamW", rule=AdamSqrtLRRule(128), batch=512)
     own = Run("AdamW")
     own.optimizer = torch.optim.AdamW(
@@ -280,7 +280,7 @@ def test_betas_that_a_schedule_changes_are_scaled_as_they_are():
     plain = Run("AdamW", "OneCycleLR").train(0, STEPS)
     run = Run("AdamW", "OneCycleLR", AdamSqrtLRRule(128), batch=256).train(0, STEPS)
     for before, after in zip(plain.used, run.used, strict=True):
-        expected = ScaledAdam(before[0]["lr"], *before[0]["betas"], before[0]["eps"]).at(2)
+        expected = ScaledAdam(before[0]["lr"], *before[0]["betas"], before[0]["eps"]).for_batch_ratio(2)
         assert after[0]["betas"] == (expected.beta1, expected.beta2)
 
 

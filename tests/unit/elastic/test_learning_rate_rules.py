@@ -100,20 +100,20 @@ def test_tables_that_are_none(rates, base, named):
 
 def test_a_recipe_is_a_table():
     """None of those that are published changes the learning rate, so nor does the table of one."""
-    table = LRTable.of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004)
+    table = LRTable.from_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004)
     assert table.rates == dict.fromkeys((8, 16, 24, 32, 48, 64, 128), 0.0004)
     assert [table.scale(128, world).lr for world in (8, 40, 128)] == [1.0, 1.0, 1.0]
-    assert list(LRTable.of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
+    assert list(LRTable.from_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
 
 
 def test_a_recipe_without_a_learning_rate_is_no_table():
     args = {"train_batch_size": 128}
     with pytest.raises(PolicyError, match=r"scale_config\.2 and the recipe state no learning_rate"):
-        LRTable.of_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)
+        LRTable.from_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)
 
 
 def test_adam_for_four_times_the_batch():
-    scaled = ScaledAdam(1e-3).at(4)
+    scaled = ScaledAdam(1e-3).for_batch_ratio(4)
     assert scaled.lr == 2e-3
     assert scaled.beta1 == pytest.approx(0.6, abs=1e-15)
     assert scaled.beta2 == pytest.approx(0.996, abs=1e-15)
@@ -123,8 +123,8 @@ def test_adam_for_four_times_the_batch():
 def test_adam_for_the_same_batch_is_the_same_adam():
     adam = ScaledAdam(3e-4, 0.1, 0.95, 1e-8)
     assert 1 - (1 - 0.1) != 0.1
-    assert adam.at(1) == adam
-    assert adam.at(1.0) == adam
+    assert adam.for_batch_ratio(1) == adam
+    assert adam.for_batch_ratio(1.0) == adam
 
 
 @given(st.floats(1e-6, 1.0), st.floats(0, 0.9999), st.floats(0, 0.99999), st.floats(1e-12, 1e-3), st.floats(0.01, 100))
@@ -133,15 +133,15 @@ def test_adam_forgets_as_much_for_each_sample(lr, beta1, beta2, eps, kappa):
     adam = ScaledAdam(lr, beta1, beta2, eps)
     if 1 - kappa * (1 - min(beta1, beta2)) < 0:
         with pytest.raises(PolicyError):
-            adam.at(kappa)
+            adam.for_batch_ratio(kappa)
         return
-    scaled = adam.at(kappa)
+    scaled = adam.for_batch_ratio(kappa)
     for before, after in ((beta1, scaled.beta1), (beta2, scaled.beta2)):
         assert 0 <= after < 1
         assert 1 - after == pytest.approx(kappa * (1 - before))
     assert scaled.lr**2 == pytest.approx(kappa * lr**2)
     assert scaled.lr * scaled.eps == pytest.approx(lr * eps)
-    back = scaled.at(1 / kappa)
+    back = scaled.for_batch_ratio(1 / kappa)
     assert (back.lr, back.eps) == (pytest.approx(lr), pytest.approx(eps))
     assert (1 - back.beta1, 1 - back.beta2) == (pytest.approx(1 - beta1), pytest.approx(1 - beta2))
 
@@ -149,21 +149,21 @@ def test_adam_forgets_as_much_for_each_sample(lr, beta1, beta2, eps, kappa):
 @pytest.mark.parametrize(("beta1", "beta2", "named"), [(0.9, 0.999, "beta1 is 0.9"), (0.99, 0.95, "beta2 is 0.95")])
 def test_a_batch_too_large_for_a_beta_is_named_with_its_limit(beta1, beta2, named):
     with pytest.raises(PolicyError) as wrong:
-        ScaledAdam(1e-3, beta1, beta2).at(32)
+        ScaledAdam(1e-3, beta1, beta2).for_batch_ratio(32)
     assert named in str(wrong.value)
     assert f"up to {10 if beta1 == 0.9 else 20} times" in str(wrong.value)
 
 
 def test_a_batch_just_small_enough_for_a_beta():
-    assert ScaledAdam(1e-3, 0.9).at(10).beta1 == pytest.approx(0, abs=1e-12)
+    assert ScaledAdam(1e-3, 0.9).for_batch_ratio(10).beta1 == pytest.approx(0, abs=1e-12)
     assert 1 - 20 * (1 - 0.95) < 0
-    assert ScaledAdam(1e-3, 0.95).at(20).beta1 == 0
+    assert ScaledAdam(1e-3, 0.95).for_batch_ratio(20).beta1 == 0
 
 
 @pytest.mark.parametrize("kappa", [0, -1, math.nan, math.inf])
 def test_no_batch_is_so_many_times_another(kappa):
     with pytest.raises(PolicyError, match="kappa is"):
-        ScaledAdam(1e-3).at(kappa)
+        ScaledAdam(1e-3).for_batch_ratio(kappa)
 
 
 def factors(ramp, count):
@@ -175,31 +175,31 @@ def factors(ramp, count):
 
 
 def test_up_in_equal_steps_and_then_exactly_there():
-    ramp = WarmupRamp(1.0).to(2.0, Rewarmup(steps=3))
+    ramp = WarmupRamp(1.0).towards(2.0, Rewarmup(steps=3))
     assert factors(ramp, 6) == [1.25, 1.5, 1.75, 2.0, 2.0, 2.0]
 
 
 def test_down_at_once():
     """A learning rate for more samples than there are is never gone on with."""
-    assert factors(WarmupRamp(2.0).to(1.0, Rewarmup(steps=3)), 2) == [1.0, 1.0]
+    assert factors(WarmupRamp(2.0).towards(1.0, Rewarmup(steps=3)), 2) == [1.0, 1.0]
 
 
 def test_from_a_part_of_the_new_one():
-    assert factors(WarmupRamp(2.0).to(1.0, Rewarmup(steps=3, start=0.0)), 4) == [0.25, 0.5, 0.75, 1.0]
-    assert factors(WarmupRamp(1.0).to(2.0, Rewarmup(steps=1, start=0.5)), 3) == [1.5, 2.0, 2.0]
-    assert WarmupRamp(1.0).to(2.0, Rewarmup(steps=9, start=1.0)).rising is False
+    assert factors(WarmupRamp(2.0).towards(1.0, Rewarmup(steps=3, start=0.0)), 4) == [0.25, 0.5, 0.75, 1.0]
+    assert factors(WarmupRamp(1.0).towards(2.0, Rewarmup(steps=1, start=0.5)), 3) == [1.5, 2.0, 2.0]
+    assert WarmupRamp(1.0).towards(2.0, Rewarmup(steps=9, start=1.0)).is_warming_up is False
 
 
 def test_a_change_on_the_way_up_goes_on_from_there():
-    ramp = WarmupRamp(1.0).to(2.0, Rewarmup(steps=3)).next()
+    ramp = WarmupRamp(1.0).towards(2.0, Rewarmup(steps=3)).next()
     assert ramp.factor == 1.5
-    assert factors(ramp.to(4.0, Rewarmup(steps=1)), 3) == [2.75, 4.0, 4.0]
-    assert factors(ramp.to(1.25, Rewarmup(steps=1)), 2) == [1.25, 1.25]
+    assert factors(ramp.towards(4.0, Rewarmup(steps=1)), 3) == [2.75, 4.0, 4.0]
+    assert factors(ramp.towards(1.25, Rewarmup(steps=1)), 2) == [1.25, 1.25]
 
 
 def test_no_change_is_no_new_ramp():
-    ramp = WarmupRamp(1.0).to(2.0, Rewarmup(steps=3)).next()
-    assert ramp.to(2.0, Rewarmup(steps=50)) is ramp
+    ramp = WarmupRamp(1.0).towards(2.0, Rewarmup(steps=3)).next()
+    assert ramp.towards(2.0, Rewarmup(steps=50)) is ramp
 
 
 @given(
@@ -210,20 +210,20 @@ def test_no_change_is_no_new_ramp():
     st.integers(0, 25),
 )
 def test_on_the_way_up_it_only_rises_and_survives_json(old, new, steps, start, done):
-    ramp = WarmupRamp(old).to(new, Rewarmup(steps, start))
+    ramp = WarmupRamp(old).towards(new, Rewarmup(steps, start))
     way = factors(ramp, steps + 2)
     assert way == sorted(way)
     assert way[-2:] == [new, new]
     for _ in range(done):
         ramp = ramp.next()
-    again = WarmupRamp.of_state(json.loads(json.dumps(ramp.as_state())))
+    again = WarmupRamp.from_state_dict(json.loads(json.dumps(ramp.state_dict())))
     assert factors(again, 30) == factors(ramp, 30)
 
 
 @pytest.mark.parametrize("state", [{}, {"target": 1.0}, {"target": None, "start": 1, "steps": 0, "done": 0}])
 def test_a_state_that_is_none(state):
     with pytest.raises(PolicyError, match="no state of a learning rate rule"):
-        WarmupRamp.of_state(state)
+        WarmupRamp.from_state_dict(state)
 
 
 @pytest.mark.parametrize("asked", [{"steps": -1}, {"steps": 1.5}, {"steps": 1, "start": 1.5}, {"start": math.nan}])

@@ -20,7 +20,7 @@ def table():
 def told(table):
     table.written = Written()
     table.recorder = WorldEventRecorder(table.written, "job", again=False, wall=lambda: 1000.0 + table.now)
-    table.desk._witness = table.recorder.saw
+    table.desk._witness = table.recorder.record_decision
     table.settle(30)
     assert [(one.how, one.ranks) for one in table.written.of(WorldFormed)] == [("start", 3 * table.nproc)]
     assert table.written.of(FaultEvent) == []
@@ -91,7 +91,7 @@ def test_two_ranks_of_a_node_one_after_the_other(table):
 
 
 def test_how_it_ended(table):
-    table.recorder.ended(ExitReason.GAVE_UP, "too many faults")
+    table.recorder.record_end(ExitReason.GAVE_UP, "too many faults")
     (ended,) = table.written.of(ProcessEnded)
     assert (ended.who, ended.how, ended.words) == ("coordinator", "gave up", "too many faults")
 

@@ -58,9 +58,9 @@ def place(epoch=0, rank=0, **more):
 
 
 def into(record, **where):
-    record.waits()
-    record.placed(place(**where))
-    record.grouped()
+    record.waiting_began()
+    record.assigned(place(**where))
+    record.groups_ready()
 
 
 def stages(ledger):
@@ -76,9 +76,9 @@ def test_from_the_start_to_the_end(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
     for step in (3, 4):
-        record.begins(step)
-        record.reports(0.5, 8, None)
-        record.stepped(step)
+        record.step_began(step)
+        record.step_metrics(0.5, 8, None)
+        record.step_ended(step)
     record.ended("finished")
     assert stages(ledger) == [(0, name) for name in ("launch", "rendezvous", "groups", "loader", "first_step")]
     assert_no_gap(ledger)
@@ -92,9 +92,9 @@ def test_from_the_start_to_the_end(ledger):
 def test_after_a_fault(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
-    record.begins(0)
-    record.knows()
-    record.knows()  # it hears of it, and its collective fails
+    record.step_began(0)
+    record.fault_detected()
+    record.fault_detected()  # it hears of it, and its collective fails
     into(record, epoch=1)
     assert stages(ledger)[4:] == [(0, "detect"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
     assert ledger.of(StepEvent) == [], "a step that was not ended is none"
@@ -102,9 +102,9 @@ def test_after_a_fault(ledger):
 
 def test_a_world_that_breaks_on_the_way_into_it(ledger):
     record = RankTimeline(ledger, SUPERVISED)
-    record.waits()
-    record.placed(place())
-    record.knows()
+    record.waiting_began()
+    record.assigned(place())
+    record.fault_detected()
     into(record, epoch=1)
     assert stages(ledger)[2:] == [(0, "detect"), (0, "groups"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
 
@@ -112,9 +112,9 @@ def test_a_world_that_breaks_on_the_way_into_it(ledger):
 def test_a_change_that_is_wanted(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
-    record.begins(0)
-    record.stepped(0)
-    record.stops()
+    record.step_began(0)
+    record.step_ended(0)
+    record.pause_began()
     record.sealed()
     into(record, epoch=1)
     assert stages(ledger)[5:] == [(0, "seal"), (0, "leave"), (1, "rendezvous"), (1, "groups")]
@@ -128,7 +128,7 @@ def test_what_is_restored_on_the_way(ledger):
     into(record, rank=1)
     with recorded.record_restore() as told:
         told.step = 6
-    record.begins(7)
+    record.step_began(7)
     assert stages(ledger)[3:] == [(0, "loader"), (0, "hydrate"), (0, "loader")]
     assert_no_gap(ledger)
     (restored,) = ledger.of(RestoreEvent)
@@ -139,11 +139,11 @@ def test_what_is_restored_on_the_way(ledger):
 def test_what_survivors_give(ledger):
     record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
     into(record)
-    record.given(anything=True)
+    record.survivors_asked(anything=True)
     with recorded.record_restore() as told:
         told.step = 6
         told.report = RestoreReport(6, VersionId(6, 1, 0, "x"), {"peer": 8}, mode="live", lost=0)
-    record.begins(7)
+    record.step_began(7)
     assert stages(ledger)[2:] == [(0, name) for name in ("groups", "hydrate", "loader", "hydrate", "loader")]
     assert_no_gap(ledger)
     (restored,) = ledger.of(RestoreEvent)
@@ -166,9 +166,9 @@ def test_only_the_first_rank_tells_steps_and_is_asked_for_a_loss(ledger):
 
     record = RankTimeline(ledger, SUPERVISED)
     into(record, rank=1)
-    record.begins(0)
-    record.reports(Unasked(), 1, 1)
-    record.stepped(0)
+    record.step_began(0)
+    record.step_metrics(Unasked(), 1, 1)
+    record.step_ended(0)
     assert ledger.of(StepEvent) == []
     assert stages(ledger)[-1] == (0, "first_step")
 
@@ -177,9 +177,9 @@ def test_only_the_first_rank_tells_steps_and_is_asked_for_a_loss(ledger):
 def test_a_loss_that_is_not_finite_is_none(ledger, loss):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
-    record.begins(0)
-    record.reports(loss, None, None)
-    record.stepped(0)
+    record.step_began(0)
+    record.step_metrics(loss, None, None)
+    record.step_ended(0)
     assert ledger.of(StepEvent)[0].loss is None
 
 

@@ -67,19 +67,21 @@ def test_the_job_gives_up_on_a_loss_that_is_never_finite_and_one_that_is_the_nex
             if bad and world.rank == 0:  # in a collective, which another rank does not come to
                 assert world._gate.wait_broken(PATIENCE_S)
             else:
-                world.check(NAN if bad else 1.0)
+                world.check_finite(NAN if bad else 1.0)
 
-    policy = RecoveryPolicy(backend="none", settle_s=0.0)
-    ends = at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.seats))
+    policy = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0)
+    ends = at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.planes))
     for end in ends:
         with pytest.raises(JobFailedError, match="step 9 is not finite"):
             results([end])
     assert plane.restarts == 3
-    assert [len(seat.faults) for seat in plane.seats] == [0, 3]
+    assert [len(seat.faults) for seat in plane.planes] == [0, 3]
 
 
 def test_ignored_the_training_ends_as_if_nothing_was():
     plane = InMemoryCoordinator(1)
     policy = RecoveryPolicy(backend="none", nonfinite="ignore")
-    ended = run(lambda world: [world.check(NAN) for _ in world.steps(0, 3)], plane=plane.seats[0], policy=policy)
-    assert (ended.how, ended.value, plane.restarts) == (RunOutcome.FINISHED, [True] * 3, 0)
+    ended = run(
+        lambda world: [world.check_finite(NAN) for _ in world.steps(0, 3)], plane=plane.planes[0], policy=policy
+    )
+    assert (ended.outcome, ended.value, plane.restarts) == (RunOutcome.FINISHED, [True] * 3, 0)

@@ -210,7 +210,7 @@ def test_leaving_a_broken_world_does_not_wait_for_a_sleeping_watchdog(monkeypatc
     assert watchdog.asleep.wait(_PATIENCE_S)
     del world
     try:
-        leave = Call(lambda: groups(nccl_like.NAME).leave(broken=True))
+        leave = Call(lambda: groups(nccl_like.NAME).destroy(broken=True))
         assert leave.join() is None
         assert watchdog.is_running
     finally:
@@ -253,7 +253,7 @@ def test_the_watchdog_is_off_before_the_first_group_is_made(monkeypatch):
     found = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, **_n: found.append(dict(nccl_like.os.environ)))
     monkeypatch.setattr(ProcessGroups, "_store", lambda _self: dist.HashStore())
-    groups(nccl_like.NAME).enter()
+    groups(nccl_like.NAME).initialize()
     assert (found[0][_HANDLING], found[0]["TORCH_NCCL_ENABLE_MONITORING"], found[0][_DUMP]) == ("0", "0", "0")
 
 
@@ -308,7 +308,7 @@ def test_what_is_set_as_it_has_to_be_stays_as_it_is():
 
 
 def test_only_what_raises_when_it_is_aborted_is_not_silent():
-    assert [groups(name).is_silent for name in ("gloo", "cpu:gloo,cuda:nccl", "nccl", nccl_like.NAME)] == [
+    assert [groups(name).aborts_silently for name in ("gloo", "cpu:gloo,cuda:nccl", "nccl", nccl_like.NAME)] == [
         False,
         True,
         True,

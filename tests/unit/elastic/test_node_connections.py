@@ -36,47 +36,47 @@ def framed(body: bytes) -> bytes:
 
 def test_who_does_not_read_is_given_up_although_it_goes_on_reporting(line):
     connections, connection, theirs = line
-    connection.say(NodeDesired("c", 1, 1, formed=LARGE), 0.0)
-    connections.look(connection)
+    connection.send(NodeDesired("c", 1, 1, world=LARGE), 0.0)
+    connections.update_interest(connection)
     assert connection.is_sending
     end = NodeCodec()
     end.encode(NodeStatus(1, "n0", 1, 1))
     for number in range(2, 20):
         theirs.sendall(framed(end.encode(NodeStatus(number, "n0", 1, 1))))
         assert [says.number for says in connection.read(float(number))] == [number]
-        connections.look(connection)
-        assert connections.stuck(float(number)) == ([connection] if number > STALL_TIMEOUT_S else [])
+        connections.update_interest(connection)
+        assert connections.stalled(float(number)) == ([connection] if number > STALL_TIMEOUT_S else [])
 
 
 def test_who_reads_slowly_gets_all_of_it(line):
     _, connection, theirs = line
-    connection.say(NodeDesired("c", 1, 1, formed=LARGE), 0.0)
+    connection.send(NodeDesired("c", 1, 1, world=LARGE), 0.0)
     arrived = bytearray()
     while connection.is_sending:
         arrived += theirs.recv(1 << 16)
         connection.flush(1000.0)
-    assert not connection.is_stuck(1e9)
+    assert not connection.is_stalled(1e9)
     theirs.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
             arrived += theirs.recv(1 << 16)
-    assert NodeCodec().decode(bytes(arrived[FRAME_PREFIX.size :])).formed == LARGE
+    assert NodeCodec().decode(bytes(arrived[FRAME_PREFIX.size :])).world == LARGE
 
 
 def test_half_a_report_is_waited_for_and_then_given_up(line):
     connections, connection, theirs = line
     end = NodeCodec()
     end.encode(NodeStatus(1, "n0", 1, 1))
-    data = framed(end.encode(NodeStatus(2, "n0", 1, 1, births=3)))
+    data = framed(end.encode(NodeStatus(2, "n0", 1, 1, spawn_count=3)))
     theirs.sendall(data[:-1])
     assert list(connection.read(0.0)) == []
-    connections.look(connection)
-    assert connections.stuck(STALL_TIMEOUT_S) == []
-    assert connections.stuck(STALL_TIMEOUT_S + 0.1) == [connection]
+    connections.update_interest(connection)
+    assert connections.stalled(STALL_TIMEOUT_S) == []
+    assert connections.stalled(STALL_TIMEOUT_S + 0.1) == [connection]
     theirs.sendall(data[-1:])
-    assert [says.births for says in connection.read(STALL_TIMEOUT_S + 0.1)] == [3]
-    connections.look(connection)
-    assert connections.stuck(1e9) == []
+    assert [says.spawn_count for says in connection.read(STALL_TIMEOUT_S + 0.1)] == [3]
+    connections.update_interest(connection)
+    assert connections.stalled(1e9) == []
 
 
 def test_what_is_no_message_and_who_hangs_up(line):
@@ -104,4 +104,4 @@ def test_more_nodes_than_a_job_can_have_are_refused_at_the_start():
 def test_the_first_that_a_node_hears_can_be_read_as_a_whole_message():
     """What a node hears first says everything that is not as :data:`NOTHING_HEARD` has it."""
     body = CoordinatorCodec(NodeStatus(1, "n0", 1, 1)).encode(NodeDesired("c", 7, 1))
-    assert msgspec.msgpack.decode(body) == {"type": "hears", "coordinator": "c", "life": 7, "heard": 1}
+    assert msgspec.msgpack.decode(body) == {"type": "hears", "coordinator": "c", "generation": 7, "acknowledged": 1}

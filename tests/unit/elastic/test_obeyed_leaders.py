@@ -38,9 +38,9 @@ def test_what_carries_an_older_term_is_refused() -> None:
 
 def test_in_a_term_nobody_else_is_obeyed_not_even_by_a_node_that_begins_anew() -> None:
     one = seats()
-    one.begin()
+    one.start()
     assert one.obeys(NodeDesired("first", 1, term=4))
-    one.reborn()
+    one.begin_generation()
     assert not one.obeys(NodeDesired("second", 1, term=4))
     assert one.obeys(NodeDesired("first", 1, term=4))
 
@@ -64,7 +64,7 @@ def leading(leadership: MemoryLeadership, name: str):
     try:
         yield coordinator, ends
     finally:
-        coordinator.end()
+        coordinator.request_stop()
         thread.join(60)
         assert not thread.is_alive()
 
@@ -75,21 +75,21 @@ def test_who_leads_a_job_that_has_obeyed_another_one_steps_back_and_the_next_lea
     leadership = MemoryLeadership()
     leadership.write(LeaderRecord("", 8, epoch=3), None)
     with leading(leadership, "b") as (coordinator, ends):
-        until(lambda: coordinator.desk.term)
-        term = coordinator.desk.term if of_its_own_term else 70
-        says = NodeStatus(1, "n0", 1, 1, births=1, ready=True, term=term, leader="another one")
+        until(lambda: coordinator.reconciler.term)
+        term = coordinator.reconciler.term if of_its_own_term else 70
+        says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, term=term, leader="another one")
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
         channel.send(NodeCodec().encode(says))
         ((over, why),) = until(lambda: ends)
         channel.close()
     assert over is ExitReason.DISMISSED
     assert "another one has led" in why
-    assert coordinator.desk.nodes == {}
+    assert coordinator.reconciler.nodes == {}
     record = leadership.read()
     assert (record.holder, record.term, record.epoch) == ("", term, 3)
     with leading(leadership, "c") as (coordinator, _):
-        until(lambda: coordinator.desk.term)
-        assert (coordinator.desk.term, coordinator.desk.floor) == (term + 1, 3)
+        until(lambda: coordinator.reconciler.term)
+        assert (coordinator.reconciler.term, coordinator.reconciler.min_epoch) == (term + 1, 3)
     assert leadership.read().holder == ""  # given up at its end
 
 
@@ -107,13 +107,13 @@ def test_no_world_is_told_before_its_number_is_in_the_record() -> None:
     leadership = Slow()
     leadership.write(LeaderRecord("", 1), None)
     with leading(leadership, "b") as (coordinator, _):
-        until(lambda: coordinator.desk.term)
+        until(lambda: coordinator.reconciler.term)
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
         end = NodeCodec()
-        says = NodeStatus(1, "n0", 1, 1, births=1, ready=True, store="n0:1")
+        says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, store="n0:1")
         channel.send(end.encode(says))
-        until(lambda: "n0" in coordinator.desk.nodes)
-        desk, world = coordinator.desk, replace(coordinator.desk.world, epoch=5)
+        until(lambda: "n0" in coordinator.reconciler.nodes)
+        desk, world = coordinator.reconciler, replace(coordinator.reconciler.world, epoch=5)
         coordinator._post(lambda: desk.__dict__.update(gathering=False, world=world))  # at once: else world -1 is told
         until(lambda: coordinator._elector._election.epoch == 5)
         assert leadership.read().epoch == -1
@@ -121,5 +121,5 @@ def test_no_world_is_told_before_its_number_is_in_the_record() -> None:
         leadership.may.set()
         hears = end.decode(channel.receive(within_s=60).header)
         assert leadership.read().epoch == 5
-        assert hears.term == coordinator.desk.term
+        assert hears.term == coordinator.reconciler.term
         channel.close()

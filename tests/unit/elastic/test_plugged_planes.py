@@ -10,7 +10,7 @@ from elastic.control.control_plane import CONTROL_PLANE_ENTRY_POINTS, platform_c
 from elastic.errors import PolicyError
 from elastic.testing import InMemoryCoordinator
 
-_SEATS = InMemoryCoordinator(2).seats
+_SEATS = InMemoryCoordinator(2).planes
 
 
 def nobodys(environ):

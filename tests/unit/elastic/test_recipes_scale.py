@@ -66,10 +66,10 @@ def test_one_limit_plans_every_number_of_a_recipe(name):
             small_ranks, small, large = uneven
             assert plan.quotas == (RankQuota(world - small_ranks, large), RankQuota(small_ranks, small))
             assert small_ranks * small + (world - small_ranks) * large == batch
-            assert plan.accumulation == 1
+            assert plan.accumulation_steps == 1
         if micro is not None:
             assert plan.microbatch_size == micro
-            assert plan.accumulation * micro * world == batch
+            assert plan.accumulation_steps * micro * world == batch
     assert config.disagreements() == []
 
 
@@ -80,7 +80,7 @@ def test_every_recipe_plans_between_its_sizes_and_on_other_machines(name, ranks_
     for nodes in range(1, 17):
         plan = config.plan(nodes, ranks_per_node=ranks_per_node)
         assert plan.world_size == nodes * ranks_per_node
-        assert plan.largest - plan.smallest <= 1
+        assert plan.max_rank_samples - plan.min_rank_samples <= 1
         assert plan.microbatch_size <= (config.max_microbatch or 1)
 
 
@@ -99,10 +99,10 @@ def test_recipes_for_four_devices_a_node_do_not_add_up():
     """They name machines with four, but their uneven batches are those of eight."""
     found = {(wrong.nodes, wrong.field): wrong for wrong in read_scale_config(EXCERPT).disagreements(ranks_per_node=4)}
     small = found[3, "num_dp_groups_with_small_batch_size"]
-    assert (small.theirs, small.ours) == (16, 12)
+    assert (small.stated, small.planned) == (16, 12)
     total = found[6, "train_batch_size"]
-    assert (total.theirs, total.ours) == (128, 16 * 2 + 8 * 3)
-    assert found[6, "uneven_batch"].ours == UnevenBatch(16, 5, 6)
+    assert (total.stated, total.planned) == (128, 16 * 2 + 8 * 3)
+    assert found[6, "uneven_batch"].planned == UnevenBatch(16, 5, 6)
     assert "scale_config.6: train_batch_size is 128, planned is 56" in str(total)
 
 
@@ -119,14 +119,14 @@ def test_recipes_for_four_devices_a_node_do_not_add_up():
 )
 def test_numbers_that_we_would_not_plan_are_named(rows, field, theirs, ours):
     found = read_scale_config(recipe(*rows)).disagreements()
-    assert (field, theirs, ours) in [(wrong.field, wrong.theirs, wrong.ours) for wrong in found]
+    assert (field, theirs, ours) in [(wrong.field, wrong.stated, wrong.planned) for wrong in found]
 
 
 def test_a_size_that_is_another_one_is_named():
     wrong = recipe((2, 128, 4))
     wrong["scale_config"][2]["trainer"]["num_nodes"] = 4
     (found,) = read_scale_config(wrong).disagreements()
-    assert (found.nodes, found.field, found.theirs, found.ours) == (2, "trainer.num_nodes", 4, 2)
+    assert (found.nodes, found.field, found.stated, found.planned) == (2, "trainer.num_nodes", 4, 2)
 
 
 @pytest.mark.parametrize("uneven", [(16, 8, 9), (0, 7, 8), (16, 8, 0)])
@@ -165,8 +165,8 @@ def test_sizes_hold_until_the_next_one():
 
 def test_where_no_microbatch_is_stated_one_sample_is_known_to_fit():
     config = read_scale_config(recipe((1, 128)))
-    assert (config.plan(1).microbatch_size, config.plan(1).accumulation) == (1, 16)
-    assert config.plan(1, max_microbatch=4).accumulation == 4
+    assert (config.plan(1).microbatch_size, config.plan(1).accumulation_steps) == (1, 16)
+    assert config.plan(1, max_microbatch=4).accumulation_steps == 4
 
 
 def test_ranks_that_share_samples():

@@ -28,7 +28,7 @@ RUN = LocalRun("job", "", "", 1, 0, ("x",), "/", "/logs", 1.0)
 
 
 class Screen:
-    words = ("run", "train.py")
+    argv = ("run", "train.py")
 
     def __init__(self):
         self.notes = []
@@ -94,7 +94,7 @@ def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
 
     monkeypatch.setattr(run, "JobLauncher", Launcher)
     monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns: steps)
-    place.keep_secret(b"s" * 32)
+    place.write_secret(b"s" * 32)
     leader = CoordinatorSpec("job", "", "", ScalingPolicy(), 1, True)
     record = LocalRun("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
     screen = Screen()
@@ -142,7 +142,7 @@ def test_what_gives_the_same_answer_in_any_world_is_not_tried_again():
             raise SettingsError("both are called A")
 
     with pytest.raises(JobFailedError, match="both are called A"):
-        train_loop_run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none"))
+        train_loop_run(train, plane=plane.planes[0], policy=RecoveryPolicy(backend="none"))
     assert tries == [0]
 
 
@@ -154,7 +154,10 @@ def test_what_does_not_fit_so_many_ranks_may_fit_others():
         if len(tries) < 2:
             world.mesh((2, -1))
 
-    assert train_loop_run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none")).how is RunOutcome.FINISHED
+    assert (
+        train_loop_run(train, plane=plane.planes[0], policy=RecoveryPolicy(backend="none")).outcome
+        is RunOutcome.FINISHED
+    )
     assert tries == [0, 1]
 
 
@@ -179,7 +182,7 @@ def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
         task = run._node_task(place, RUN, name, {**options, "verbose": 0, **more})
         return task.environ.get("TIEREDCKPT_AGENT_DIRECTORY"), task.environ.get("TIEREDCKPT_AGENT_NODE")
 
-    n0, n8 = place.node("n0") / "agent", place.node("n8") / "agent"
+    n0, n8 = place.node_directory("n0") / "agent", place.node_directory("n8") / "agent"
     assert memory() == (None, None)
     assert memory("n0", simulate_nodes=2) == (str(n0), "n0")
     n0.mkdir(parents=True)

@@ -10,7 +10,7 @@ from tests.support.control_table import Rank, Table
 def rank_of(table: Table, node: str, *, spare: bool = False) -> Rank:
     """The first one of this node, or its spare."""
     found = table.nodes[node]
-    processes = [one for one in found.seats.processes.values() if (one.seat is None) == spare]
+    processes = [one for one in found.seats.processes.values() if (one.local_rank is None) == spare]
     return found.ranks[processes[0].token]
 
 
@@ -23,7 +23,9 @@ def test_a_stopped_spare_takes_nobodys_seat():
     table.lose_rank(0)
     table.settle(8)
     table.check_whole()
-    assert all(one.token != stopped.token or one.seat is None for one in table.nodes["n0"].seats.processes.values())
+    assert all(
+        one.token != stopped.token or one.local_rank is None for one in table.nodes["n0"].seats.processes.values()
+    )
 
 
 def test_a_spare_that_goes_on_is_one_again():
@@ -32,10 +34,10 @@ def test_a_spare_that_goes_on_is_one_again():
     spare = rank_of(table, "n0", spare=True)
     spare.is_stopped = True
     table.settle(12)
-    assert table.desk.nodes["n0"].says.spares == 0
+    assert table.desk.nodes["n0"].status.spares == 0
     spare.is_stopped = False
     table.settle(3)
-    assert table.desk.nodes["n0"].says.spares == 1
+    assert table.desk.nodes["n0"].status.spares == 1
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -71,7 +71,7 @@ def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
             lambda: connect_store("127.0.0.1", server.port), place, limits=limits, prefix=f"{number}/"
         )
         try:
-            assert plane.ready(timeout_s=PATIENCE_S).hang_s == hang_s
+            assert plane.wait_for_assignment(timeout_s=PATIENCE_S).hang_s == hang_s
         finally:
             plane.close()
 
@@ -79,38 +79,40 @@ def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
 def test_an_attempt_has_nothing_of_the_one_before(start):
     first = start(3)
     all_ready(first)
-    first[0].request(NoticeKind.RESIZE, "other numbers")
-    assert results(at_once(*(lambda p=plane: p.pause(8) for plane in first))) == [8, 8, 8]
+    first[0].request_change(NoticeKind.RESIZE, "other numbers")
+    assert results(at_once(*(lambda p=plane: p.agree_on_step(8) for plane in first))) == [8, 8, 8]
     second = start(2)  # what the first ones said is all still in the store
-    late = at_once(lambda: second[1].ready(timeout_s=PATIENCE_S))
-    places = [second[0].ready(timeout_s=PATIENCE_S), *results(late)]
+    late = at_once(lambda: second[1].wait_for_assignment(timeout_s=PATIENCE_S))
+    places = [second[0].wait_for_assignment(timeout_s=PATIENCE_S), *results(late)]
     assert [(place.epoch, place.world_size) for place in places] == [(1, 2), (1, 2)]
     assert [plane.notice() for plane in second] == [None, None]
-    second[1].request(NoticeKind.RESIZE, "once more")
-    assert results(at_once(*(lambda p=plane: p.pause(16) for plane in second))) == [16, 16]
+    second[1].request_change(NoticeKind.RESIZE, "once more")
+    assert results(at_once(*(lambda p=plane: p.agree_on_step(16) for plane in second))) == [16, 16]
 
 
 def test_who_is_not_there_is_not_waited_for_for_ever(start):
     first, _ = start(2)
     with pytest.raises(ControlDeadlineError):
-        first.ready(timeout_s=0.05)
+        first.wait_for_assignment(timeout_s=0.05)
 
 
 def test_one_rank_asks_and_all_stop_at_the_greatest_step_said(start):
     planes = start(3)
     all_ready(planes)
     assert [plane.notice() for plane in planes] == [None] * 3
-    planes[1].request(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
+    planes[1].request_change(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
     until(lambda: all(wants(plane) is NoticeKind.STOP for plane in planes))
     assert all(0 < plane.notice().deadline_s <= 60 for plane in planes)
-    said = results(at_once(*(lambda p=plane, n=n: p.pause(n) for plane, n in zip(planes, (16, 8, 0), strict=True))))
+    said = results(
+        at_once(*(lambda p=plane, n=n: p.agree_on_step(n) for plane, n in zip(planes, (16, 8, 0), strict=True)))
+    )
     assert said == [16, 16, 16]
-    assert planes[0].pause(17) == 16  # once is what counts
+    assert planes[0].agree_on_step(17) == 16  # once is what counts
     for plane in planes:
-        plane.progress(RankProgress(16))
-        plane.sealed(16)
+        plane.report_progress(RankProgress(16))
+        plane.report_sealed(16)
         with pytest.raises(Dismissed):
-            plane.ready()
+            plane.wait_for_assignment()
 
 
 def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
@@ -119,46 +121,46 @@ def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
     heard = [threading.Event() for _ in planes]
     for plane, event in zip(planes, heard, strict=True):
         plane.on_broken(lambda _notice, event=event: event.set())
-    planes[0].request(NoticeKind.STOP, "enough")
-    waiting = at_once(*(lambda p=plane: p.pause(5) for plane in planes[:2]))
-    planes[2].fault("its loss is not finite")
+    planes[0].request_change(NoticeKind.STOP, "enough")
+    waiting = at_once(*(lambda p=plane: p.agree_on_step(5) for plane in planes[:2]))
+    planes[2].report_fault("its loss is not finite")
     for one in waiting:
         with pytest.raises(StaleEpochError):
             one.result(PATIENCE_S)
     assert all(event.wait(PATIENCE_S) for event in heard)
     assert {wants(plane) for plane in planes} == {NoticeKind.RESTART}
     with pytest.raises(JobFailedError, match="rank 2: its loss is not finite"):
-        planes[0].ready()
+        planes[0].wait_for_assignment()
     late = threading.Event()
     planes[1].on_broken(lambda _notice: late.set())
     assert late.wait(PATIENCE_S)
     with pytest.raises(StaleEpochError):
-        planes[1].finished()
+        planes[1].report_finished()
 
 
 def test_a_pause_ends_in_time(start):
     planes = start(2)
     all_ready(planes)
     with pytest.raises(ControlDeadlineError):
-        planes[0].pause(1, timeout_s=0.01)
+        planes[0].agree_on_step(1, timeout_s=0.01)
 
 
 def test_who_has_finished_is_not_needed_any_more(start):
     planes = start(2)
     all_ready(planes)
     for plane in planes:
-        plane.finished()
+        plane.report_finished()
         with pytest.raises(Dismissed):
-            plane.ready()
+            plane.wait_for_assignment()
 
 
 def test_what_is_said_before_the_beginning_is_refused(start):
     plane = start(1)[0]
-    for call in (lambda: plane.pause(0), lambda: plane.sealed(0), lambda: plane.fault("x")):
+    for call in (lambda: plane.agree_on_step(0), lambda: plane.report_sealed(0), lambda: plane.report_fault("x")):
         with pytest.raises(StaleEpochError):
             call()
     with pytest.raises(ControlPlaneUnavailableError):
-        plane.request(NoticeKind.STOP, "too early")
+        plane.request_change(NoticeKind.STOP, "too early")
 
 
 def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(start, monkeypatch):
@@ -166,7 +168,7 @@ def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(s
     (plane,) = start(1)
     all_ready([plane])
     real = time.time
-    plane.request(NoticeKind.STOP, "soon", deadline_s=50.0)
+    plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     until(plane.notice)
     assert 0 < plane.notice().deadline_s <= 50
@@ -176,10 +178,10 @@ def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(s
 
 def test_of_two_deadlines_the_earlier_one_holds(start):
     plane = start(1)[0]
-    plane.ready()
-    plane.request(NoticeKind.STOP, "soon", deadline_s=50.0)
+    plane.wait_for_assignment()
+    plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
     until(plane.notice)
-    plane.request(NoticeKind.STOP, "later", deadline_s=5000.0)
+    plane.request_change(NoticeKind.STOP, "later", deadline_s=5000.0)
     until(lambda: plane.notice().reason == "later")
     assert plane.notice().deadline_s <= 50
 
@@ -187,7 +189,7 @@ def test_of_two_deadlines_the_earlier_one_holds(start):
 def test_nobody_started_it():
     plane = single_process_control_plane()
     try:
-        place = plane.ready(timeout_s=PATIENCE_S)
+        place = plane.wait_for_assignment(timeout_s=PATIENCE_S)
         assert (place.rank, place.world_size, place.node_count) == (0, 1, 1)
     finally:
         plane.close()
@@ -230,8 +232,8 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
 
 def test_who_knows_that_nobody_comes_any_more_waits_no_longer(start):
     first, _ = start(2)
-    waiting = at_once(lambda: first.ready(timeout_s=PATIENCE_S))
-    first.end("the other one is lost")
+    waiting = at_once(lambda: first.wait_for_assignment(timeout_s=PATIENCE_S))
+    first.mark_broken("the other one is lost")
     with pytest.raises(StaleEpochError, match="the other one is lost"):
         waiting[0].result(PATIENCE_S)
 
@@ -241,15 +243,15 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
         return connect_store("127.0.0.1", server.port)
 
     plane = StoreControlPlane(connect, RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
-    plane.ready()
-    plane.request(NoticeKind.RESIZE, "other numbers")
+    plane.wait_for_assignment()
+    plane.request_change(NoticeKind.RESIZE, "other numbers")
     until(lambda: wants(plane) is NoticeKind.RESIZE)
-    plane.end("the launcher says so")
+    plane.mark_broken("the launcher says so")
     assert (wants(plane), plane.notice().reason) == (NoticeKind.RESTART, "the launcher says so")
     plane.close()
 
 
-PATIENCE = StoreTimeouts(look_s=0.2, answer_s=3.0, connect_s=5.0)
+PATIENCE = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=3.0, connect_timeout_s=5.0)
 """Torch's own client waits for ever for the answer of a server that is stopped."""
 
 
@@ -275,7 +277,7 @@ def stoppable(zygote):
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(lambda plane: plane.request(NoticeKind.RESIZE, "other numbers"), id="request"),
+        pytest.param(lambda plane: plane.request_change(NoticeKind.RESIZE, "other numbers"), id="request"),
         pytest.param(lambda plane: plane.fault("its loss is not finite"), id="fault", marks=pytest.mark.nightly),
         pytest.param(lambda plane: plane.pause(3), id="pause", marks=pytest.mark.nightly),
         pytest.param(lambda plane: plane.gather("the end"), id="gather", marks=pytest.mark.nightly),
@@ -284,7 +286,7 @@ def stoppable(zygote):
 def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
     server, start = stoppable
     (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
-    plane.ready()
+    plane.wait_for_assignment()
     server.stop()
     (told,) = at_once(lambda: call(plane))
     with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
@@ -298,7 +300,7 @@ def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
 def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
     server, start = stoppable
     plane = start(2)[rank]
-    (coming,) = at_once(plane.ready)
+    (coming,) = at_once(plane.wait_for_assignment)
     until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
     server.stop()
     with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
@@ -307,7 +309,7 @@ def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wait", [lambda plane: plane.pause(3), lambda plane: plane.gather("the end")], ids=["pause", "gather"]
+    "wait", [lambda plane: plane.agree_on_step(3), lambda plane: plane.gather("the end")], ids=["pause", "gather"]
 )
 def test_who_waits_for_others_is_told_that_the_store_is_stopped(stoppable, wait):
     server, start = stoppable
@@ -358,7 +360,7 @@ def test_what_a_rank_asks_for_is_the_same_in_a_world_of_any_size(server, size):
     until(lambda: all(plane._store.asked["wait"] == 1 and plane._heartbeats._beats == 1 for plane in made))
     until(lambda: made[0]._store.asked["multi_get"] == 2)  # of the meeting, and of the judge
     before = [plane._store.asked.copy() for plane in made]
-    made[1].request(NoticeKind.RESIZE, "other numbers")
+    made[1].request_change(NoticeKind.RESIZE, "other numbers")
     until(lambda: all(plane._store.asked["wait"] == 2 for plane in made))
     after = [dict(plane._store.asked - earlier) for plane, earlier in zip(made, before, strict=True)]
     heard = {"wait": 1, "get": 1}
@@ -383,7 +385,7 @@ def test_what_somebody_told_who_ended_before_it_woke_others_is_heard(start):
 
 def test_what_no_rank_can_have_told_ends_the_world_and_is_not_passed_over(start):
     (plane,) = start(1)
-    plane.ready()
+    plane.wait_for_assignment()
     plane._store.set(plane._name("event/0"), "no event")
     plane._store.set(plane._name("wake/0/0"), "1")
     until(lambda: wants(plane) is NoticeKind.RESTART)
@@ -394,11 +396,11 @@ def _hangs(say, port, leaves):
     limits = HangTimeouts(step_s=0.3, first_s=0.3)
     place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1")
     plane = StoreControlPlane(lambda: connect_store("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)
-    plane.ready()
+    plane.wait_for_assignment()
     until(plane.notice)
     say(plane.notice().reason)
     if leaves:
-        plane.progress(RankProgress(-1, free=True))
+        plane.report_progress(RankProgress(-1, idle=True))
         threading.Event().wait(1.0)
         return "out of it"
     signal.pause()

@@ -8,18 +8,18 @@ from tests.support.control_table import HEARTBEAT_S, Table
 def test_a_store_that_runs_is_used_although_another_node_was_to_start_one():
     table = Table(3)
     table.settle(15)
-    assert table.desk.keeper == "n0"
+    assert table.desk.store_node == "n0"
     table.cut(0)
     table.lose_rank(1)
-    while table.desk.keeper == "n0":
+    while table.desk.store_node == "n0":
         turn(table)
     table.heal()
-    while table.desk.formed.epoch == 0:
+    while table.desk.world_spec.epoch == 0:
         turn(table)
-    assert table.desk.formed.store == "n0:1"
+    assert table.desk.world_spec.store == "n0:1"
     table.settle()
     table.check_whole()
-    assert [node.seats.keep_store for node in table.nodes.values()].count(True) == 1
+    assert [node.seats.run_store for node in table.nodes.values()].count(True) == 1
 
 
 def turn(table: Table) -> None:

@@ -44,15 +44,15 @@ def supervised(tmp_path, over):
                     says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
                 ) is not None:
                     hears = RankDesired(says.number, PLACE, STOP, 4)
-                    if says.sealed is not None or (over is ExitReason.GAVE_UP and says.stand is RankPhase.INSIDE):
-                        hears = RankDesired(says.number, over=over, reason="the end")
+                    if says.sealed is not None or (over is ExitReason.GAVE_UP and says.phase is RankPhase.IN_WORLD):
+                        hears = RankDesired(says.number, exit=over, reason="the end")
                     message_codec.send_frame(line, hears)
 
         thread = threading.Thread(target=answer)
         thread.start()
         plane = SupervisorClient(SupervisorEndpoint(tmp_path / "door", "token"))
         try:
-            plane.ready(timeout_s=60)
+            plane.wait_for_assignment(timeout_s=60)
             yield plane
         finally:
             plane.close()
@@ -62,18 +62,18 @@ def supervised(tmp_path, over):
 @pytest.mark.parametrize("over", [ExitReason.STOPPED, ExitReason.DISMISSED])
 def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
     with supervised(tmp_path, over) as plane:
-        assert plane.pause(4, timeout_s=60) == 4
-        plane.sealed(4, timeout_s=60)
+        assert plane.agree_on_step(4, timeout_s=60) == 4
+        plane.report_sealed(4, timeout_s=60)
         with pytest.raises(Dismissed, match="the end"):
-            plane.ready(timeout_s=60)
+            plane.wait_for_assignment(timeout_s=60)
 
 
 def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
     with supervised(tmp_path, ExitReason.GAVE_UP) as plane:
         with pytest.raises(StaleEpochError, match="the end"):
-            plane.sealed(4, timeout_s=60)
+            plane.report_sealed(4, timeout_s=60)
         with pytest.raises(JobFailedError, match="the end"):
-            plane.ready(timeout_s=60)
+            plane.wait_for_assignment(timeout_s=60)
 
 
 def test_a_supervisor_that_is_stopped_keeps_no_rank_waiting(tmp_path):
@@ -88,14 +88,14 @@ def test_a_supervisor_that_is_stopped_keeps_no_rank_waiting(tmp_path):
                 with plane._changed:
                     plane._say()
             with pytest.raises(ControlDeadlineError):
-                plane.ready(timeout_s=0.1)
+                plane.wait_for_assignment(timeout_s=0.1)
 
         (spoken,) = at_once(speak)
         spoken.result(PATIENCE_S)
         line, _ = door.accept()  # it goes on
         with line:
             assert message_codec.receive_frame(line, RankHello).token == "token"
-            says = RankStatus(0, RankPhase.INSIDE)
-            while says.stand is not RankPhase.READY:
+            says = RankStatus(0, RankPhase.IN_WORLD)
+            while says.phase is not RankPhase.READY:
                 says = message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
         plane.close()

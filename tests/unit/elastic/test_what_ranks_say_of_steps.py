@@ -13,14 +13,14 @@ from elastic.workers.world_handle import World
 
 @pytest.fixture
 def seat():
-    (seat,) = InMemoryCoordinator(1).seats
+    (seat,) = InMemoryCoordinator(1).planes
     yield seat
     seat.close()
 
 
 @pytest.fixture
 def world(seat):
-    place = seat.ready()
+    place = seat.wait_for_assignment()
     gate = StepBarrier(seat, place.epoch)
     yield World(place, seat, gate)
     gate.close()
@@ -28,12 +28,12 @@ def world(seat):
 
 def test_what_comes_before_the_first_step_is_done_is_no_step(seat, world):
     """It compiles, restores, and looks at what it has; a step takes ten minutes at the most, this an hour."""
-    with world.unwatched():
-        assert seat.last_progress == RankProgress(-1, free=True)
+    with world.pause_watchdog():
+        assert seat.last_progress == RankProgress(-1, idle=True)
     assert seat.last_progress == RankProgress(-1)
     steps = world.steps(100, 102)
     next(steps)
-    with world.unwatched():
+    with world.pause_watchdog():
         pass
     assert seat.last_progress == RankProgress(-1)
     next(steps)
@@ -46,14 +46,14 @@ def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
     assert seat.last_progress is None or seat.last_progress.step == -1
     assert not world.event_detected()
     assert seat.last_progress == RankProgress(1)
-    with world.unwatched():
-        assert seat.last_progress == RankProgress(1, free=True)
+    with world.pause_watchdog():
+        assert seat.last_progress == RankProgress(1, idle=True)
     assert not world.event_detected()
     assert seat.last_progress == RankProgress(2)
 
 
 def test_a_world_that_is_left_before_its_first_step_has_done_none(seat, world):
-    world.left()
+    world.run_cleanups()
     assert seat.last_progress == RankProgress(-1)
 
 
@@ -62,8 +62,8 @@ def test_a_loop_outside_of_a_world_is_not_late_where_nobody_said_how_long_it_may
     """It cannot say that it evaluates. That its process is stopped is seen all the same."""
     monkeypatch.setenv("ELASTIC_HANG_TIMEOUT", set_to)
     detector = EventDetector(seat)
-    assert not detector.ask()
-    assert seat.last_progress == RankProgress(-1, free=free)
-    assert not detector.ask()
-    assert seat.last_progress == RankProgress(1, free=free)
+    assert not detector.is_detected()
+    assert seat.last_progress == RankProgress(-1, idle=free)
+    assert not detector.is_detected()
+    assert seat.last_progress == RankProgress(1, idle=free)
     detector.close()

@@ -21,8 +21,8 @@ from tests.support.planes import PATIENCE_S, at_once, results
 from tieredckpt import NullCheckpointer, SaveFailedError
 from tieredckpt.checkpointer.preemption import PreemptionHandler, sigterm_handled_elsewhere
 
-QUIET = RecoveryPolicy(backend="none", settle_s=0.0)
-PATIENT = RecoveryPolicy(backend="none", settle_s=PATIENCE_S)
+QUIET = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0)
+PATIENT = RecoveryPolicy(backend="none", peer_loss_wait_s=PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def quick(monkeypatch):
 
 
 def job(plane, train, policy=QUIET):
-    return at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.seats))
+    return at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.planes))
 
 
 def steps_to(total):
@@ -46,7 +46,7 @@ def steps_to(total):
 
 def test_all_finish():
     ends = results(job(InMemoryCoordinator(3), steps_to(5)))
-    assert [(end.how, end.value, end.steps, end.worlds) for end in ends] == [(RunOutcome.FINISHED, 4, 5, 1)] * 3
+    assert [(end.outcome, end.value, end.steps, end.worlds) for end in ends] == [(RunOutcome.FINISHED, 4, 5, 1)] * 3
 
 
 def test_a_resize_goes_on_at_the_step_where_all_stopped():
@@ -60,13 +60,13 @@ def test_a_resize_goes_on_at_the_step_where_all_stopped():
                 done[world.epoch].append(step)
             if step == 7 and world.rank == 0:
                 plane.resize(1)
-                world._gate.look()
+                world._gate.poll()
             if world.size == 2:
                 meeting.wait(PATIENCE_S)
 
     meeting = threading.Barrier(2)
     ends = results(job(plane, train))
-    assert sorted(end.how.value for end in ends) == ["dismissed", "finished"]
+    assert sorted(end.outcome.value for end in ends) == ["dismissed", "finished"]
     assert len(set(sealed)) == 1
     target = sealed[0]
     assert sorted(done[0]) == sorted([*range(target + 1)] * 2)
@@ -83,7 +83,7 @@ def test_a_stop_is_sealed_and_says_where_to_go_on():
                 plane.stop("the night is over")
 
     ends = results(job(plane, train))
-    assert {end.how for end in ends} == {RunOutcome.STOPPED}
+    assert {end.outcome for end in ends} == {RunOutcome.STOPPED}
     assert len({end.steps for end in ends}) == 1
     assert set(seen) == {ends[0].steps - 1}
     assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to go on with step {seen[0] + 1}"
@@ -101,8 +101,8 @@ def test_an_exception_is_a_fault_and_all_begin_again():
         return world.restarts
 
     ends = results(job(plane, train))
-    assert [(end.how, end.value) for end in ends] == [(RunOutcome.FINISHED, 1)] * 2
-    assert [seat.faults for seat in plane.seats if seat.faults] == [["ZeroDivisionError: a step too far"]]
+    assert [(end.outcome, end.value) for end in ends] == [(RunOutcome.FINISHED, 1)] * 2
+    assert [seat.faults for seat in plane.planes if seat.faults] == [["ZeroDivisionError: a step too far"]]
 
 
 def test_an_exception_may_be_wanted_back():
@@ -112,20 +112,20 @@ def test_an_exception_may_be_wanted_back():
         raise ZeroDivisionError("a step too far")
 
     with pytest.raises(ZeroDivisionError):
-        run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none", on_error="raise"))
-    assert plane.seats[0].faults == ["ZeroDivisionError: a step too far"]
+        run(train, plane=plane.planes[0], policy=RecoveryPolicy(backend="none", on_error="raise"))
+    assert plane.planes[0].faults == ["ZeroDivisionError: a step too far"]
 
 
 def test_who_gives_up_says_after_what():
     plane = InMemoryCoordinator(1)
 
     def train(_world):
-        plane.give_up("two faults in a row")
+        plane.fail("two faults in a row")
         raise ZeroDivisionError("a step too far")
 
-    plane.seats[0].fault = lambda _reason: None
+    plane.planes[0].report_fault = lambda _reason: None
     with pytest.raises(JobFailedError, match="two faults"):
-        run(train, plane=plane.seats[0], policy=QUIET)
+        run(train, plane=plane.planes[0], policy=QUIET)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_what_comes_of_the_loss_of_another_rank_is_no_fault(error):
     ends = job(plane, train, PATIENT)
     assert left.wait(PATIENCE_S)
     plane.restart("another rank was lost")
-    assert {end.how for end in results(ends)} == {RunOutcome.FINISHED, RunOutcome.DISMISSED}
-    assert [seat.faults for seat in plane.seats] == [[], []]
+    assert {end.outcome for end in results(ends)} == {RunOutcome.FINISHED, RunOutcome.DISMISSED}
+    assert [seat.faults for seat in plane.planes] == [[], []]
 
 
 def test_what_nobody_was_lost_for_is_a_fault():
@@ -161,8 +161,8 @@ def test_what_nobody_was_lost_for_is_a_fault():
         if world.restarts == 0:
             raise RuntimeError("[gloo] Timed out waiting 1ms for recv operation to complete")
 
-    assert results(job(plane, train))[0].how is RunOutcome.FINISHED
-    assert len(plane.seats[0].faults) == 1
+    assert results(job(plane, train))[0].outcome is RunOutcome.FINISHED
+    assert len(plane.planes[0].faults) == 1
 
 
 def test_a_loss_while_others_seal_is_handled():
@@ -171,7 +171,7 @@ def test_a_loss_while_others_seal_is_handled():
     def train(world):
         def seal(_step):
             if world.rank == 1:
-                plane.lose(plane.members[1])
+                plane.lose_rank(plane.members[1])
             else:
                 assert world._gate.wait_broken(PATIENCE_S)
             raise RuntimeError("gloo: Connection closed by peer")
@@ -180,7 +180,7 @@ def test_a_loss_while_others_seal_is_handled():
             if world.epoch == 0 and step == 1:
                 plane.resize(1)
 
-    assert sorted(end.how.value for end in results(job(plane, train))) == ["dismissed", "finished"]
+    assert sorted(end.outcome.value for end in results(job(plane, train))) == ["dismissed", "finished"]
     assert plane.restarts == 1
 
 
@@ -213,7 +213,7 @@ def test_errors_on_the_way_out_of_a_world_are_not_faults():
         return world.epoch
 
     assert results(job(plane, train))[0].value == 1
-    assert plane.seats[0].faults == []
+    assert plane.planes[0].faults == []
     assert plane.restarts == 0
 
 
@@ -225,7 +225,7 @@ def test_a_loss_on_the_last_step_is_heard_before_the_end():
             pass
         if world.epoch == 0:
             if world.rank == 1:
-                plane.lose(plane.members[1])
+                plane.lose_rank(plane.members[1])
             else:
                 assert world._gate.wait_broken(PATIENCE_S)
         return world.epoch
@@ -235,7 +235,7 @@ def test_a_loss_on_the_last_step_is_heard_before_the_end():
         return train(world)
 
     ends = results(job(plane, lonely))
-    assert sorted((end.how.value, end.value) for end in ends) == [("dismissed", None), ("finished", 1)]
+    assert sorted((end.outcome.value, end.value) for end in ends) == [("dismissed", None), ("finished", 1)]
 
 
 def test_loops_that_count_themselves_ask_once_a_step():
@@ -247,13 +247,13 @@ def test_loops_that_count_themselves_ask_once_a_step():
         while world.epoch == 0 and not world.event_detected():
             if done == 3 and world.rank == 1:
                 plane.resize(2)
-                world._gate.look()
+                world._gate.poll()
             meeting.wait(PATIENCE_S)
             done += 1
         return done
 
-    assert [end.how for end in results(job(plane, train))] == [RunOutcome.FINISHED] * 2
-    assert {seat.epoch for seat in plane.seats} == {1}
+    assert [end.outcome for end in results(job(plane, train))] == [RunOutcome.FINISHED] * 2
+    assert {seat.epoch for seat in plane.planes} == {1}
 
 
 def test_the_environment_is_that_of_the_world_and_given_back(monkeypatch):
@@ -265,7 +265,7 @@ def test_the_environment_is_that_of_the_world_and_given_back(monkeypatch):
         assert current_world() is world
         return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
 
-    assert run(train, plane=plane.seats[0], policy=QUIET).value == {
+    assert run(train, plane=plane.planes[0], policy=QUIET).value == {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"
     }  # fmt: skip
     assert os.environ["RANK"] == "8"
@@ -285,19 +285,19 @@ def test_a_signal_is_passed_on_and_who_had_it_is_called(number):
         for step in world.steps(0, seal=lambda _step: inside.close()):
             if step == 1 and world.epoch == 0:
                 signal.raise_signal(number)
-                assert plane.wait_for(lambda: plane.seats[0].notice() is not None, PATIENCE_S)
-                notices.append(plane.seats[0].notice())
+                assert plane.wait_for(lambda: plane.planes[0].notice() is not None, PATIENCE_S)
+                notices.append(plane.planes[0].notice())
             if world.epoch == 1:
                 plane.stop()
 
     try:
-        run(train, plane=plane.seats[0], policy=QUIET)
+        run(train, plane=plane.planes[0], policy=QUIET)
         now = signal.getsignal(number)
         assert now.__name__ == "<lambda>"
     finally:
         signal.signal(number, before)
     assert heard == ["before"]
-    assert notices[0].want is NoticeKind.RESIZE
+    assert notices[0].kind is NoticeKind.RESIZE
     assert (notices[0].deadline_s is not None) is (number == signal.SIGTERM)
 
 
@@ -316,7 +316,7 @@ def test_a_checkpointer_leaves_sigterm_to_the_loop():
 def test_decorated_it_takes_no_arguments():
     plane = InMemoryCoordinator(1)
 
-    @recoverable(plane=plane.seats[0], policy=QUIET)
+    @recoverable(plane=plane.planes[0], policy=QUIET)
     def train(world):
         """Trains."""
         for _ in world.steps(0, 2, checkpoint=(NullCheckpointer(), {})):
@@ -334,7 +334,7 @@ def test_two_seals_are_one_too_many():
         next(world.steps(0, 1, checkpoint=(NullCheckpointer(), {}), seal=lambda _step: None))
 
     with pytest.raises(PolicyError, match="not both"):
-        run(train, plane=plane.seats[0], policy=RecoveryPolicy(backend="none", on_error="raise"))
+        run(train, plane=plane.planes[0], policy=RecoveryPolicy(backend="none", on_error="raise"))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_notice_of_an_epoch_that_was_left_aborts_nothing():
 
     from elastic.workers.step_barrier import NoticeWatcher
 
-    watch = NoticeWatcher(plane.seats[0], lambda _notice: Groups().abort())
+    watch = NoticeWatcher(plane.planes[0], lambda _notice: Groups().abort())
     watch._broken(ControlNotice(3, NoticeKind.RESTART, "long ago"))
     watch.close()
     assert aborted == []
@@ -386,16 +386,16 @@ def test_a_broken_world_is_aborted_again_and_again_until_it_is_left(monkeypatch)
     """What was just being made had no connections yet that could have been cut."""
     monkeypatch.setattr(step_barrier, "_AGAIN_S", 0.0)
     plane, again = InMemoryCoordinator(1), threading.Semaphore(0)
-    watch = step_barrier.NoticeWatcher(plane.seats[0], lambda _notice: None, lambda _epoch: again.release())
+    watch = step_barrier.NoticeWatcher(plane.planes[0], lambda _notice: None, lambda _epoch: again.release())
     try:
-        place = plane.seats[0].ready()
-        gate = StepBarrier(plane.seats[0], place.epoch)
-        watch.follow(gate)
+        place = plane.planes[0].wait_for_assignment()
+        gate = StepBarrier(plane.planes[0], place.epoch)
+        watch.watch_barrier(gate)
         assert not again.acquire(timeout=0.2)
         watch._broken(ControlNotice(place.epoch, NoticeKind.RESTART, "lost"))
         assert again.acquire(timeout=PATIENCE_S)
         assert again.acquire(timeout=PATIENCE_S)
-        watch.follow(StepBarrier(plane.seats[0], place.epoch + 1))
+        watch.watch_barrier(StepBarrier(plane.planes[0], place.epoch + 1))
         while again.acquire(timeout=0.2):
             pass
     finally:

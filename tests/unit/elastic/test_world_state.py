@@ -15,29 +15,29 @@ OTHER = WorldSpec(2, ("n0",), 0, "")
 reports = st.builds(
     NodeStatus,
     st.just(1),
-    st.sampled_from([*WORLD.places, "n24"]),
+    st.sampled_from([*WORLD.ranked_nodes, "n24"]),
     st.just(1),
     st.just(2),
-    formed=st.sampled_from([WORLD, WORLD, WORLD, OTHER, None]),
+    world=st.sampled_from([WORLD, WORLD, WORLD, OTHER, None]),
     paused=st.none() | st.integers(-1, 4),
     finished=st.booleans(),
-    steps=st.lists(st.none() | st.builds(RankProgress, st.just(9), st.integers(-1, 4)), max_size=2).map(tuple),
+    rank_progress=st.lists(st.none() | st.builds(RankProgress, st.just(9), st.integers(-1, 4)), max_size=2).map(tuple),
 )
 
 
 def whole(newest: dict[str, NodeStatus]) -> tuple[bool, int, int | None]:
     """As one who goes through everything finds it."""
-    inside = [newest[node] for node in WORLD.places if node in newest]
-    said = [says for says in inside if says.formed is not None and says.formed.epoch == WORLD.epoch]
-    complete = len(said) == len(WORLD.places)
-    sealed = [-1 if one is None else one.sealed for says in said for one in says.steps]
+    inside = [newest[node] for node in WORLD.ranked_nodes if node in newest]
+    said = [says for says in inside if says.world is not None and says.world.epoch == WORLD.epoch]
+    complete = len(said) == len(WORLD.ranked_nodes)
+    sealed = [-1 if one is None else one.sealed for says in said for one in says.rank_progress]
     steps = [says.paused for says in said if not says.finished]
     agreed = complete and bool(steps) and None not in steps
     return complete, min(sealed, default=-1) if complete else -1, max(steps) if agreed else None
 
 
 @settings(max_examples=examples(300))
-@given(st.lists(reports | st.sampled_from(WORLD.places), max_size=30))
+@given(st.lists(reports | st.sampled_from(WORLD.ranked_nodes), max_size=30))
 def test_counted_one_by_one_it_is_the_same_as_gone_through(script):
     state, newest = WorldProgress(WORLD), {}
     for one in script:
@@ -45,6 +45,6 @@ def test_counted_one_by_one_it_is_the_same_as_gone_through(script):
             state.forget(one)
             newest.pop(one, None)
         else:
-            state.said(one)
+            state.update(one)
             newest[one.node] = one
-        assert (state.is_complete, state.sealed, state.target) == whole(newest)
+        assert (state.is_complete, state.sealed_by_all, state.pause_target) == whole(newest)

@@ -32,7 +32,7 @@ def test_sizes(fields, sizes):
     policy = ScalingPolicy(**fields)
     assert policy.sizes == sizes
     for nodes in range(20):
-        assert policy.at_most(nodes) == max((size for size in sizes if size <= nodes), default=0)
+        assert policy.largest_size_within(nodes) == max((size for size in sizes if size <= nodes), default=0)
 
 
 @pytest.mark.parametrize(

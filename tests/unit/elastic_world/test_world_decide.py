@@ -63,15 +63,15 @@ def rank_lost(node: str, local_rank: int = 0, births: int = 2) -> RankLost:
 def test_it_begins_when_all_that_are_wanted_are_ready():
     job = Told(FOUR, "abcd")
     assert job.did(FormWorld) == FormWorld(0, ("a", "b", "c", "d"), 2, FormationKind.START, 0, "")
-    assert (job.world.phase, job.world.world_size, job.world.tick_s) == (WorldPhase.RUNNING, 8, None)
+    assert (job.world.phase, job.world.world_size, job.world.next_tick_s) == (WorldPhase.RUNNING, 8, None)
 
 
 def test_it_begins_with_fewer_after_the_scaling_timeout_and_with_nobody_below_the_least():
     job = Told(FOUR, "a")
-    assert (job.world.phase, job.world.tick_s) == (WorldPhase.FORMING, None)
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.FORMING, None)
     job.tell(NodeJoined("b", 1, 2), at_s=5)
     job.tell(NodeReady("b", 1, 2), at_s=7)
-    assert job.world.tick_s == 17
+    assert job.world.next_tick_s == 17
     job.tick()
     assert job.did(FormWorld).nodes == ("a", "b")
 
@@ -89,7 +89,7 @@ def test_it_gives_up_when_too_few_come_in_the_time_for_that():
 
 def test_a_node_with_another_number_of_ranks_is_sent_away():
     job = Told(FOUR, "ab")
-    assert job.tell(NodeJoined("c", 1, 8)) == (ReleaseNode("c", 1, "it runs 8 ranks, all others run 2", cut=True),)
+    assert job.tell(NodeJoined("c", 1, 8)) == (ReleaseNode("c", 1, "it runs 8 ranks, all others run 2", force=True),)
     assert "c" not in job.world.members
 
 
@@ -108,7 +108,7 @@ def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_g
 def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
     job = Told(FOUR, "abcd", spares=1)
     assert job.tell(rank_lost("b")) == (
-        BreakWorld(0, "rank 0 of b was lost: exit 1", FOUR.leave_s),
+        BreakWorld(0, "rank 0 of b was lost: exit 1", FOUR.abort_limit_s),
         PromoteSpare("b", 1, 0),
     )
     job.ready("a", "c", "d")
@@ -122,9 +122,9 @@ def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
 def test_a_node_that_stands_by_takes_the_place_of_a_lost_one_and_nobody_else_moves():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(lost("b")) == (BreakWorld(0, "b was lost: no heartbeat", FOUR.leave_s),)
+    assert job.tell(lost("b")) == (BreakWorld(0, "b was lost: no heartbeat", FOUR.abort_limit_s),)
     job.ready("a", "c", "d")
-    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "e", "c", "d"), FormationKind.REPLACE)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "e", "c", "d"), FormationKind.REPLACE)
 
 
 def test_a_node_that_stands_by_is_faster_than_a_new_process():
@@ -230,7 +230,7 @@ def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
     job.ready("a", "b", "c")
     assert job.world.phase is WorldPhase.FORMING
     job.ready("d")
-    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "b", "c", "d"), FormationKind.RESTART)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "b", "c", "d"), FormationKind.RESTART)
 
 
 def test_without_spares_a_process_is_started_anew_and_waited_for_beyond_the_scale_down():
@@ -240,14 +240,14 @@ def test_without_spares_a_process_is_started_anew_and_waited_for_beyond_the_scal
     job.tell(Tick(), at_s=50)
     assert job.world.phase is WorldPhase.FORMING
     job.ready("b")
-    assert job.did(FormWorld).how is FormationKind.RESPAWN
+    assert job.did(FormWorld).kind is FormationKind.RESPAWN
 
 
 def test_a_replacement_is_waited_for_and_the_cluster_is_asked_for_one():
     job = Told(FOUR, "abcd")
     assert job.tell(lost("b"), at_s=100)[1:] == (RequestNodes(1, "b was lost: no heartbeat"),)
     job.ready("a", "c", "d")
-    assert (job.world.phase, job.world.tick_s) == (WorldPhase.WAITING, 130)
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.WAITING, 130)
     job.joins("e")
     assert job.did(FormWorld).nodes == ("a", "e", "c", "d")
 
@@ -257,7 +257,11 @@ def test_then_the_world_becomes_as_small_as_it_has_to():
     job.tell(lost("b"), at_s=100)
     job.ready("a", "c", "d")
     job.tick()
-    assert (job.now_s, job.did(FormWorld).nodes, job.did(FormWorld).how) == (130, ("a", "c", "d"), FormationKind.SHRINK)
+    assert (job.now_s, job.did(FormWorld).nodes, job.did(FormWorld).kind) == (
+        130,
+        ("a", "c", "d"),
+        FormationKind.SHRINK,
+    )
 
 
 def test_only_to_a_size_that_is_allowed_and_who_is_left_over_stands_by():
@@ -275,7 +279,7 @@ def test_then_the_job_stops_and_says_why():
     job.ready("a")
     job.tick()
     assert job.did(StopJob).reason == "b was lost: no heartbeat; 1 nodes are left, at least 2 are needed"
-    assert (job.world.phase, job.world.tick_s) == (WorldPhase.STOPPED, None)
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.STOPPED, None)
     assert job.tell(NodeJoined("c", 1, 2)) == ()
 
 
@@ -359,7 +363,7 @@ def test_a_life_that_was_lost_does_not_come_back_and_the_next_one_does():
     job.tell(NodeJoined("b", 1, 2))
     assert "b" not in job.world.members
     job.tell(NodeJoined("b", 2, 2))
-    assert job.world.members["b"].life == 2
+    assert job.world.members["b"].generation == 2
 
 
 def test_a_supervisor_that_began_again_has_lost_its_ranks():
@@ -406,7 +410,7 @@ def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_an
     assert job.actions == (RespawnStragglers("c", 1),)
     job.tell(Tick(), at_s=114)
     why = "its ranks did not come, nor others in their place within 100 s"
-    assert job.did(ReleaseNode) == ReleaseNode("c", 1, why, cut=True)
+    assert job.did(ReleaseNode) == ReleaseNode("c", 1, why, force=True)
     job.tell(Tick(), at_s=200)
     assert job.did(FormWorld).nodes == ("a", "b", "d")
 
@@ -438,12 +442,12 @@ def test_it_grows_after_the_scaling_timeout_as_far_as_it_may():
     for number, node in enumerate("cde"):
         job.tell(NodeJoined(node, 1, 2), at_s=began_s + 50 + number)
         job.ready(node)
-    assert (job.world.phase, job.world.tick_s) == (WorldPhase.RUNNING, began_s + 60)
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.RUNNING, began_s + 60)
     job.tick()
     assert job.did(PauseWorld) == PauseWorld(0, "4 nodes can be had", job.now_s + 60)
     job.sealed("a", "b")
     job.ready("a", "b")
-    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "b", "c", "d"), FormationKind.GROW)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "b", "c", "d"), FormationKind.GROW)
     assert job.world.restarts == 0
 
 
@@ -458,7 +462,7 @@ def test_it_does_not_grow_in_the_snooze_after_a_fault_made_it_smaller():
     assert job.now_s == 110
     job.tell(NodeJoined("b", 2, 2), at_s=120)
     job.ready("b")
-    assert job.world.tick_s == 410
+    assert job.world.next_tick_s == 410
     job.tick()
     assert job.did(PauseWorld).stop is False
 
@@ -482,13 +486,13 @@ def test_a_change_that_failed_is_tried_again_later_each_time():
     job.tick()
     waits_s = []
     for _ in range(3):
-        job.tell(NodeJoined("d", job.world.gone.get("d", 0) + 1, 2))
+        job.tell(NodeJoined("d", job.world.departed.get("d", 0) + 1, 2))
         job.ready("d")
         since_s = job.now_s
         job.tick()
         waits_s.append(job.now_s - since_s)
         assert job.did(PauseWorld)
-        job.tell(NodeLeft("d", job.world.members["d"].life))
+        job.tell(NodeLeft("d", job.world.members["d"].generation))
         job.tick()
         job.ready("a", "b", "c")
     assert waits_s == [10, 10 + 60, 10 + 180]
@@ -535,7 +539,7 @@ def test_a_node_asked_back_is_replaced_by_one_that_stands_by():
     job.tell(NodesPreempted(("b",), 100.0))
     job.sealed("b")
     job.ready("a", "c", "d")
-    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("a", "e", "c", "d"), FormationKind.REPLACE)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "e", "c", "d"), FormationKind.REPLACE)
 
 
 def test_a_node_asked_back_that_has_not_sealed_by_its_deadline_is_cut():
@@ -545,7 +549,7 @@ def test_a_node_asked_back_that_has_not_sealed_by_its_deadline_is_cut():
     job.ready("a", "c", "d")
     job.tick()
     assert job.now_s == 20
-    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back, and its time is up", cut=True)
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back, and its time is up", force=True)
     assert job.did(FormWorld).nodes == ("a", "c", "d")
 
 
@@ -676,10 +680,10 @@ def test_after_so_many_restarts_all_processes_are_started_anew_and_after_so_many
     policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1)
     job = Told(policy, "a")
     seen = []
-    while not job.world.phase.over:
+    while not job.world.phase.is_over:
         job.tell(RankFault("a", 1, job.world.epoch, 0, "a loss that is not finite"))
         seen.append(type(job.actions[-1]))
-        if not job.world.phase.over:
+        if not job.world.phase.is_over:
             job.ready("a")
     assert seen == [BreakWorld, RespawnRanks, BreakWorld, FailJob]
     reason = job.did(FailJob).reason
@@ -716,7 +720,7 @@ def test_a_script_that_ends_before_it_is_ready_is_not_started_for_ever():
     job = Told(policy)
     job.tell(NodeJoined("a", 1, 2))
     births = 2
-    while not job.world.phase.over:
+    while not job.world.phase.is_over:
         actions = job.tell(RankLost("a", 1, births, 0, "ImportError"), at_s=job.now_s + 60)
         births += sum(len(action.local_ranks) for action in actions if isinstance(action, RespawnRanks))
     assert job.world.restarts == 4
@@ -728,7 +732,7 @@ def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
     for epoch in (0, 1):
         job.tell(RankFault("a", 1, epoch, 0, "ECC error"))
         job.ready("a", "b")
-    assert job.world.places == ("a", "b")
+    assert job.world.ranked_nodes == ("a", "b")
     job.joins("c")
     job.tick()
     assert job.did(PauseWorld).reason == "an offender is replaced"
@@ -765,7 +769,7 @@ def test_who_is_named_an_offender_from_outside_is_avoided_too():
     ],
 )
 def test_who_stays_keeps_its_seat_and_who_is_new_fills_the_first_that_are_free(places, chosen, nodes):
-    members = [NodeMember(node, 1, number, placed=node in places) for number, node in enumerate(chosen)]
+    members = [NodeMember(node, 1, number, has_ranks=node in places) for number, node in enumerate(chosen)]
     assert keep_node_ranks(members, tuple(places)) == tuple(nodes)
 
 
@@ -777,7 +781,7 @@ def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
     job.joins("b")
     job.tick()
     job.ready("a")
-    assert (job.did(FormWorld).nodes, job.did(FormWorld).how) == (("b",), FormationKind.REPLACE)
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("b",), FormationKind.REPLACE)
     job.tick()
     job.tick()
     assert job.now_s == 110
@@ -801,5 +805,5 @@ def test_a_fault_that_another_attempt_would_not_mend_is_the_end_and_nobodys_offe
     assert [type(one) for one in actions] == [BreakWorld, FailJob]
     for said in ("gave up", "rank 1 of c", "step 7", "the 3rd time", "resumes from its newest whole step"):
         assert said in actions[1].reason
-    assert job.world.offences == ()
+    assert job.world.node_faults == ()
     assert job.tell(RankFault("c", 1, 0, 1, "again", final=True)) == ()

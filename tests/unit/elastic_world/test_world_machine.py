@@ -94,8 +94,8 @@ class AnyWorld(RuleBasedStateMachine):
     def a_member_is_ready(self, data):
         if self.world.members:
             member = data.draw(st.sampled_from(sorted(self.world.members.values(), key=lambda one: one.node)))
-            births = member.births + len(member.owed)
-            self.tell(NodeReady(member.node, member.life, births, self.world.epoch))
+            births = member.spawn_count + len(member.pending_replacements)
+            self.tell(NodeReady(member.node, member.generation, births, self.world.epoch))
 
     @rule(seconds=st.sampled_from((0.1, 5.0, 40.0, 400.0)))
     def wait(self, seconds):
@@ -104,8 +104,8 @@ class AnyWorld(RuleBasedStateMachine):
 
     @rule()
     def tick(self):
-        if self.world.tick_s is not None:
-            self.now_s = max(self.now_s, self.world.tick_s)
+        if self.world.next_tick_s is not None:
+            self.now_s = max(self.now_s, self.world.next_tick_s)
             self.tell(Tick())
 
     def tell(self, event: WorldEvent) -> None:
@@ -114,7 +114,7 @@ class AnyWorld(RuleBasedStateMachine):
         self.world, actions = next_world(before, event, self.policy, self.now_s)
         assert before == kept
         assert next_world(before, event, self.policy, self.now_s) == (self.world, actions)
-        if before.phase.over:
+        if before.phase.is_over:
             assert (self.world, actions) == (before, ())
         heard = event.events if isinstance(event, EventBatch) else (event,)
         self.ready = {one.node for one in before.members.values() if one.ready}
@@ -128,8 +128,8 @@ class AnyWorld(RuleBasedStateMachine):
             assert action.epoch == self.epoch + 1
             assert self.policy.allows(len(action.nodes))
             assert len(set(action.nodes)) == len(action.nodes)
-            stay = [node for node in before.places if node in action.nodes]
-            assert stay == [node for node in action.nodes if node in before.places]
+            stay = [node for node in before.ranked_nodes if node in action.nodes]
+            assert stay == [node for node in action.nodes if node in before.ranked_nodes]
             self.epoch, self.runs = action.epoch, True
             assert self.ready >= set(action.nodes), "its ranks have not come"
             if all(node not in before.members or before.members[node].epoch < 0 for node in action.nodes):
@@ -147,17 +147,17 @@ class AnyWorld(RuleBasedStateMachine):
         world = self.world
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=WorldState) == world
         assert world.epoch == self.epoch
-        assert {member.node for member in world.members.values() if member.placed} <= set(world.places)
-        assert all(world.gone.get(node, -1) < member.life for node, member in world.members.items())
-        assert world.tick_s is None or world.tick_s > self.now_s
-        if world.phase.over:
-            assert world.tick_s is None
+        assert {member.node for member in world.members.values() if member.has_ranks} <= set(world.ranked_nodes)
+        assert all(world.departed.get(node, -1) < member.generation for node, member in world.members.items())
+        assert world.next_tick_s is None or world.next_tick_s > self.now_s
+        if world.phase.is_over:
+            assert world.next_tick_s is None
         if world.phase is WorldPhase.RUNNING:
             assert self.policy.allows(world.size)
-            assert all(node in world.members or node in world.done for node in world.places)
-            assert not any(member.ready for member in world.members.values() if member.placed)
+            assert all(node in world.members or node in world.finished_nodes for node in world.ranked_nodes)
+            assert not any(member.ready for member in world.members.values() if member.has_ranks)
         if world.phase is WorldPhase.WAITING:
-            assert world.tick_s is not None
+            assert world.next_tick_s is not None
 
 
 TestAnyWorld = AnyWorld.TestCase

@@ -38,8 +38,12 @@ def test_every_line_is_found_in_order_and_blank_ones_are_not(files: list, end: b
         assert len(corpus) == len(expected)
         for index, (number, line, text) in enumerate(expected):
             assert corpus[index] == {"text": text}
-            assert corpus.where(index) == f"{folder}/{number}.jsonl:{line}"
-        firsts = [corpus.where(index).rpartition(":")[0] for index in corpus.firsts() if index < len(corpus)]
+            assert corpus.location_of(index) == f"{folder}/{number}.jsonl:{line}"
+        firsts = [
+            corpus.location_of(index).rpartition(":")[0]
+            for index in corpus.first_index_of_files()
+            if index < len(corpus)
+        ]
         assert set(firsts) >= {f"{folder}/{number}.jsonl" for number, _, _ in expected}
         with pytest.raises(IndexError):
             corpus[len(expected)]

@@ -52,7 +52,12 @@ def test_a_recipe_says_what_nobody_says():
     assert (job.model, job.name, job.batch, job.lr) == ("Qwen/Qwen3-8B", "qwen-3-8b", None, 1e-5)
     assert job.microbatch == 4
     here = size_job(job, nodes=4, world_size=32)
-    assert (here.plan.global_batch, here.plan.accumulation, here.lr, here.rule) == (128, 1, 1e-5, ConstantLRRule())
+    assert (here.plan.global_batch, here.plan.accumulation_steps, here.lr, here.rule) == (
+        128,
+        1,
+        1e-5,
+        ConstantLRRule(),
+    )
 
 
 def test_a_recipes_learning_rates_are_taken_with_its_sizes(tmp_path):
@@ -74,7 +79,7 @@ def test_words_that_are_said_count_more_than_a_recipe():
         {**DATA, "recipe": LORA, "lr": 1e-5, "batch": 64, "microbatch": 2, "config": "c.json", "name": "mine"}
     )
     assert (job.batch, job.microbatch, job.model, job.config, job.name) == (64, 2, "", "c.json", "mine")
-    assert size_job(job, nodes=1, world_size=8).plan.accumulation == 4
+    assert size_job(job, nodes=1, world_size=8).plan.accumulation_steps == 4
 
 
 def test_another_batch_may_have_another_learning_rate():

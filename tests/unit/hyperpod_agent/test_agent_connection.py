@@ -36,9 +36,9 @@ def both():
 
 def test_every_user_says_who_it_is_first_and_signs_what_it_says(both):
     connection, worker = both
-    one, other = connection.channel(ipc.RESTART_MESSAGES), connection.channel(ipc.CHECKPOINT_MESSAGES)
-    one.say(ipc.MSG_AT_BARRIER)
-    other.say(ipc.MSG_CHECKPOINT_UPDATE, step=4, path="s3://b/4")
+    one, other = connection.open_channel(ipc.RESTART_MESSAGES), connection.open_channel(ipc.CHECKPOINT_MESSAGES)
+    one.send(ipc.MSG_AT_BARRIER)
+    other.send(ipc.MSG_CHECKPOINT_UPDATE, step=4, path="s3://b/4")
     heard = [worker.hear() for _ in range(4)]
     assert [(m["type"], m["client_id"], m["local_rank"]) for m in heard] == [
         ("init", one.client, 8),
@@ -54,49 +54,49 @@ def test_a_fault_that_came_before_anybody_listened_is_heard(both):
     worker.say(ipc.MSG_JOB_FAULT, restart_count=0)
     worker.say(ipc.MSG_JOB_START, client_id="of an earlier user")
     worker.say("something new")
-    first = connection.channel([ipc.MSG_CHECKPOINT_GET])
+    first = connection.open_channel([ipc.MSG_CHECKPOINT_GET])
     with pytest.raises(ControlDeadlineError, match="ckpt_info_get"):
-        first.take(timeout_s=0.05)
-    channel = connection.channel(ipc.RESTART_MESSAGES)
-    assert channel.take(timeout_s=PATIENCE_S)["restart_count"] == 0
-    assert channel.take(timeout_s=PATIENCE_S)["type"] == ipc.MSG_JOB_START
+        first.receive(timeout_s=0.05)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
+    assert channel.receive(timeout_s=PATIENCE_S)["restart_count"] == 0
+    assert channel.receive(timeout_s=PATIENCE_S)["type"] == ipc.MSG_JOB_START
 
 
 def test_what_is_not_asked_for_now_is_kept_for_later(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
     for number in range(3):
         worker.say(ipc.MSG_JOB_FAULT, restart_count=number)
     worker.say(ipc.MSG_JOB_START, client_id=channel.client)
-    assert channel.take(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
-    assert [channel.take(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] for _ in range(3)] == [0, 1, 2]
+    assert channel.receive(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
+    assert [channel.receive(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] for _ in range(3)] == [0, 1, 2]
 
 
 def test_answers_go_to_who_asked(both):
     connection, worker = both
-    users = [connection.channel(ipc.CHECKPOINT_MESSAGES) for _ in range(2)]
+    users = [connection.open_channel(ipc.CHECKPOINT_MESSAGES) for _ in range(2)]
     for user in users:
-        user.say(ipc.MSG_CHECKPOINT_GET)
+        user.send(ipc.MSG_CHECKPOINT_GET)
     asked = [m for m in (worker.hear() for _ in range(4)) if m["type"] == ipc.MSG_CHECKPOINT_GET]
     for message in reversed(asked):
         worker.say(ipc.MSG_CHECKPOINT_GET, client_id=message["client_id"], path=message["client_id"])
-    assert [user.take(timeout_s=PATIENCE_S)["path"] for user in users] == [user.client for user in users]
+    assert [user.receive(timeout_s=PATIENCE_S)["path"] for user in users] == [user.client for user in users]
 
 
 def test_what_nobody_is_named_in_is_for_all_who_hear_it(both):
     connection, worker = both
-    users = [connection.channel(ipc.RESTART_MESSAGES) for _ in range(2)]
+    users = [connection.open_channel(ipc.RESTART_MESSAGES) for _ in range(2)]
     worker.say(ipc.MSG_JOB_FAULT, restart_count=3)
-    assert [user.take(timeout_s=PATIENCE_S)["restart_count"] for user in users] == [3, 3]
+    assert [user.receive(timeout_s=PATIENCE_S)["restart_count"] for user in users] == [3, 3]
 
 
 def test_frames_are_whole_whoever_speaks_at_once(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
     talk = "x" * 100_000
     speakers = [
-        threading.Thread(target=lambda n=n: [channel.say(ipc.MSG_JOB_DATA, rank=n, data=talk) for _ in range(20)])
+        threading.Thread(target=lambda n=n: [channel.send(ipc.MSG_JOB_DATA, rank=n, data=talk) for _ in range(20)])
         for n in range(4)
     ]
     for speaker in speakers:
@@ -110,8 +110,8 @@ def test_frames_are_whole_whoever_speaks_at_once(both):
 
 def test_what_was_said_before_going_is_heard(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
-    channel.say(ipc.MSG_JOB_FAULT, rank=8, reason="its loss is not finite")
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
+    channel.send(ipc.MSG_JOB_FAULT, rank=8, reason="its loss is not finite")
     connection.close()
     assert [worker.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_JOB_FAULT]
     assert worker.hear() is None
@@ -119,26 +119,26 @@ def test_what_was_said_before_going_is_heard(both):
 
 def test_an_agent_that_is_gone_is_lost_for_good(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
     waiting = threading.Thread(target=worker.close)
     waiting.start()
     with pytest.raises(ControlPlaneUnavailableError, match="the agent closed it"):
-        channel.take(timeout_s=PATIENCE_S)
+        channel.receive(timeout_s=PATIENCE_S)
     with pytest.raises(ControlPlaneUnavailableError):
-        channel.say(ipc.MSG_AT_BARRIER)
+        channel.send(ipc.MSG_AT_BARRIER)
     waiting.join()
 
 
 def test_what_came_before_the_end_is_heard_after_it(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
     worker.say(ipc.MSG_JOB_FAULT, restart_count=1)
     worker.close()
     with pytest.raises(ControlPlaneUnavailableError):
-        channel.take(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
-    assert channel.take(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] == 1
+        channel.receive(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
+    assert channel.receive(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] == 1
 
 
 @pytest.mark.parametrize(
@@ -152,30 +152,30 @@ def test_what_came_before_the_end_is_heard_after_it(both):
 )
 def test_a_damaged_frame_ends_the_connection_and_says_why(both, stream, said):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
     worker.sock.sendall(encode_agent_frame({"type": ipc.MSG_JOB_FAULT, "restart_count": 2}) + stream)
     with pytest.raises(ControlPlaneUnavailableError, match=said):
-        channel.take(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
-    assert channel.take(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] == 2
+        channel.receive(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
+    assert channel.receive(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] == 2
 
 
 def test_a_torn_frame_is_told_from_an_end(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
     worker.sock.sendall(encode_agent_frame({"type": ipc.MSG_JOB_FAULT})[:-1])
     worker.close()
     with pytest.raises(ControlPlaneUnavailableError, match="within a frame"):
-        channel.take(timeout_s=PATIENCE_S)
+        channel.receive(timeout_s=PATIENCE_S)
 
 
 def test_an_agent_that_does_not_read_holds_nobody_up(both):
     connection, _worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
 
     def talk():
         for _ in range(2 * MAX_QUEUED_MESSAGES):
-            channel.say(ipc.MSG_JOB_DATA, rank=8, data="x" * 1000)
+            channel.send(ipc.MSG_JOB_DATA, rank=8, data="x" * 1000)
 
     with pytest.raises(ControlPlaneUnavailableError, match="has not read"):
         talk()
@@ -183,7 +183,7 @@ def test_an_agent_that_does_not_read_holds_nobody_up(both):
 
 def test_an_agent_that_floods_is_given_up_and_what_it_said_is_kept(both):
     connection, worker = both
-    channel = connection.channel(ipc.RESTART_MESSAGES)
+    channel = connection.open_channel(ipc.RESTART_MESSAGES)
 
     def flood():
         for number in range(2 * MAX_QUEUED_MESSAGES):
@@ -195,8 +195,8 @@ def test_an_agent_that_floods_is_given_up_and_what_it_said_is_kept(both):
     with pytest.raises(OSError):
         flood()
     with pytest.raises(ControlPlaneUnavailableError, match="were not taken"):
-        channel.say(ipc.MSG_AT_BARRIER)
-    assert channel.take(timeout_s=0)["restart_count"] == 0
+        channel.send(ipc.MSG_AT_BARRIER)
+    assert channel.receive(timeout_s=0)["restart_count"] == 0
 
 
 def test_nobody_there_is_said_with_the_path(tmp_path):
@@ -208,7 +208,7 @@ def test_nobody_there_is_said_with_the_path(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_hold_the_connection_open(both):
     connection, worker = both
-    connection.channel(ipc.RESTART_MESSAGES)
+    connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
     asks, answers = os.pipe()
     child = os.fork()

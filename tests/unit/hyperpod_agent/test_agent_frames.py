@@ -41,7 +41,7 @@ def test_pieces_of_any_size_make_the_same_messages(messages, data):
     frames, found = FrameDecoder(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += frames.feed(stream[start:end])
-    frames.end()
+    frames.finish()
     assert found == messages
 
 
@@ -52,7 +52,7 @@ def test_a_torn_frame_is_no_message_and_no_end(message, data):
     frames = FrameDecoder()
     assert list(frames.feed(frame[: data.draw(st.integers(1, len(frame) - 1))])) == []
     with pytest.raises(DamagedFrameError, match="within a frame"):
-        frames.end()
+        frames.finish()
 
 
 @settings(max_examples=examples(100))

@@ -58,47 +58,47 @@ def start(agent, count=0):
 def test_a_worker_says_that_it_is_there_and_that_it_went_on(both):
     worker, agent = both
     found = []
-    waiting = threading.Thread(target=lambda: found.append(worker.barrier(timeout_s=PATIENCE_S)))
+    waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
     waiting.start()
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
     start(agent, count=3)
     assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
     waiting.join()
     ((begun, faults),) = found
-    assert (begun.count, begun.environ["RANK"], begun.data, faults) == (3, "8", {"rank_ips": []}, 0)
+    assert (begun.restart_count, begun.environ["RANK"], begun.data, faults) == (3, "8", {"rank_ips": []}, 0)
 
 
 def test_a_start_that_a_fault_overtook_is_not_begun(both):
     worker, agent = both
     with pytest.raises(ControlDeadlineError):
-        worker.barrier(timeout_s=0.01)
+        worker.wait_at_barrier(timeout_s=0.01)
     start(agent)
     agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
-    until(lambda: worker.faults == 1)
+    until(lambda: worker.fault_count == 1)
     found = []
-    waiting = threading.Thread(target=lambda: found.append(worker.barrier(timeout_s=PATIENCE_S)))
+    waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
     waiting.start()
     assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_AT_BARRIER] * 2
     start(agent, count=1)
     waiting.join()
-    assert found[0][0].count == 1
+    assert found[0][0].restart_count == 1
     assert found[0][1] == 1
 
 
 def test_a_start_that_is_said_again_to_another_user_of_the_connection_is_begun_once(both):
     """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
     worker, agent = both
-    other = worker._connection.channel(ipc.CHECKPOINT_MESSAGES)
-    begun = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
+    begun = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
     start(agent, count=1)
-    assert begun[0].result(PATIENCE_S)[0].count == 1
+    assert begun[0].result(PATIENCE_S)[0].restart_count == 1
     assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
     agent.say(ipc.MSG_JOB_START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
     agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(2))
-    until(lambda: worker.rank_info().count == 2)
-    worker.fault(8, RequestedRestart.PROCESS, "WorkerFault")
-    again = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    until(lambda: worker.wait_for_rank_info().restart_count == 2)
+    worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault")
+    again = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_JOB_FAULT, ipc.MSG_AT_BARRIER]
     assert not again[0].done()
     agent.say(ipc.MSG_JOB_FAULT, restart_count=1)
@@ -117,16 +117,16 @@ def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
                 agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
             else:
                 agent.say(ipc.MSG_JOB_START if kind == "start" else ipc.MSG_RANK_INFO, worker_envs=envs(number))
-        until(lambda: worker._known is not None and worker._known.count == len(said))
-        begun, faults = worker.barrier(timeout_s=PATIENCE_S)
-        assert (begun.count, faults) == (len(said), said.count("fault"))
+        until(lambda: worker._known is not None and worker._known.restart_count == len(said))
+        begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
+        assert (begun.restart_count, faults) == (len(said), said.count("fault"))
         worker.close()
         agent.close()
 
 
 def test_what_comes_out_of_order_or_unasked_disturbs_nobody(both):
     worker, agent = both
-    asking = worker._connection.channel(ipc.CHECKPOINT_MESSAGES)
+    asking = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
     assert agent.hear()["type"] == ipc.MSG_INIT
     agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(7))  # for a start that comes first
     agent.say(ipc.MSG_CHECKPOINT_GET, client_id="another's", path="of another's question")
@@ -135,16 +135,16 @@ def test_what_comes_out_of_order_or_unasked_disturbs_nobody(both):
     start(agent, count=1)
     agent.say(ipc.MSG_PAST_BARRIER)
     agent.say(ipc.MSG_AT_BARRIER, client_id=asking.client)
-    until(lambda: worker._known is not None and worker._known.count == 1)
-    begun, faults = worker.barrier(timeout_s=PATIENCE_S)
-    assert (begun.count, faults) == (1, 1)
-    assert asking.take(ipc.MSG_INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
+    until(lambda: worker._known is not None and worker._known.restart_count == 1)
+    begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
+    assert (begun.restart_count, faults) == (1, 1)
+    assert asking.receive(ipc.MSG_INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
 
 
 def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
     worker, agent = both
     whole = encode_agent_frame({"type": ipc.MSG_JOB_START, "worker_envs": envs(3)})
-    waiting = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    waiting = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
     agent.sock.sendall(whole[:-5])
     agent.close()
@@ -155,7 +155,7 @@ def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
 def test_every_fault_is_told_and_none_twice(both):
     worker, agent = both
     told = []
-    worker.on_fault(told.append)
+    worker.add_fault_callback(told.append)
     for number in range(5):
         agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
     until(lambda: len(told) == 5)
@@ -165,11 +165,11 @@ def test_every_fault_is_told_and_none_twice(both):
 def test_who_waits_hears_that_the_agent_is_gone(both):
     worker, agent = both
     told = []
-    worker.on_fault(told.append)
+    worker.add_fault_callback(told.append)
     going = threading.Thread(target=agent.close)
     going.start()
     with pytest.raises(ControlPlaneUnavailableError):
-        worker.barrier(timeout_s=PATIENCE_S)
+        worker.wait_at_barrier(timeout_s=PATIENCE_S)
     going.join()
     until(lambda: told)
     assert "lost" in told[0]
@@ -179,23 +179,23 @@ def test_who_waits_for_an_agent_that_does_not_read_ends_with_words(both, monkeyp
     worker, agent = both
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.2)
     with pytest.raises(ControlPlaneUnavailableError, match=r"has not read for 0\.2 s"):
-        worker.barrier(timeout_s=PATIENCE_S)
+        worker.wait_at_barrier(timeout_s=PATIENCE_S)
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
 
 
 def test_an_agent_that_has_read_and_says_nothing_is_waited_for(both, monkeypatch):
     worker, agent = both
     with pytest.raises(ControlDeadlineError):
-        worker.barrier(timeout_s=0.01)
+        worker.wait_at_barrier(timeout_s=0.01)
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.1)
     with pytest.raises(ControlDeadlineError):
-        worker.barrier(timeout_s=0.5)
+        worker.wait_at_barrier(timeout_s=0.5)
 
 
 def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both):
     worker, agent = both
-    worker.fault(8, RequestedRestart.PROCESS, "WorkerFault", "x" * 100_000)
+    worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault", "x" * 100_000)
     said = agent.hear()
     assert (said["type"], said["rank"], said["restart_mode"]) == ("job_fault", 8, "process_level_restart")
     assert len(said["message"]) < 10_000
@@ -203,7 +203,7 @@ def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both
 
 def test_labels_are_passed_on(both):
     worker, agent = both
-    worker.label({"health": "good"})
+    worker.set_health_labels({"health": "good"})
     labels = agent.hear()
     assert (labels["type"], labels["labels"]) == ("rank_labels", {"health": "good"})
 
@@ -239,7 +239,7 @@ def test_a_start_says_the_rank_too_and_is_not_lost(environ):
     start(agent, count=2)
     waiting.join()
     assert environ["JOB_RESTART_COUNT"] == "2"
-    assert worker_module.this_agent_worker(environ).barrier(timeout_s=PATIENCE_S)[0].count == 2
+    assert worker_module.this_agent_worker(environ).wait_at_barrier(timeout_s=PATIENCE_S)[0].restart_count == 2
     agent.close()
 
 

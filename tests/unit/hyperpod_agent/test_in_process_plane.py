@@ -52,7 +52,7 @@ def port():
 
 def begin(plane, agent, port, count=0, **more):
     """Through the barrier, into a world of one."""
-    coming = at_once(lambda: plane.ready(timeout_s=PATIENCE_S))
+    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
     assert until(lambda: agent.hear()["type"] == ipc.MSG_AT_BARRIER)
     agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, count, **more))
     assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
@@ -65,8 +65,8 @@ def said(job, kind):
 
 def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
     job = start(2)
-    all_ready(job.seats)
-    job.seats[1].fault("ValueError: no such sample")
+    all_ready(job.planes)
+    job.planes[1].report_fault("ValueError: no such sample")
     until(lambda: said(job, ipc.MSG_JOB_FAULT))
     first = said(job, ipc.MSG_JOB_FAULT)[0]
     assert (first["rank"], first["restart_mode"]) == (1, "in_process_restart")
@@ -75,20 +75,22 @@ def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
 
 def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(start):
     job = start(2)
-    before = all_ready(job.seats)
-    job.seats[0].request(NoticeKind.RESIZE, "half is enough", nodes=1)
-    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.seats))
-    assert results(at_once(*(lambda s=seat, n=n: s.pause(n) for seat, n in zip(job.seats, (3, 4), strict=True)))) == [
+    before = all_ready(job.planes)
+    job.planes[0].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
+    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
+    assert results(
+        at_once(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (3, 4), strict=True)))
+    ) == [
         4,
         4,
     ]
-    job.seats[0].sealed(4)
-    coming = at_once(lambda: job.seats[0].ready(timeout_s=PATIENCE_S))
+    job.planes[0].report_sealed(4)
+    coming = at_once(lambda: job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S))
     with pytest.raises(TimeoutError):  # the other one is on its way to the common step, and is not to be stopped there
         coming[0].result(0.3)
     assert said(job, ipc.MSG_JOB_FAULT) == []
-    job.seats[1].sealed(4)
-    after = results([*coming, *at_once(lambda: job.seats[1].ready(timeout_s=PATIENCE_S))])
+    job.planes[1].report_sealed(4)
+    after = results([*coming, *at_once(lambda: job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S))])
     assert after[0].epoch == before[0].epoch + 1
     assert {message["reason"] for message in said(job, ipc.MSG_JOB_FAULT)} == {"ElasticWorld"}
     assert "half is enough" in said(job, ipc.MSG_JOB_FAULT)[0]["message"]
@@ -96,34 +98,34 @@ def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(s
 
 def test_who_could_not_seal_is_not_waited_for(start):
     job = start(2)
-    all_ready(job.seats)
-    job.seats[0].request(NoticeKind.RESIZE, "asked back")
-    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.seats))
-    results(at_once(*(lambda s=seat: s.pause(4) for seat in job.seats)))
-    job.seats[0].sealed(4)
-    assert {place.restarts for place in all_ready(job.seats)} == {1}
+    all_ready(job.planes)
+    job.planes[0].request_change(NoticeKind.RESIZE, "asked back")
+    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
+    results(at_once(*(lambda s=seat: s.agree_on_step(4) for seat in job.planes)))
+    job.planes[0].report_sealed(4)
+    assert {place.restarts for place in all_ready(job.planes)} == {1}
 
 
 def test_all_have_finished_before_any_of_them_goes(start):
     job = start(2)
-    all_ready(job.seats)
-    first = at_once(job.seats[0].finished)[0]
+    all_ready(job.planes)
+    first = at_once(job.planes[0].report_finished)[0]
     with pytest.raises(TimeoutError):
         first.result(0.3)
-    job.seats[1].finished()
+    job.planes[1].report_finished()
     first.result(PATIENCE_S)
-    for seat in job.seats:
+    for seat in job.planes:
         at_once(seat.close)
 
 
 def test_who_has_finished_is_told_when_another_one_is_lost_on_its_last_steps(start):
     job = start(2)
-    all_ready(job.seats)
-    first = at_once(job.seats[1].finished)[0]
-    job.lose(job.seats[0])
+    all_ready(job.planes)
+    first = at_once(job.planes[1].report_finished)[0]
+    job.lose_rank(job.planes[0])
     with pytest.raises((StaleEpochError, ControlPlaneUnavailableError)):
         first.result(PATIENCE_S)
-    assert job.seats[1].ready(timeout_s=PATIENCE_S).world_size == 1
+    assert job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
 
 
 def test_ranks_are_in_the_environment_and_nodes_are_counted_by_ranks(alone, port):
@@ -137,7 +139,7 @@ def test_ranks_are_in_the_environment_and_nodes_are_counted_by_ranks(alone, port
 def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, port):
     plane, agent, environ = alone
     environ["LOCAL_WORLD_SIZE"] = "2"
-    coming = at_once(lambda: plane.ready(timeout_s=0.5))
+    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=0.5))
     agent.hear()
     agent.say(ipc.MSG_JOB_START, worker_envs={**envs(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"})
     with pytest.raises(ControlDeadlineError):  # three others are not there
@@ -167,7 +169,7 @@ def test_a_spare_waits_until_it_is_needed(alone, port):
 
 def test_a_start_that_is_taken_back_is_waited_for_anew(alone, port):
     plane, agent, _ = alone
-    coming = at_once(lambda: plane.ready(timeout_s=PATIENCE_S))
+    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
     agent.hear()
     agent.say(
         ipc.MSG_JOB_START, worker_envs=envs(1, 2, port, 0)
@@ -182,11 +184,11 @@ def test_a_start_that_is_taken_back_is_waited_for_anew(alone, port):
 def test_too_many_restarts_in_one_process_ask_for_new_processes_and_label_the_rank(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
-    plane.fault("once")
+    plane.report_fault("once")
     assert agent.hear()["restart_mode"] == "in_process_restart"
     agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
     begin(plane, agent, port, count=1)[0].result(PATIENCE_S)
-    plane.fault("twice")
+    plane.report_fault("twice")
     assert agent.hear() | {"client_id": ""} == {
         "type": "rank_labels", "labels": {"elastic-repeat-offender": "2"}, "local_rank": 0, "client_id": "",
     }  # fmt: skip
@@ -196,10 +198,10 @@ def test_too_many_restarts_in_one_process_ask_for_new_processes_and_label_the_ra
 def test_what_would_fail_again_in_any_process_is_asked_for_once(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
-    plane.fault("a loss that is never finite", final=True)
+    plane.report_fault("a loss that is never finite", final=True)
     assert agent.hear()["restart_mode"] == "job_level_restart"
     with pytest.raises(JobFailedError, match="never finite"):
-        plane.ready(timeout_s=PATIENCE_S)
+        plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
 
 def test_an_agent_that_is_gone_ends_the_world_and_the_rank(alone, port):
@@ -211,7 +213,7 @@ def test_an_agent_that_is_gone_ends_the_world_and_the_rank(alone, port):
     assert told.wait(PATIENCE_S)
     assert wants(plane) is NoticeKind.RESTART
     with pytest.raises(ControlPlaneUnavailableError):
-        plane.ready(timeout_s=PATIENCE_S)
+        plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
 
 def test_a_place_that_is_taken_is_met_at_all_the_same(port):
@@ -219,10 +221,10 @@ def test_a_place_that_is_taken_is_met_at_all_the_same(port):
     first.serve(f"127.0.0.1:{port}")
     first.serve(f"127.0.0.1:{port}")
     second.serve(f"127.0.0.1:{port}")
-    assert (first.is_kept, second.is_kept) == (True, False)
+    assert (first.is_serving, second.is_serving) == (True, False)
     first.close()
     second.serve(f"127.0.0.1:{port}")
-    assert second.is_kept
+    assert second.is_serving
     second.close()
 
 

@@ -179,7 +179,7 @@ def test_enabled_without_a_share_leaves_the_agents_own():
     assert source.__module__ == "integration.hyperpod.cluster.tiered_storage_config"
     assert (
         parse_tiered_storage_config({"Mode": "Enable"}, "x")
-        .described()
+        .describe()
         .startswith("on: as much as the agent's own settings say")
     )
 

@@ -66,11 +66,11 @@ def test_a_share_of_what_is_off_means_nothing():
 @pytest.mark.parametrize(
     ("status", "flag", "began", "stands"),
     [
-        ("InService", TIERED_STORAGE_DISABLED, False, UpdateProgress.NOT_BEGUN),
-        ("Updating", TIERED_STORAGE_DISABLED, False, UpdateProgress.UNDER_WAY),
-        ("SystemUpdating", ON, True, UpdateProgress.UNDER_WAY),
-        ("Updating", ON, True, UpdateProgress.UNDER_WAY),
-        ("RollingBack", ON, True, UpdateProgress.UNDER_WAY),
+        ("InService", TIERED_STORAGE_DISABLED, False, UpdateProgress.NOT_STARTED),
+        ("Updating", TIERED_STORAGE_DISABLED, False, UpdateProgress.IN_PROGRESS),
+        ("SystemUpdating", ON, True, UpdateProgress.IN_PROGRESS),
+        ("Updating", ON, True, UpdateProgress.IN_PROGRESS),
+        ("RollingBack", ON, True, UpdateProgress.IN_PROGRESS),
         ("InService", ON, True, UpdateProgress.DONE),
         ("InService", ON, False, UpdateProgress.DONE),
         ("InService", TIERED_STORAGE_DISABLED, True, UpdateProgress.FAILED),
@@ -85,5 +85,5 @@ def test_how_far_an_update_is(status, flag, began, stands):
 def test_every_status_of_awss_model_is_one_of_these():
     known = model().shape_for("ClusterStatus").enum
     assert {update_progress(cluster(ON, status), ON, began=True) for status in known} == set(UpdateProgress) - {
-        UpdateProgress.NOT_BEGUN
+        UpdateProgress.NOT_STARTED
     }

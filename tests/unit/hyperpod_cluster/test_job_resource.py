@@ -219,8 +219,8 @@ def test_the_policy_is_read_back_as_it_was(policy):
 def test_the_reference_operator_reads_the_same_job(policy):
     job = parse_job_resource(job_manifest(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
     assert job.elastic is is_elastic(policy)
-    assert job.policy.sizes == (policy.sizes if is_elastic(policy) else (policy.least,))
-    assert job.policy.wanted == policy.least
+    assert job.policy.sizes == (policy.sizes if is_elastic(policy) else (policy.smallest_size,))
+    assert job.policy.initial_nodes == policy.smallest_size
     assert job.spares == 1
     names = ["eval_period_s", "num_restart_before_full_job_restart", "max_full_job_restarts", "job_max_retry_count"]
     if is_elastic(policy):

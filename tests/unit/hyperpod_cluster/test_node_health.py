@@ -95,13 +95,13 @@ def test_only_faults_of_the_window_count():
 @given(st.lists(st.sampled_from(list(DeviceFaultKind)), max_size=8), st.sampled_from(list(DeviceFaultKind)))
 def test_another_fault_never_makes_it_better(kinds, more):
     before, after = health_after_faults(faults(*kinds), 1000.0), health_after_faults(faults(*kinds, more), 1000.0)
-    assert after.gravity >= before.gravity
+    assert after.severity >= before.severity
 
 
 @given(st.none() | st.sampled_from([one.value for one in NodeHealth]) | st.text(), st.sampled_from(list(NodeHealth)))
 def test_labels_are_set_for_the_worse_alone(known, wanted):
     if is_worse_health(known, wanted):
-        assert known is None or NodeHealth(known).gravity < wanted.gravity
+        assert known is None or NodeHealth(known).severity < wanted.severity
         assert wanted is not WELL
 
 
@@ -137,7 +137,7 @@ def test_what_the_check_between_worlds_says_is_understood(tmp_path, answer):
             contextlib.closing(EventLogWriter(tmp_path)) as ledger,
             RankTimeline(ledger, {"ELASTIC_NODE": "n1", "ELASTIC_JOB": "llama"}) as record,
         ):
-            record.placed(RankAssignment(1, 0, 1, 0, 1, 0, 1, "h:1"))
+            record.assigned(RankAssignment(1, 0, 1, 0, 1, 0, 1, "h:1"))
             run_within(60.0 if answer == "broken" else 0.0, device, "the device")
 
     with pytest.raises(UnhealthyProcessError):
@@ -176,23 +176,23 @@ class Api:
 
 def test_a_label_is_read_and_set():
     api = Api(n1=None, n2="Unschedulable")
-    assert NodeHealthLabels(api).health("n1") is None
+    assert NodeHealthLabels(api).get("n1") is None
     assert (
-        NodeHealthLabels(api).change("n2", REPLACE, when=lambda was: is_worse_health(was, REPLACE)) == "Unschedulable"
+        NodeHealthLabels(api).set_if("n2", REPLACE, when=lambda was: is_worse_health(was, REPLACE)) == "Unschedulable"
     )
     assert api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
-    assert NodeHealthLabels(api).change("n2", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
+    assert NodeHealthLabels(api).set_if("n2", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
     assert api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
 
 
 def test_what_somebody_else_sets_meanwhile_is_not_lost():
     api = Api(n1=None)
     api.meddle = [REPLACE.value]
-    assert NodeHealthLabels(api).change("n1", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
+    assert NodeHealthLabels(api).set_if("n1", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
     assert api.labels["n1"] == {NODE_HEALTH_LABEL: REPLACE.value}
     api.meddle = ["Schedulable"] * 9
     with pytest.raises(CommandError, match="all the time"):
-        NodeHealthLabels(api).change("n1", REPLACE, when=lambda _: True)
+        NodeHealthLabels(api).set_if("n1", REPLACE, when=lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_refusals_of_kubernetes_are_told_apart(status, code):
     api = Api()
     api.refusal = ApiException(status=status, reason="no")
     with pytest.raises(CommandError) as refused:
-        NodeHealthLabels(api).health("n1")
+        NodeHealthLabels(api).get("n1")
     assert refused.value.code is code
 
 

@@ -71,9 +71,9 @@ def agent() -> Iterator[Any]:
 
 def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
     with ElasticAgentClient() as client:
-        heard = client.ask_all({"a": agent.address})["a"]
-    assert heard.problem == ""
-    answer = heard.answer
+        heard = client.poll_all({"a": agent.address})["a"]
+    assert heard.error == ""
+    answer = heard.status
     assert (answer.state, answer.rank, answer.version) == (AgentState.RUNNING, 1, "v+3")
     assert answer.restart_mode is AgentRestartMode.IN_PROCESS
     assert answer.progress["p"].progress_count == 4
@@ -86,9 +86,9 @@ def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
 def test_nonsense_is_no_answer_and_says_so(agent, body):
     agent.body = body
     with ElasticAgentClient() as client:
-        heard = client.ask_all({"a": agent.address})["a"]
-    assert heard.answer is None
-    assert agent.address in heard.problem
+        heard = client.poll_all({"a": agent.address})["a"]
+    assert heard.status is None
+    assert agent.address in heard.error
 
 
 def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
@@ -97,19 +97,19 @@ def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
         closed.close()
         addresses = {"good": agent.address, "gone": gone, "silent": f"127.0.0.1:{silent.getsockname()[1]}"}
         with ElasticAgentClient(timeout_s=0.3) as client:
-            heard = client.ask_all(addresses)
-    assert {pod for pod, one in heard.items() if one.answer is not None} == {"good"}
-    assert "refused" in heard["gone"].problem
-    assert "timed out" in heard["silent"].problem
+            heard = client.poll_all(addresses)
+    assert {pod for pod, one in heard.items() if one.status is not None} == {"good"}
+    assert "refused" in heard["gone"].error
+    assert "timed out" in heard["silent"].error
 
 
 def test_an_answer_without_end_is_not_read_to_it(agent, monkeypatch):
     monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._LIMIT_BYTES", 1000)
     agent.body = b" " * 5000
     with ElasticAgentClient() as client:
-        heard = client.ask_all({"a": agent.address})["a"]
-    assert heard.answer is None
-    assert "more than 1000 bytes" in heard.problem
+        heard = client.poll_all({"a": agent.address})["a"]
+    assert heard.status is None
+    assert "more than 1000 bytes" in heard.error
 
 
 def test_calls_say_what_they_are(agent, monkeypatch):
@@ -123,9 +123,9 @@ def test_calls_say_what_they_are(agent, monkeypatch):
             StopAgent("a", StopRequest(is_graceful=True, timeout=3)),
             ShutdownAgent("a"),
         ):
-            assert client.tell_all([action], {"a": agent.address}) == {}
+            assert client.send_all([action], {"a": agent.address}) == {}
         agent.code, agent.body = 422, b'{"detail": "no"}'
-        problems = client.tell_all([ShutdownAgent("a"), ShutdownAgent("unknown")], {"a": agent.address})
+        problems = client.send_all([ShutdownAgent("a"), ShutdownAgent("unknown")], {"a": agent.address})
     update, stop, shutdown, _ = agent.asked
     assert update[:3] == ("POST", "/update", "application/json")
     assert json.loads(update[3])["faultCount"] == 2
@@ -197,10 +197,10 @@ def test_commands_without_a_job_end_with_words(monkeypatch, tmp_path, capsys):
 def test_wishes_are_kept_until_they_are_taken_back(monkeypatch, tmp_path):
     monkeypatch.setenv(SIM_DIRECTORY_ENV, str(tmp_path))
     place = SimDirectory("job")
-    with place.held():
+    with place.lock():
         assert main(["scale", "3", "--job", "job"]) == 0
         assert main(["fault", "n1", "--job", "job"]) == 0
-        assert place.wishes() == SimOverrides(3, {"n1": "UnschedulablePendingReplacement"})
+        assert place.load_overrides() == SimOverrides(3, {"n1": "UnschedulablePendingReplacement"})
         assert main(["fault", "n1", "--healed", "--job", "job"]) == 0
         assert main(["scale", "max", "--job", "job"]) == 0
-        assert place.wishes() == SimOverrides()
+        assert place.load_overrides() == SimOverrides()

@@ -42,11 +42,11 @@ def started(tmp_path, clock, command, seconds, *, set_back=False):
     pods, events = LocalPods(spec, 1, tmp_path), []
     end = clock.now + seconds
     while clock.now < end:
-        pods.keep(DesiredPods({group.name: 1}), {})
+        pods.scale_to(DesiredPods({group.name: 1}), {})
         for child in pods._children.values():
             child.wait()
-        pods.places({})
-        events += pods.told()
+        pods.endpoints({})
+        events += pods.take_events()
         clock.now += 0.5
         if events and set_back:
             clock.back_s = 3600.0

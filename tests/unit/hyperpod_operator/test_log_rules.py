@@ -34,17 +34,17 @@ def printed(capfd):
     """What a rank prints that enters a world, restores, does steps, saves, and hears that the world broke."""
     ledger = StdoutEventLog(NullEventLog())
     record = RankTimeline(ledger, {"ELASTIC_NODE": "n0"})
-    record.waits()
-    record.placed(RankAssignment(1, 0, 1, 0, 1, 0, 1, "nowhere:1"))
-    record.grouped()
+    record.waiting_began()
+    record.assigned(RankAssignment(1, 0, 1, 0, 1, 0, 1, "nowhere:1"))
+    record.groups_ready()
     with SaveRestoreLog(ledger).record_restore() as told:
         told.step = 11
     for step in (12, 13):
-        record.begins(step)
-        record.reports(2.5, None, None)
-        record.stepped(step)
+        record.step_began(step)
+        record.step_metrics(2.5, None, None)
+        record.step_ended(step)
     ledger.write(ev.SaveEvent(0, 13, SaveState.STAGED.value, time.time(), 0.25))
-    record.knows()
+    record.fault_detected()
     record.ended("gave up", "JobFailedError: 3 restarts\nwithin a minute")
     return capfd.readouterr().out.splitlines(keepends=True)
 
@@ -123,7 +123,7 @@ def test_rules_are_what_aws_takes_and_what_a_job_here_takes(agents):
             "runPolicy": {"logMonitoringConfiguration": list(RULES.values())},
         },
     }
-    assert len(parse_job_resource(job).rules) == len(RULES)
+    assert len(parse_job_resource(job).log_rules) == len(RULES)
 
 
 def test_only_the_first_rank_of_a_node_says_it_and_only_when_asked():

@@ -89,7 +89,7 @@ def test_rules_and_progress_go_to_every_agent():
     cluster.until(lambda: cluster.runs(2))
     for one in cluster.members:
         body = one.starts[-1][1]
-        assert body.rules == (rule,)
+        assert body.log_rules == (rule,)
         assert {key: (at.progress_data, at.progress_count) for key, at in body.progress.items()} == {
             "s3://b": ("s3://b/30", 30)
         }, "what is whole in all of them"
@@ -122,7 +122,7 @@ def test_the_first_to_break_is_the_reason():
     pods = cluster.look  # both in one look; who was first, the agents' own clocks say
     answers = {first.name: "2026-01-01T00:00:01+00:00", second.name: "2026-01-01T00:00:02+00:00"}
     for one in (first, second):
-        said = msgspec.structs.replace(one.answer(), since={"FAULTED": answers[one.name]})
+        said = msgspec.structs.replace(one.answer(), transition_times={"FAULTED": answers[one.name]})
         one.answer = lambda said=said: said
     decision = pods()
     assert decision.state.fault.reason == "First"
@@ -132,7 +132,7 @@ def test_the_first_to_break_is_the_reason():
 def said(one, reason: str, message: str, at: str = "") -> None:
     """What an agent answers that is faulted."""
     one.fail(reason)
-    answer = msgspec.structs.replace(one.answer(), message=message, since={"FAULTED": at} if at else {})
+    answer = msgspec.structs.replace(one.answer(), message=message, transition_times={"FAULTED": at} if at else {})
     one.answer = lambda: answer
 
 
@@ -195,7 +195,7 @@ def test_a_machine_that_turns_out_to_be_lost_is_the_reason_after_all():
     del other.answer
     cluster.until(lambda: cluster.state.fault is not None and cluster.state.fault.reason == "AgentUnreachable")
     assert cluster.state.fault.nodes == (f"node-{lost.name}",)
-    assert {one.node for one in cluster.state.offences} == {f"node-{lost.name}"}, "and no other machine is blamed"
+    assert {one.node for one in cluster.state.node_faults} == {f"node-{lost.name}"}, "and no other machine is blamed"
     cluster.until(lambda: cluster.runs(3))
     assert cluster.state.last_fault.reason == "AgentUnreachable"
     assert cluster.state.restarts == 1
@@ -296,7 +296,7 @@ def test_a_spare_that_takes_no_word_is_started_all_the_same():
 def test_silence_for_a_while_is_no_fault():
     cluster = running(job(2), 2)
     cluster.members[0].silent = True
-    cluster.turns(int(cluster.spec.silent_s) - 1)
+    cluster.turns(int(cluster.spec.agent_timeout_s) - 1)
     cluster.members[0].silent = False
     cluster.turns(5)
     assert cluster.state.restarts == 0
@@ -403,7 +403,7 @@ def test_a_repeated_offender_gets_no_rank_while_a_spare_can_be_had():
         cluster.turn()
         cluster.until(lambda: cluster.runs(2))
     assert bad not in cluster.state.members
-    assert cluster.decision.wanted.avoid == (f"node-{bad}",)
+    assert cluster.decision.wanted.avoid_nodes == (f"node-{bad}",)
 
 
 def test_an_agent_that_does_not_stop_is_told_again_and_then_replaced():
@@ -435,7 +435,7 @@ def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
     assert len(cluster.alive) == 1, "nobody pays for a pod that may not run"
     cluster.capacity = None
     cluster.until(lambda: cluster.runs(2))
-    assert cluster.state.scaling.failures == 0
+    assert cluster.state.scaling.consecutive_failures == 0
     assert keeps.starts[-1][1].nnodes == 2
 
 

@@ -52,7 +52,9 @@ class Jobs(RuleBasedStateMachine):
             "elasticPolicy": policy if elastic else None,
             "runPolicy": {"restartPolicy": restart},
         }
-        job = parse_job_resource({"kind": "HyperPodPyTorchJob", "spec": spec}, silent_s=4.0, stop_s=6.0, start_s=10.0)
+        job = parse_job_resource(
+            {"kind": "HyperPodPyTorchJob", "spec": spec}, agent_timeout_s=4.0, stop_timeout_s=6.0, start_timeout_s=10.0
+        )
         self.cluster = Cluster(job, in_process=in_process, can_replace=can_replace)
         self.worlds: dict[str, Any] = {}
         self.late = False
@@ -152,7 +154,7 @@ class Jobs(RuleBasedStateMachine):
                 assert before[action.pod] is READY, "only who is ready is started"
                 self.world_of(action)
             if isinstance(action, StopAgent) and before[action.pod] not in {RUNNING, COMPLETED, FAULTED}:
-                assert action.pod in state.told_again, "only who does something is stopped"
+                assert action.pod in state.stop_escalated, "only who does something is stopped"
         assert all(len(words) == len(set(words)) for words in told.values())
 
     def world_of(self, start: StartAgent) -> None:
@@ -199,8 +201,8 @@ class Jobs(RuleBasedStateMachine):
         for one in cluster.alive:
             one.silent, one.stuck, one.node_fault, one.gone = False, False, "", one.gone or one.leaving
         policy = cluster.spec.policy
-        most = policy.at_most(policy.max_replicas)
-        cluster.until(lambda: cluster.state.phase.over or cluster.runs(most) or self.finishes())
+        most = policy.largest_size_within(policy.max_replicas)
+        cluster.until(lambda: cluster.state.phase.is_final or cluster.runs(most) or self.finishes())
         for _ in range(40):
             if cluster.state.phase is JobPhase.RUNNING:
                 for one in cluster.members:

@@ -43,10 +43,10 @@ class Agent:
             raise self.error
         return self
 
-    def say(self, kind: str, /, **fields: object) -> None:
+    def send(self, kind: str, /, **fields: object) -> None:
         self.heard.append((kind, fields))
 
-    def ask(self, kind: str, /, timeout_s: float, **fields: object) -> dict:
+    def request(self, kind: str, /, timeout_s: float, **fields: object) -> dict:
         if self.error is not None:
             raise self.error
         return {"type": kind, "path": self.path}
@@ -172,7 +172,7 @@ def test_after_going_back_an_older_step_is_what_there_is(made):
 def test_the_operators_step_is_expected(made):
     found = made(Agent("tiered://job/step-240")).expected_step("job")
     assert (found.step, found.is_required) == (240, False)
-    assert made(Agent("tiered://job/step-240"), how=ResumeFrom.TOLD).expected_step("job").is_required
+    assert made(Agent("tiered://job/step-240"), how=ResumeFrom.OPERATOR).expected_step("job").is_required
     assert made(Agent(None)).expected_step("job") is None
 
 

@@ -50,7 +50,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "ours":
         from integration.hyperpod.elastic_agent.stop_signal import agent_stop_signal
         signal.signal(signal.SIGUSR1, lambda *_: heard.append("the script's, before"))
-        agent_stop_signal().then(lambda: heard.append("ours"))
+        agent_stop_signal().add_callback(lambda: heard.append("ours"))
         earlier = signal.getsignal(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, lambda *a: (earlier(*a), heard.append("the script's, after"), done.put(1)))
     else:
@@ -115,12 +115,12 @@ def asked():
 
 def test_it_is_heard_while_the_main_thread_hears_nothing(asked):
     calls = []
-    asked.listen().then(lambda: calls.append(1))
+    asked.listen().add_callback(lambda: calls.append(1))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert asked.received.wait(60)  # threads of other libraries may be given it, and do not wake this one
     until(lambda: calls)
     late = []
-    asked.then(lambda: late.append(1))
+    asked.add_callback(lambda: late.append(1))
     assert late == [1]
 
 
@@ -154,10 +154,10 @@ def test_who_is_forgotten_is_not_called_and_who_fails_keeps_nobody_from_it(asked
     def forgotten() -> None:
         calls.append("forgotten")
 
-    asked.listen().then(failing)
-    asked.then(forgotten)
-    asked.then(lambda: calls.append("called"))
-    asked.forget(forgotten)
+    asked.listen().add_callback(failing)
+    asked.add_callback(forgotten)
+    asked.add_callback(lambda: calls.append("called"))
+    asked.remove_callback(forgotten)
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: calls)
     assert calls == ["called"]

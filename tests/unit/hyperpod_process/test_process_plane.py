@@ -70,24 +70,24 @@ def start():
 
 
 def sealed(nodes: list[Node], step: int = 8) -> None:
-    results(at_once(*(lambda n=node: n.plane.pause(step) for node in nodes)))
+    results(at_once(*(lambda n=node: n.plane.agree_on_step(step) for node in nodes)))
     for node in nodes:
-        node.plane.sealed(step)
+        node.plane.report_sealed(step)
 
 
 def leaves(node: Node) -> None:
     with pytest.raises(Dismissed):
-        node.plane.ready(timeout_s=PATIENCE_S)
+        node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
 
 def test_what_one_agent_asks_all_ranks_do_once(start):
     nodes = start(3)
     nodes[1].asked.send()
     until(lambda: all(node.plane.notice() is not None for node in nodes))
-    assert {node.plane.notice().want for node in nodes} == {NoticeKind.RESIZE}  # in memory: the next start is at once
-    nodes[1].plane.request(NoticeKind.RESIZE, "the same, by the script's handler")
+    assert {node.plane.notice().kind for node in nodes} == {NoticeKind.RESIZE}  # in memory: the next start is at once
+    nodes[1].plane.request_change(NoticeKind.RESIZE, "the same, by the script's handler")
     nodes[2].asked.send()
-    steps = results(at_once(*(lambda p=node.plane, at=at: p.pause(at) for at, node in enumerate(nodes, 5))))
+    steps = results(at_once(*(lambda p=node.plane, at=at: p.agree_on_step(at) for at, node in enumerate(nodes, 5))))
     assert steps == [7, 7, 7]
 
 
@@ -108,7 +108,7 @@ def test_who_is_never_asked_ends_with_an_error(start):
     nodes = start(2, patience_s=0.0)
     nodes[0].asked.send()
     sealed(nodes)
-    done = at_once(lambda: leaves(nodes[0]), lambda: nodes[1].plane.ready(timeout_s=PATIENCE_S))
+    done = at_once(lambda: leaves(nodes[0]), lambda: nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S))
     done[0].result(PATIENCE_S)
     with pytest.raises(JobFailedError, match="was not asked to stop: ending with an error"):
         done[1].result(PATIENCE_S)
@@ -116,7 +116,7 @@ def test_who_is_never_asked_ends_with_an_error(start):
 
 def test_a_pod_that_goes_away_need_not_be_asked_by_its_agent(start):
     nodes = start(2)
-    nodes[1].plane.request(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
+    nodes[1].plane.request_change(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
     sealed(nodes)
     nodes[0].asked.send()
     results(at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
@@ -142,11 +142,11 @@ def _with(asked, init):
 def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
     nodes = start(2)
     for node in nodes:
-        node.plane.progress(RankProgress(9))
-    nodes[0].plane.finished()
+        node.plane.report_progress(RankProgress(9))
+    nodes[0].plane.report_finished()
     closing = at_once(nodes[0].plane.close)[0]
     assert not closing.done()
-    nodes[1].plane.finished()  # over the store that the first one keeps
+    nodes[1].plane.report_finished()  # over the store that the first one keeps
     nodes[1].plane.close()
     closing.result(PATIENCE_S)
 
@@ -154,30 +154,30 @@ def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
 def test_who_is_asked_after_the_last_step_does_not_wait_for_those_that_have_finished(start):
     nodes = start(2)
     for node in nodes:
-        node.plane.progress(RankProgress(9))
-    nodes[0].plane.finished()
+        node.plane.report_progress(RankProgress(9))
+    nodes[0].plane.report_finished()
     nodes[1].asked.send()
-    assert nodes[1].plane.pause(9, timeout_s=PATIENCE_S) == 9
-    nodes[1].plane.finished()
+    assert nodes[1].plane.agree_on_step(9, timeout_s=PATIENCE_S) == 9
+    nodes[1].plane.report_finished()
 
 
 def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
     nodes = start(2)
-    nodes[1].plane.fault("out of luck")
+    nodes[1].plane.report_fault("out of luck")
     until(lambda: all(node.plane.notice() is not None for node in nodes))
     for node in nodes:
         with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
-            node.plane.ready(timeout_s=PATIENCE_S)
+            node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
     assert [node.account.flushed for node in nodes] == [0, 0]
 
 
 def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
     nodes = start(2)
     nodes[0].asked.send()
-    results(at_once(*(lambda n=node: n.plane.pause(8) for node in nodes)))
-    nodes[0].plane.sealed(8)
+    results(at_once(*(lambda n=node: n.plane.agree_on_step(8) for node in nodes)))
+    nodes[0].plane.report_sealed(8)
     with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
-        nodes[1].plane.ready(timeout_s=PATIENCE_S)
+        nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S)
     assert (
         nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1
     )  # who keeps the store waits for all to say so
@@ -189,7 +189,7 @@ def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start
     theirs = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
     node = Node(0, 1, port, 0.0)
     try:
-        assert node.plane.ready(timeout_s=PATIENCE_S).world_size == 1
+        assert node.plane.wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
         theirs.set("of the script", "there")
         assert isinstance(node.plane, StoreControlPlane)
     finally:
@@ -198,7 +198,7 @@ def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start
 
 def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monkeypatch):
     """The first rank's, which keeps it, hangs when all have sealed."""
-    patience = StoreTimeouts(look_s=0.2, answer_s=1.0, connect_s=10.0)
+    patience = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=1.0, connect_timeout_s=10.0)
     monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, patience=patience))
     with server_processes(zygote, 1) as (server,):
         place = RankAssignment(0, 0, 2, 0, 1, 0, 2, server.address)
@@ -206,9 +206,9 @@ def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monk
         second = Node(1, 2, server.port, PATIENCE_S)
         all_ready([first, second.plane])
         second.asked.send()
-        results(at_once(lambda: first.pause(8), lambda: second.plane.pause(8)))
+        results(at_once(lambda: first.agree_on_step(8), lambda: second.plane.agree_on_step(8)))
         for plane in (first, second.plane):
-            plane.sealed(8)
+            plane.report_sealed(8)
         server.stop()
         (leaving,) = at_once(lambda: leaves(second))
         leaving.result(PATIENCE_S)

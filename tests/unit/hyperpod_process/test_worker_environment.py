@@ -35,25 +35,25 @@ TOLD = {
 
 def test_a_place_as_the_agent_gives_it():
     found = launched_worker(TOLD)
-    place = found.place
+    place = found.assignment
     assert (place.rank, place.world_size, place.node_rank, place.node_count) == (5, 8, 2, 4)
     assert (place.local_rank, place.local_world_size, place.store) == (1, 2, "10.0.0.1:23456")
     assert (place.restarts, place.reason) == (3, "started by HyperPod's agent after 3 faults")
-    assert found.master == ("10.0.0.1", 23456)
+    assert found.master_address == ("10.0.0.1", 23456)
 
 
 def test_nodes_are_counted_although_the_agent_says_the_number_of_ranks():
     assert TOLD["GROUP_WORLD_SIZE"] == TOLD["WORLD_SIZE"]
-    assert launched_worker(TOLD).place.node_count == 4
+    assert launched_worker(TOLD).assignment.node_count == 4
 
 
 def test_addresses_of_the_newer_kind_are_put_in_brackets():
-    assert launched_worker({**TOLD, "MASTER_ADDR": "fd00::1"}).place.store == "[fd00::1]:23456"
+    assert launched_worker({**TOLD, "MASTER_ADDR": "fd00::1"}).assignment.store == "[fd00::1]:23456"
 
 
 def test_torchruns_count_serves_where_the_agents_is_not_there():
     told = {name: value for name, value in TOLD.items() if name != "JOB_RESTART_COUNT"}
-    assert launched_worker(told).place.restarts == 2
+    assert launched_worker(told).assignment.restarts == 2
 
 
 def test_everything_that_is_wrong_is_named_at_once():
@@ -84,7 +84,7 @@ def test_what_contradicts_itself_is_refused(changed, said):
 @hypothesis.settings(max_examples=examples(80))
 def test_any_environment_is_a_place_or_refused(changed):
     try:
-        place = launched_worker({**TOLD, **changed}).place
+        place = launched_worker({**TOLD, **changed}).assignment
     except PolicyError:
         return
     assert 0 <= place.rank < place.world_size == place.local_world_size * place.node_count
@@ -113,6 +113,6 @@ def test_what_users_may_change():
         with pytest.raises(PolicyError, match="no number of seconds"):
             stop_patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": wrong})
     assert resume_from({}) is ResumeFrom.NEWEST
-    assert resume_from({"ELASTIC_HYPERPOD_PROGRESS": "told"}) is ResumeFrom.TOLD
+    assert resume_from({"ELASTIC_HYPERPOD_PROGRESS": "told"}) is ResumeFrom.OPERATOR
     with pytest.raises(PolicyError, match="newest or told"):
         resume_from({"ELASTIC_HYPERPOD_PROGRESS": "mine"})

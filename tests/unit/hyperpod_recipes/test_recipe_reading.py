@@ -78,7 +78,7 @@ def test_every_published_recipe_plans_at_every_size_and_between(file):
 
 
 def test_what_belongs_to_others_is_left_alone_and_named():
-    left = read_recipe(LORA).left_alone
+    left = read_recipe(LORA).unread_keys
     assert "instance_types" in left
     assert "training_config.model_config.model_save_name" in left
     assert not any(one.startswith(("elastic_policy", "scale_config")) for one in left)
@@ -89,11 +89,11 @@ def test_checkpointless_keys_mean_something_here():
     assert recipe.kind is RecipeKind.CHECKPOINTLESS
     assert (recipe.nodes, recipe.devices, recipe.model_parallel) == (16, 8, 32)
     (only,) = recipe_plan.plans_at_sizes(recipe)
-    assert (only.plan.world_size, only.plan.accumulation, only.learning_rate) == (4, 128, 3e-4)
+    assert (only.plan.world_size, only.plan.accumulation_steps, only.learning_rate) == (4, 128, 3e-4)
     assert recipe.recovery == RecipeRecovery(in_process=True, live=True, copies=2)
     assert settings_document(recipe)["durable"] == {"every": 20, "keep_last": 2}
-    assert recipe.ahead is not None
-    assert (recipe.ahead.batches, recipe.ahead.directory) == (10, "/dev/shm/pdl_cache")
+    assert recipe.prefetch is not None
+    assert (recipe.prefetch.batches, recipe.prefetch.directory) == (10, "/dev/shm/pdl_cache")
     assert (recipe.training.beta2, recipe.training.warmup, recipe.training.min_rate) == (0.95, 2000, 3e-5)
 
 
@@ -108,7 +108,7 @@ def test_unknown_words_of_the_policy_are_named_and_have_no_effect(tmp_path):
     recipe = read_recipe(changed(tmp_path, LORA, elastic_policy__max_node=3))
     assert recipe.policy == read_recipe(LORA).policy
     assert recipe.notes == ("elastic_policy.max_node is unknown and has no effect",)
-    assert "elastic_policy.max_node" in recipe.left_alone
+    assert "elastic_policy.max_node" in recipe.unread_keys
 
 
 def test_a_step_between_sizes_instead_of_a_list(tmp_path):

@@ -92,7 +92,7 @@ def test_each_answer_has_one_meaning(
 ) -> None:
     told.status, told.body = status, '{"message": "in its own words"}'
     with pytest.raises(ApiServerError) as raised:
-        cluster.job("default", "llama")
+        cluster.get_job("default", "llama")
     assert type(raised.value) is error
     if status:
         assert "in its own words" in str(raised.value)
@@ -101,11 +101,11 @@ def test_each_answer_has_one_meaning(
 def test_nobody_listens(told: Told, cluster: ApiServerClient) -> None:
     cluster._client.configuration.host = "http://127.0.0.1:1"
     with pytest.raises(ApiServerUnreachableError):
-        cluster.pods("default", "llama")
+        cluster.list_pods("default", "llama")
 
 
 def test_a_status_is_written_over_what_was_read_and_nothing_newer(told: Told, cluster: ApiServerClient) -> None:
-    cluster.write_status(job_object(), {"restartCount": 1})
+    cluster.update_status(job_object(), {"restartCount": 1})
     ((method, path, kind, body),) = told.asked
     assert (method, kind) == ("PATCH", "application/merge-patch+json")
     assert path == "/apis/sagemaker.amazonaws.com/v1/namespaces/default/hyperpodpytorchjobs/llama/status"
@@ -129,12 +129,12 @@ def test_a_pod_that_is_gone_or_another_one_needs_no_deleting(told: Told, cluster
 
 def test_pods_of_one_job_only(told: Told, cluster: ApiServerClient) -> None:
     told.body = '{"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"name": "a"}}]}'
-    assert cluster.pods("default", "llama") == [{"metadata": {"name": "a"}}]
+    assert cluster.list_pods("default", "llama") == [{"metadata": {"name": "a"}}]
     assert told.asked[0][1] == "/api/v1/namespaces/default/pods?labelSelector=HPJob%3Dllama&limit=500"
 
 
 def test_an_event_is_about_the_job(told: Told, cluster: ApiServerClient) -> None:
-    cluster.say(job_object(), "NodeFault", "x" * 5000, warning=True)
+    cluster.post_event(job_object(), "NodeFault", "x" * 5000, warning=True)
     event = told.asked[0][3]
     assert (event["involvedObject"]["kind"], event["involvedObject"]["uid"]) == ("HyperPodPyTorchJob", "uid-of-llama")
     assert event["type"] == "Warning"

@@ -38,20 +38,20 @@ class Running:
         self.agents = ImaginedAgents()
         self.kubelets = Kubelets(api)
         self.controller = JobController(retry_s=0.05)
-        self.nodes = NodeHealthCache(self.controller.wake_all)
-        self.cluster = CachedApiClient(cluster, [""], self.controller.heard_of)
+        self.nodes = NodeHealthCache(self.controller.enqueue_all)
+        self.cluster = CachedApiClient(cluster, [""], self.controller.enqueue)
         self.passes = 0
         passing = JobReconciler(
             self.cluster, self.agents, health=self.nodes.said, clock=time.time, every_s=every_s,
-            settings={"silent_s": 3600.0},
+            settings={"agent_timeout_s": 3600.0},
         )  # fmt: skip
-        once = passing.once
+        once = passing.reconcile
 
         def counted(namespace: str, name: str) -> Any:
             self.passes += 1
             return once(namespace, name)
 
-        passing.once = counted  # type: ignore[method-assign]
+        passing.reconcile = counted  # type: ignore[method-assign]
         self.controller.begin(passing)
         self._watched = self.nodes.informer(cluster)
 
@@ -208,11 +208,11 @@ def test_what_somebody_else_has_written_is_believed_only_with_its_pods(api: Imag
         for index in (cluster._jobs[""], cluster._pods[""]):
             index.is_followed = True
         api.asked.clear()
-        assert cluster.pods("default", "llama") == []
+        assert cluster.list_pods("default", "llama") == []
         assert api.asked == [], "listed after the job: nothing can be missing"
 
-        written = cluster.write_status(first, {"restartCount": 1})
-        assert cluster.pods("default", "llama") == []
+        written = cluster.update_status(first, {"restartCount": 1})
+        assert cluster.list_pods("default", "llama") == []
         assert [method for method, _ in api.asked] == ["PATCH"], "what was written here is known to fit"
 
         api.put("pods", build_pod(first, ReplicaSlot("workers", 0), nodes=2))
@@ -220,7 +220,7 @@ def test_what_somebody_else_has_written_is_believed_only_with_its_pods(api: Imag
         (foreign,) = api.all("hyperpodpytorchjobs")
         cluster._jobs[""].heard("MODIFIED", foreign)
         for _ in range(3):
-            assert [pod["metadata"]["name"] for pod in cluster.pods("default", "llama")] == ["llama-workers-0"]
+            assert [pod["metadata"]["name"] for pod in cluster.list_pods("default", "llama")] == ["llama-workers-0"]
         assert [method for method, _ in api.asked] == ["PATCH", "GET"], "asked for once"
 
 
@@ -234,12 +234,12 @@ def test_whoever_writes_over_what_is_not_so_any_more_reads_first(api: ImaginedAp
             informer.step()
         cluster._jobs[""].is_followed = True
         api.put("hyperpodpytorchjobs", {**first, "status": {"restartCount": 2}})
-        stale = cluster.job("default", "llama")
+        stale = cluster.get_job("default", "llama")
         with pytest.raises(ResourceConflictError):
             cluster.confirm(stale)
         with pytest.raises(ResourceConflictError):
-            cluster.write_status(stale, {"restartCount": 1})
-        assert cluster.job("default", "llama")["status"] == {"restartCount": 2}, "without a word of the watch"
+            cluster.update_status(stale, {"restartCount": 1})
+        assert cluster.get_job("default", "llama")["status"] == {"restartCount": 2}, "without a word of the watch"
 
 
 def test_a_job_in_a_queue_is_admitted_and_evicted_by_what_is_watched(running: Running) -> None:
@@ -300,7 +300,7 @@ def test_one_jobs_silent_agents_hold_up_no_other_job(api: ImaginedApi) -> None:
     with client_of(api.url) as client:
         story = Running(api, ApiServerClient(client), every_s=0.5)
         answer = threading.Event()
-        ask = story.agents.ask_all
+        ask = story.agents.poll_all
 
         def asked(addresses: Mapping[str, str]) -> Mapping[str, AgentReply]:
             if any(name.startswith("silent-") for name in addresses):
@@ -309,7 +309,7 @@ def test_one_jobs_silent_agents_hold_up_no_other_job(api: ImaginedApi) -> None:
             return ask(addresses)
 
         silent = threading.Event()
-        story.agents.ask_all = asked  # type: ignore[method-assign]
+        story.agents.poll_all = asked  # type: ignore[method-assign]
         with story.started():
             try:
                 story.create("silent")

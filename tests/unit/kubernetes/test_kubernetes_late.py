@@ -40,7 +40,7 @@ class LateController:
                 informer.step()
             self._heard[kind] = story.api.version
         self._passing = JobReconciler(
-            self._cluster, story.agents, health={}, clock=lambda: story.now_s, settings={"silent_s": 1e6}
+            self._cluster, story.agents, health={}, clock=lambda: story.now_s, settings={"agent_timeout_s": 1e6}
         )
 
     def hear(self, kind: str, count: int) -> None:
@@ -50,7 +50,7 @@ class LateController:
 
     def once(self) -> None:
         with contextlib.suppress(ApiServerError):
-            self._passing.once("default", "llama")
+            self._passing.reconcile("default", "llama")
 
 
 class Story:

@@ -36,7 +36,7 @@ class Story:
     def one_pass(self) -> None:
         passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
         try:
-            passing.once("default", "llama")
+            passing.reconcile("default", "llama")
         except Killed:
             self.killed += 1
             self.kube.cut_at = None
@@ -194,10 +194,10 @@ def test_while_something_is_going_on_the_next_look_is_soon():
     story = Story()
     story.until_running(2)
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
-    passing.once("default", "llama")
-    assert passing.once("default", "llama").again_in_s == 1.0
+    passing.reconcile("default", "llama")
+    assert passing.reconcile("default", "llama").requeue_after_s == 1.0
     story.kube.crash(story.members[0])
-    assert passing.once("default", "llama").again_in_s == 0.2
+    assert passing.reconcile("default", "llama").requeue_after_s == 0.2
 
 
 def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
@@ -205,7 +205,7 @@ def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
     story.kube.refusal = "exceeded quota"
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(5):
-        passing.once("default", "llama")
+        passing.reconcile("default", "llama")
         story.kube.tick()
     assert story.kube.events.count("PodRefused") == 1
     story.kube.refusal = ""
@@ -224,7 +224,7 @@ def test_pods_that_are_refused_are_asked_for_less_and_less_often():
 
     story.kube.create_pod = counted
     for _ in range(130):
-        passing.once("default", "llama")
+        passing.reconcile("default", "llama")
         story.kube.tick()
     assert 5 <= len(asked) <= 9, asked
     assert asked[-1] - asked[-2] >= 30
@@ -234,7 +234,7 @@ def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
     """A controller that is held up for a while must not start agents as it had once meant to."""
     story = Story()
     story.until(lambda: story.phase is JobPhase.STARTING)
-    old = story.kube.job("default", "llama")
+    old = story.kube.get_job("default", "llama")
     story.until_running(2)
     pods = story.members
     story.kube.crash(pods[0])
@@ -248,11 +248,11 @@ def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
         def __getattr__(self, name):
             return getattr(story.kube, name)
 
-        def job(self, namespace, name):
-            return self.jobs.pop() if self.jobs else story.kube.job(namespace, name)
+        def get_job(self, namespace, name):
+            return self.jobs.pop() if self.jobs else story.kube.get_job(namespace, name)
 
     with pytest.raises(ResourceConflictError):
-        JobReconciler(Late(), story.kube, health={}, clock=lambda: story.kube.now_s).once("default", "llama")
+        JobReconciler(Late(), story.kube, health={}, clock=lambda: story.kube.now_s).reconcile("default", "llama")
     assert story.kube.starts == starts
     story.until_running(2)
     assert story.kube.job_now()["status"]["restartCount"] == 1

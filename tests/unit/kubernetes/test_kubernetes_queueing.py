@@ -37,7 +37,7 @@ class Waiting:
     def one_pass(self) -> None:
         passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
         try:
-            passing.once("default", "llama")
+            passing.reconcile("default", "llama")
         except Killed:
             self.kube.cut_at = None
         except (ResourceConflictError, ApiServerUnreachableError, ResourceNotFoundError):
@@ -230,7 +230,7 @@ def test_a_pod_that_never_began_holds_no_quota_for_good(policy, ends):
         story.kube.complete()
     else:
         story.kube.crash(story.state.members[0])
-    story.until(lambda: story.state.phase.over and story.kueue.used() == 0)
+    story.until(lambda: story.state.phase.is_final and story.kueue.used() == 0)
     kept = {pod["metadata"]["name"] for pod in story.kube.pods_now()}
     assert kept <= set(story.state.members), "what has run is kept, if it is to be"
 
@@ -279,7 +279,7 @@ def test_a_priority_class_that_is_not_there_is_complained_of_once():
     story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(4):
-        passing.once("default", "llama")
+        passing.reconcile("default", "llama")
         story.kube.tick()
     assert story.kube.events.count("WorkloadRefused") == 1
     story.kueue.classes["urgent"] = 7
@@ -290,23 +290,23 @@ def test_a_priority_class_that_is_not_there_is_complained_of_once():
 def test_a_workload_that_is_refused_is_asked_for_less_and_less_often():
     story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
     asked: list[float] = []
-    priority = story.kueue.priority
+    priority = story.kueue.priority_value
 
     def counted(named: Any) -> int:
         asked.append(story.kube.now_s)
         return priority(named)
 
-    story.kueue.priority = counted
+    story.kueue.priority_value = counted
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(130):
-        passing.once("default", "llama")
+        passing.reconcile("default", "llama")
         story.kube.tick()
     assert 5 <= len(asked) <= 9, asked
     assert asked[-1] - asked[-2] >= 30
     before = len(asked)
     story.kube.job_now()["metadata"]["labels"] = {**QUEUE, "kueue.x-k8s.io/priority-class": "high"}
     story.kube.change_spec()
-    passing.once("default", "llama")
+    passing.reconcile("default", "llama")
     assert len(asked) == before + 1, "another class is asked for at once"
     assert len(story.kueue.names()) == 1
 
@@ -362,7 +362,7 @@ def test_kueue_that_is_taken_away_stops_nothing():
 
 
 def _pass(story: Waiting) -> None:
-    JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s).once("default", "llama")
+    JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s).reconcile("default", "llama")
     story.kube.tick()
 
 

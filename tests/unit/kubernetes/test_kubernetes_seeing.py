@@ -19,10 +19,10 @@ def test_what_agents_say_and_what_nodes_are_said_to_be():
     pods = pod_objects(0, 1, 2)
     seen = observe_job(pods, {"llama-workers-0": answer}, {"n1": "UnschedulablePendingReboot", "n2": "Schedulable"})
     first, second, third = seen.pods
-    assert (first.answer, first.ip, first.node, first.group) == (answer, "10.0.0.1", "n0", "workers")
-    assert second.answer is None
-    assert [pod.node_fault for pod in seen.pods] == ["", "UnschedulablePendingReboot", ""]
-    assert not third.leaving
+    assert (first.agent_status, first.ip, first.node, first.group) == (answer, "10.0.0.1", "n0", "workers")
+    assert second.agent_status is None
+    assert [pod.node_health_problem for pod in seen.pods] == ["", "UnschedulablePendingReboot", ""]
+    assert not third.terminating
 
 
 def test_a_pod_whose_container_has_ended_is_no_pod():
@@ -31,7 +31,7 @@ def test_a_pod_whose_container_has_ended_is_no_pod():
 
 def test_a_pod_that_is_being_deleted_is_asked_back():
     (pod,) = observe_job([pod_object(0, deletionTimestamp="2026-01-01T00:00:00Z")], {}, {}).pods
-    assert pod.leaving
+    assert pod.terminating
 
 
 def test_a_node_without_the_label_is_healthy():
@@ -48,7 +48,7 @@ def test_the_one_in_between():
 
 
 def test_a_name_that_the_operator_remembers_is_not_given_to_another():
-    state = JobState(members=("llama-workers-0", "llama-workers-1"), replaced=("llama-workers-2",))
+    state = JobState(members=("llama-workers-0", "llama-workers-1"), replaced_pods=("llama-workers-2",))
     assert _missing({"workers": 2}, pod_objects(0), state) == [ReplicaSlot("workers", 3)]
 
 
@@ -59,7 +59,7 @@ def test_a_name_that_is_taken_is_not_asked_for():
 
 
 def test_one_that_is_to_go_counts_no_more():
-    state = JobState(replaced=("llama-workers-0",))
+    state = JobState(replaced_pods=("llama-workers-0",))
     assert _missing({"workers": 1}, pod_objects(0), state) == [ReplicaSlot("workers", 1)]
 
 

@@ -55,8 +55,8 @@ def _steps(job: dict, admitted: int) -> list[WorkloadStep]:
 def test_a_step_for_every_size_up_to_the_greatest(policy, sizes):
     found = _steps(_job(elasticPolicy=policy), admitted=9)
     assert [step.size for step in found] == sizes
-    assert [step.before for step in found] == [0, *sizes[:-1]]
-    assert [step.counts["workers"] for step in found] == [step.size - step.before for step in found]
+    assert [step.previous_size for step in found] == [0, *sizes[:-1]]
+    assert [step.replicas_by_group["workers"] for step in found] == [step.size - step.previous_size for step in found]
 
 
 def test_the_next_is_asked_for_once_all_before_it_are_admitted():
@@ -90,10 +90,10 @@ def test_steps_add_up_to_what_the_job_may_have_at_each_size(drawn, step):
     spares = sum(one["spares"] for one in groups)
     found = _steps(job, admitted=20)
     for at, each in enumerate(found):
-        assert sum(sum(one.counts.values()) for one in found[: at + 1]) == each.size + spares
+        assert sum(sum(one.replicas_by_group.values()) for one in found[: at + 1]) == each.size + spares
     for one in groups:
-        assert sum(each.counts.get(one["name"], 0) for each in found) <= one["maxReplicas"] + one["spares"]
-        assert all(count > 0 for each in found for count in each.counts.values())
+        assert sum(each.replicas_by_group.get(one["name"], 0) for each in found) <= one["maxReplicas"] + one["spares"]
+        assert all(count > 0 for each in found for count in each.replicas_by_group.values())
 
 
 def test_a_workload_is_the_jobs_and_goes_with_it():
@@ -113,7 +113,7 @@ def test_a_workload_is_the_jobs_and_goes_with_it():
 def test_a_priority_has_its_name_and_its_number_in_either_version():
     job = _job()
     (step,) = _steps(job, 0)
-    of_kueue, of_pods = PriorityClass("high", of_kueue=True), PriorityClass("high", of_kueue=False)
+    of_kueue, of_pods = PriorityClass("high", is_kueue_class=True), PriorityClass("high", is_kueue_class=False)
     new = build_workload(job, step, "v1beta2", of_kueue, 7)["spec"]
     assert new["priority"] == 7
     assert new["priorityClassRef"] == {"group": "kueue.x-k8s.io", "kind": "WorkloadPriorityClass", "name": "high"}
@@ -130,10 +130,10 @@ def test_whose_priority_a_step_has():
     policy = {"minReplicas": 1, "maxReplicas": 2}
     job = _job([base, more], labels=HIGH, elasticPolicy=policy)
     first, second = _steps(job, 1)
-    assert priority_class_for(job, first) == PriorityClass("high", of_kueue=True)
-    assert priority_class_for(job, second) == PriorityClass("low", of_kueue=True), "more easily taken back"
+    assert priority_class_for(job, first) == PriorityClass("high", is_kueue_class=True)
+    assert priority_class_for(job, second) == PriorityClass("low", is_kueue_class=True), "more easily taken back"
     job = _job([{**base, "template": of_pods}, more], elasticPolicy=policy)
-    assert priority_class_for(job, _steps(job, 0)[0]) == PriorityClass("batch", of_kueue=False)
+    assert priority_class_for(job, _steps(job, 0)[0]) == PriorityClass("batch", is_kueue_class=False)
     assert priority_class_for(_job(), first) is None
 
 
@@ -162,8 +162,8 @@ def test_a_pod_whose_machine_is_lost_holds_no_quota_for_ever():
     pod = pod_object(0, deletionTimestamp="2026-01-01T00:00:10Z")
     pod["metadata"]["labels"]["HPWorkload"] = name
     due_s = 1767225610.0
-    assert not _plan(evicted, [pod], due_s).statuses
-    assert _plan(evicted, [pod], due_s + 61).statuses
+    assert not _plan(evicted, [pod], due_s).status_updates
+    assert _plan(evicted, [pod], due_s + 61).status_updates
 
 
 def test_quota_is_given_back_in_kueues_words_and_all_else_is_kept():
@@ -236,14 +236,14 @@ def _no_list(what):
 def test_the_best_version_that_is_served(served, version, monkeypatch):
     cluster = ApiServerClient(None)
     answer = ResourceNotFoundError("none") if served is None else {"versions": [{"version": one} for one in served]}
-    monkeypatch.setattr(cluster, "ask", _Asked(answer))
-    kueue = cluster.kueue()
+    monkeypatch.setattr(cluster, "request", _Asked(answer))
+    kueue = cluster.kueue_client()
     assert (kueue.version if kueue else None) == version
 
 
 def test_a_status_is_written_over_what_was_read():
     ask = _Asked({})
-    KueueClient(ask, _no_list, "v1beta1").write_workload_status(_admitted_workload(), {"admission": None})
+    KueueClient(ask, _no_list, "v1beta1").update_workload_status(_admitted_workload(), {"admission": None})
     ((method, path, body),) = ask.calls
     assert method == "PATCH"
     assert path.startswith("/apis/kueue.x-k8s.io/v1beta1/namespaces/default/workloads/llama-")
@@ -261,10 +261,10 @@ def test_this_very_workload_is_deleted_or_gone(gone):
 def test_what_a_class_is_worth():
     ask = _Asked({"value": 5}, {"value": -3}, ResourceNotFoundError("404"))
     kueue = KueueClient(ask, _no_list, "v1beta2")
-    assert kueue.priority(PriorityClass("a", of_kueue=True)) == 5
-    assert kueue.priority(PriorityClass("b", of_kueue=False)) == -3
+    assert kueue.priority_value(PriorityClass("a", is_kueue_class=True)) == 5
+    assert kueue.priority_value(PriorityClass("b", is_kueue_class=False)) == -3
     with pytest.raises(ApiServerRefusedError, match="no WorkloadPriorityClass c"):
-        kueue.priority(PriorityClass("c", of_kueue=True))
+        kueue.priority_value(PriorityClass("c", is_kueue_class=True))
     assert [path for _, path, _ in ask.calls[:2]] == [
         "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses/a",
         "/apis/scheduling.k8s.io/v1/priorityclasses/b",

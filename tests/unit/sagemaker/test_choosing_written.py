@@ -41,7 +41,7 @@ def test_a_step_that_is_not_whole_gives_way_to_an_older_one(how):
     spoil(place, 20, how)
     chosen = newest_checkpoint([place])
     assert chosen.step == 10
-    assert "step 20" in chosen.passed_over[0]
+    assert "step 20" in chosen.skipped[0]
 
 
 @pytest.mark.parametrize("how", SPOILS)
@@ -103,7 +103,7 @@ def test_a_shard_lost_in_memory_is_whole_in_the_bucket():
     put(memory, 5)
     put(bucket, 5)
     spoil(memory, 5, "a shard is lost")
-    assert newest_checkpoint([memory, bucket]).place is bucket
+    assert newest_checkpoint([memory, bucket]).store is bucket
 
 
 def test_the_step_that_is_asked_for_and_no_other():

@@ -92,7 +92,7 @@ def test_what_is_not_finite_is_told_once(tree: bool) -> None:
     assert told == []
     total = run(Weights(), [1.0, math.inf], tree=tree, on_nonfinite=told.append)
     assert told == [total]
-    assert not total.finite
+    assert not total.is_finite
     with pytest.raises(FloatingPointError):
         run(Weights(), [math.nan], tree=tree, on_nonfinite=_stop)
 
@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_an_error_unless_nobody_asks() -> None:
     with pytest.raises(NonFiniteLossError, match="the norm of the gradients is not finite"):
         run(Weights(), [1.0, 1e30], clip=1.0)
     overflowing = run(Weights(), [1.0, 1e30])  # as a GradScaler's: it looks itself
-    assert overflowing.finite
+    assert overflowing.is_finite
     assert math.isnan(run(Weights(), [math.nan], on_nonfinite=None).loss)
 
 
@@ -123,10 +123,10 @@ def test_in_a_world_it_is_what_the_policy_says(how: Literal["fault", "skip"]) ->
     policy = RecoveryPolicy(backend="none", nonfinite=how)
     if how == "fault":
         with pytest.raises(JobFailedError, match=r"the loss \(of microbatch 1.*\) of step 3 is not finite.*2 attempts"):
-            recover(train, plane=plane.seats[0], policy=policy)
+            recover(train, plane=plane.planes[0], policy=policy)
         assert seen == [2, 2]
     else:
-        assert recover(train, plane=plane.seats[0], policy=policy).how is RunOutcome.FINISHED
+        assert recover(train, plane=plane.planes[0], policy=policy).outcome is RunOutcome.FINISHED
         assert seen == [2, 2, 2, -3, 4]  # an optimizer leaves what has no gradient alone
 
 

@@ -23,9 +23,9 @@ def expression(ids_by_rank: list[list[int]], leaves: int) -> str:
     for ids in reversed(ids_by_rank):
         own = PartialSums[str](leaves, written)
         for id_ in ids:
-            own.leaf(id_, f" {id_} ")
+            own.add_leaf(id_, f" {id_} ")
         for node, value in zip(own.nodes, own.values(), strict=True):
-            whole.put(node, value)
+            whole.add(node, value)
     return whole.root
 
 
@@ -49,7 +49,7 @@ def test_a_run_of_ids_leaves_few_sums(leaves: int, data: st.DataObject) -> None:
     partials = PartialSums[list[int]](leaves, lambda left, right: left + right)
     most = 0
     for id_ in range(begin, end):
-        partials.leaf(id_, [id_])
+        partials.add_leaf(id_, [id_])
         most = max(most, len(partials.nodes))
     assert [id_ for value in partials.values() for id_ in value] == [*range(begin, end)]
     assert most <= 2 * math.log2(max(1, end - begin)) + 1
@@ -64,11 +64,11 @@ def test_an_aligned_run_leaves_one() -> None:
 
 def test_the_sum_is_not_there_before_all_are() -> None:
     partials = PartialSums[int](3, lambda left, right: left + right)
-    partials.leaf(2, 4)
-    partials.leaf(0, 1)
+    partials.add_leaf(2, 4)
+    partials.add_leaf(0, 1)
     with pytest.raises(KeyError):
         _ = partials.root
-    partials.leaf(1, 2)
+    partials.add_leaf(1, 2)
     assert partials.root == 7
 
 
@@ -83,12 +83,12 @@ def test_numbers_are_summed_by_the_tree() -> None:
         (MicrobatchShare.even(10, 3, 0), ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))),
         (MicrobatchShare.even(2, 3, 0), ((0,), (1,), ())),
         (MicrobatchShare.contiguous([1, 0, 3], 2), ((0,), (), (1, 2, 3))),
-        (MicrobatchShare.dealt(5, 2, 1), ((0, 2, 4), (1, 3))),
+        (MicrobatchShare.round_robin(5, 2, 1), ((0, 2, 4), (1, 3))),
     ],
 )
 def test_shares(made: MicrobatchShare, by_rank: tuple[tuple[int, ...], ...]) -> None:
     assert made.by_rank == by_rank
-    assert made.mine == by_rank[made.rank]
+    assert made.own_ids == by_rank[made.rank]
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,15 @@ def test_a_share_that_cannot_be_is_refused(by_rank: tuple[tuple[int, ...], ...],
 def test_empty_turns_come_first_and_everybody_knows_them(microbatches: int, ranks: int) -> None:
     for rank in range(ranks):
         share = MicrobatchShare.even(microbatches, ranks, rank)
-        slots = share.slots(share.most)
-        assert len(slots) == share.most
-        assert tuple(slot.id for slot in slots if slot.id is not None) == share.mine
+        slots = share.slots(share.max_per_rank)
+        assert len(slots) == share.max_per_rank
+        assert tuple(slot.id for slot in slots if slot.id is not None) == share.own_ids
         assert not any(before.id is not None and after.id is None for before, after in pairwise(slots))
-        assert [slot.last for slot in slots] == [False] * (len(slots) - 1) + [True]
-        assert all(slot.stand_in == slot.id for slot in slots if slot.id is not None)
-        assert all(slot.stand_in in (share.mine or (0,)) for slot in slots)
+        assert [slot.is_last for slot in slots] == [False] * (len(slots) - 1) + [True]
+        assert all(slot.compute_id == slot.id for slot in slots if slot.id is not None)
+        assert all(slot.compute_id in (share.own_ids or (0,)) for slot in slots)
         for other in range(ranks):
             elsewhere = MicrobatchShare.even(microbatches, ranks, other)
-            assert [elsewhere.id_in(rank, turn, share.most) for turn in range(share.most)] == [s.id for s in slots]
+            assert [elsewhere.id_of_pass(rank, turn, share.max_per_rank) for turn in range(share.max_per_rank)] == [
+                s.id for s in slots
+            ]

@@ -71,8 +71,8 @@ def test_a_batch_is_prepared_once_and_mapped_from_then_on(opened):
     assert prepare.asked == [5]
     assert_same(Prepare()(5), opened().get(5, prepare))
     assert prepare.asked == [5]
-    assert (cache.counts.prepared, cache.counts.kept, cache.counts.mapped) == (1, 1, 3)
-    assert cache.holds() == [5]
+    assert (cache.counts.prepared, cache.counts.stored, cache.counts.hits) == (1, 1, 3)
+    assert cache.cached_indices() == [5]
     assert names(cache.directory) == ["00000000000000000005.batch", "tally"]
 
 
@@ -141,9 +141,9 @@ def test_another_fingerprint_finds_nothing_and_sweeps(opened):
     old, prepare = opened(fingerprint={"data": "wiki", "seed": 1}), Prepare()
     old.get(0, prepare)
     again = opened(fingerprint={"seed": 1, "data": "wiki"})  # the order of a mapping says nothing
-    assert again.holds() == [0]
+    assert again.cached_indices() == [0]
     new = opened(fingerprint={"data": "wiki", "seed": 2})
-    assert new.holds() == []
+    assert new.cached_indices() == []
     assert old.directory.exists()  # it is in use
     old.close()
     again.close()
@@ -156,9 +156,9 @@ def test_streams_and_jobs_do_not_meet(opened):
     train, prepare = opened(), Prepare()
     train.get(0, prepare)
     train.close()
-    assert opened(stream="val", fingerprint="other").holds() == []
-    assert opened(job="job2", fingerprint="other").holds() == []
-    assert opened().holds() == [0]
+    assert opened(stream="val", fingerprint="other").cached_indices() == []
+    assert opened(job="job2", fingerprint="other").cached_indices() == []
+    assert opened().cached_indices() == [0]
 
 
 def test_a_job_that_has_ended_is_forgotten(opened, tmp_path):
@@ -171,12 +171,12 @@ def test_a_job_that_has_ended_is_forgotten(opened, tmp_path):
     for cache in unused:
         cache.close()
     assert remove_job_batches("job", directory=root) == [used.directory]
-    assert used.holds() == [0]
+    assert used.cached_indices() == [0]
     opened.close()
     (root / "job" / "mine").mkdir(mode=0o700)
     assert remove_job_batches("job", directory=root) == []
     assert names(root) == ["job2"]
-    assert opened(job="job2").holds() == [0]
+    assert opened(job="job2").cached_indices() == [0]
     with pytest.raises(InvalidNameError):
         remove_job_batches("..", directory=root)
 
@@ -194,16 +194,16 @@ def test_what_lies_behind_the_cursor_goes_first(opened):
     cache = opened(max_bytes=4 * batch_bytes(opened(), prepare))
     for index in range(4):
         cache.get(index, prepare)
-    cache.committed(2)
+    cache.mark_committed(2)
     cache.get(4, prepare)
-    assert cache.holds() == [2, 3, 4]
+    assert cache.cached_indices() == [2, 3, 4]
     cache.get(5, prepare)
     cache.get(6, prepare)  # all four are needed sooner
-    assert cache.holds() == [2, 3, 4, 5]
-    cache.committed(3)
+    assert cache.cached_indices() == [2, 3, 4, 5]
+    cache.mark_committed(3)
     cache.get(9, prepare)
     cache.get(6, prepare)
-    assert cache.holds() == [3, 4, 5, 6]  # and 9 had to go for 6
+    assert cache.cached_indices() == [3, 4, 5, 6]  # and 9 had to go for 6
     assert prepare.asked == [0, 1, 2, 3, 4, 5, 6, 9, 6]
 
 
@@ -213,9 +213,9 @@ def test_the_cursor_is_the_nodes(opened):
     one, other = opened(max_bytes=2 * size), opened(max_bytes=2 * size)
     for index in (0, 1):
         one.get(index, prepare)
-    other.committed(1)
+    other.mark_committed(1)
     one.get(2, prepare)
-    assert other.holds() == [1, 2]
+    assert other.cached_indices() == [1, 2]
 
 
 def test_without_a_cursor_a_reader_leaves_behind_what_it_has_read(opened):
@@ -223,8 +223,8 @@ def test_without_a_cursor_a_reader_leaves_behind_what_it_has_read(opened):
     cache = opened(max_bytes=3 * batch_bytes(opened(), prepare))
     for index in range(10):
         cache.get(index, prepare)
-    assert cache.holds()[-1] == 9
-    assert len(cache.holds()) <= 3
+    assert cache.cached_indices()[-1] == 9
+    assert len(cache.cached_indices()) <= 3
     assert prepare.asked == list(range(10))
 
 
@@ -248,7 +248,7 @@ def test_bytes_are_counted_anew_by_whoever_opens(opened):
     again = opened(max_bytes=2 * size)
     for index in (2, 3):
         again.get(index, prepare)
-    assert again.holds() == [2, 3]
+    assert again.cached_indices() == [2, 3]
     assert again.used_bytes() == 2 * size
 
 
@@ -291,9 +291,9 @@ def test_a_full_file_system_leaves_nothing_half_written(opened, monkeypatch, cap
         full_from(patch, calls)
         assert_same(Prepare()(0), cache.get(0, prepare))
     assert "No space left" in caplog.text
-    assert cache.holds() == []
+    assert cache.cached_indices() == []
     cache.get(0, prepare)
-    assert cache.holds() == [0]
+    assert cache.cached_indices() == [0]
     assert prepare.asked == [0, 0]
 
 
@@ -353,8 +353,8 @@ def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):
         failing.get(3, broken)
     thread.join()
     assert_same(Prepare()(3), found[0])
-    assert other.holds() == [3]
-    assert (prepare.asked, other.counts.kept) == ([3], 1)
+    assert other.cached_indices() == [3]
+    assert (prepare.asked, other.counts.stored) == ([3], 1)
 
 
 def test_who_opens_what_is_being_swept_has_a_directory(opened, monkeypatch):
@@ -398,7 +398,7 @@ def test_who_waited_long_enough_prepares_for_himself(opened):
 
     slow.get(3, prepare_and_ask)
     assert prepare.asked == [3, 3]
-    assert slow.holds() == [3]
+    assert slow.cached_indices() == [3]
 
 
 def test_a_wait_can_be_ended(opened):

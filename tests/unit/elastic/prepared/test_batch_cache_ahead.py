@@ -133,20 +133,20 @@ def worker(cache, prepare):
 
 def test_a_worker_that_dies_is_an_error(cache):
     with worker(cache, suicidal) as one:
-        assert [one.make(index, 0).there for index in range(3)] == [True] * 3
+        assert [one.prepare(index, 0).is_cached for index in range(3)] == [True] * 3
         assert one.is_up()
         with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
-            one.make(3, 0)
+            one.prepare(3, 0)
         with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
-            one.make(4, 0)
-    assert cache.holds() == [0, 1, 2]
+            one.prepare(4, 0)
+    assert cache.cached_indices() == [0, 1, 2]
     assert [cache.get(index, None) for index in range(3)] == [0, 1, 2]
 
 
 def test_an_error_that_cannot_travel_is_told_in_words(cache):
     with worker(cache, strange) as one:
         with pytest.raises(RuntimeError, match="StrangeError: quite strange") as raised:
-            one.make(0, 0)
+            one.prepare(0, 0)
         assert "Traceback" in str(raised.value.__cause__)
 
 
@@ -154,7 +154,7 @@ def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
     with worker(cache, suicidal) as one:
         one.kill()
         with pytest.raises(PrepareWorkerLostError, match="signal 9"):
-            one.make(0, 0)
+            one.prepare(0, 0)
         assert one.is_up()  # there is nothing to wait for
 
 

@@ -103,7 +103,7 @@ def test_tensors_of_every_shape_come_back():
 
 
 def test_tensors_lie_where_vector_instructions_want_them():
-    laid = encode_batch(FINGERPRINT, 0, [torch.ones(3), torch.ones(1, dtype=torch.uint8), torch.ones(5)]).laid
+    laid = encode_batch(FINGERPRINT, 0, [torch.ones(3), torch.ones(1, dtype=torch.uint8), torch.ones(5)]).layout
     assert len(laid.head) % TENSOR_ALIGN == 0
     assert [part.start % TENSOR_ALIGN for part in laid.parts] == [0, 0, 0]
 
@@ -192,4 +192,4 @@ def test_every_cut_is_found():
 
 def test_the_head_says_where_everything_is():
     read = read_head(memoryview(_GOOD))
-    assert (read.header.index, [part.shape for part in read.header.parts]) == (7, [(6,), (2, 2)])
+    assert (read.header.index, [part.shape for part in read.header.tensors]) == (7, [(6,), (2, 2)])

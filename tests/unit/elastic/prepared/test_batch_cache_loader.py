@@ -152,7 +152,7 @@ def test_another_number_of_ranks_reads_what_the_first_ones_prepared(cache):
         batches.close()
     assert shares == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
     (state,) = {tuple(loader.state_dict().items()) for loader in two}
-    before = set(cache.holds())
+    before = set(cache.cached_indices())
     asked = []
 
     def prepare(index):
@@ -188,19 +188,19 @@ def test_the_checkpoint_before_the_last_is_committed(cache, tmp_path):
             loader.state_dict()
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=size) as small:
         small.get(99, prepare)
-        assert small.holds() == list(range(12))  # no room for it even when all that lies behind went
+        assert small.cached_indices() == list(range(12))  # no room for it even when all that lies behind went
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=8 * size) as small:
         small.get(12, prepare)
-        assert small.holds() == [5, 6, 7, 8, 9, 10, 11, 12]
+        assert small.cached_indices() == [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 def test_a_job_that_begins_anew_leaves_the_old_ones_cursor(cache, tmp_path):
     for index in (50, 51, 52):
         cache.get(index, pairs)
-    cache.committed(50)
+    cache.mark_committed(50)
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=cache.used_bytes()) as small:
         assert len(rows(CachedLoader(small, pairs, per_epoch=2))) == 2
-        assert small.holds() == [0, 1, 50]
+        assert small.cached_indices() == [0, 1, 50]
 
 
 def test_a_position_in_other_batches_is_refused(cache, tmp_path):

@@ -17,13 +17,13 @@ def sized(*indices, size=10):
         ([], 0, 0, 10, EvictionPlan(fits=True)),
         ([], 0, 0, 9, EvictionPlan(fits=False)),
         ([1, 2, 3], 0, 4, 40, EvictionPlan(fits=True)),
-        ([1, 2, 3, 8], 4, 9, 40, EvictionPlan(fits=True, give_up=(1, 2, 3))),  # all that lies behind, at once
-        ([4, 5, 6, 9], 4, 7, 40, EvictionPlan(fits=True, give_up=(9,))),  # then the farthest ahead
+        ([1, 2, 3, 8], 4, 9, 40, EvictionPlan(fits=True, evict=(1, 2, 3))),  # all that lies behind, at once
+        ([4, 5, 6, 9], 4, 7, 40, EvictionPlan(fits=True, evict=(9,))),  # then the farthest ahead
         ([4, 5, 6, 7], 4, 8, 40, EvictionPlan(fits=False)),  # nothing is given up for what is needed later
-        ([1, 4, 5, 6], 4, 8, 40, EvictionPlan(fits=True, give_up=(1,))),
-        ([1, 2, 5, 6], 4, 3, 40, EvictionPlan(fits=True, give_up=(1, 2))),  # behind, but nearer than others behind
+        ([1, 4, 5, 6], 4, 8, 40, EvictionPlan(fits=True, evict=(1,))),
+        ([1, 2, 5, 6], 4, 3, 40, EvictionPlan(fits=True, evict=(1, 2))),  # behind, but nearer than others behind
         ([2, 3, 5, 6], 4, 1, 40, EvictionPlan(fits=False)),
-        ([8, 9, 12, 16], 4, 5, 20, EvictionPlan(fits=True, give_up=(16, 12, 9))),
+        ([8, 9, 12, 16], 4, 5, 20, EvictionPlan(fits=True, evict=(16, 12, 9))),
         ([1, 8, 9, 12], 4, 10, 20, EvictionPlan(fits=False)),  # what could go is not enough, so nothing goes
     ],
 )
@@ -40,14 +40,14 @@ _entries = st.lists(
 def test_the_bound_is_kept_and_nothing_nearer_goes(entries, cursor, index, size, limit):
     new = CacheEntry(index, size)
     room = plan_eviction(entries, cursor, new, limit)
-    kept = [entry for entry in entries if entry.index not in room.give_up]
+    kept = [entry for entry in entries if entry.index not in room.evict]
     if room.fits:
         assert sum(entry.size_bytes for entry in [*kept, new]) <= limit
     else:
-        assert room.give_up == ()
+        assert room.evict == ()
         needed = [entry for entry in entries if cursor <= entry.index < index]
         assert sum(entry.size_bytes for entry in [*needed, new]) > limit
-    gone_ahead = [gone for gone in room.give_up if gone >= cursor]
+    gone_ahead = [gone for gone in room.evict if gone >= cursor]
     assert all(gone > index for gone in gone_ahead)
     if gone_ahead:
         assert all(entry.index >= cursor for entry in kept)

@@ -22,7 +22,7 @@ def test_a_call_that_was_left_is_not_ended_any_more():
             entered.set()
             found.append(left.wait(MOMENT_S))
 
-    with guard.over(0.0, end):
+    with guard.limit(0.0, end):
         assert entered.wait(PATIENCE_S)
     left.set()
     guard.close()
@@ -43,7 +43,7 @@ def test_a_sweep_that_was_ended_cuts_nothing_any_more():
     with server, contextlib.ExitStack() as accepted:
         for _ in range(2):  # a look whether it is there, and the client
             accepted.enter_context(server.accept()[0])
-        sweep.end()
+        sweep.stop()
         is_over.set()
         assert not again.wait(MOMENT_S)
     assert sweep.join(PATIENCE_S)

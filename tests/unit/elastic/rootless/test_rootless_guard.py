@@ -24,13 +24,13 @@ def test_a_call_that_was_left_is_not_ended_any_more(guard):
         assert left.wait(60)
 
     def second():
-        with guard.over(0.0, lambda: ended.append(left.is_set())):
+        with guard.limit(0.0, lambda: ended.append(left.is_set())):
             both_in.wait(60)
             assert begun.wait(60)
         left.set()
 
     other = threading.Thread(target=second)
-    with guard.over(0.0, end_first):
+    with guard.limit(0.0, end_first):
         other.start()
         both_in.wait(60)
         other.join(60)
@@ -46,7 +46,7 @@ def test_nobody_goes_on_while_his_call_is_being_ended(guard):
         seen.append(over.is_set())
 
     def call():
-        with guard.over(0.0, end):
+        with guard.limit(0.0, end):
             assert ending.wait(60)
         over.set()
 
@@ -63,9 +63,9 @@ def test_nobody_goes_on_while_his_call_is_being_ended(guard):
 
 def test_whoever_was_ended_is_told(guard):
     ended = threading.Event()
-    with guard.over(0.0, ended.set) as call:
+    with guard.limit(0.0, ended.set) as call:
         assert ended.wait(60)
     assert call.was_ended
-    with guard.over(60.0, ended.set) as call:
+    with guard.limit(60.0, ended.set) as call:
         pass
     assert not call.was_ended

@@ -82,10 +82,10 @@ class Job:
             rank.close()
         self.ranks = self.ranks[:world]
         for rank, share in zip(self.ranks, self.shares(world), strict=False):
-            rank.reshape(share, place)
+            rank.set_share(share, place)
         for share in self.shares(world)[len(self.ranks) :]:
             new = loader(share, **self.options)
-            new.reshape(share, place)
+            new.set_share(share, place)
             self.ranks.append(new)
         for rank in self.ranks:
             iter(rank)
@@ -105,7 +105,7 @@ class Job:
         self.ledger.rewind(number)
         self.ledger.merge(total)
         self.done[number] = [sample for step in steps for sample in read(step)]
-        assert len({rank.place for rank in self.ranks}) == 1
+        assert len({rank.position for rank in self.ranks}) == 1
         return True
 
     def crash_within(self):
@@ -121,7 +121,7 @@ class Job:
 
     @property
     def place(self):
-        return self.ranks[0].place
+        return self.ranks[0].position
 
     def committed(self):
         return [self.done[number] for number in range(self.place.step)]
@@ -130,15 +130,15 @@ class Job:
 @st.composite
 def histories(draw):
     samples = draw(st.integers(1, 40))
-    tail = draw(st.sampled_from(["wrap", "short", "drop"]))
-    batch = draw(st.integers(1, samples if tail == "drop" else 12))
+    epoch_end = draw(st.sampled_from(["wrap", "short", "drop"]))
+    batch = draw(st.integers(1, samples if epoch_end == "drop" else 12))
     worlds = st.integers(1, 4)
     events = st.one_of(
         st.tuples(st.just("steps"), st.integers(1, 6)),
         st.tuples(st.sampled_from(["crash", "resize", "crash within", "rollback", "restart"]), worlds),
     )
     options = {
-        "tail": tail,
+        "epoch_end": epoch_end,
         "shuffle": draw(st.sampled_from(["full", "blocks:3*2", "none"])),
         "dataset": Numbers(samples),
     }
@@ -184,10 +184,10 @@ def check(job):
     """Each sample once, in the order of a job of one rank without faults, with the same random numbers."""
     committed = job.committed()
     assert committed == undisturbed(job, len(committed))
-    course = job.ranks[0].course
+    course = job.ranks[0].schedule
     positions = [
         epoch * course.order.samples + first + k
-        for epoch, first, size in course.taken(job.place.cursor)
+        for epoch, first, size in course.consumed_by_epoch(job.place.cursor)
         for k in range(size)
     ]
     indices = [course.order.indices(position, 1)[0] for position in positions]
@@ -230,9 +230,9 @@ STORY = [
 ]
 
 
-@pytest.mark.parametrize(("num_workers", "tail"), [(0, "wrap"), (1, "short"), (2, "drop"), (3, "wrap")])
-def test_every_sample_once_with_any_number_of_workers(num_workers, tail):
-    job = Job(6, 2, tail=tail, num_workers=num_workers)
+@pytest.mark.parametrize(("num_workers", "epoch_end"), [(0, "wrap"), (1, "short"), (2, "drop"), (3, "wrap")])
+def test_every_sample_once_with_any_number_of_workers(num_workers, epoch_end):
+    job = Job(6, 2, epoch_end=epoch_end, num_workers=num_workers)
     live_through(job, STORY)
     assert job.place.step == 9
     job.options["num_workers"] = 0
@@ -253,11 +253,11 @@ def test_every_sample_once_with_workers_for_long(history, num_workers):
 
 
 def test_the_loader_ends_with_its_epochs_and_leaves_nothing_running():
-    whole = loader(even(6, 2), tail="short", epochs=2, num_workers=2)
+    whole = loader(even(6, 2), epoch_end="short", epochs=2, num_workers=2)
     sizes = [len(read(step)) for step in whole]
     assert sizes == [6, 6, 6, 5] * 2
     assert list(whole) == []
-    whole.reshape(even(6, 2), DataPosition(4, 23))
+    whole.set_share(even(6, 2), DataPosition(4, 23))
     assert [len(read(step)) for step in whole] == [6, 6, 6, 5]
 
 
@@ -287,7 +287,7 @@ def test_a_step_has_to_be_committed_before_the_next():
         assert steps.state_dict()["cursor"] == 0
         with pytest.raises(StepOrderError, match="step 0 was not committed"):
             next(steps)
-        assert step.commit() == (1, 4) == steps.place
+        assert step.commit() == (1, 4) == steps.position
         with pytest.raises(StepOrderError, match="not open"):
             step.commit()
         assert [batch.number for batch in first] == [0, 2]
@@ -326,14 +326,14 @@ def test_workers_outlive_a_resize_and_what_they_read_ahead_does_not():
     with loader(even(8, 2, 0, 2), num_workers=2, prefetch_factor=3) as steps:
         read(next(steps))
         before = pids(steps)
-        steps.reshape(even(8, 2, 2, 4))
+        steps.set_share(even(8, 2, 2, 4))
         step = next(steps)
         indices = step.indices().tolist()
         assert [sample[0] for sample in read(step)] == indices
         assert len(indices) == 2
-        steps.reshape(even(8, 2, 2, 4), at=DataPosition(0, 0))
+        steps.set_share(even(8, 2, 2, 4), at=DataPosition(0, 0))
         step = next(steps)
-        assert (step.number, step.indices().tolist()) == (0, steps.course.order.indices(4, 2).tolist())
+        assert (step.number, step.indices().tolist()) == (0, steps.schedule.order.indices(4, 2).tolist())
         read(step)
         assert pids(steps) == before
 
@@ -348,10 +348,10 @@ def test_a_plan_that_cannot_be_changes_nothing():
     with loader(even(8, 2)) as steps:
         read(next(steps))
         with pytest.raises(PolicyError):
-            steps.reshape(Wrong())
+            steps.set_share(Wrong())
         with pytest.raises(PolicyError, match="nowhere"):
-            steps.reshape(even(8, 2), at=DataPosition(-1, 0))
-        assert next(steps).indices().tolist() == steps.course.order.indices(8, 8).tolist()
+            steps.set_share(even(8, 2), at=DataPosition(-1, 0))
+        assert next(steps).indices().tolist() == steps.schedule.order.indices(8, 8).tolist()
 
 
 class Fatal(Numbers):
@@ -377,7 +377,7 @@ def test_dead_workers_are_said_to_be_dead_and_replaced(tmp_path):
         assert read(next(steps)) == expected[0]
         with pytest.raises(DataWorkersLostError, match="iterate again"):
             read(next(steps))
-        assert steps.place.step == 1
+        assert steps.position.step == 1
         flag.unlink()
         assert [read(step) for step, _ in zip(steps, range(2), strict=False)] == expected[1:]
 
@@ -402,7 +402,7 @@ def test_what_a_dataset_raises_reaches_the_reader_at_the_step_it_is_about(num_wo
         assert next(iter(step)).number == 0
         with pytest.raises(LookupError, match=f"(?s)reading samples.*{order[8]}.* of step 1.*no page {order[8]}"):
             list(step)
-        assert steps.place == (1, 6)
+        assert steps.position == (1, 6)
         with pytest.raises(LookupError):
             read(next(steps))
 
@@ -412,7 +412,7 @@ def test_an_error_in_what_nobody_wants_any_more_is_none(num_workers):
     order = [sample for step in undisturbed(Job(6, 2), 2) for sample, *_ in step]
     with loader(even(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
         read(next(steps))
-        steps.reshape(even(6, 2, 0, 3))
+        steps.set_share(even(6, 2, 0, 3))
         assert len(read(next(steps))) == 2
 
 
@@ -513,7 +513,7 @@ def test_a_checkpoint_of_other_data_is_refused():
     state = loader(even(4, 2)).state_dict()
     with pytest.raises(CursorError, match="samples was 23 and is 24"):
         loader(even(4, 2), Numbers(24)).load_state_dict(state)
-    loader(even(4, 2), Numbers(24), allow=["samples"]).load_state_dict(state)
+    loader(even(4, 2), Numbers(24), allow_changes=["samples"]).load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -525,7 +525,7 @@ def test_it_is_in_the_state_that_dcp_saves(tmp_path):
     for rank in range(2):
         with loader(even(6, 2, rank, 2)) as again:
             dcp.load({"samples": again}, checkpoint_id=tmp_path, no_dist=True)
-            assert again.place == (1, 6)
+            assert again.position == (1, 6)
             found = read(next(again))
             assert found == expected[: len(found)]
             del expected[: len(found)]
@@ -547,7 +547,7 @@ def test_closed_is_closed():
 
 def test_a_loader_that_took_no_step_starts_nobody():
     steps = loader(even(4, 2), num_workers=2)
-    steps.reshape(even(4, 1))
+    steps.set_share(even(4, 1))
     assert steps._lines._running is None
 
 
@@ -559,11 +559,11 @@ def test_journals_of_two_worlds(tmp_path):
             files.append(tmp_path / f"{world}-{rank}")
             share = even(6, 2, rank, ranks)
             with SampleLog(files[-1]) as journal, loader(share) as mine:
-                mine.reshape(share, place)
+                mine.set_share(share, place)
                 for step, _ in zip(mine, range(steps), strict=False):
                     journal.record(world, step.number, step.epochs(), step.indices())
                     read(step)
-    assert verify_sample_logs(files, mine.course, *DataPosition(8, 48)) == []
+    assert verify_sample_logs(files, mine.schedule, *DataPosition(8, 48)) == []
 
 
 def test_pinned_memory_is_passed_on():

@@ -34,7 +34,7 @@ def workers(count):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_for_torchs_own_loader(num_workers):
-    mine = sampler(tail="short")
+    mine = sampler(epoch_end="short")
     loader = DataLoader(DATA, batch_sampler=mine.batches(), **workers(num_workers))
     assert len(loader) == 12
     found = []
@@ -44,22 +44,22 @@ def test_batches_are_for_torchs_own_loader(num_workers):
             if number % 3 == 0:
                 mine.commit()
     assert found == expected(2)
-    assert mine.place == (8, 46)
+    assert mine.position == (8, 46)
 
 
 def test_all_ranks_together_have_every_sample_once():
-    ranks = [sampler(3, rank, tail="short") for rank in range(3)]
+    ranks = [sampler(3, rank, epoch_end="short") for rank in range(3)]
     steps = zip(*(list(rank.batches()) for rank in ranks), strict=True)
     assert [index for step in steps for batch in step for index in batch] == expected()
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.sampled_from(["wrap", "short"]))
-def test_lengths_are_told_beforehand(samples, batch, microbatch, step, tail):
-    mine = ElasticSampler(samples, even(batch, microbatch), seed=1, tail=tail)
-    mine.reshape(mine.shares, mine.course.at(step))
+def test_lengths_are_told_beforehand(samples, batch, microbatch, step, epoch_end):
+    mine = ElasticSampler(samples, even(batch, microbatch), seed=1, epoch_end=epoch_end)
+    mine.set_share(mine.shares, mine.schedule.position_after_steps(step))
     batches = list(mine.batches())
     assert (len(mine), len(mine.batches())) == (sum(map(len, batches)), len(batches))
-    mine.reshape(mine.shares)
+    mine.set_share(mine.shares)
     assert list(mine) == list(itertools.chain(*batches))
 
 
@@ -71,9 +71,9 @@ def test_an_iteration_begins_at_what_is_committed():
     assert list(itertools.islice(mine.batches(), 2)) == first[3:]
     again = sampler()
     again.load_state_dict(mine.state_dict())
-    assert again.place == (1, 6)
+    assert again.position == (1, 6)
     assert list(itertools.islice(again.batches(), 2)) == first[3:]
-    again.reshape(even(6, 2, 1, 3), at=DataPosition(0, 0))
+    again.set_share(even(6, 2, 1, 3), at=DataPosition(0, 0))
     assert next(iter(again.batches())) == first[1]
 
 
@@ -83,7 +83,7 @@ def test_an_epoch_of_which_nothing_was_committed_does_not_come_twice_unnoticed()
     with pytest.raises(StepOrderError, match="none of its steps was committed"):
         list(mine.batches())
     mine.commit()
-    assert next(iter(mine)) == mine.course.order.indices(6, 1)[0]
+    assert next(iter(mine)) == mine.schedule.order.indices(6, 1)[0]
 
 
 def test_what_was_not_handed_out_cannot_be_committed():
@@ -128,28 +128,28 @@ def iterated(stateful, count):
 
 
 def test_a_stateful_iterator_goes_on_after_any_batch():
-    whole, states = iterated(StatefulMicrobatchSampler(sampler(tail="short")), 12)
+    whole, states = iterated(StatefulMicrobatchSampler(sampler(epoch_end="short")), 12)
     for number, state in enumerate(states):
-        again = iter(StatefulMicrobatchSampler(sampler(tail="short")))
+        again = iter(StatefulMicrobatchSampler(sampler(epoch_end="short")))
         again.load_state_dict(state)
         assert list(again) == whole[number:]
 
 
 def test_saved_at_the_end_of_a_step_it_is_for_any_world():
-    _, states = iterated(StatefulMicrobatchSampler(sampler(tail="short")), 12)
+    _, states = iterated(StatefulMicrobatchSampler(sampler(epoch_end="short")), 12)
     found = []
     for rank in range(3):
-        again = iter(StatefulMicrobatchSampler(sampler(3, rank, tail="short")))
+        again = iter(StatefulMicrobatchSampler(sampler(3, rank, epoch_end="short")))
         again.load_state_dict(states[6])
         found.append(list(again))
         if rank:
             with pytest.raises(CursorError, match="save at the end of steps"):
-                iter(StatefulMicrobatchSampler(sampler(3, rank, tail="short"))).load_state_dict(states[5])
+                iter(StatefulMicrobatchSampler(sampler(3, rank, epoch_end="short"))).load_state_dict(states[5])
     assert [index for step in zip(*found, strict=True) for batch in step for index in batch] == expected()[12:]
 
 
 def test_the_next_iteration_has_the_next_epoch():
-    batches = StatefulMicrobatchSampler(sampler(tail="short"))
+    batches = StatefulMicrobatchSampler(sampler(epoch_end="short"))
     assert list(itertools.chain(*batches, *batches)) == expected(2)
 
 
@@ -159,7 +159,7 @@ def test_torchdata_goes_on_where_it_was(num_workers, at):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader():
-        batches = StatefulMicrobatchSampler(sampler(tail="short"))
+        batches = StatefulMicrobatchSampler(sampler(epoch_end="short"))
         return stateful.StatefulDataLoader(DATA, batch_sampler=batches, **workers(num_workers))
 
     def epochs(one, count):
@@ -204,7 +204,7 @@ class Stream:
 
 def all_rows(dataset):
     found = []
-    with ElasticDataLoader(dataset, even(4, 4), seed=1, epochs=1, tail="short") as loader:
+    with ElasticDataLoader(dataset, even(4, 4), seed=1, epochs=1, epoch_end="short") as loader:
         for step in loader:
             for batch in step:
                 assert batch.data["text"] == [f"row {index}" for index in batch.indices]

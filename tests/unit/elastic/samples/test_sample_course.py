@@ -19,36 +19,36 @@ from tests.support.shares import even
 @st.composite
 def courses(draw):
     samples = draw(st.integers(1, 40))
-    tail = draw(st.sampled_from(["wrap", "drop", "short"]))
-    batch = draw(st.integers(1, samples if tail == "drop" else 60))
-    return SampleSchedule(SampleOrder(samples, draw(st.integers(-5, 5))), batch, tail)
+    epoch_end = draw(st.sampled_from(["wrap", "drop", "short"]))
+    batch = draw(st.integers(1, samples if epoch_end == "drop" else 60))
+    return SampleSchedule(SampleOrder(samples, draw(st.integers(-5, 5))), batch, epoch_end)
 
 
 def walked(course, steps):
     """Positions of each of so many steps, and the place behind them."""
     cursor, taken = 0, []
     for _ in range(steps):
-        batch = course.batch(cursor)
+        batch = course.batch_at(cursor)
         taken.append(range(batch.first, batch.first + batch.size))
-        cursor = batch.after
+        cursor = batch.end_cursor
     return taken, DataPosition(steps, cursor)
 
 
 @pytest.mark.parametrize(
-    ("tail", "steps"),
+    ("epoch_end", "steps"),
     [
         ("wrap", [range(4), range(4, 8), range(8, 12), range(12, 16)]),
         ("drop", [range(4), range(4, 8), range(10, 14), range(14, 18)]),
         ("short", [range(4), range(4, 8), range(8, 10), range(10, 14)]),
     ],
 )
-def test_where_an_epoch_ends(tail, steps):
-    assert walked(SampleSchedule(SampleOrder(10, 1), 4, tail), 4)[0] == steps
+def test_where_an_epoch_ends(epoch_end, steps):
+    assert walked(SampleSchedule(SampleOrder(10, 1), 4, epoch_end), 4)[0] == steps
 
 
 @given(courses(), st.integers(0, 50))
 def test_the_place_of_a_step_needs_no_walking(course, steps):
-    assert course.at(steps) == walked(course, steps)[1]
+    assert course.position_after_steps(steps) == walked(course, steps)[1]
 
 
 @given(courses(), st.integers(0, 50))
@@ -57,47 +57,49 @@ def test_what_was_taken_is_what_steps_took(course, steps):
     positions = [position for batch in taken for position in batch]
     samples = course.order.samples
     said = [
-        epoch * samples + first + number for epoch, first, size in course.taken(place.cursor) for number in range(size)
+        epoch * samples + first + number
+        for epoch, first, size in course.consumed_by_epoch(place.cursor)
+        for number in range(size)
     ]
     assert said == positions
-    if course.tail != "drop":
+    if course.epoch_end != "drop":
         assert positions == list(range(place.cursor))
 
 
 @given(courses(), st.integers(0, 50))
 def test_what_is_left_of_an_epoch(course, steps):
-    cursor = course.at(steps).cursor
-    epoch = course.epoch(cursor)
+    cursor = course.position_after_steps(steps).cursor
+    epoch = course.epoch_at(cursor)
     sizes = []
-    while course.epoch(cursor) == epoch:
-        batch = course.batch(cursor)
+    while course.epoch_at(cursor) == epoch:
+        batch = course.batch_at(cursor)
         sizes.append(batch.size)
-        cursor = batch.after
-    whole, short = course.until(course.at(steps).cursor, epoch + 1)
+        cursor = batch.end_cursor
+    whole, short = course.remaining_in_epoch(course.position_after_steps(steps).cursor, epoch + 1)
     assert sizes == [course.global_batch] * whole + [short] * bool(short)
-    assert course.until(cursor, epoch + 1) == (0, 0)
+    assert course.remaining_in_epoch(cursor, epoch + 1) == (0, 0)
 
 
 def test_a_batch_may_be_larger_than_the_dataset():
     course = SampleSchedule(SampleOrder(3, 1), 8)
-    batch = course.batch(8)
-    assert (batch.first, batch.size, course.epoch(batch.first)) == (8, 8, 2)
-    assert SampleSchedule(SampleOrder(3, 1), 8, "short").batch(3).size == 3
+    batch = course.batch_at(8)
+    assert (batch.first, batch.size, course.epoch_at(batch.first)) == (8, 8, 2)
+    assert SampleSchedule(SampleOrder(3, 1), 8, "short").batch_at(3).size == 3
 
 
 @pytest.mark.parametrize(
-    ("batch", "tail", "words"),
+    ("batch", "epoch_end", "words"),
     [(0, "wrap", "at least 1"), (1, "cut", "known are wrap"), (11, "drop", "every sample out")],
 )
-def test_impossible_courses_are_refused(batch, tail, words):
+def test_impossible_courses_are_refused(batch, epoch_end, words):
     with pytest.raises(PolicyError, match=words):
-        SampleSchedule(SampleOrder(10, 1), batch, tail)
+        SampleSchedule(SampleOrder(10, 1), batch, epoch_end)
 
 
 @given(courses(), st.integers(0, 50))
 def test_a_place_is_found_again(course, steps):
-    place = course.at(steps)
-    assert course.place(course.state(place)) == place
+    place = course.position_after_steps(steps)
+    assert course.position_from_state(course.to_state(place)) == place
 
 
 SAVED = SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4)
@@ -105,28 +107,31 @@ OTHERS = {
     "samples": SampleSchedule(SampleOrder(12, 1, "blocks:2"), 4),
     "seed": SampleSchedule(SampleOrder(10, 2, "blocks:2"), 4),
     "shuffle": SampleSchedule(SampleOrder(10, 1), 4),
-    "tail": SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4, "short"),
+    "epoch_end": SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4, "short"),
 }
 
 
 @pytest.mark.parametrize("name", ALLOWED_CHANGES)
 def test_a_cursor_of_other_samples_is_refused_unless_that_is_meant(name):
-    state = SAVED.state(DataPosition(3, 12))
-    with pytest.raises(CursorError, match=f"{name} was .* and is .*allow=\\('{name}',\\)"):
-        OTHERS[name].place(state)
+    state = SAVED.to_state(DataPosition(3, 12))
+    with pytest.raises(CursorError, match=f"{name} was .* and is .*allow_changes=\\('{name}',\\)"):
+        OTHERS[name].position_from_state(state)
     with pytest.raises(CursorError):
-        OTHERS[name].place(state, allow=[other for other in ALLOWED_CHANGES if other != name])
+        OTHERS[name].position_from_state(state, allow_changes=[other for other in ALLOWED_CHANGES if other != name])
     # What the order is made of has changed: the next whole epoch; otherwise the same place.
-    expected = {"samples": 24, "seed": 20, "shuffle": 20, "tail": 12}[name]
-    assert OTHERS[name].place(state, allow=[name]) == (3, expected)
-    assert OTHERS[name].place(SAVED.state(START_POSITION), allow=[name]) == START_POSITION
+    expected = {"samples": 24, "seed": 20, "shuffle": 20, "epoch_end": 12}[name]
+    assert OTHERS[name].position_from_state(state, allow_changes=[name]) == (3, expected)
+    assert OTHERS[name].position_from_state(SAVED.to_state(START_POSITION), allow_changes=[name]) == START_POSITION
 
 
 def test_another_batch_size_goes_on_at_the_same_sample():
     other = SampleSchedule(SAVED.order, 5)
-    assert other.place(SAVED.state(DataPosition(3, 12))) == (3, 12)
+    assert other.position_from_state(SAVED.to_state(DataPosition(3, 12))) == (3, 12)
     dropping = SampleSchedule(SampleOrder(10, 1), 4, "drop")
-    assert SampleSchedule(dropping.order, 7, "drop").place(dropping.state(DataPosition(1, 4))) == (1, 10)
+    assert SampleSchedule(dropping.order, 7, "drop").position_from_state(dropping.to_state(DataPosition(1, 4))) == (
+        1,
+        10,
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,20 +146,20 @@ def test_another_batch_size_goes_on_at_the_same_sample():
         {"samples": 0},
         {"seed": None},
         {"shuffle": 4},
-        {"tail": None},
+        {"epoch_end": None},
     ],
 )
 def test_what_is_no_cursor_is_refused(wrong):
     with pytest.raises(CursorError):
-        SAVED.place({**SAVED.state(START_POSITION), **wrong}, allow=ALLOWED_CHANGES)
+        SAVED.position_from_state({**SAVED.to_state(START_POSITION), **wrong}, allow_changes=ALLOWED_CHANGES)
 
 
-@pytest.mark.parametrize("missing", ["version", "step", "cursor", "samples", "seed", "shuffle", "tail"])
+@pytest.mark.parametrize("missing", ["version", "step", "cursor", "samples", "seed", "shuffle", "epoch_end"])
 def test_a_cursor_has_everything(missing):
-    state = SAVED.state(START_POSITION)
+    state = SAVED.to_state(START_POSITION)
     del state[missing]
     with pytest.raises(CursorError):
-        SAVED.place(state, allow=ALLOWED_CHANGES)
+        SAVED.position_from_state(state, allow_changes=ALLOWED_CHANGES)
 
 
 @given(st.integers(1, 50), st.none() | st.integers(1, 9), st.integers(1, 12), st.data())

@@ -12,7 +12,7 @@ DROPPING = SampleSchedule(SampleOrder(10, 3), 4, "drop")
 
 def batch(step, course=COURSE):
     """Epochs and indices of a step."""
-    stretch = course.batch(course.at(step).cursor)
+    stretch = course.batch_at(course.position_after_steps(step).cursor)
     order = course.order
     return order.epochs(stretch.first, stretch.size), order.indices(stretch.first, stretch.size)
 
@@ -29,12 +29,12 @@ def full(steps, course=COURSE):
 )
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_a_job_without_faults_is_in_order(course, steps):
-    assert full(steps, course).verify(course, course.at(steps).cursor) == []
+    assert full(steps, course).verify(course, course.position_after_steps(steps).cursor) == []
 
 
 def test_a_sum_is_of_a_set():
     one = np.array([5, 2**40, 7])
-    assert sample_sum(one) == sample_sum(one[::-1]) == sample_sum(one[:1]).plus(sample_sum(one[1:]))
+    assert sample_sum(one) == sample_sum(one[::-1]) == sample_sum(one[:1]).combined(sample_sum(one[1:]))
     assert sample_sum(one) != sample_sum(np.array([5, 2**40, 8]))
     assert sample_sum(np.array([1, 4])) != sample_sum(np.array([2, 3]))
 
@@ -47,17 +47,17 @@ def test_ranks_add_up():
             ledger.record(step, epochs[number::3], indices[number::3])
     total = SampleAudit()
     for ledger in ranks:
-        total.merge(SampleAudit.of(json.loads(json.dumps(ledger.state()))))
-    assert total.verify(COURSE, COURSE.at(5).cursor) == []
+        total.merge(SampleAudit.from_state(json.loads(json.dumps(ledger.state()))))
+    assert total.verify(COURSE, COURSE.position_after_steps(5).cursor) == []
     total.merge(ranks[1])
-    assert total.verify(COURSE, COURSE.at(5).cursor) == [
+    assert total.verify(COURSE, COURSE.position_after_steps(5).cursor) == [
         "epoch 0: samples used are 13 of 10",
         "epoch 1: samples used are 12 of 10",
     ]
 
 
 def test_a_gap_a_repeat_and_a_wrong_sample_are_seen():
-    cursor = COURSE.at(2).cursor
+    cursor = COURSE.position_after_steps(2).cursor
     assert full(1).verify(COURSE, cursor) == ["epoch 0: samples used are 4 of 8"]
     assert full(3).verify(COURSE, cursor) == ["epoch 0: samples used are 10 of 8", "epoch 1: samples used are 2 of 0"]
     wrong = full(2)
@@ -69,21 +69,21 @@ def test_a_gap_a_repeat_and_a_wrong_sample_are_seen():
 def test_steps_that_did_not_happen_are_forgotten_and_steps_that_are_done_anew_replaced():
     ledger = full(7)
     ledger.rewind(3)
-    assert ledger.verify(COURSE, COURSE.at(3).cursor) == []
+    assert ledger.verify(COURSE, COURSE.position_after_steps(3).cursor) == []
     ledger.record(2, *batch(2))
     ledger.record(3, *batch(3))
-    assert ledger.verify(COURSE, COURSE.at(4).cursor) == []
+    assert ledger.verify(COURSE, COURSE.position_after_steps(4).cursor) == []
 
 
 def test_what_is_for_good_is_one_sum():
     ledger = full(7)
     ledger.fold(5)
-    assert ledger.verify(COURSE, COURSE.at(7).cursor) == []
+    assert ledger.verify(COURSE, COURSE.position_after_steps(7).cursor) == []
     assert [step for step, *_ in ledger.state()["steps"]] == [5, 6]
-    again = SampleAudit.of(ledger.state())
+    again = SampleAudit.from_state(ledger.state())
     assert again.state() == ledger.state()
     again.rewind(5)
-    assert again.verify(COURSE, COURSE.at(5).cursor) == []
+    assert again.verify(COURSE, COURSE.position_after_steps(5).cursor) == []
     for late in (lambda: again.rewind(4), lambda: again.record(4, *batch(4))):
         with pytest.raises(ValueError, match="folded"):
             late()
@@ -110,11 +110,11 @@ def journals(tmp_path):
 
 def test_journals_of_a_job_with_a_fault_are_in_order(journals):
     for steps in range(6):
-        assert verify_sample_logs(journals, COURSE, steps, COURSE.at(steps).cursor) == []
+        assert verify_sample_logs(journals, COURSE, steps, COURSE.position_after_steps(steps).cursor) == []
 
 
 def test_journals_say_what_is_wrong(journals):
-    cursor = COURSE.at(5).cursor
+    cursor = COURSE.position_after_steps(5).cursor
     with SampleLog(journals[0]) as journal:
         epochs, indices = batch(0)
         journal.record(2, 4, epochs[:1], indices[:1])
@@ -122,7 +122,7 @@ def test_journals_say_what_is_wrong(journals):
         f"sample {indices[0]} of epoch 0 was used 2 times, at steps [0, 4]"
     ]
     assert verify_sample_logs(journals[:2], COURSE, 5, cursor)[0].endswith("was never used")
-    undue = verify_sample_logs(journals, COURSE, 4, COURSE.at(3).cursor)
+    undue = verify_sample_logs(journals, COURSE, 4, COURSE.position_after_steps(3).cursor)
     assert len(undue) == 4
     assert all("was used at step 3, and is not due yet" in words for words in undue)
 
@@ -130,4 +130,4 @@ def test_journals_say_what_is_wrong(journals):
 def test_half_a_line_is_none(journals):
     with journals[1].open("ab") as file:
         file.write(b'{"world": 9, "step": 0, "epo')
-    assert verify_sample_logs(journals, COURSE, 5, COURSE.at(5).cursor) == []
+    assert verify_sample_logs(journals, COURSE, 5, COURSE.position_after_steps(5).cursor) == []

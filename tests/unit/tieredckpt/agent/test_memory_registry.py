@@ -61,16 +61,16 @@ def test_a_namespace_that_is_made_again_is_another_one() -> None:
     gone = with_deleted_namespaces(first, "a", "never there", now_ns=NOW + 1)
     again = with_namespace(gone, "a", num_ranks=4, steps_retained=1, now_ns=NOW + 2)
     assert (first.namespaces["a"].generation, again.namespaces["a"].generation) == (1, 2)
-    assert gone.living("a") is None
-    assert gone.all_living == {}
+    assert gone.get("a") is None
+    assert gone.live_namespaces == {}
     for order in itertools.permutations((first, gone, again)):
-        assert put_together(*order).living("a") == again.living("a")
+        assert put_together(*order).get("a") == again.get("a")
 
 
 def test_who_was_away_when_it_was_deleted_does_not_bring_it_back() -> None:
     first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
     gone = with_deleted_namespaces(first, "a", now_ns=NOW + 1)
-    assert both(gone, first).living("a") is None
+    assert both(gone, first).get("a") is None
 
 
 def test_two_that_make_the_same_namespace_at_once_mean_the_same_one() -> None:
