@@ -130,7 +130,7 @@ def hang_limits(
 
 
 def hang_limits_in(environ: Mapping[str, str] = os.environ) -> HangTimeouts:
-    """The same, where there is no command line of ours: under ``torchrun`` and HyperPod's agent."""
+    """Return the limits of a process without our command line: under ``torchrun`` or another platform's agent."""
     step, first = environ.get(HANG, "") or "auto", environ.get(FIRST_STEP, "") or "auto"
     return hang_limits(step, first, (f"${HANG}", f"${FIRST_STEP}"))
 

@@ -93,8 +93,8 @@ def add_memory_service_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-service-nodes",
         default=options.nodes,
         metavar="DISCOVERY",
-        help="the nodes that keep copies for each other: static:NAME=HOST:PORT,..., file:PATH, hyperpod, dns:NAME:PORT "
-        "(default: this node alone)",
+        help="the nodes that keep copies for each other: static:NAME=HOST:PORT,..., file:PATH, dns:NAME:PORT, or a "
+        "source that an installed package adds (default: this node alone)",
     )
     group.add_argument(
         "--memory-service-secret",

@@ -33,7 +33,7 @@ OnBusy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
 CLUSTER_CONFIG_ENV = "TIEREDCKPT_CLUSTER"
-"""Names where the platform's own settings are, ``hyperpod:/path``: see :mod:`tieredckpt.settings`."""
+"""Names the platform's own settings, ``PLATFORM:/path``: see :func:`tieredckpt.settings.platform_settings`."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class PeerSettings:
     """With parity: a group has one node more than this."""
     discovery: str = "world"
     """Where the job's nodes come from. ``world``: its ranks tell each other through torch.distributed when it has more
-    than one node; else ``static:n1=10.0.0.1:7070/rack=r1,...``, ``file:/path.json``, ``hyperpod``, ``dns:name:port``,
-    or ``off``."""
+    than one node; else ``static:n1=10.0.0.1:7070/rack=r1,...``, ``file:/path.json``, ``dns:name:port``, a source that
+    an installed package adds, or ``off``."""
     secret: str = ""
     """What the job's agents prove to each other: the secret, or ``file:/path``. Empty: the first rank makes one and
     shares it through torch.distributed (``world`` only), which asks nobody who he is: that is warned of."""

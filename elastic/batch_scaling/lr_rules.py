@@ -16,10 +16,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from elastic.batch_scaling.scale_config import data_parallel_size, read_scale_config
 from elastic.errors import PolicyError
 
 LRLaw = Literal["constant", "linear", "sqrt"]
@@ -118,19 +116,6 @@ class LRTable:
                 f"rates say nothing about a world_size of {world_size}: the smallest is {min(self.rates)}"
             )
         return LRScale(self.rates[max(below)] / self.base)
-
-    @classmethod
-    def from_recipe(
-        cls, recipe: str | Path | Mapping[Any, Any], base: float, *, ranks_per_node: int = 8, model_parallel: int = 1
-    ) -> LRTable:
-        """The ``scale_config`` of a HyperPod recipe, as it is."""
-        config = read_scale_config(recipe)
-        rates = {}
-        for size in config.sizes.values():
-            if size.learning_rate is None:
-                raise PolicyError(f"{config.name}: scale_config.{size.key} and the recipe state no learning_rate")
-            rates[data_parallel_size(size.nodes, ranks_per_node, model_parallel)] = size.learning_rate
-        return cls(rates, base)
 
 
 _ROUNDING = 1e-12

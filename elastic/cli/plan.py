@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.batch_scaling.batch_plan import BatchPlan, RankPlan
-from elastic.batch_scaling.scale_config import RecipeMismatch, read_scale_config
 from elastic.errors import PolicyError
 from tieredckpt.cli.command_output import CommandOutput, text_table
 
@@ -79,34 +77,19 @@ def rank_plan_json(share: RankPlan) -> dict[str, Any]:
 @click.option("--max-microbatch", type=int, help="The most samples that fit into a pass.")
 @click.option("--microbatch", type=int, help="Microbatches of this size, the same ones in every world.")
 @click.option("--allow-idle", is_flag=True, help="Ranks may be left with nothing to do.")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Instead: every size of a HyperPod recipe.")
-@click.option("--nodes", multiple=True, metavar="N[,N...]", help="These numbers of nodes, not those of the recipe.")
-@click.option("--ranks-per-node", type=int, default=8, show_default=True, help="For a recipe.")
-@click.option(
-    "--model-parallel", type=int, default=1, show_default=True, help="Ranks that share samples, for a recipe."
-)
 @click.option("--rank", type=int, help="Every pass of this rank.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def batch_plan_command(*, rank: int | None, as_json: bool, recipe: Path | None, **asked: Any) -> int:
-    """Show how a global batch is shared out among ranks: samples, microbatches and passes of each.
-
-    What is wrong with a recipe's own numbers is said below its plans, and the exit code is then 1.
-    """
-    wrong: list[RecipeMismatch] = []
+def batch_plan_command(*, rank: int | None, as_json: bool, **asked: Any) -> int:
+    """Show how a global batch is shared out among ranks: samples, microbatches and passes of each."""
     try:
-        if recipe is None:
-            plans = _plans(**asked)
-        else:
-            plans, wrong = _of_recipe(recipe, **asked)
-        value = {"plans": [_one(each, rank) for each in plans], "disagreements": [str(each) for each in wrong]}
-    except (PolicyError, OSError) as impossible:
+        plans = _plans(**asked)
+        value = {"plans": [_one(each, rank) for each in plans]}
+    except PolicyError as impossible:
         raise click.UsageError(str(impossible)) from impossible
     screen = CommandOutput()
     screen.as_json = as_json
     screen.result(value, lambda out: _show(out, plans, rank))
-    for each in wrong:
-        screen.info(str(each))
-    return 1 if wrong else 0
+    return 0
 
 
 def _plans(
@@ -116,35 +99,13 @@ def _plans(
     max_microbatch: int | None,
     microbatch: int | None,
     allow_idle: bool,
-    **_: Any,
 ) -> list[BatchPlan]:
     if global_batch is None or not worlds:
-        raise PolicyError("say --global-batch and --world, or --recipe")
+        raise PolicyError("--global-batch and --world are needed")
     return [
         BatchPlan(global_batch, world, max_microbatch, microbatch=microbatch, allow_idle=allow_idle)
         for world in _numbers(worlds)
     ]
-
-
-def _of_recipe(
-    recipe: Path,
-    *,
-    nodes: tuple[str, ...],
-    max_microbatch: int | None,
-    ranks_per_node: int,
-    model_parallel: int,
-    **unused: Any,
-) -> tuple[list[BatchPlan], list[RecipeMismatch]]:
-    if any(unused.values()):
-        raise PolicyError("--recipe says itself what --global-batch, --world, --microbatch and --allow-idle would")
-    config = read_scale_config(recipe)
-    sizes = _numbers(nodes) or list(config.sizes)
-    plans = [
-        config.plan(size, ranks_per_node=ranks_per_node, model_parallel=model_parallel, max_microbatch=max_microbatch)
-        for size in sizes
-    ]
-    wrong = config.disagreements(ranks_per_node=ranks_per_node, model_parallel=model_parallel)
-    return plans, [each for each in wrong if each.nodes in sizes]
 
 
 def _numbers(texts: tuple[str, ...]) -> list[int]:
@@ -161,6 +122,11 @@ def _one(each: BatchPlan, rank: int | None) -> dict[str, Any]:
 def _show(out: Console, plans: list[BatchPlan], rank: int | None) -> None:
     out.print(batch_plan_table(plans))
     if rank is not None:
-        for each in plans:
-            out.print(f"\nrank {rank} of {each.world_size}")
-            out.print(rank_plan_table(each.for_rank(rank)))
+        print_rank_plans(out, plans, rank)
+
+
+def print_rank_plans(out: Console, plans: Sequence[BatchPlan], rank: int) -> None:
+    """Print every pass of this rank, in each of the plans."""
+    for each in plans:
+        out.print(f"\nrank {rank} of {each.world_size}")
+        out.print(rank_plan_table(each.for_rank(rank)))

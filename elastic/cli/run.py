@@ -11,7 +11,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ from elastic.schedulers.allocation import NodeLaunch, RunOptions, node_range, re
 from elastic.schedulers.shared_secret import shared_secret
 from elastic.schedulers.slurm import remaining_nodes, requeue_job
 from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
-from elastic.world import scaling_policy
-from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.scaling_policy import PolicyFields, ScalingPolicy
 from peerstore.membership.topology import validate_node_id
 from peerstore.network_addresses import (
     interface_with_address,
@@ -59,11 +59,13 @@ from tieredckpt.settings import load_yaml
 log = logging.getLogger(__name__)
 
 
-_FOREIGN = ("elasticPolicy", "restartPolicy")
+POLICY_READER_ENTRY_POINTS = "elastic.policy_readers"
+"""Entry points of packages that read policies in other formats, named by a top-level key of the file."""
+PolicyReader = Callable[[Mapping[str, Any]], PolicyFields]
 
 
 def load_scaling_policy(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
-    """What the file says, with what the command line says on top; ``None`` is not said."""
+    """Return the policy of the file. Options that are not ``None`` replace its fields."""
     policy = _policy_from(nnodes, file, **options)
     if policy.max_replicas > MAX_NODES:
         raise PolicyError(f"{policy.max_replicas} nodes at the most: a job has {MAX_NODES} or fewer; write less")
@@ -72,36 +74,29 @@ def load_scaling_policy(nnodes: str, file: Path | None, **options: Any) -> Scali
 
 def _policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
     least, most = node_range(nnodes)
+    ends = {"min_replicas": least, "max_replicas": most}
     said = {name: value for name, value in options.items() if value is not None}
     tree = _read(file) if file is not None else {}
-    if not tree.keys().isdisjoint(_FOREIGN):
-        elastic, restart = _foreign(tree)
-        known = {(scaling_policy.ELASTIC_POLICY_KEYS | scaling_policy.RECIPE_POLICY_KEYS).get(name) for name in elastic}
-        if "replica_discrete_values" not in known:
-            ends = {"minReplicas": least, "maxReplicas": most}
-            elastic |= {
-                name: value for name, value in ends.items() if scaling_policy.ELASTIC_POLICY_KEYS[name] not in known
-            }
-        return ScalingPolicy.from_elastic_policy(elastic, restart, **said)
+    reader = _policy_reader(tree)
+    if reader is not None:
+        read = reader(tree)
+        return ScalingPolicy.from_fields(read._replace(fields=ends | read.fields), **said)
     try:
-        return msgspec.convert({"min_replicas": least, "max_replicas": most} | tree | said, ScalingPolicy)
+        return msgspec.convert(ends | tree | said, ScalingPolicy)
     except msgspec.ValidationError as error:
         raise PolicyError(f"{file or 'the policy'}: {error}") from error
 
 
-def _foreign(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The two parts of a custom resource, and nothing beside them that would be read as nothing."""
-    wrong = [f"{name} stands beside {' and '.join(_FOREIGN)}, and would not be read" for name in tree.keys() - _FOREIGN]
-    parts = [tree.get(name) or {} for name in _FOREIGN]
-    wrong += [
-        f"{name} is {part!r}, must be names and values"
-        for name, part in zip(_FOREIGN, parts, strict=True)
-        if not isinstance(part, dict)
-    ]
-    if wrong:
-        raise PolicyError("; ".join(sorted(wrong)))
-    elastic, restart = parts
-    return dict(elastic), dict(restart)
+def _policy_reader(tree: dict[str, Any]) -> PolicyReader | None:
+    """Return the reader of the first key that an installed package reads; ``None`` for a file in our own format."""
+    for entry in sorted(entry_points(group=POLICY_READER_ENTRY_POINTS), key=lambda one: one.name):
+        if entry.name in tree:
+            try:
+                reader: PolicyReader = entry.load()
+            except (ImportError, AttributeError) as error:
+                raise PolicyError(f"{entry.value}, which reads {entry.name}, cannot be loaded: {error}") from error
+            return reader
+    return None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -132,7 +127,7 @@ def _elasticity(command: Any) -> Any:
             click.option(
                 "--policy",
                 type=click.Path(path_type=Path, dir_okay=False),
-                help="YAML: fields of elastic.ScalingPolicy, or HyperPod's elasticPolicy and restartPolicy.",
+                help="YAML: fields of elastic.ScalingPolicy, or a format that an installed package reads.",
             ),
             click.option(
                 "--grow-after", type=float, metavar="S", help="Collect nodes that come so long before growing. [60]"

@@ -1,8 +1,7 @@
-"""``elastic_event_detected``: one question per step, for loops that are not written for ``elastic.run``.
+"""``elastic_event_detected``: one call per step, for loops that are not written for ``elastic.run``.
 
-The same call, and the same meaning, as HyperPod's function of that name: "save now and exit with status 0, the world is
-to change". Different is what it costs and when it is wrong: no collective per step, and all ranks get their True at the
-same step even where one had its signal much earlier than another.
+``True`` means: save now and exit with status 0, because the world changes. A call needs no collective. All ranks get
+their ``True`` at the same step, even where one received its signal much earlier than another.
 """
 
 from __future__ import annotations

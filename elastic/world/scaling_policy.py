@@ -1,4 +1,4 @@
-"""ScalingPolicy: sizes, timeouts and restart budgets, their validation, and HyperPod's spellings of them.
+"""ScalingPolicy: sizes, timeouts and restart budgets, and their validation.
 
 Sizes count nodes: a replica is a node's worth of ranks.
 """
@@ -99,21 +99,28 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return tuple(size for size in range(self.min_replicas, self.max_replicas + 1) if self.allows(size))
 
     @classmethod
-    def from_elastic_policy(
-        cls, elastic: Mapping[str, Any], restart: Mapping[str, Any] | None = None, **others: Any
-    ) -> ScalingPolicy:
-        """From a job's ``elasticPolicy`` and ``runPolicy.restartPolicy``, or a recipe's ``elastic_policy``.
+    def from_fields(cls, read: PolicyFields, **others: Any) -> ScalingPolicy:
+        """Return the policy of ``read``; ``others`` are fields that replace or complete it.
 
-        ``others`` are fields of this class that neither of the two has; a recipe's ``scale_config`` is a list of sizes:
-        ``replica_discrete_values=tuple(scale_config)``. Whether the job is elastic at all (``is_elastic``) is up to who
-        asks for a policy.
+        Raises :class:`~elastic.errors.PolicyError` with every problem at once. It names each field by the key that the
+        file has for it.
         """
-        fields, called, unread = read_policy_fields(elastic, restart or {})
         unknown = tuple(f"{name} is unknown" for name in others if name not in cls.__struct_fields__)
-        fields |= others
+        fields = {**read.fields, **others}
         all_fields = msgspec.structs.asdict(cls()) | fields
-        raise_policy_error(unread + unknown + policy_problems(all_fields, called))
+        raise_policy_error(read.problems + unknown + policy_problems(all_fields, read.spelled))
         return cls(**fields)
+
+
+class PolicyFields(NamedTuple):
+    """The fields of a scaling policy in another format, as a reader of ``elastic.policy_readers`` returns them."""
+
+    fields: dict[str, Any]
+    """Fields of :class:`ScalingPolicy` that the file sets."""
+    spelled: dict[str, str]
+    """The file's key for each field, for error messages."""
+    problems: tuple[str, ...]
+    """What could not be read."""
 
 
 class FieldBound(NamedTuple):
@@ -206,81 +213,3 @@ def _contradictions(fields: Mapping[str, Any], names: Mapping[str, str]) -> Iter
     allowed = begin in sizes if sizes else (begin - least) % (step or 1) == 0
     if not least <= begin <= most or not allowed:
         yield f"{names['replicas']} is {begin}, which is none of the sizes allowed"
-
-
-ELASTIC_POLICY_KEYS = {
-    "minReplicas": "min_replicas",
-    "maxReplicas": "max_replicas",
-    "replicaIncrementStep": "replica_increment_step",
-    "replicaDiscreteValues": "replica_discrete_values",
-    "scalingTimeoutInSeconds": "scaling_timeout_s",
-    "gracefulShutdownTimeoutInSeconds": "graceful_shutdown_timeout_s",
-    "faultyScaleDownTimeoutInSeconds": "faulty_scale_down_timeout_s",
-}
-"""``spec.elasticPolicy``."""
-
-RECIPE_POLICY_KEYS = {
-    "min_nodes": "min_replicas",
-    "max_nodes": "max_replicas",
-    "replica_increment_step": "replica_increment_step",
-    "scaling_timeout": "scaling_timeout_s",
-    "graceful_shutdown_timeout": "graceful_shutdown_timeout_s",
-    "faulty_timeout": "faulty_scale_down_timeout_s",
-}
-"""``elastic_policy`` of a recipe."""
-
-RESTART_POLICY_KEYS = {
-    "evalPeriodSeconds": "eval_period_s",
-    "maxFullJobRestarts": "max_full_job_restarts",
-    "numRestartBeforeFullJobRestart": "num_restart_before_full_job_restart",
-    "maxNumRepeatOffendersToAvoid": "max_num_repeat_offenders_to_avoid",
-    "scaleUpSnoozeTimeInSeconds": "scale_up_snooze_s",
-}
-"""``spec.runPolicy.restartPolicy``."""
-
-_SWITCHES = ("is_elastic", "use_graceful_shutdown")
-
-
-class PolicyFields(NamedTuple):
-    fields: dict[str, Any]
-    spelled: dict[str, str]
-    """What each field was called."""
-    problems: tuple[str, ...]
-    """What could not be read."""
-
-
-def read_policy_fields(elastic: Mapping[str, Any], restart: Mapping[str, Any]) -> PolicyFields:
-    """What both say; a key that says nothing (null, an empty list) is as good as absent."""
-    fields: dict[str, Any] = {}
-    called: dict[str, str] = {}
-    wrong: list[str] = []
-    for given, known in ((elastic, ELASTIC_POLICY_KEYS | RECIPE_POLICY_KEYS), (restart, RESTART_POLICY_KEYS)):
-        for key, value in given.items():
-            if key in _SWITCHES and given is elastic:
-                if not isinstance(value, bool):
-                    wrong.append(f"{key} is {value!r}, must be true or false")
-                continue
-            if key not in known:
-                wrong.append(f"{key} is unknown; known are {', '.join(sorted(known))}")
-                continue
-            if value is None or value == []:
-                continue
-            name = known[key]
-            if name in fields:
-                wrong.append(f"{key} and {called[name]} say the same thing: give one of the two")
-            fields[name] = tuple(value) if isinstance(value, list) else value
-            called[name] = key
-    if restart and "evalPeriodSeconds" not in restart:
-        wrong.append("evalPeriodSeconds is missing, a restart policy needs it")
-    if elastic.get("use_graceful_shutdown") is False:
-        fields["graceful_shutdown_timeout_s"] = 0.0
-    return PolicyFields(fields | _ends(fields), called, tuple(wrong))
-
-
-def _ends(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The least and the greatest size, where only the list of sizes says them."""
-    sizes = fields.get("replica_discrete_values", ())
-    if not isinstance(sizes, tuple) or not sizes or not all(isinstance(size, int) for size in sizes):
-        return {}
-    ends = {"min_replicas": min(sizes), "max_replicas": max(sizes)}
-    return {name: value for name, value in ends.items() if name not in fields}

@@ -131,7 +131,10 @@ def is_elastic(policy: ScalingPolicy) -> bool:
 
 
 def elastic_policy(policy: ScalingPolicy) -> dict[str, Any]:
-    """``elasticPolicy``; :meth:`ScalingPolicy.from_elastic_policy` reads it back. Parts of a second are a whole one."""
+    """Return ``elasticPolicy``, which :func:`~integration.hyperpod.elastic_policy.policy_from_keys` reads.
+
+    Fractions of a second are rounded up.
+    """
     if policy.replica_discrete_values:
         sizes: dict[str, Any] = {"replicaDiscreteValues": list(policy.sizes)}
     else:

@@ -1,4 +1,4 @@
-"""Sources of a job's member list: static, a file, headless DNS, HyperPod's file.
+"""Sources of a job's member list: static, a file, headless DNS, and those that other packages add.
 
 ``tests/contract/test_discovery.py`` holds every source to what the seam promises.
 """
@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from datetime import datetime, timedelta, timezone
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -121,36 +121,42 @@ class HeadlessServiceDns:
             return self._last
 
 
-def parse_discovery(text: str) -> Discovery:
-    """A source from one line of configuration.
+DISCOVERY_ENTRY_POINTS = "peerstore.discovery"
+"""Entry points of packages that add sources, by name."""
+DiscoveryFactory = Callable[[str], Discovery]
+"""Called with what follows the name and its colon, or with an empty string."""
 
-    ``static:n1=10.0.0.1:7070/rack=r1,n2=10.0.0.2:7070``, ``file:/path.json``, ``hyperpod`` or ``hyperpod:/path``,
-    ``dns:name:port``. The job's ``torch.distributed`` store is handed over by code.
+
+def parse_discovery(text: str) -> Discovery:
+    """Return the source that one line of configuration names.
+
+    ``static:n1=10.0.0.1:7070/rack=r1,n2=10.0.0.2:7070``, ``file:/path.json``, ``dns:name:port``, or ``NAME`` or
+    ``NAME:ARGUMENT`` of a source that an installed package adds. The job's ``torch.distributed`` store is handed over
+    by code. Raises :class:`~peerstore.errors.RequestError` where no source has that name.
     """
     kind, colon, rest = text.partition(":")
     if kind == "static":
         return StaticMembers(rest)
     if kind == "file" and rest:
         return MembersFile(rest)
-    if kind == "hyperpod" and (rest or not colon):
-        return PodResourceConfig(rest or HYPERPOD_FILE)
     if kind == "dns" and rest:
         name, _, port = validate_address(rest if ":" in rest else f"{rest}:{DEFAULT_PEER_PORT}").rpartition(":")
         return HeadlessServiceDns(name, int(port))
+    added = {entry.name: entry for entry in entry_points(group=DISCOVERY_ENTRY_POINTS)}
+    if kind in added and (rest or not colon):
+        entry = added[kind]
+        try:
+            opened: DiscoveryFactory = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise RequestError(f"{entry.value}, which adds discovery {kind!r}, cannot be loaded: {error}") from error
+        return opened(rest)
+    others = "".join(f", {name}[:...]" for name in sorted(added))
     raise RequestError(
-        f"discovery {text!r} is not known: write static:name=host:port,..., file:/path.json, hyperpod[:/path] "
-        "or dns:name:port"
+        f"discovery {text!r} is not known: write static:name=host:port,..., file:/path.json, dns:name:port{others}"
     )
 
 
-HYPERPOD_FILE = "/opt/ml/input/config/pod_resourceconfig.json"
-
 _MOST_BYTES = 64 << 20
-_MOST_RANKS = 100_001
-"""HyperPod's agent knows no rank beyond 100,000."""
-_MOST_DIGITS = 20
-_FINER = re.compile(r"(\.[0-9]{6})[0-9]+")
-"""What Go writes of a second, and Python does not read."""
 
 T = TypeVar("T")
 
@@ -177,7 +183,7 @@ class MembersFile:
         self._path = Path(path)
 
     def member_list(self) -> MemberList:
-        told = _read_json(self._path, _MembersFileContent)
+        told = read_member_json(self._path, _MembersFileContent)
         try:
             return member_list(told.version, map(_from_file, told.nodes))
         except RequestError as error:
@@ -189,54 +195,12 @@ def _from_file(told: _FileNode) -> PeerNode:
     return PeerNode(validate_node_id(told.id), validate_address(told.address), labels, told.memory_bytes)
 
 
-class _PodResources(msgspec.Struct):
-    ips: list[str | None]
-    ips_timestamp: str | int
+def read_member_json(path: Path, kind: type[T]) -> T:
+    """Return the content of a JSON file that lists members.
 
-
-class PodResourceConfig:
-    """The file in which HyperPod's agent writes the address of every pod of the job, by rank; read each time.
-
-    It has no names and no labels, so a node is called what its address is. Pods of one node are one node. While the
-    operator has not told the address of every rank yet, the roster is not known.
+    Raises :class:`~peerstore.errors.UnavailableError` where the file is missing or half-written, and
+    :class:`~peerstore.errors.RequestError` where its content is no such list.
     """
-
-    def __init__(self, path: str | Path = HYPERPOD_FILE, *, port: int = DEFAULT_PEER_PORT) -> None:
-        self._path = Path(path)
-        self._port = port
-
-    def member_list(self) -> MemberList:
-        told = _read_json(self._path, _PodResources)
-        if len(told.ips) > _MOST_RANKS:
-            raise RequestError(f"{self._path} has {len(told.ips)} ranks, more than any job of HyperPod's")
-        unknown = [str(rank) for rank, address in enumerate(told.ips) if not address]
-        if unknown or not told.ips:
-            which = f"of rank {', '.join(unknown[:8])}" if unknown else "of any rank"
-            raise UnavailableError(f"{self._path} does not have the address {which} yet ({len(told.ips)} ranks)")
-        try:
-            nodes = {node.id: node for node in (node_from_ip(address, self._port) for address in told.ips if address)}
-            return member_list(_version_of(told.ips_timestamp), nodes.values())
-        except RequestError as error:
-            raise RequestError(f"{self._path}: {error}") from error
-
-
-def _version_of(stamp: str | int) -> int:
-    """A count as it is, a time in milliseconds."""
-    if isinstance(stamp, int) or (stamp.isascii() and stamp.isdigit() and len(stamp) < _MOST_DIGITS):
-        return int(stamp)
-    try:
-        moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", _FINER.sub(r"\1", stamp)))
-    except ValueError:
-        raise RequestError(
-            f"ips_timestamp {stamp[:80]!r} is neither a number nor a time like 2026-01-31T12:00:00Z"
-        ) from None
-    since = (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)) - datetime(
-        1970, 1, 1, tzinfo=timezone.utc
-    )
-    return since // timedelta(milliseconds=1)
-
-
-def _read_json(path: Path, kind: type[T]) -> T:
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)

@@ -116,8 +116,8 @@ _LINE = re.compile(r'([^=\s]+)=("(?:[^"\\]|\\.)*")')
 def labels_from_kubernetes(labels: Mapping[str, str]) -> DomainLabels:
     """``rack`` (what the machine is attached to), ``switch`` and ``spine`` above it, ``zone``: those that are told.
 
-    Works for plain Kubernetes, EKS and HyperPod, which label alike. A label that is called like one of ours is meant
-    for us, and wins. All others are of no interest here.
+    Works for plain Kubernetes and for managed clusters, which use the same labels. A label with one of our
+    own names overrides them. All other labels are ignored.
     """
     told = filter(None, (labels.get(layer) for layer in _LAYERS))
     found = dict(zip(_LEVELS, told, strict=False))

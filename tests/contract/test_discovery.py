@@ -6,18 +6,19 @@ import json
 import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from integration.hyperpod.cluster.pod_resource_config import HYPERPOD_FILE, PodResourceConfig
 from peerstore.errors import InvalidNameError, RequestError, UnavailableError
 from peerstore.membership.discovery import (
-    HYPERPOD_FILE,
+    DISCOVERY_ENTRY_POINTS,
     HeadlessServiceDns,
     MembersFile,
-    PodResourceConfig,
     StaticMembers,
     parse_discovery,
 )
@@ -210,6 +211,15 @@ def test_a_line_of_configuration_says_where_to_ask():
     (local,) = parse_discovery("dns:127.0.0.1:7171").member_list().nodes  # by the system's own resolver
     assert local == PeerNode(NodeId("127.0.0.1"), "127.0.0.1:7171")
     assert parse_discovery("dns:127.0.0.1").member_list().nodes[0].address == "127.0.0.1:7070"
+
+
+def test_a_source_that_cannot_be_loaded_is_named(monkeypatch):
+    points = [EntryPoint("other", "absent_package:members", DISCOVERY_ENTRY_POINTS)]
+    monkeypatch.setattr("peerstore.membership.discovery.entry_points", lambda *, group: points)
+    with pytest.raises(RequestError, match="absent_package:members, which adds discovery 'other', cannot be loaded"):
+        parse_discovery("other:place")
+    with pytest.raises(RequestError, match=r"dns:name:port, other\[:\.\.\.\]"):
+        parse_discovery("etcd:host:1")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from tieredckpt.settings import (
 SERVICES = "tieredckpt.agent_services"
 """Entry-point group of services that other packages add to a node agent."""
 _CLUSTER_HELP = (
-    f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER_CONFIG_ENV}); options go before it"
+    f"the cluster's settings for its nodes' memory, PLATFORM:/path (${CLUSTER_CONFIG_ENV}); options replace them"
 )
 _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
 """Settings that are called otherwise on the command line."""

@@ -7,8 +7,8 @@
 A line is written whole by one ``write`` to a file opened to append, so that of a process that is killed at most the
 last line is torn. A disk that is full or a directory that is gone costs one warning, and is counted.
 
-They are part of what this package promises: rules for logs are written against them
-(``integration/hyperpod/log_rules.yaml``). Each begins at the beginning of a line, with one word; numbers are plain::
+The lines are a public interface: platforms have log rules that match them. Each starts at the
+beginning of a line, with one word; numbers are plain::
 
     tieredckpt step=120 seconds=0.412 loss=2.3051
     tieredckpt save step=120 state=staged blocked_seconds=0.009

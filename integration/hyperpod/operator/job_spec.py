@@ -9,6 +9,7 @@ import msgspec
 
 from elastic.errors import PolicyError
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_policy import policy_from_keys
 
 JOB_KINDS = ("HyperPodPyTorchJob", "HyperPodPytorchJob")
 _CLEAN_POLICIES = ("All", "OnlyComplete", "None")
@@ -123,7 +124,7 @@ def _policy(
     others: dict[str, Any] = {"job_max_retry_count": retries}
     others |= {name: None for key, name in _UNLIMITED.items() if key not in told}
     try:
-        policy = ScalingPolicy.from_elastic_policy(given, told, **others)
+        policy = policy_from_keys(given, told, **others)
     except (PolicyError, TypeError, ValueError, OverflowError) as error:  # whoever wrote the resource is to be told
         raise JobSpecError(str(error)) from error
     if policy.max_replicas > most:

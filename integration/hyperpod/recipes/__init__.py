@@ -3,6 +3,7 @@
 ::
 
     yaml_document ──> recipe     a YAML file that remembers which keys were read, and the values of a recipe
+    scale_config                 its table of sizes: batch, microbatch and learning rate at each number of nodes
     recipe_plan                  batch and learning rate at every number of nodes, and the job's command and resource
     recipe_cli                   `elastic recipe`
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic.batch_scaling.scale_config import RecipeSize, ScaleConfig, read_scale_config
 from elastic.errors import PolicyError
-from elastic.world import scaling_policy
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_policy import RECIPE_POLICY_KEYS, policy_from_keys
+from integration.hyperpod.recipes.scale_config import RecipeSize, ScaleConfig, read_scale_config
 from integration.hyperpod.recipes.yaml_document import RecipeDocument, open_recipe_document
 
 
@@ -136,11 +136,7 @@ class RecipeScaling(NamedTuple):
 def parse_scaling(doc: RecipeDocument, scale: ScaleConfig) -> RecipeScaling:
     """Sizes are those that the recipe states a batch for, or the steps it names; within its own limits."""
     stated = doc.section("elastic_policy")
-    known = {
-        key: value
-        for key, value in stated.items()
-        if key in scaling_policy.RECIPE_POLICY_KEYS or key in ELASTIC_SWITCHES
-    }
+    known = {key: value for key, value in stated.items() if key in RECIPE_POLICY_KEYS or key in ELASTIC_SWITCHES}
     doc.mark_read(*(f"elastic_policy.{key}" for key in known))
     notes = [f"elastic_policy.{key} is unknown and has no effect" for key in stated if key not in known]
     sizes = [size.nodes for size in scale.sizes.values()]
@@ -194,7 +190,7 @@ def single_size(nodes: int, batch: int, microbatch: int | None, rate: float | No
 def _policy(doc: RecipeDocument, stated: Mapping[Any, Any], sizes: list[int]) -> ScalingPolicy:
     others: dict[str, Any] = {"replica_discrete_values": tuple(sizes)} if len(sizes) > 1 else {}
     try:
-        return ScalingPolicy.from_elastic_policy(stated, **others)
+        return policy_from_keys(stated, **others)
     except PolicyError as error:
         raise PolicyError(f"{doc.name}: elastic_policy: {error}") from error
 

@@ -83,9 +83,10 @@ def print_recipe(out: Console, recipe: Recipe, policy: ScalingPolicy, *, elastic
     out.print(escape(" ".join(recipe_plan.hyperpodrun_command(recipe, EXAMPLE_SCRIPT))))
 
 
-def plans_json(plans: Sequence[PlanAtSize]) -> list[dict[str, Any]]:
+def plans_json(plans: Sequence[PlanAtSize], rank: int | None = None) -> list[dict[str, Any]]:
     return [
         {"nodes": one.nodes, "stated": one.stated, "learning_rate": one.learning_rate, **plan.batch_plan_json(one.plan)}
+        | ({} if rank is None else {"share": plan.rank_plan_json(one.plan.for_rank(rank))})
         for one in plans
     ]
 
@@ -147,21 +148,38 @@ def recipe_show_command(
 
 @recipe_group.command("plan")
 @_reads
+@click.option("--max-microbatch", type=int, help="The most samples that fit into a pass. [the recipe's]")
+@click.option("--rank", type=int, help="Also show every pass of this rank.")
 @pass_elastic_screen
-def recipe_plan_command(screen: ElasticScreen, /, *, file: Path, nproc: int | None, nodes: tuple[str, ...]) -> int:
+def recipe_plan_command(
+    screen: ElasticScreen,
+    /,
+    *,
+    file: Path,
+    nproc: int | None,
+    nodes: tuple[str, ...],
+    max_microbatch: int | None,
+    rank: int | None,
+) -> int:
     """Show who computes what at every size of FILE, or at --nodes; sizes between the stated ones have a star.
 
     What FILE states otherwise than it is planned is said below, and the exit code is then 1.
     """
     found = read_recipe(file, devices=nproc)
     wanted = recipe_plan.parse_node_counts(nodes)
-    plans = recipe_plan.plans_at_sizes(found, wanted)
+    plans = recipe_plan.plans_at_sizes(found, wanted, max_microbatch)
     wrong = [str(one) for one in recipe_plan.disagreements(found, wanted)]
-    value = {"file": found.file, "plans": plans_json(plans), "disagreements": wrong}
-    screen.result(value, lambda out: out.print(plans_table(plans)))
+    value = {"file": found.file, "plans": plans_json(plans, rank), "disagreements": wrong}
+    screen.result(value, lambda out: _print_plans(out, plans, rank))
     for text in wrong:
         screen.info(text)
     return 1 if wrong else 0
+
+
+def _print_plans(out: Console, plans: Sequence[PlanAtSize], rank: int | None) -> None:
+    out.print(plans_table(plans))
+    if rank is not None:
+        plan.print_rank_plans(out, [one.plan for one in plans], rank)
 
 
 @recipe_group.command("job", context_settings={"ignore_unknown_options": True})

@@ -10,12 +10,12 @@ import msgspec
 
 from elastic.batch_scaling.batch_plan import BatchPlan
 from elastic.batch_scaling.lr_rules import LRTable
-from elastic.batch_scaling.scale_config import RecipeMismatch, data_parallel_size
 from elastic.errors import PolicyError
 from elastic.world.scaling_policy import ScalingPolicy
 from integration.hyperpod.job_manifest import MemoryLocation, TrainingJob
 from integration.hyperpod.recipes import recipe as recipe_module
 from integration.hyperpod.recipes.recipe import Recipe
+from integration.hyperpod.recipes.scale_config import RecipeMismatch, data_parallel_size
 from tieredckpt.settings import settings_from_mapping
 
 _RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})", re.ASCII)
@@ -32,9 +32,14 @@ class PlanAtSize(NamedTuple):
     """Whether the recipe has this size; between two, the batch of the smaller one is shared out."""
 
 
-def plans_at_sizes(recipe: Recipe, nodes: Sequence[int] = ()) -> tuple[PlanAtSize, ...]:
-    """At these, or at all sizes that the recipe's policy allows; or the limit that makes one impossible."""
-    return tuple(_at(recipe, one) for one in nodes or recipe.policy.sizes)
+def plans_at_sizes(
+    recipe: Recipe, nodes: Sequence[int] = (), max_microbatch: int | None = None
+) -> tuple[PlanAtSize, ...]:
+    """Return the plans at these numbers of nodes, or at all sizes that the recipe's policy allows.
+
+    Raises :class:`~elastic.errors.PolicyError`, which names the limit, where one of them is impossible.
+    """
+    return tuple(_at(recipe, one, max_microbatch) for one in nodes or recipe.policy.sizes)
 
 
 def disagreements(recipe: Recipe, nodes: Sequence[int] = ()) -> list[RecipeMismatch]:
@@ -78,10 +83,15 @@ def parse_node_counts(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _at(recipe: Recipe, nodes: int) -> PlanAtSize:
+def _at(recipe: Recipe, nodes: int, max_microbatch: int | None) -> PlanAtSize:
     try:
         size = recipe.scale.size_for(nodes)
-        plan = recipe.scale.plan(nodes, ranks_per_node=recipe.devices, model_parallel=recipe.model_parallel)
+        plan = recipe.scale.plan(
+            nodes,
+            ranks_per_node=recipe.devices,
+            model_parallel=recipe.model_parallel,
+            max_microbatch=max_microbatch,
+        )
     except PolicyError as error:
         text = str(error)
         raise PolicyError(text if text.startswith(recipe.file) else f"{recipe.file}: {nodes} nodes: {text}") from error

@@ -98,20 +98,6 @@ def test_tables_that_are_none(rates, base, named):
     assert named in str(wrong.value)
 
 
-def test_a_recipe_is_a_table():
-    """None of those that are published changes the learning rate, so nor does the table of one."""
-    table = LRTable.from_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004)
-    assert table.rates == dict.fromkeys((8, 16, 24, 32, 48, 64, 128), 0.0004)
-    assert [table.scale(128, world).lr for world in (8, 40, 128)] == [1.0, 1.0, 1.0]
-    assert list(LRTable.from_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
-
-
-def test_a_recipe_without_a_learning_rate_is_no_table():
-    args = {"train_batch_size": 128}
-    with pytest.raises(PolicyError, match=r"scale_config\.2 and the recipe state no learning_rate"):
-        LRTable.from_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)
-
-
 def test_adam_for_four_times_the_batch():
     scaled = ScaledAdam(1e-3).for_batch_ratio(4)
     assert scaled.lr == 2e-3

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 
 from elastic.cli import main
+from elastic.cli import run as run_cli
 from elastic.cli.common import ElasticExit
 from elastic.cli.run import load_scaling_policy
 
@@ -102,6 +105,40 @@ def test_options_that_cannot_be(refused, options, said):
 
 def test_a_script_that_is_not_there(refused, tmp_path):
     assert "there is no file" in refused(script=tmp_path / "absent.py")
+
+
+@pytest.fixture
+def policy_readers(monkeypatch):
+    """Replace the readers that installed packages add."""
+
+    def replace(**readers):
+        points = [EntryPoint(name, value, run_cli.POLICY_READER_ENTRY_POINTS) for name, value in readers.items()]
+        monkeypatch.setattr(run_cli, "entry_points", lambda *, group: points)
+
+    return replace
+
+
+def test_a_format_that_no_package_reads_is_refused(refused, policy, policy_readers):
+    policy_readers()
+    assert "unknown field `elasticPolicy`" in refused("--policy", policy("elasticPolicy:\n  maxReplicas: 3\n"))
+
+
+def test_a_reader_that_cannot_be_loaded_is_named(refused, policy, policy_readers):
+    policy_readers(sizes="absent_package:read")
+    said = refused("--policy", policy("sizes: [2, 4]\n"))
+    assert "absent_package:read, which reads sizes, cannot be loaded" in said
+
+
+def test_options_replace_fields_of_another_format(policy):
+    file = policy("elasticPolicy:\n  maxReplicas: 4\n  scalingTimeoutInSeconds: 5\n")
+    found = load_scaling_policy("2:3", file, scaling_timeout_s=7.0, job_max_retry_count=None)
+    assert (found.sizes, found.scaling_timeout_s) == ((2, 3, 4), 7.0)
+
+
+def test_problems_of_another_format_have_its_spellings(refused, policy):
+    assert "maxReplicas is 1, less than minReplicas (2)" in refused(
+        "--nnodes", 2, "--policy", policy("elasticPolicy:\n  maxReplicas: 1\n")
+    )
 
 
 def test_who_names_sizes_in_a_file_needs_no_nnodes(policy):

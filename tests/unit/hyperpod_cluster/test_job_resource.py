@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import PolicyError
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_policy import policy_from_keys
 from integration.hyperpod.job_manifest import (
     ARENA_DIRECTORY,
     TRAINER_CONTAINER,
@@ -201,7 +202,7 @@ def test_the_policy_is_read_back_as_it_was(policy):
         )
         if key not in restart
     }
-    again = ScalingPolicy.from_elastic_policy(
+    again = policy_from_keys(
         elastic_policy(policy),
         restart,
         job_max_retry_count=run.get("jobMaxRetryCount"),

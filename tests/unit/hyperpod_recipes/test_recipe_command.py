@@ -16,6 +16,7 @@ from elastic.cli.common import ElasticScreen
 from elastic.cli.run import load_scaling_policy
 from elastic.errors import PolicyError
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_policy import policy_from_keys
 from integration.hyperpod.recipes import read_recipe
 from integration.hyperpod.recipes.recipe_cli import recipe_group
 from tieredckpt.settings import load_settings, settings_from_mapping
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[3]
 PUBLISHED = ROOT / "tests" / "golden" / "hyperpod-recipes" / "published"
 FILES = sorted(PUBLISHED.glob("*.yaml"))
 LORA = PUBLISHED / "llmft_qwen3_0_dot_6b_seq4k_gpu_sft_lora.yaml"
+EXCERPT = PUBLISHED.parent / "llama3_1_8b_sft_lora.yaml"
 CHECKPOINTLESS = PUBLISHED / "checkpointless_llama3_70b_pretrain.yaml"
 
 
@@ -76,6 +78,39 @@ def test_what_would_be_planned_otherwise_is_said_and_is_an_exit_code():
     assert said("plan", LORA, "--nproc", 4, "--nodes", 2).return_value == 0
 
 
+def test_each_mismatch_of_a_plan_is_named_once():
+    result = said("plan", EXCERPT, "--nproc", 4)
+    assert result.return_value == 1
+    assert "scale_config.6: train_batch_size is 128, planned is 56" in result.stderr
+    named = json.loads(said("plan", EXCERPT, "--nproc", 4, "--json").stdout)["disagreements"]
+    assert named == result.stderr.splitlines()
+    assert {line.split(":")[0] for line in named} == {f"scale_config.{size}" for size in (3, 4, 6, 8)}
+
+
+def test_a_plan_shows_every_pass_of_a_rank():
+    shown = said("plan", LORA, "--nodes", 3, "--max-microbatch", 4, "--rank", 23).stdout.splitlines()
+    assert [line.split() for line in shown[-3:]] == [
+        ["MICROBATCH", "FIRST", "SAMPLES"],
+        ["46", "123", "3"],
+        ["47", "126", "2"],
+    ]
+    (one,) = json.loads(said("plan", LORA, "--nodes", 3, "--max-microbatch", 4, "--rank", 23, "--json").stdout)["plans"]
+    assert (one["accumulation"], one["share"]["first"], one["share"]["samples"]) == (2, 123, 5)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ((LORA, "--max-microbatch", 0), "max_microbatch is 0"),
+        ((LORA, "--nodes", 2, "--rank", 16), "there is no rank 16"),
+        ((ROOT / "pyproject.toml",), "pyproject.toml"),
+        ((ROOT / "nothing.yaml",), "No such file"),
+    ],
+)
+def test_an_impossible_plan_is_an_error(args, named):
+    assert named in str(run("plan", *args).exception)
+
+
 def test_a_job_that_is_not_elastic_has_the_recipes_size():
     spec = job(CHECKPOINTLESS)["spec"]
     assert spec["replicaSpecs"][0]["replicas"] == 16
@@ -94,7 +129,7 @@ def test_a_job_that_is_not_elastic_has_the_recipes_size():
 def test_an_elastic_job_reads_back_as_the_recipes_policy():
     spec = job(LORA, "--elastic", "--queue", "team-a", "--name", "tuned")["spec"]
     restart = spec["runPolicy"]["restartPolicy"]
-    assert ScalingPolicy.from_elastic_policy(spec["elasticPolicy"], restart) == read_recipe(LORA).policy
+    assert policy_from_keys(spec["elasticPolicy"], restart) == read_recipe(LORA).policy
     assert spec["replicaSpecs"][0]["maxReplicas"] == 16
 
 

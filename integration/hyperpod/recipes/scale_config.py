@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.batch_scaling.lr_rules import LRTable
 from elastic.errors import PolicyError
 from tieredckpt.settings import load_yaml
 
@@ -142,6 +143,19 @@ def read_scale_config(recipe: str | Path | Mapping[Any, Any]) -> ScaleConfig:
     if not isinstance(content, Mapping):
         raise PolicyError(f"{path} holds no recipe: its top is to be a mapping with scale_config")
     return _scale_config(path.name, content)
+
+
+def lr_table_of_recipe(
+    recipe: str | Path | Mapping[Any, Any], base: float, *, ranks_per_node: int = 8, model_parallel: int = 1
+) -> LRTable:
+    """Return the learning rates of a recipe's ``scale_config`` by world size, for an optimizer made with ``base``."""
+    config = read_scale_config(recipe)
+    rates = {}
+    for size in config.sizes.values():
+        if size.learning_rate is None:
+            raise PolicyError(f"{config.name}: scale_config.{size.key} and the recipe state no learning_rate")
+        rates[data_parallel_size(size.nodes, ranks_per_node, model_parallel)] = size.learning_rate
+    return LRTable(rates, base)
 
 
 def _scale_config(name: str, recipe: Mapping[Any, Any]) -> ScaleConfig:

@@ -10,8 +10,14 @@ import pytest
 import yaml
 
 from elastic.batch_scaling.batch_plan import RankQuota
-from elastic.batch_scaling.scale_config import RecipeSize, UnevenBatch, data_parallel_size, read_scale_config
 from elastic.errors import PolicyError
+from integration.hyperpod.recipes.scale_config import (
+    RecipeSize,
+    UnevenBatch,
+    data_parallel_size,
+    lr_table_of_recipe,
+    read_scale_config,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hyperpod-recipes"
 EXCERPT = GOLDEN / "llama3_1_8b_sft_lora.yaml"
@@ -242,3 +248,17 @@ def test_yaml_runs_nothing(tmp_path):
     path.write_text("scale_config: !!python/object/apply:os.getpid []\n")
     with pytest.raises(PolicyError, match="is not YAML"):
         read_scale_config(path)
+
+
+def test_a_recipe_is_a_table():
+    """None of those that are published changes the learning rate, so nor does the table of one."""
+    table = lr_table_of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004)
+    assert table.rates == dict.fromkeys((8, 16, 24, 32, 48, 64, 128), 0.0004)
+    assert [table.scale(128, world).lr for world in (8, 40, 128)] == [1.0, 1.0, 1.0]
+    assert list(lr_table_of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
+
+
+def test_a_recipe_without_a_learning_rate_is_no_table():
+    args = {"train_batch_size": 128}
+    with pytest.raises(PolicyError, match=r"scale_config\.2 and the recipe state no learning_rate"):
+        lr_table_of_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)
