@@ -3,8 +3,10 @@
 - A public class or function has its name alone over all packages; so has a module.
 - A module is named by a noun. A gerund does not say what the module holds.
 - A command of ``tieredckpt`` and ``elastic`` is in the file of its name.
+- No file of ``elastic``, ``tieredckpt`` and ``peerstore`` names HyperPod. Its formats are read in ``integration``.
 
-``TWICE``, ``GERUNDS`` and ``ELSEWHERE`` list the exceptions with their reasons. One that nothing needs fails the check.
+``TWICE``, ``GERUNDS``, ``ELSEWHERE`` and ``PLATFORM`` list the exceptions with their reasons. An exception that
+nothing needs fails the check.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ ELSEWHERE = {
     "elastic stop": "one request to the coordinator",
     "elastic inject": "one request to the coordinator",
 }
+PLATFORM: dict[str, str] = {}
+"""Files of the lower packages that may name HyperPod."""
 
 
 def public_names(path: Path) -> set[str]:
@@ -62,12 +66,17 @@ def commands(path: Path, table: str) -> dict[str, str]:
 def findings(root: Path) -> Iterator[str]:
     """Yield one line for each name that breaks a rule, and for each exception that nothing needs."""
     modules: dict[str, set[str]] = defaultdict(set)
+    platform: set[str] = set()
     names: dict[str, set[str]] = defaultdict(set)
     gerunds: set[str] = set()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             place = str(path.relative_to(root))
             modules[path.stem].add(place)
+            if package != "integration" and "hyperpod" in path.read_text(encoding="utf-8").lower():
+                platform.add(place)
+                if place not in PLATFORM:
+                    yield f"{place} names HyperPod; only integration may"
             if path.stem.endswith("ing"):
                 gerunds.add(path.stem)
                 if path.stem not in GERUNDS:
@@ -87,7 +96,12 @@ def findings(root: Path) -> Iterator[str]:
                 elsewhere.add(f"{program} {command}")
                 if f"{program} {command}" not in ELSEWHERE:
                     yield f"{file}: `{program} {command}` is in {module}; put it into a module of its name"
-    lists = ("TWICE", TWICE, twice.keys()), ("GERUNDS", GERUNDS, gerunds), ("ELSEWHERE", ELSEWHERE, elsewhere)
+    lists = (
+        ("TWICE", TWICE, twice.keys()),
+        ("GERUNDS", GERUNDS, gerunds),
+        ("ELSEWHERE", ELSEWHERE, elsewhere),
+        ("PLATFORM", PLATFORM, platform),
+    )
     for kind, listed, used in lists:
         for name in sorted(listed.keys() - used):
             yield f"{kind} lists {name!r}, and nothing needs it"
