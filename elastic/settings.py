@@ -6,9 +6,9 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.control.control_messages import SupervisorEndpoint
 from elastic.control.hang_detector import HangTimeouts
 from elastic.errors import ControlPlaneUnavailableError, PolicyError
 from elastic.schedulers import slurm, torchelastic
@@ -26,14 +26,6 @@ SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
 HANG = "ELASTIC_HANG_TIMEOUT"
 FIRST_STEP = "ELASTIC_FIRST_STEP_TIMEOUT"
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-
-
-@dataclass(frozen=True)
-class SupervisorEndpoint:
-    """Where a rank finds its supervisor, and what proves that it was started by it."""
-
-    socket: Path
-    token: str
 
 
 def supervisor_endpoint(environ: Mapping[str, str] = os.environ) -> SupervisorEndpoint:

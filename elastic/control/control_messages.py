@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -58,6 +60,14 @@ class RankRequest(msgspec.Struct, frozen=True):
     nodes: int | None = None
     partition_s: float | None = None
     """Not that: an injected fault is to cut this node off for so long."""
+
+
+@dataclass(frozen=True)
+class SupervisorEndpoint:
+    """Address of a rank's supervisor, and the token that the supervisor gave to this rank."""
+
+    socket: Path
+    token: str
 
 
 class RankHello(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from elastic.control.control_messages import (
     RankPhase,
     RankRequest,
     RankStatus,
+    SupervisorEndpoint,
 )
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
 from elastic.control.running_clock import RunningClock
@@ -33,7 +34,6 @@ from elastic.errors import (
     StaleEpochError,
 )
 from elastic.fault_injection.fault_spec import FaultInjection
-from elastic.settings import SupervisorEndpoint
 from peerstore import message_codec
 from peerstore.errors import PeerStoreError
 from peerstore.server.store_client import connect_to_agent

@@ -20,6 +20,7 @@ from elastic.control.control_messages import (
     RankHello,
     RankPhase,
     StatusRequest,
+    SupervisorEndpoint,
     WorldSpec,
 )
 from elastic.control.control_plane import NoticeKind
@@ -28,7 +29,6 @@ from elastic.control.supervisor_client import SupervisorClient
 from elastic.coordinator.coordinator import Coordinator
 from elastic.coordinator.world_reconciler import CoordinatorSettings
 from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
-from elastic.settings import SupervisorEndpoint
 from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 from elastic.world.scaling_policy import ScalingPolicy
 from peerstore import message_codec

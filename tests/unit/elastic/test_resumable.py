@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from elastic.cli import run
+from elastic.control.control_messages import SupervisorEndpoint
 from elastic.control.run_directory import LocalRun, RunDirectory
 from elastic.control.running_clock import since_boot
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlPlaneUnavailableError, JobFailedError
 from elastic.launcher import CoordinatorSpec
-from elastic.settings import SupervisorEndpoint
 from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
 from elastic.testing import InMemoryCoordinator
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome

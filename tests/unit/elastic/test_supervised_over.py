@@ -15,11 +15,11 @@ from elastic.control.control_messages import (
     RankHello,
     RankPhase,
     RankStatus,
+    SupervisorEndpoint,
 )
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
-from elastic.settings import SupervisorEndpoint
 from peerstore import message_codec
 from tests.support.planes import PATIENCE_S, at_once
 
