@@ -88,7 +88,7 @@ def _policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolic
 
 
 def _policy_reader(tree: dict[str, Any]) -> PolicyReader | None:
-    """Return the reader of the first key that an installed package reads; ``None`` for a file in our own format."""
+    """Return the installed reader of one of the file's keys; ``None`` for a file in our own format."""
     for entry in sorted(entry_points(group=POLICY_READER_ENTRY_POINTS), key=lambda one: one.name):
         if entry.name in tree:
             try:

@@ -113,14 +113,14 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PolicyFields(NamedTuple):
-    """The fields of a scaling policy in another format, as a reader of ``elastic.policy_readers`` returns them."""
+    """Fields of a policy file in another format: the result of a reader in ``elastic.policy_readers``."""
 
     fields: dict[str, Any]
     """Fields of :class:`ScalingPolicy` that the file sets."""
     spelled: dict[str, str]
     """The file's key for each field, for error messages."""
     problems: tuple[str, ...]
-    """What could not be read."""
+    """One sentence for each key that could not be read."""
 
 
 class FieldBound(NamedTuple):

@@ -50,7 +50,7 @@ _PARTS = ("elasticPolicy", "restartPolicy")
 def read_policy_file(tree: Mapping[str, Any]) -> PolicyFields:
     """Return the fields of a file with ``elasticPolicy``, ``restartPolicy``, or both.
 
-    Raises :class:`~elastic.errors.PolicyError` where the file has other keys beside them, which would have no effect.
+    Raises :class:`~elastic.errors.PolicyError` for any other key, which would have no effect.
     """
     wrong = [f"{name} stands beside {' and '.join(_PARTS)}, and would not be read" for name in tree.keys() - _PARTS]
     parts = [tree.get(name) or {} for name in _PARTS]
@@ -69,7 +69,9 @@ def read_policy_file(tree: Mapping[str, Any]) -> PolicyFields:
 def policy_from_keys(
     elastic: Mapping[str, Any], restart: Mapping[str, Any] | None = None, **others: Any
 ) -> ScalingPolicy:
-    """Return the policy of a job's ``elasticPolicy`` and ``runPolicy.restartPolicy``, or a recipe's ``elastic_policy``.
+    """Return the policy of a job or of a recipe.
+
+    ``elastic`` is the job's ``elasticPolicy`` or the recipe's ``elastic_policy``, ``restart`` its ``restartPolicy``.
 
     ``others`` are fields of the policy that neither of the two has. A recipe's ``scale_config`` is a list of sizes:
     ``replica_discrete_values=tuple(scale_config)``. The caller decides whether the job is elastic (``is_elastic``).

@@ -1,4 +1,4 @@
-"""Sources of a job's member list: static, a file, headless DNS, and those that other packages add.
+"""Sources of a job's member list: static, a file, headless DNS, and sources of other packages.
 
 ``tests/contract/test_discovery.py`` holds every source to what the seam promises.
 """
@@ -124,7 +124,7 @@ class HeadlessServiceDns:
 DISCOVERY_ENTRY_POINTS = "peerstore.discovery"
 """Entry points of packages that add sources, by name."""
 DiscoveryFactory = Callable[[str], Discovery]
-"""Called with what follows the name and its colon, or with an empty string."""
+"""Opens the source. The argument is the text after ``NAME:``, or an empty string."""
 
 
 def parse_discovery(text: str) -> Discovery:
@@ -199,7 +199,7 @@ def read_member_json(path: Path, kind: type[T]) -> T:
     """Return the content of a JSON file that lists members.
 
     Raises :class:`~peerstore.errors.UnavailableError` where the file is missing or half-written, and
-    :class:`~peerstore.errors.RequestError` where its content is no such list.
+    :class:`~peerstore.errors.RequestError` where its content is not such a list.
     """
     try:
         with path.open("rb") as file:

@@ -17,7 +17,7 @@ _MOST_RANKS = 100_001
 """HyperPod's agent knows no rank beyond 100,000."""
 _MOST_DIGITS = 20
 _FINER = re.compile(r"(\.[0-9]{6})[0-9]+")
-"""What Go writes of a second, and Python does not read."""
+"""Digits after the microseconds, which Go writes and Python does not read."""
 
 
 class _PodResources(msgspec.Struct):
@@ -26,10 +26,10 @@ class _PodResources(msgspec.Struct):
 
 
 class PodResourceConfig:
-    """The file in which HyperPod's agent writes the address of every pod of the job, by rank; read each time.
+    """The addresses of a job's pods by rank, from the file that HyperPod's agent writes.
 
-    It has no names and no labels, so a node's address is its name. Pods of one node are one node. The member list is
-    unknown until the operator has sent the address of every rank.
+    Each call reads the file again. It has no names and no labels, so a node's address is its name. Pods of one node are
+    one node. The member list is unknown until the operator has sent the address of every rank.
     """
 
     def __init__(self, path: str | Path = HYPERPOD_FILE, *, port: int = DEFAULT_PEER_PORT) -> None:
