@@ -195,7 +195,7 @@ class ProcessKubelet:
             _kill(container)
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": meta["uid"]}}
         with contextlib.suppress(Refused):
-            self._kube.request("DELETE", f"{self._pods}/{meta['name']}", body)
+            self._kube.ask("DELETE", f"{self._pods}/{meta['name']}", body)
 
     def _patch(self, path: str, uid: str, body: dict[str, Any]) -> None:
         try:

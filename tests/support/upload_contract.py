@@ -243,7 +243,7 @@ class UploadContract:
             exchange.pass_on()
 
         scene.proxy.on("PUT", query="partNumber=1(&|$)", times=99).fail(abort)
-        with pytest.raises(TierUnavailableError, match=r"NoSuch(Upload|Key)"):
+        with pytest.raises(TierUnavailableError, match=r"NoSuch(Upload|Key)|404"):
             scene.upload(store)
         assert len(scene.proxy.seen("POST", query="^uploads")) == 3
 
