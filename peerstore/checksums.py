@@ -27,41 +27,13 @@ def chunk_checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def chunk_checksums(data: memoryview, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor | None = None) -> bytes:
-    """Every chunk's checksum, in order."""
-    starts = range(0, len(data), chunk_bytes)
-    if pool is None or len(data) <= _RUN_BYTES:
-        return _hash_run(data, starts, chunk_bytes)
-    step = max(1, _RUN_BYTES // chunk_bytes)
-    runs = [starts[i : i + step] for i in range(0, len(starts), step)]
-    return b"".join(pool.map(lambda run: _hash_run(data, run, chunk_bytes), runs))
-
-
-def mismatched_chunks(
-    data: memoryview,
-    expected: bytes,
-    *,
-    chunks: range | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    pool: Executor | None = None,
-) -> tuple[int, ...]:
-    """Numbers of the chunks whose bytes are not what ``expected`` says, out of ``chunks`` (all by default)."""
+def mismatched_chunks(data: memoryview, expected: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
+    """Numbers of the chunks whose bytes are not what ``expected`` says."""
     count = chunk_count(len(data), chunk_bytes)
     if len(expected) != 8 * count:
-        return tuple(range(count)) if chunks is None else tuple(chunks)
-    chunks = range(count) if chunks is None else chunks
-    step = max(1, _RUN_BYTES // chunk_bytes)
-    runs = [chunks[i : i + step] for i in range(0, len(chunks), step)]
-
-    def bad(run: range) -> list[int]:
-        got = _hash_run(data, range(run.start * chunk_bytes, run.stop * chunk_bytes, chunk_bytes), chunk_bytes)
-        want = expected[8 * run.start : 8 * run.stop]
-        if got == want:
-            return []
-        return [c for i, c in enumerate(run) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8]]
-
-    results = map(bad, runs) if pool is None or len(runs) < 2 else pool.map(bad, runs)
-    return tuple(c for found in results for c in found)
+        return tuple(range(count))
+    got = _hash_run(data, range(0, len(data), chunk_bytes), chunk_bytes)
+    return tuple(n for n in range(count) if got[8 * n : 8 * n + 8] != expected[8 * n : 8 * n + 8])
 
 
 def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor) -> bytes:

@@ -76,8 +76,6 @@ class AgentHello(msgspec.Struct, frozen=True):
     """Which arena it serves, in its answer."""
     started: str = ""
     """Which start of the agent it is, in its answer."""
-    heeds_deadlines: bool = False
-    """Whether the server takes requests that say how long they are waited for, in its answer."""
     refused: str = ""
     """Why the server does not go on, in its answer."""
 

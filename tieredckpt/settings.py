@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -311,7 +310,6 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
         tree["enabled"] = value
         return
     section, _, rest = key.partition("_")
-    rest = _present_name(section, rest)
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
         known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
         problems.append(
@@ -323,15 +321,6 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
     part = tree[section]
     if isinstance(part, dict):
         part[rest] = _pairs(name, value, problems) if rest == "options" else value
-
-
-def _present_name(section: str, key: str) -> str:
-    """What a setting is called now, where it was called ``key`` in an earlier release."""
-    name = _RENAMED.get((section, key))
-    if name is None:
-        return key
-    warnings.warn(f"{section}.{key} is called {section}.{name} now", DeprecationWarning, stacklevel=2)
-    return name
 
 
 def _pairs(name: str, text: str, problems: list[str]) -> dict[str, str]:
@@ -365,8 +354,7 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
         problems.append(f"{name}: expected keys and values, found {type(tree).__name__}")
         return kind()
     values: dict[str, Any] = {}
-    for given, value in tree.items():
-        key = _present_name(name, given)
+    for key, value in tree.items():
         if key not in _SECTIONS[name]:
             problems.append(f"{name}.{key}: no such key; known are {', '.join(_SECTIONS[name])}")
         else:
@@ -525,8 +513,6 @@ _SECTION_TYPES: dict[str, Any] = {
     "peer": PeerSettings,
     "durable": DurableSettings,
 }
-_RENAMED = {("memory", "quarantine_after"): "avoid_after"}
-"""What settings were called until the next release."""
 _SECTIONS: dict[str, dict[str, Any]] = {name: get_type_hints(kind) for name, kind in _SECTION_TYPES.items()}
 
 

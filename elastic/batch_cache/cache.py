@@ -303,18 +303,6 @@ def _mapped(fd: int, size_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, size_bytes, flags, access)
 
 
-CRASH_POINTS = (
-    "prepared.claimed",
-    "prepared.encoded",
-    "prepared.reserved",
-    "prepared.half",
-    "prepared.written",
-    "prepared.published",
-    "prepared.gave-up",
-)
-"""Where a test can have a process killed that makes a batch (see :mod:`peerstore.failpoints`)."""
-
-
 class _Refusal(NamedTuple):
     """A batch that had no room, and how things were then."""
 

@@ -176,11 +176,7 @@ class BatchPlan:
             weight=samples / self.global_batch,
         )
 
-    def microbatch_of(self, id: int) -> PlannedMicrobatch:  # noqa: A002 - what it is called everywhere
-        """The microbatch of this id, whoever has it."""
-        return self._microbatch(self.rank_of_microbatch(id), id)
-
-    def rank_of_microbatch(self, id: int) -> int:  # noqa: A002
+    def rank_of_microbatch(self, id: int) -> int:  # noqa: A002 - what it is called everywhere
         self._check_place("microbatch", id, self.microbatch_count, "microbatch_count")
         return _whose(self.microbatch_count, self.world_size, id)
 

@@ -82,7 +82,7 @@ class SqrtLRRule:
 
 @dataclass(frozen=True)
 class AdamSqrtLRRule:
-    """With the root of the batch, betas and epsilon with it: :class:`~elastic.batch_scaling.lr_rules.ScaledAdam`."""
+    """Scale the learning rate with the root of the batch, and betas and epsilon with it (see the module)."""
 
     base_batch: int
 
@@ -119,26 +119,6 @@ class LRTable:
 
 
 _ROUNDING = 1e-12
-
-
-@dataclass(frozen=True)
-class ScaledAdam:
-    """Adam's numbers for one batch."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    def for_batch_ratio(self, kappa: float) -> ScaledAdam:
-        """The same for a batch ``kappa`` times as large; or PolicyError that says how large it may be."""
-        root = math.sqrt(validated_kappa(kappa))
-        return ScaledAdam(
-            self.lr * root,
-            scaled_beta("beta1", self.beta1, kappa),
-            scaled_beta("beta2", self.beta2, kappa),
-            self.eps / root,
-        )
 
 
 def validated_kappa(kappa: float) -> float:

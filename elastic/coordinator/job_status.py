@@ -186,7 +186,7 @@ def _matters(before: WorldState, event: world_state.WorldEvent, *, breaks: bool)
 
 def _asker(event: world_state.WorldEvent) -> str:
     kinds = {type(one) for one in _single(event)}
-    if kinds & {world_state.NodesPreempted, world_state.CapacityOffered}:
+    if world_state.NodesPreempted in kinds:
         return "cluster"
     if kinds & {world_state.ResizeRequested, world_state.JobStopRequested}:
         return "person"

@@ -134,14 +134,10 @@ class WorldReconciler:
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
-    def handle_status(self, says: NodeStatus, now: float) -> str:
-        """A node's report, and what follows from it. The answer is why it is refused, or ""."""
-        refused = self.record_status(says, now)
-        self.reconcile(now)
-        return refused
-
     def record_status(self, says: NodeStatus, now: float) -> str:
-        """A node's report; what came in together is decided on together, by ``reconcile``."""
+        """A node's report; what came in together is decided on together, by ``reconcile``. The answer is why it is
+        refused, or "".
+        """
         if self._epoch_of(says) > max(self.world.epoch, 0) + MAX_EPOCH_LEAD:
             return f"it speaks of world {self._epoch_of(says)}, and this job is in world {self.world.epoch}"
         seen = self.nodes.get(says.node)

@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, RankLocation
-from peerstore.message_codec import from_json
 from peerstore.server.agent_launcher import signal_agent
 from peerstore.settings import AgentPaths
 from tieredckpt.event_log import event_log_from_environ, event_types
@@ -58,15 +57,6 @@ class InjectionRecord:
 
     def is_done(self, name: str) -> bool:
         return (self.folder / name).exists()
-
-    def injected_faults(self) -> list[InjectedFault]:
-        """In order. One that is just being written is left out."""
-        found = []
-        with contextlib.suppress(FileNotFoundError):
-            for path in self.folder.iterdir():
-                with contextlib.suppress(OSError, msgspec.MsgspecError):
-                    found.append(from_json(path.read_bytes(), InjectedFault))
-        return sorted(found, key=lambda one: one.injected_at)
 
     def job_started_at(self) -> float:
         """When the first process of the job looked, by the wall clock."""

@@ -72,14 +72,10 @@ class InjectionPhase(enum.Enum):
         return self in (InjectionPhase.RESTORE, InjectionPhase.RECOVERY)
 
 
-HANG_KINDS = frozenset({InjectionKind.SIGSTOP, InjectionKind.HOLD_GIL, InjectionKind.HANG})
-"""Kinds that nobody notices but by nothing happening."""
 SUPERVISOR_KINDS = frozenset(
     {InjectionKind.SIGKILL, InjectionKind.SIGSTOP, InjectionKind.NODE, InjectionKind.AGENT, InjectionKind.PARTITION}
 )
 """Kinds that a supervisor can carry out, whatever its rank is doing."""
-NON_FATAL_KINDS = frozenset({InjectionKind.AGENT, InjectionKind.SLOW})
-"""Kinds that no world has to end for."""
 NAN_PHASES = (InjectionPhase.FORWARD, InjectionPhase.BACKWARD, InjectionPhase.ALLREDUCE)
 """Later than these a number that is none goes into the state, and nothing that is done later finds it."""
 

@@ -42,38 +42,24 @@ class SampleAudit:
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, SampleSum]] = {}
-        self._folded: dict[int, SampleSum] = {}
-        self._folded_steps = 0
 
     def record(self, step: int, epochs: I64, indices: I64) -> None:
         """This rank's samples of a step; what was recorded of it before is replaced: it was undone."""
-        if step < self._folded_steps:
-            raise ValueError(f"step {step} is folded, and cannot be recorded again")
         sums = {int(epoch): sample_sum(indices[epochs == epoch]) for epoch in np.unique(epochs)}
         self._steps[step] = sums
 
     def rewind(self, step: int) -> None:
         """The job went back to where so many steps were committed: later ones did not happen."""
-        if step < self._folded_steps:
-            raise ValueError(f"steps before {self._folded_steps} are folded, and cannot be undone")
         self._steps = {number: sums for number, sums in self._steps.items() if number < step}
-
-    def fold(self, step: int) -> None:
-        """Steps before this one are for good: keep their sum alone."""
-        for number in [number for number in self._steps if number < step]:
-            _add(self._folded, self._steps.pop(number))
-        self._folded_steps = max(self._folded_steps, step)
 
     def merge(self, other: SampleAudit) -> None:
         """Add what another rank had of the same steps."""
         for number, sums in other._steps.items():
             _add(self._steps.setdefault(number, {}), sums)
-        _add(self._folded, other._folded)
-        self._folded_steps = max(self._folded_steps, other._folded_steps)
 
     def verify(self, course: SampleSchedule, cursor: int) -> list[str]:
         """What is wrong with the samples of all ranks up to this cursor, by data epoch; nothing if each came once."""
-        found: dict[int, SampleSum] = dict(self._folded)
+        found: dict[int, SampleSum] = {}
         for sums in self._steps.values():
             _add(found, sums)
         wanted = {
@@ -93,18 +79,12 @@ class SampleAudit:
 
     def state(self) -> dict[str, Any]:
         """To send to another rank, as JSON or with a checkpoint."""
-        return {
-            "steps": [[step, *_rows(sums)] for step, sums in self._steps.items()],
-            "folded": _rows(self._folded),
-            "folded_steps": self._folded_steps,
-        }
+        return {"steps": [[step, *_rows(sums)] for step, sums in self._steps.items()]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SampleAudit:
         made = cls()
         made._steps = {step: _sums(rows) for step, *rows in state["steps"]}
-        made._folded = _sums(state["folded"])
-        made._folded_steps = state["folded_steps"]
         return made
 
 

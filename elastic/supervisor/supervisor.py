@@ -96,8 +96,6 @@ class SupervisorSettings:
     heartbeat_s: float = 1.0
     coordinator_timeout_s: float = 600.0
     """How long ranks go on without a coordinator."""
-    keeps_agent: bool = False
-    """The supervisor starts the node's agent where none is there."""
     environ: Mapping[str, str] = field(default_factory=dict)
     candidate: Callable[[int], Sequence[str]] | None = None
     """Where ``coordinator`` is a URL of where it is noted who leads: the command of a coordinator that may, if it is to

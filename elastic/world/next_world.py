@@ -18,13 +18,11 @@ from elastic.world import world_transition
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
     BreakWorld,
-    CapacityOffered,
     EventBatch,
     FinishJob,
     HangDetected,
     JobStopRequested,
     NodeFinished,
-    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -233,17 +231,6 @@ def _hang(turn: WorldTransition, event: HangDetected) -> None:
         _replace(turn, event.node, event.local_rank, member.spawn_count)
 
 
-def _offender(turn: WorldTransition, event: NodeFlagged) -> None:
-    turn.update(flagged_nodes=turn.world.flagged_nodes | {event.node})
-
-
-def _offered(turn: WorldTransition, event: CapacityOffered) -> None:
-    taken = min(event.nodes, turn.max_nodes - len(world_transition.available_members(turn.world)))
-    if taken > 0:
-        turn.emit(RequestNodes(taken, "offered"))
-        turn.update(requested_nodes=max(turn.world.requested_nodes, taken))
-
-
 def _asked_back(turn: WorldTransition, event: NodesPreempted) -> None:
     for node in event.nodes:
         member = turn.world.members.get(node)
@@ -289,8 +276,6 @@ _HANDLERS: dict[type, Callable[[WorldTransition, Any], None]] = {
     RankLost: _rank_lost,
     RankFault: _rank_fault,
     HangDetected: _hang,
-    NodeFlagged: _offender,
-    CapacityOffered: _offered,
     NodesPreempted: _asked_back,
     ResizeRequested: _resize_asked,
     JobStopRequested: _stop_asked,

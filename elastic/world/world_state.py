@@ -172,8 +172,6 @@ class WorldState(
     has_respawned: bool = False
     """Processes were replaced for the next world."""
     node_faults: tuple[NodeFault, ...] = ()
-    flagged_nodes: frozenset[str] = frozenset()
-    """Offenders that somebody outside has named."""
 
     next_tick_s: float | None = None
     """When it next wants a tick, if nothing happens before."""
@@ -289,19 +287,6 @@ class HangDetected(_Event, frozen=True):
     local_rank: int = -1
 
 
-class NodeFlagged(_Event, frozen=True):
-    """Somebody outside (a health check) says that this node had better be avoided."""
-
-    node: str
-    reason: str
-
-
-class CapacityOffered(_Event, frozen=True):
-    """The cluster has nodes to give. They come, as :class:`NodeJoined`, when they are accepted."""
-
-    nodes: int
-
-
 class NodesPreempted(_Event, frozen=True):
     """The cluster wants these nodes back."""
 
@@ -351,8 +336,6 @@ WorldEvent: TypeAlias = (
     | RankLost
     | RankFault
     | HangDetected
-    | NodeFlagged
-    | CapacityOffered
     | NodesPreempted
     | ResizeRequested
     | JobStopRequested
@@ -478,7 +461,7 @@ class ReleaseNode(_Action, frozen=True):
 
 
 class RequestNodes(_Action, frozen=True):
-    """The job could use so many nodes more; an offer is accepted by this, too."""
+    """Ask the cluster for this many more nodes."""
 
     nodes: int
     reason: str

@@ -310,20 +310,16 @@ def recent_faults(offences: tuple[NodeFault, ...], policy: ScalingPolicy, now_s:
 
 
 def avoided_nodes(world: WorldState, policy: ScalingPolicy, now_s: float) -> frozenset[str]:
-    """Nodes that get no rank as long as others can be had: the worst of them, and those somebody outside has named."""
+    """Return the nodes that get no rank while other nodes are available: those with the most recent faults."""
     if not world.node_faults:
-        return world.flagged_nodes
+        return frozenset()
     counts = Counter(offence.node for offence in recent_faults(world.node_faults, policy, now_s))
     latest = {offence.node: offence.at_s for offence in world.node_faults}
     worst = sorted(
-        (
-            node
-            for node, count in counts.items()
-            if count >= policy.repeat_offender_faults and node not in world.flagged_nodes
-        ),
+        (node for node, count in counts.items() if count >= policy.repeat_offender_faults),
         key=lambda node: (-counts[node], -latest[node], node),
     )
-    return world.flagged_nodes.union(worst[: policy.max_num_repeat_offenders_to_avoid])
+    return frozenset(worst[: policy.max_num_repeat_offenders_to_avoid])
 
 
 def exceeded_restart_limit(world: WorldState, policy: ScalingPolicy) -> str:

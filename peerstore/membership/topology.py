@@ -318,10 +318,6 @@ class DelegateCandidates:
         """The next lookout; ``None`` when nobody else is asked."""
         return next(self._next, None)
 
-    def stop(self) -> None:
-        """Nobody there is any use as a lookout."""
-        self._next = iter(())
-
     def _lookouts(self) -> Iterator[str]:
         asked = 0
         for node in self.members:

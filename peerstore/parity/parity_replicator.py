@@ -118,8 +118,6 @@ class ParityReplicator:
         self.path_monitor = PathMonitor()
         """Parities are made of what is read, not sent: nothing is measured here."""
         self.in_flight: tuple[ReplicationTask, int] | None = None
-        self.rebuilt = 0
-        """Lost shards that this node has made again."""
         self._thread = threading.Thread(target=self._run, name="peerstore-share", daemon=True)
 
     def start(self) -> None:
@@ -251,7 +249,7 @@ class ParityReplicator:
                 key = ShardKey(
                     self._job, note.group.version, note.group.epoch, note.group.incarnation, note.group.attempt, part
                 )
-                self.confirm_holder(key, sender, note.life or self._membership.generation_of(sender))
+                self.confirm_holder(key, sender, note.life)
             self.wake()
         return self._keeping.status_for(sender, note.group, note.members)
 
@@ -389,7 +387,6 @@ class ParityReplicator:
             self.totals.errors += 1
             log.warning("job %s: %s, lost with %s, was not rebuilt: %s", self._job, key, lost.member, error)
             return False
-        self.rebuilt += 1
         with self._changed:
             self._changed.notify_all()
         return True

@@ -117,7 +117,7 @@ class ParityStore:
             raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
         if sender not in note.members:
             raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
-        told = _Told(note.members, dict(note.parts), note.life or self._membership.generation_of(sender))
+        told = _Told(note.members, dict(note.parts), note.life)
         with self._lock:
             versions = self._told[sender]
             before = versions.get(note.group)

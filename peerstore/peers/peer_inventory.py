@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from peerstore import message_codec
-from peerstore.errors import PeerRefusedError, PeerStoreError, ProtocolError, RequestError
+from peerstore.errors import PeerStoreError, ProtocolError
 from peerstore.membership.topology import PARTITION_MIN_NODES, DelegateCandidates, MemberList, NodePartitions
 from peerstore.peers.heartbeat_loop import HeartbeatLoop
 from peerstore.peers.peer_messages import (
@@ -324,9 +324,7 @@ class _DelegateRound:
     def _hear(self, number: int, future: Future[PartitionInventory]) -> None:
         try:
             self._answers[number] = future.result()
-        except (PeerStoreError, OSError, CancelledError) as error:
-            if _knows_nothing_of_it(error):
-                self._errands[number].stop()
+        except (PeerStoreError, OSError, CancelledError):
             self._ask_next(number)
             return
         self._late_at.pop(number, None)
@@ -337,11 +335,6 @@ class _DelegateRound:
         for future in list(futures):
             future.cancel()
             del self._asked[future]
-
-
-def _knows_nothing_of_it(error: Exception) -> bool:
-    """An agent of an older version: the others of its district are likely to be as old."""
-    return isinstance(error, RequestError) and not isinstance(error, ProtocolError | PeerRefusedError)
 
 
 def _said(answer: PartitionInventory, node: str) -> InventoryOrError:

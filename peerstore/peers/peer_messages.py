@@ -107,8 +107,8 @@ class StripeReport(msgspec.Struct, frozen=True):
     members: tuple[str, ...]
     parts: dict[int, int]
     """Number of the stripe -> part."""
-    life: int = 0
-    """Which of its lives the sender is in: one that starts again may have lost them. 0: it does not say."""
+    life: int
+    """Which of its lives the sender is in: one that starts again may have lost them."""
 
 
 class ParityStatus(msgspec.Struct, frozen=True):
@@ -258,11 +258,3 @@ class IndirectPing(msgspec.Struct, frozen=True):
 
 class GetMemberList(msgspec.Struct, frozen=True):
     """Who belongs to the job, as far as the other node knows?"""
-
-
-class VersionReplicated(msgspec.Struct, frozen=True):
-    """Every part of this version has its copies: what is older may be given up. For agents of a release that does not
-    know :class:`~peerstore.commit_protocol.CommitDecision`.
-    """
-
-    group: VersionId

@@ -228,7 +228,6 @@ class ReplicaReceiver:
         self._transfers: dict[str, _Transfer] = {}
         self._maps: dict[str, FileMapping] = {}
         """Slots stay mapped: the next copy into one then finds its pages there."""
-        self.reused_bytes = 0
         self.damaged_chunks = 0
 
     def handle_offer(self, job: str, sender: str, offer: OfferReplica) -> OfferReply:
@@ -310,8 +309,8 @@ class ReplicaReceiver:
         try:
             for number, at in wanted:
                 chunk = transfer.chunk(number)
-                if os.preadv(fd, [chunk], at * record.chunk_bytes) == len(chunk) and transfer.take(number):
-                    self.reused_bytes += len(chunk)
+                if os.preadv(fd, [chunk], at * record.chunk_bytes) == len(chunk):
+                    transfer.take(number)
         except OSError as error:  # what could not be read is sent
             log.debug("%s: nothing more is taken over from an older version: %s", record.key, error)
 
@@ -374,11 +373,6 @@ class ReplicaReceiver:
         with self._lock:
             transfer = self._transfers.get(name)
         return transfer if transfer is not None and transfer.sender == sender else None
-
-    @property
-    def open_transfers(self) -> int:
-        with self._lock:
-            return len(self._transfers)
 
     def close(self) -> None:
         with self._lock:

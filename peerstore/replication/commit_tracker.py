@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from peerstore.commit_protocol import CommitDecision, CommitReports, PartsReport, broadcast_targets, commit_leader
-from peerstore.errors import PeerStoreError, RequestError
+from peerstore.errors import PeerStoreError
 from peerstore.failpoints import failpoint
 from peerstore.peers.heartbeat_loop import HeartbeatLoop
-from peerstore.peers.peer_messages import VersionReplicated
 from peerstore.store.node_store import NodeStore
 
 log = logging.getLogger(__name__)
@@ -142,11 +141,7 @@ class CommitTracker:
         with self._announcing:
             found = self._undelivered.pop(node)  # all that was decided while it waited for its turn
         try:
-            try:
-                self._say(node, "decided", found)
-            except RequestError:  # an agent of a release that knows no more than what is settled
-                if found.settled is not None:
-                    self._say(node, "settled", VersionReplicated(found.settled))
+            self._say(node, "decided", found)
         except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
             log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
 

@@ -28,7 +28,6 @@ that comes or goes changes at most one cell on each level between its leaf and t
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -53,18 +52,6 @@ class ReplicaPlacement:
     """For each node, the nodes that keep copies of its shards, in order of preference."""
 
     partners: Mapping[NodeId, tuple[NodeId, ...]]
-
-    @functools.cached_property
-    def _kept(self) -> Mapping[NodeId, tuple[NodeId, ...]]:
-        kept: dict[NodeId, list[NodeId]] = defaultdict(list)
-        for node in sorted(self.partners):
-            for partner in self.partners[node]:
-                kept[partner].append(node)
-        return {node: tuple(kept[node]) for node in self.partners}
-
-    def replicas_on(self, node: NodeId) -> tuple[NodeId, ...]:
-        """Whose copies ``node`` keeps."""
-        return self._kept[node]
 
     def copysets(self) -> frozenset[frozenset[NodeId]]:
         """The sets of nodes that hold all copies of some shard: losing all of one at once loses that shard."""

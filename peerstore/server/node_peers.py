@@ -146,12 +146,6 @@ class NodePeers(StoreListener):
     def node_id(self) -> NodeId:
         return self._identity.node
 
-    @property
-    def listen_address(self) -> str:
-        """Where this node listens, or nothing."""
-        with self._lock:
-            return self._listener.address if self._listener is not None else ""
-
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def job_peers(self, job: str) -> JobPeers | None:

@@ -44,7 +44,6 @@ from peerstore.peers.peer_messages import (
     UpdateHolders,
     VerifyChunks,
     VersionNotDurable,
-    VersionReplicated,
 )
 from peerstore.peers.shard_server import RangeServer, ReplicaReceiver
 from peerstore.server.job_peers import JobPeers
@@ -149,10 +148,6 @@ class _PeerSession:
             "settling": (PartsReport, team.replicator.commit_tracker.handle_report),
             "dropped": (DeleteVersions, self._drop),
             "not_durable": (VersionNotDurable, self._not_durable),
-            "settled": (
-                VersionReplicated,
-                lambda a: team.replicator.commit_tracker.handle_decision(CommitDecision(a.group, a.group)),
-            ),
             "decided": (CommitDecision, team.replicator.commit_tracker.handle_decision),
         }
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from peerstore import deadlines, message_codec
 from peerstore.daemon_process import peer_credentials, trusted_users
 from peerstore.errors import (
@@ -142,7 +140,6 @@ class Client:
         self._unreachable = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._heeds_deadlines = False
         self.server_version = ""
         self.arena_id = self.start_id = ""
         self._give_back(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
@@ -290,7 +287,7 @@ class Client:
             try:
                 left_s = deadlines.remaining_s(timeout_s)
                 sock.settimeout(left_s + _GRACE_S)
-                message_codec.send_frame(sock, self._request(op, raw, left_s))
+                message_codec.send_frame(sock, AgentRequest(op, raw, left_s))
                 self._await_answer(sock, left_s + _GRACE_S)
                 response, fd = message_codec.receive_frame_with_fd(sock, AgentResponse)
                 if response is None:
@@ -317,10 +314,6 @@ class Client:
             if fd is not None:
                 os.close(fd)
             raise
-
-    def _request(self, op: str, body: msgspec.Raw, left_s: float) -> object:
-        """Agents of releases that knew no deadlines take requests without."""
-        return AgentRequest(op, body, left_s) if self._heeds_deadlines else (op, body)
 
     def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
         """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced, where
@@ -356,7 +349,7 @@ class Client:
                 return None
             undo.callback(sock.close)
             sock.settimeout(timeout_s)
-            message_codec.send_frame(sock, self._request(op, message_codec.encode_raw_message(body), timeout_s))
+            message_codec.send_frame(sock, AgentRequest(op, message_codec.encode_raw_message(body), timeout_s))
             response = message_codec.receive_frame(sock, AgentResponse)
             if response is not None:
                 undo.pop_all()
@@ -427,6 +420,5 @@ class Client:
                     f"this client {AGENT_PROTOCOL_VERSION}: use the same release for both"
                 )
             self.server_version, self.arena_id, self.start_id = answer.server, answer.arena, answer.started
-            self._heeds_deadlines = answer.heeds_deadlines
             undo.pop_all()
         return sock

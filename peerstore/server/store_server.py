@@ -199,9 +199,7 @@ class StoreServer:
         if owner is None:
             return
         arena, started = self._store.arena_id, self._store.start_id
-        message_codec.send_frame(
-            connection, AgentHello(AGENT_PROTOCOL_VERSION, job, self._version, arena, started, heeds_deadlines=True)
-        )
+        message_codec.send_frame(connection, AgentHello(AGENT_PROTOCOL_VERSION, job, self._version, arena, started))
         if job:
             self._store.client_connected(owner, job)
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from peerstore.checksums import chunk_checksums, mismatched_chunks
+from peerstore.checksums import mismatched_chunks
 from peerstore.errors import ArenaFullError
 from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.parity import parity_replicator, parity_store, stripes
@@ -21,6 +21,7 @@ from peerstore.replication.replication_policy import substitute_partners
 from peerstore.shard_records import Lease, ShardKey, ShardRecord
 from peerstore.store import crash_recovery, leases, slots
 from peerstore.store.shards import ShardSealer
+from tests.support.chunk_sums import chunk_checksums
 
 CHUNK_BYTES = 8
 CHUNKS = 3

@@ -103,8 +103,9 @@ class Node:
     def report(self, *, alone: bool = True) -> None:
         report = node_state.node_status(self.seats, self.table.now)
         self.seats.number = report.number
-        hear = self.table.desk.handle_status if alone else self.table.desk.record_status
-        assert hear(report, self.table.now) == ""
+        assert self.table.desk.record_status(report, self.table.now) == ""
+        if alone:
+            self.table.desk.reconcile(self.table.now)
 
 
 class Table:

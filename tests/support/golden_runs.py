@@ -18,12 +18,17 @@ import pytest
 
 from elastic.fault_injection import FaultPlan, InjectionKind, InjectionPhase
 from elastic.fault_injection.fault_actions import InjectionRecord
-from elastic.fault_injection.fault_spec import HANG_KINDS, INJECT_VARIABLE, NAN_PHASES, NON_FATAL_KINDS
+from elastic.fault_injection.fault_spec import INJECT_VARIABLE, NAN_PHASES
 from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
 from elastic.samples import SampleOrder
 from tests.support.elastic_runs import ROOT, Job, kill
 from tests.support.golden_training import BATCH, SAMPLES, SEED, Size
+from tests.support.injections import injected_faults
 
+HANG_KINDS = frozenset({InjectionKind.SIGSTOP, InjectionKind.HOLD_GIL, InjectionKind.HANG})
+"""Faults that only a hang timeout detects."""
+NON_FATAL_KINDS = frozenset({InjectionKind.AGENT, InjectionKind.SLOW})
+"""Faults that do not end a world."""
 TRAINER = ROOT / "tests/support/golden_training.py"
 NPROC = {"ddp": 1, "fsdp": 1, "hsdp": 2, "plain": 1}
 """Ranks of a node. Two nodes train, a third one waits."""
@@ -95,7 +100,7 @@ class Golden(Job):
         assert run.returncode == 0, self.story()
 
     def bring_back(self) -> None:
-        for one in self.record.injected_faults():
+        for one in injected_faults(self.record):
             lost = one.injection.kind is InjectionKind.NODE and one.injection.name not in self._back
             if lost and not self.pids('"type":"node"', f'"node":"{one.node}"'):
                 self._back.add(one.injection.name)
@@ -105,7 +110,7 @@ class Golden(Job):
         """What is to be read when it went wrong."""
         done = [
             f"{one.injected_at:.1f} {one.injection}: step {one.step}, rank {one.rank}"
-            for one in self.record.injected_faults()
+            for one in injected_faults(self.record)
         ]
         logs = sorted((self.folder / "logs").glob("*/*.log"), key=lambda path: path.stat().st_mtime)[-4:]
         words = "\n".join(f"== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
@@ -195,7 +200,7 @@ def assert_worlds_hold(job: Golden) -> None:
 
 
 def assert_all_happened_once(job: Golden) -> None:
-    done = [one.injection.name for one in job.record.injected_faults()]
+    done = [one.injection.name for one in injected_faults(job.record)]
     assert sorted(done) == sorted(one.name for one in job.faults.injections), job.story()
 
 

@@ -3,15 +3,15 @@
 import msgspec
 from hypothesis import strategies as st
 
-from peerstore import checksums
 from peerstore.membership.topology import NodeId
 from peerstore.parity.parity_codec import ParityRecord, Stripe, encode_parity
 from peerstore.shard_records import ShardKey, ShardRecord
+from tests.support.chunk_sums import chunk_checksums
 
 
 def shard_record(part, data, *, chunk_bytes=4, version=3, meta=b"its owner's notes"):
     key = ShardKey("job", version, 1, "i1", 0, part)
-    sums = checksums.chunk_checksums(memoryview(data), chunk_bytes=chunk_bytes)
+    sums = chunk_checksums(memoryview(data), chunk_bytes=chunk_bytes)
     return ShardRecord(key, 1 << 10, len(data), chunk_bytes, sums, meta, 1)
 
 
@@ -31,7 +31,7 @@ class Kept:
             chunks = list(encode_parity(self.stripe, keeper, self.shard_readers()))
             assert [number for number, _ in chunks] == list(range(len(chunks)))
             self.parities[keeper] = bytearray(b"".join(data for _, data in chunks))
-            sums = checksums.chunk_checksums(memoryview(self.parities[keeper]), chunk_bytes=chunk_bytes)
+            sums = chunk_checksums(memoryview(self.parities[keeper]), chunk_bytes=chunk_bytes)
             self.records[keeper] = ParityRecord(self.without_own_shard(keeper), keeper, sums)
 
     def without_own_shard(self, keeper):

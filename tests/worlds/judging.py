@@ -262,11 +262,9 @@ class Judge:
         policy = self.policy
         counts = Counter(one.node for one in world.node_faults if now_s < one.at_s + policy.eval_period_s)
         last = {one.node: one.at_s for one in world.node_faults}
-        bad = [
-            node for node in counts if counts[node] >= policy.repeat_offender_faults and node not in world.flagged_nodes
-        ]
+        bad = [node for node in counts if counts[node] >= policy.repeat_offender_faults]
         bad.sort(key=lambda node: (-counts[node], -last[node], node))
-        return {*world.flagged_nodes, *bad[: policy.max_num_repeat_offenders_to_avoid]}
+        return set(bad[: policy.max_num_repeat_offenders_to_avoid])
 
     def _offenders(self, form: FormWorld, world: WorldState, now_s: float) -> None:
         avoid = self.avoided(world, now_s)

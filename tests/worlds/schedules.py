@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import CapacityOffered, JobStopRequested, NodeFlagged, ResizeRequested
+from elastic.world.world_state import JobStopRequested, ResizeRequested
 from tests.worlds.cluster import Cluster
 from tests.worlds.supervising import State, Supervisor, Violation
 
@@ -190,11 +190,6 @@ def _take(cluster: Cluster, happening: Happening) -> None:
         cluster.take(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[happening.other // 2 % 4])
 
 
-def _offer(cluster: Cluster, happening: Happening) -> None:
-    cluster.judge.happened(fault=False)
-    cluster.post(CapacityOffered(1 + happening.one % 3))
-
-
 def _join(cluster: Cluster, happening: Happening) -> None:
     if len(cluster.machines) < 9:
         cluster.boot()
@@ -204,13 +199,6 @@ def _return(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening, up=False)
     if machine is not None:
         cluster.boot(machine.node)
-
-
-def _mark(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening)
-    if machine is not None:
-        cluster.judge.happened(fault=False)
-        cluster.post(NodeFlagged(machine.node, "its memory has errors"))
 
 
 def _resize(cluster: Cluster, happening: Happening) -> None:
@@ -251,10 +239,8 @@ KINDS: dict[str, tuple[int, Callable[[Cluster, Happening], None]]] = {
     "final": (0.3, _final),
     "mistake": (2, _mistake),
     "take": (4, _take),
-    "offer": (1, _offer),
     "join": (3, _join),
     "return": (3, _return),
-    "mark": (1, _mark),
     "resize": (1, _resize),
     "stop": (0.2, _stop),
     "forget": (1, _forget),

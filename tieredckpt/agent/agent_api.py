@@ -99,8 +99,8 @@ class StateNames(msgspec.Struct, frozen=True):
     its dots."""
     split: bool
     """False: nothing was flattened, and there are no paths."""
-    in_pieces: bytes = b""
-    """For each tensor whether several ranks have written parts of it; nothing where an earlier release answers."""
+    in_pieces: bytes
+    """For each tensor whether several ranks have written parts of it."""
 
 
 class StepSummary(msgspec.Struct, frozen=True):
@@ -440,8 +440,6 @@ LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, DURABLE_SETTINGS_BLOB, QUARANTINE_BLOB_PR
     "durable",
     "quarantine.",
 )
-PLAIN_LAYOUT, PLAIN_TABLE = "layout.", "table."
-"""As they were kept before they were compressed."""
 DAMAGED_BLOB_PREFIX = "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
@@ -523,10 +521,8 @@ class LoadStartedRequest(msgspec.Struct, frozen=True):
 class StepRestoredRequest(msgspec.Struct, frozen=True):
     job: str
     group: VersionId
-    rank: int = 0
-    """Said for agents of the last release, which count by it."""
-    goes_on: bool = True
-    """The job goes on from it; trainers of the last release say that as soon as they have loaded."""
+    goes_on: bool
+    """The job goes on from it."""
 
 
 class LoadEndedRequest(msgspec.Struct, frozen=True):

@@ -29,8 +29,6 @@ from tieredckpt.agent.agent_api import (
     DAMAGED_BLOB_PREFIX,
     DURABLE_SETTINGS_BLOB,
     LAYOUT_BLOB_PREFIX,
-    PLAIN_LAYOUT,
-    PLAIN_TABLE,
     QUARANTINE_BLOB_PREFIX,
     TABLE_BLOB_PREFIX,
     BlobPage,
@@ -154,8 +152,6 @@ class NodeAgentService(StoreListener):
         """By job: the newest protected step, how many saves were left out since, and when the first one was."""
         self._said: dict[str, tuple[bool, float]] = {}
         """By job: whether it was said last that it is unprotected, and when."""
-        for job in store.jobs():
-            self._pack_plain_blobs(job)
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-tell")
         self.drain = Drain(store, self, writer=writer)
         store.subscribe(self)
@@ -717,15 +713,6 @@ class NodeAgentService(StoreListener):
             return self.store.get_blob(job, name)
         except ShardNotFoundError:
             return None
-
-    def _pack_plain_blobs(self, job: str) -> None:
-        """What an agent of an earlier release kept, as this one and its peers look for it."""
-        kept = set(self.store.list_blobs(job))
-        for plain, packed in ((PLAIN_LAYOUT, LAYOUT_BLOB_PREFIX), (PLAIN_TABLE, TABLE_BLOB_PREFIX)):
-            for name in kept:
-                digest = name.removeprefix(plain)
-                if digest != name and packed + digest not in kept and (data := self._blob(job, name)) is not None:
-                    self.store.put_blob(job, packed + digest, pack_blob(data))
 
     def _forget_catalog(self, job: str) -> None:
         with self._opening:

@@ -18,8 +18,6 @@ from peerstore.settings import BlobAccess
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
 from tieredckpt.agent.agent_api import (
     LAYOUT_BLOB_PREFIX,
-    PLAIN_LAYOUT,
-    PLAIN_TABLE,
     TABLE_BLOB_PREFIX,
     ClusterNode,
     ClusterStatus,
@@ -88,9 +86,7 @@ _STRANGERS = 32
 """Nodes that are asked for a layout although they hold no shard that goes with it."""
 
 
-SHARED_BLOBS = BlobAccess(
-    common=(LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, PLAIN_LAYOUT, PLAIN_TABLE), own=(REGISTRY_BLOB_PREFIX,)
-)
+SHARED_BLOBS = BlobAccess(common=(LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX), own=(REGISTRY_BLOB_PREFIX,))
 """What agents may ask of each other beside shards. Settings, marks and notes of the drain are each agent's own."""
 
 

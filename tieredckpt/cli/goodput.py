@@ -37,11 +37,20 @@ _Sample = tuple[Mapping[str, str], float]
 
 def prometheus_text(found: Analysis) -> str:
     """Seconds and shares are gauges: the same ledger, read again, may say that less was productive than before."""
-    lines: list[str] = []
-    for name, help_text, samples in _families(found):
-        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
-        lines += [f"{name}{_labels({'job': found.job, **labels})} {value!r}" for labels, value in samples]
-    return "\n".join(lines) + "\n"
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import GaugeMetricFamily
+
+    class Collector:
+        def collect(self) -> Iterator[GaugeMetricFamily]:
+            for name, help_text, samples in _families(found):
+                family = GaugeMetricFamily(name, help_text)
+                for labels, value in samples:
+                    family.add_sample(name, {"job": found.job, **labels}, value)
+                yield family
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    return generate_latest(registry).decode()
 
 
 def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
@@ -86,14 +95,6 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
         ]
         if samples:
             yield f"tieredckpt_stage_{share}_seconds", f"A rank's way into a world, by stage: {share}.", samples
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:

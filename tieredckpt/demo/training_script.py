@@ -10,7 +10,6 @@ import codecs
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -144,16 +143,6 @@ def make_checkpointer(args: argparse.Namespace) -> Checkpointer | NullCheckpoint
 
 def write_event(say: TextIO, **event: Any) -> None:
     say.write(json.dumps(event) + "\n")
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events a rank has told so far; a line it died in is left out."""
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
 
 
 def main() -> None:

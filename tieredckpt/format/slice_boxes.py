@@ -158,14 +158,3 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def coalesce_ranges(ranges: Iterable[tuple[int, int]], *, gap_bytes: int = 0) -> list[tuple[int, int]]:
-    """Ranges ``[start, stop)`` in order, joined where they touch, overlap or leave less than ``gap_bytes`` between."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start - merged[-1][1] <= gap_bytes:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged

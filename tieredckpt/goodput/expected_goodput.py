@@ -6,10 +6,10 @@ A fault is of one of three kinds, by what it takes with it:
 - ``snapshot``: the newest save that is in memory is gone back to.
 - ``durable``: memory is gone as well; the newest durable save is gone back to.
 
-With one kind of faults it is the formula of :func:`goodput_formula`. :func:`expected_round_s` is the same for a job
-whose faults are of several kinds: between two durable saves the expected time that is left is linear in itself, so it
-is solved, not
-iterated. Neither knows spares, smaller worlds or waiting for a node: those are simulated (``histories.py``).
+With one kind of faults it is ``T / (M e^{R/M} (e^{(T+d)/M} - 1))`` with interval T, mean time between failures M,
+recovery R and stall d. :func:`expected_round_s` is the same for a job whose faults are of several kinds: between two
+durable saves the expected time that is left is linear in itself, so it is solved, not iterated. Neither knows spares,
+smaller worlds or waiting for a node: those are simulated (``monte_carlo.py``).
 
 A short interval pays many stalls, a long one repeats much work after a fault; between them goodput has one top.
 """
@@ -121,15 +121,6 @@ class CheckpointScheme:
 def restart_scheme(interval_s: float, stall_s: float, recovery_s: float) -> CheckpointScheme:
     """Every fault ends all processes; they start again and load the newest checkpoint."""
     return CheckpointScheme(interval_s, stall_s, FaultCost(1.0, recovery_s))
-
-
-def goodput_formula(*, mtbf_s: float, interval_s: float, stall_s: float, recovery_s: float) -> float:
-    """``T / (M e^{R/M} (e^{(T+d)/M} - 1))``: the share of time that is work that stays."""
-    try:
-        spent = mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((interval_s + stall_s) / mtbf_s)
-    except OverflowError:
-        return 0.0
-    return interval_s / spent
 
 
 def longest_recovery_s(mtbf_s: float, wanted: float) -> float:

@@ -22,7 +22,6 @@ from peerstore.errors import (
     FencedError,
     LeaseLostError,
     PeerStoreError,
-    RequestError,
     ShardNotFoundError,
 )
 from peerstore.failpoints import failpoint
@@ -281,8 +280,6 @@ class Session:
         for number, (group, part) in enumerate(unsaid):
             try:
                 self.agent.store.abort_part(self.job, group, part)
-            except RequestError as error:  # an agent of an earlier release
-                log.debug("%s: the node agent does not take what was left out: %s", self.job, error)
             except PeerStoreError as error:
                 log.warning(
                     "%s: the node agent has not heard that step %d was left out: %s", *(self.job, group.version, error)

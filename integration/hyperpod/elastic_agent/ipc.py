@@ -198,7 +198,7 @@ class AgentConnection:
             early, self._unclaimed = self._unclaimed, collections.deque()
             for message in early:
                 self._deliver(message)
-        channel.send("init")
+        channel.send(MSG_INIT)
         return channel
 
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> None:

@@ -64,8 +64,8 @@ def test_the_same_as_json(cli, logs):
 def test_the_same_for_prometheus(cli, logs):
     said = cli("goodput", logs, "--prometheus")
     assert 'tieredckpt_ettr_ratio{job="job"} 0.625\n' in said.out
-    assert 'tieredckpt_job_seconds{job="job",category="lost"} 1.5\n' in said.out
-    assert 'tieredckpt_stage_p99_seconds{job="job",category="recovery",stage="groups"} 2.0\n' in said.out
+    assert 'tieredckpt_job_seconds{category="lost",job="job"} 1.5\n' in said.out
+    assert 'tieredckpt_stage_p99_seconds{category="recovery",job="job",stage="groups"} 2.0\n' in said.out
 
 
 def test_what_prometheus_reads_is_what_was_written():

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from elastic.fault_injection import FaultPlan, InjectionKind
-from elastic.fault_injection.fault_spec import NON_FATAL_KINDS
 from tests.support.golden_runs import (
     GAP,
+    NON_FATAL_KINDS,
     assert_all_happened_once,
     assert_same_bits,
     assert_worlds_hold,

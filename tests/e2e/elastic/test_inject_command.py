@@ -6,6 +6,7 @@ import pytest
 
 from elastic.fault_injection import FaultPlan, InjectionPhase
 from tests.support.golden_runs import golden  # noqa: F401 - a fixture
+from tests.support.injections import injected_faults
 from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +20,7 @@ def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noq
 
     def happened(name: str):
         return until(
-            lambda: next((one for one in job.record.injected_faults() if one.injection.name == name), None), name
+            lambda: next((one for one in injected_faults(job.record) if one.injection.name == name), None), name
         )
 
     until(lambda: job.lines("step"), "the first step")

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from elastic.batch_cache.cache import CRASH_POINTS
 from peerstore.daemon_process import process_start_time
 from tests.support.crashes import crash_at
 from tests.support.preparing import (
@@ -26,6 +25,16 @@ from tests.support.preparing import (
 
 pytestmark = pytest.mark.e2e
 
+CRASH_POINTS = (
+    "prepared.claimed",
+    "prepared.encoded",
+    "prepared.reserved",
+    "prepared.half",
+    "prepared.written",
+    "prepared.published",
+    "prepared.gave-up",
+)
+"""Failpoints of :mod:`elastic.batch_cache` in the process that prepares a batch."""
 _BATCHES = 20
 _FIVE_BATCHES = 5 * 8200
 

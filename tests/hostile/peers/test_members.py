@@ -43,6 +43,7 @@ from peerstore.peers.peer_messages import (
 )
 from peerstore.shard_records import CHUNK_BYTES, ResumePoint, ShardRecord, VersionId
 from peerstore.transport.authentication import authenticate_to_server
+from tests.support.chunk_sums import chunk_checksums
 from tests.support.neighbours import JOB, SECRET, Neighbours, until
 from tests.support.stores import MIB, content, key, load
 from tieredckpt.agent.agent_api import (
@@ -85,7 +86,7 @@ def line(nodes):
 
 @contextlib.contextmanager
 def connected(nodes, *, me="n1", job=JOB, secret=SECRET, via="n1"):
-    channel = nodes.network.transport(via).connect(nodes["n2"].neighbourhood.listen_address)
+    channel = nodes.network.transport(via).connect(nodes["n2"].neighbourhood._listener.address)
     with contextlib.closing(PeerConnection(channel)) as line:
         authenticate_to_server(channel, job=job, me=me, secret=secret)
         yield line
@@ -94,7 +95,7 @@ def connected(nodes, *, me="n1", job=JOB, secret=SECRET, via="n1"):
 def record_of(of=None, size_bytes=SIZE, **changes):
     of = of or key(2)
     data = content(of, size_bytes)
-    sums = checksums.chunk_checksums(memoryview(data))
+    sums = chunk_checksums(memoryview(data))
     record = ShardRecord(of, 2, size_bytes, CHUNK_BYTES, sums, b"", 0)
     return msgspec.structs.replace(record, **changes)
 
@@ -130,7 +131,7 @@ def lives_on(nodes):
         line.call("commit", CommitReplica(wanted.transfer), type(None))
     assert n2.is_good(HERE)
     assert n2.is_good(key(77, 1))
-    until(lambda: n2.neighbourhood.server.replica_receiver.open_transfers == 0, "no transfer is left")
+    until(lambda: not n2.neighbourhood.server.replica_receiver._transfers, "no transfer is left")
     until(lambda: n2.store.status().arena.leases == 0, "no slot is held")
 
 

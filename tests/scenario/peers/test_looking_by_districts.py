@@ -6,7 +6,7 @@ import threading
 import msgspec
 import pytest
 
-from peerstore.errors import PeerStoreError, ProtocolError, RequestError, UnavailableError
+from peerstore.errors import PeerStoreError, ProtocolError, UnavailableError
 from peerstore.membership.swim import MembershipSettings
 from peerstore.membership.topology import MAX_DELEGATES, NodePartitions
 from peerstore.peers.peer_messages import (
@@ -204,19 +204,6 @@ def test_where_no_lookout_answers_everybody_is_asked(nodes):
         answers_with(nodes, name, refuse)
     sees_everything(nodes)
     assert len(asked) == min(MAX_DELEGATES, len(FAR))
-
-
-def test_an_agent_that_does_not_know_the_question_is_not_asked_by_way_of_others_of_its_age(nodes):
-    asked = []
-
-    def refuse(names, _honest):
-        asked.append(names)
-        raise RequestError("this agent (0.0.9) has no 'look_for'")
-
-    for name in FAR:
-        answers_with(nodes, name, refuse)
-    sees_everything(nodes)
-    assert len(asked) == 1
 
 
 def test_those_that_a_lookout_does_not_reach_are_asked_once_more(nodes):

@@ -119,10 +119,14 @@ def test_nobody_else_has_a_share():
         (plan.for_rank, -1),
         (plan.rank_of_sample, 10),
         (plan.rank_of_microbatch, 8),
-        (plan.microbatch_of, -1),
+        (plan.rank_of_microbatch, -1),
     ):
         with pytest.raises(PolicyError, match="counted from 0"):
             call(place)
+
+
+def microbatches(plan):
+    return [microbatch for rank in range(plan.world_size) for microbatch in plan.for_rank(rank).microbatches]
 
 
 @st.composite
@@ -141,7 +145,6 @@ def test_every_sample_is_computed_once_and_in_order(plan):
         for microbatch in share.microbatches:
             assert microbatch == PlannedMicrobatch(ids, samples, microbatch.samples)
             assert microbatch.samples >= 1
-            assert plan.microbatch_of(ids) == microbatch
             assert plan.rank_of_microbatch(ids) == share.rank
             assert {plan.rank_of_sample(samples + n) for n in range(microbatch.samples)} == {share.rank}
             samples, ids = samples + microbatch.samples, ids + 1
@@ -170,7 +173,7 @@ def test_no_rank_has_more_to_do_than_must_be(plan):
     if plan.microbatch is not None:
         counts = [len(share.microbatches) for share in shares]
         assert max(counts) - min(counts) <= 1
-        assert all(plan.microbatch_of(n).samples == plan.microbatch for n in range(plan.microbatch_count - 1))
+        assert all(microbatch.samples == plan.microbatch for microbatch in microbatches(plan)[:-1])
         return
     assert plan.max_rank_samples - plan.min_rank_samples <= 1
     fewest = -(-plan.max_rank_samples // (plan.max_microbatch or plan.max_rank_samples))
@@ -185,9 +188,7 @@ def test_no_rank_has_more_to_do_than_must_be(plan):
 def test_fixed_microbatches_do_not_know_the_world(batch, size, world, other):
     one, two = (BatchPlan(batch, n, microbatch=size, allow_idle=True) for n in (world, other))
     assert one.microbatch_count == two.microbatch_count
-    assert [one.microbatch_of(n) for n in range(one.microbatch_count)] == [
-        two.microbatch_of(n) for n in range(two.microbatch_count)
-    ]
+    assert microbatches(one) == microbatches(two)
 
 
 @given(SIZES, st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 16))
@@ -221,7 +222,8 @@ def test_a_hundred_thousand_ranks_cost_no_more_than_one(fixed):
     last = plan.for_rank(world - 1)
     assert last.first + last.samples == plan.global_batch
     assert plan.rank_of_sample(plan.global_batch - 1) == world - 1
-    assert plan.microbatch_of(plan.microbatch_count - 1) == last.microbatches[-1]
+    assert plan.rank_of_microbatch(plan.microbatch_count - 1) == world - 1
+    assert last.microbatches[-1].id == plan.microbatch_count - 1
     assert sum(quota.ranks * quota.samples for quota in plan.quotas) == plan.global_batch
     assert sum(quota.ranks for quota in plan.quotas) == world
 

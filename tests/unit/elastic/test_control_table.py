@@ -145,7 +145,7 @@ def test_an_older_supervisor_of_a_node_is_refused():
     old = node_status(table.nodes["n0"].seats, table.now)
     table.nodes["n0"].seats.generation = table.new_life()
     table.deliver(0)
-    assert "newer supervisor" in table.desk.handle_status(old, table.now)
+    assert "newer supervisor" in table.desk.record_status(old, table.now)
 
 
 def test_a_report_that_comes_again_changes_nothing():
@@ -154,7 +154,8 @@ def test_a_report_that_comes_again_changes_nothing():
     world = table.desk.world
     again = node_status(table.nodes["n0"].seats, table.now)
     for _ in range(3):
-        table.desk.handle_status(again, table.now)
+        table.desk.record_status(again, table.now)
+        table.desk.reconcile(table.now)
     assert table.desk.world == world
 
 

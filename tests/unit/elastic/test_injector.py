@@ -11,6 +11,7 @@ from elastic.fault_injection import FaultInjection, FaultPlan, InjectionKind, In
 from elastic.fault_injection.fault_actions import InjectedFaultError, InjectionRecord, injected_here
 from elastic.fault_injection.fault_spec import RankLocation
 from elastic.fault_injection.injector import FaultInjector
+from tests.support.injections import injected_faults
 
 
 @dataclass
@@ -89,9 +90,7 @@ def test_recovery_is_the_way_into_a_world_after_a_fault(tmp_path):
     with pytest.raises(InjectedFaultError):
         one.enter_world(Somewhere(rank=0, restarts=2, epoch=3))
     one.enter_world(Somewhere(rank=0, restarts=3, epoch=4))
-    assert [happened.epoch for happened in InjectionRecord(tmp_path).injected_faults() if happened.injection.then] == [
-        3
-    ]
+    assert [happened.epoch for happened in injected_faults(InjectionRecord(tmp_path)) if happened.injection.then] == [3]
 
 
 def test_time_is_the_jobs_and_not_that_of_a_process_of_it(tmp_path):
@@ -142,10 +141,10 @@ def test_what_is_added_while_it_runs_is_known_once(tmp_path):
 
 def test_the_record_forgets_only_when_it_is_told_to(tmp_path):
     record = InjectionRecord(tmp_path)
-    assert record.injected_faults() == []
+    assert injected_faults(record) == []
     fault = injected_here(FaultInjection(kind=InjectionKind.OOM, rank=0, name="a"), RankLocation(0, "n0", 0))
     assert [record.claim(fault), record.claim(fault)] == [True, False]
     (record.folder / "torn").write_bytes(b'{"inj')
-    assert record.injected_faults() == [fault]
+    assert injected_faults(record) == [fault]
     record.clear()
     assert not record.is_done("a")

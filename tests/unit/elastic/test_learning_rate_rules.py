@@ -19,10 +19,11 @@ from elastic.batch_scaling.lr_rules import (
     LRScale,
     LRTable,
     Rewarmup,
-    ScaledAdam,
     SqrtLRRule,
     WarmupRamp,
     lr_factor,
+    scaled_beta,
+    validated_kappa,
 )
 from elastic.errors import PolicyError
 
@@ -98,58 +99,44 @@ def test_tables_that_are_none(rates, base, named):
     assert named in str(wrong.value)
 
 
-def test_adam_for_four_times_the_batch():
-    scaled = ScaledAdam(1e-3).for_batch_ratio(4)
-    assert scaled.lr == 2e-3
-    assert scaled.beta1 == pytest.approx(0.6, abs=1e-15)
-    assert scaled.beta2 == pytest.approx(0.996, abs=1e-15)
-    assert scaled.eps == 5e-9
+def test_scaled_beta_of_a_batch_four_times_as_large():
+    assert scaled_beta("beta1", 0.9, 4) == pytest.approx(0.6, abs=1e-15)
+    assert scaled_beta("beta2", 0.999, 4) == pytest.approx(0.996, abs=1e-15)
 
 
-def test_adam_for_the_same_batch_is_the_same_adam():
-    adam = ScaledAdam(3e-4, 0.1, 0.95, 1e-8)
+def test_scaled_beta_of_the_same_batch_is_the_same_beta():
     assert 1 - (1 - 0.1) != 0.1
-    assert adam.for_batch_ratio(1) == adam
-    assert adam.for_batch_ratio(1.0) == adam
+    assert scaled_beta("beta1", 0.1, 1) == scaled_beta("beta1", 0.1, 1.0) == 0.1
 
 
-@given(st.floats(1e-6, 1.0), st.floats(0, 0.9999), st.floats(0, 0.99999), st.floats(1e-12, 1e-3), st.floats(0.01, 100))
-def test_adam_forgets_as_much_for_each_sample(lr, beta1, beta2, eps, kappa):
-    """The rule's invariants: what is averaged over, in samples, and the signal and noise of an update stay."""
-    adam = ScaledAdam(lr, beta1, beta2, eps)
-    if 1 - kappa * (1 - min(beta1, beta2)) < 0:
+@given(st.floats(0, 0.9999), st.floats(0.01, 100))
+def test_scaled_beta_averages_over_the_same_number_of_samples(beta, kappa):
+    if 1 - kappa * (1 - beta) < 0:
         with pytest.raises(PolicyError):
-            adam.for_batch_ratio(kappa)
+            scaled_beta("beta1", beta, kappa)
         return
-    scaled = adam.for_batch_ratio(kappa)
-    for before, after in ((beta1, scaled.beta1), (beta2, scaled.beta2)):
-        assert 0 <= after < 1
-        assert 1 - after == pytest.approx(kappa * (1 - before))
-    assert scaled.lr**2 == pytest.approx(kappa * lr**2)
-    assert scaled.lr * scaled.eps == pytest.approx(lr * eps)
-    back = scaled.for_batch_ratio(1 / kappa)
-    assert (back.lr, back.eps) == (pytest.approx(lr), pytest.approx(eps))
-    assert (1 - back.beta1, 1 - back.beta2) == (pytest.approx(1 - beta1), pytest.approx(1 - beta2))
+    scaled = scaled_beta("beta1", beta, kappa)
+    assert 0 <= scaled < 1
+    assert 1 - scaled == pytest.approx(kappa * (1 - beta))
+    assert 1 - scaled_beta("beta1", scaled, 1 / kappa) == pytest.approx(1 - beta)
 
 
-@pytest.mark.parametrize(("beta1", "beta2", "named"), [(0.9, 0.999, "beta1 is 0.9"), (0.99, 0.95, "beta2 is 0.95")])
-def test_a_batch_too_large_for_a_beta_is_named_with_its_limit(beta1, beta2, named):
-    with pytest.raises(PolicyError) as wrong:
-        ScaledAdam(1e-3, beta1, beta2).for_batch_ratio(32)
-    assert named in str(wrong.value)
-    assert f"up to {10 if beta1 == 0.9 else 20} times" in str(wrong.value)
+@pytest.mark.parametrize(("name", "beta", "limit"), [("beta1", 0.9, 10), ("beta2", 0.95, 20)])
+def test_a_batch_too_large_for_a_beta_is_named_with_its_limit(name, beta, limit):
+    with pytest.raises(PolicyError, match=f"{name} is {beta}.*up to {limit} times"):
+        scaled_beta(name, beta, 32)
 
 
 def test_a_batch_just_small_enough_for_a_beta():
-    assert ScaledAdam(1e-3, 0.9).for_batch_ratio(10).beta1 == pytest.approx(0, abs=1e-12)
+    assert scaled_beta("beta1", 0.9, 10) == pytest.approx(0, abs=1e-12)
     assert 1 - 20 * (1 - 0.95) < 0
-    assert ScaledAdam(1e-3, 0.95).for_batch_ratio(20).beta1 == 0
+    assert scaled_beta("beta1", 0.95, 20) == 0
 
 
 @pytest.mark.parametrize("kappa", [0, -1, math.nan, math.inf])
 def test_no_batch_is_so_many_times_another(kappa):
     with pytest.raises(PolicyError, match="kappa is"):
-        ScaledAdam(1e-3).for_batch_ratio(kappa)
+        validated_kappa(kappa)
 
 
 def factors(ramp, count):

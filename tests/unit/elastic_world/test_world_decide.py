@@ -7,7 +7,6 @@ import pytest
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
     BreakWorld,
-    CapacityOffered,
     EventBatch,
     FailJob,
     FinishJob,
@@ -16,7 +15,6 @@ from elastic.world.world_state import (
     HangDetected,
     JobStopRequested,
     NodeFinished,
-    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -510,15 +508,6 @@ def test_a_fault_ends_a_pause():
     assert (job.did(FormWorld).nodes, job.world.epoch) == (("a", "d", "c"), 1)
 
 
-@pytest.mark.parametrize(("nodes", "taken"), [(1, 1), (2, 2), (5, 2)])
-def test_an_offer_is_taken_as_far_as_there_is_room(nodes, taken):
-    assert Told(FOUR, "ab").tell(CapacityOffered(nodes)) == (RequestNodes(taken, "offered"),)
-
-
-def test_an_offer_is_not_taken_where_there_is_no_room():
-    assert Told(FOUR, "abcd").tell(CapacityOffered(1)) == ()
-
-
 # -- fewer nodes ------------------------------------------------------------------------------------------------------
 
 
@@ -741,15 +730,6 @@ def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
     job.tell(lost("b"))
     job.ready("c")
     assert job.did(FormWorld).nodes == ("c", "a")
-
-
-def test_who_is_named_an_offender_from_outside_is_avoided_too():
-    job = Told(FOUR, "abcd")
-    job.joins("e")
-    assert job.tell(NodeFlagged("c", "its memory has errors")) == ()
-    job.tick()
-    job.ready("a", "b", "c", "d")
-    assert job.did(FormWorld).nodes == ("a", "b", "e", "d")
 
 
 # -- who has which rank -----------------------------------------------------------------------------------------------

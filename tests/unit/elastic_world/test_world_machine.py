@@ -13,13 +13,11 @@ from elastic.world.next_world import initial_world, next_world
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
     BreakWorld,
-    CapacityOffered,
     EventBatch,
     FormWorld,
     HangDetected,
     JobStopRequested,
     NodeFinished,
-    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -55,8 +53,6 @@ EVENTS = st.one_of(
     st.builds(RankLost, NODES, LIVES, BIRTHS, RANKS, st.just("x")),
     st.builds(RankFault, NODES, LIVES, EPOCHS, RANKS, st.just("x")),
     st.builds(HangDetected, EPOCHS, st.just("x"), st.sampled_from(("", "a", "b")), st.integers(-1, 2)),
-    st.builds(NodeFlagged, NODES, st.just("x")),
-    st.builds(CapacityOffered, st.integers(0, 3)),
     st.builds(NodesPreempted, st.tuples(NODES), st.floats(0, 500)),
     st.builds(ResizeRequested, st.none() | st.integers(0, 5)),
     st.builds(JobStopRequested, st.just("x"), st.none() | st.floats(0, 500)),

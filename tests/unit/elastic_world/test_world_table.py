@@ -7,12 +7,10 @@ import pytest
 from elastic.world import world_state
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
-    CapacityOffered,
     EventBatch,
     HangDetected,
     JobStopRequested,
     NodeFinished,
-    NodeFlagged,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -96,8 +94,6 @@ EVENTS = {
     "rank fault": RankFault("b", 1, 0, 0, "x"),
     "hang of a rank": HangDetected(0, "x", "b", 1),
     "hang": HangDetected(0, "x"),
-    "offender": NodeFlagged("b", "x"),
-    "offered": CapacityOffered(1),
     "asked back": NodesPreempted(("b",), 500.0),
     "resize": ResizeRequested(2),
     "stop": JobStopRequested("y", 20.0),
@@ -200,22 +196,6 @@ TABLE = {
         "waiting",
         "forming BreakWorld",
         "stopped BreakWorld StopJob",
-    ),
-    "offender": (
-        "forming",
-        "running",
-        "forming",
-        "waiting",
-        "changing",
-        "changing",
-    ),
-    "offered": (
-        "forming RequestNodes",
-        "running",
-        "forming",
-        "waiting RequestNodes",
-        "changing RequestNodes",
-        "changing",
     ),
     "asked back": (
         "forming ReleaseNode",

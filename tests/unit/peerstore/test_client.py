@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 
-import msgspec
 import pytest
 
 from peerstore import deadlines, message_codec
@@ -149,58 +148,40 @@ def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
 # -- deadlines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def heeding(agent):
-    agent.greeting = AgentHello(AGENT_PROTOCOL_VERSION, "", "1.0", "arena", heeds_deadlines=True)
-    return agent
-
-
-def test_a_request_says_how_long_it_is_waited_for(heeding):
-    with contextlib.closing(Client(heeding.connect, retry_s=0)) as client:
-        heeding.answer(1)
+def test_a_request_says_how_long_it_is_waited_for(agent):
+    with contextlib.closing(Client(agent.connect, retry_s=0)) as client:
+        agent.answer(1)
         client.epoch("job")
-        assert heeding.request().remaining_s == 60.0
-        heeding.answer(1)
+        assert agent.request().remaining_s == 60.0
+        agent.answer(1)
         client.call("epoch", JobRequest("job"), int, within_s=7.0)
-        heeding.answer(1)
+        agent.answer(1)
         with deadlines.timeout_scope(3.0), deadlines.timeout_scope(50.0):
             client.epoch("job")
-        within, budget = (message_codec.receive_frame(heeding.ends[0], AgentRequest).remaining_s for _ in range(2))
+        within, budget = (message_codec.receive_frame(agent.ends[0], AgentRequest).remaining_s for _ in range(2))
         assert 6.0 < within <= 7.0
         assert 2.0 < budget <= 3.0
 
 
-def test_an_agent_that_knows_no_deadlines_is_told_none(agent):
-    with contextlib.closing(Client(agent.connect, retry_s=0)) as client:
-        agent.answer(1)
-        with deadlines.timeout_scope(3.0):
-            client.epoch("job")
-        assert agent.request().remaining_s == float("inf")
-        agent.answer(1)
-        client.epoch("job")
-        length = int.from_bytes(agent.ends[0].recv(4), "big")
-        assert len(msgspec.msgpack.decode(agent.ends[0].recv(length))) == 2
-
-
-def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(heeding):
-    with contextlib.closing(Client(heeding.connect)) as client:
+def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(agent):
+    with contextlib.closing(Client(agent.connect)) as client:
         answers = []
         caller = threading.Thread(
             target=lambda: answers.append(client.call("epoch", JobRequest("job"), int, within_s=30.0))
         )
         caller.start()
-        first = heeding.request()
-        heeding.ends[0].close()
-        until(lambda: len(heeding.ends) == 2, "it tries again")
-        second = heeding.request(1)
-        heeding.answer(7, 1)
+        first = agent.request()
+        agent.ends[0].close()
+        until(lambda: len(agent.ends) == 2, "it tries again")
+        second = agent.request(1)
+        agent.answer(7, 1)
         caller.join(30)
         assert answers == [7]
         assert 0 < second.remaining_s < first.remaining_s <= 30.0
 
 
-def test_an_agent_that_says_nothing_is_an_error_that_says_so(heeding):
-    with contextlib.closing(Client(heeding.connect)) as client:
+def test_an_agent_that_says_nothing_is_an_error_that_says_so(agent):
+    with contextlib.closing(Client(agent.connect)) as client:
         began = time.monotonic()
         said = rf"process {os.getpid()}\) did not answer 'epoch': nothing was heard of it for \d\.\d s"
         with pytest.raises(AgentUnreachableError, match=said):

@@ -1,10 +1,10 @@
 import pytest
 
-from peerstore.checksums import chunk_checksums
 from peerstore.commit_protocol import CommitDecision
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
 from peerstore.shard_records import CHUNK_BYTES, ResumePoint, ShardKey, ShardRecord
 from peerstore.testing import memory_store
+from tests.support.chunk_sums import chunk_checksums
 
 DATA = memoryview(bytes(100))
 

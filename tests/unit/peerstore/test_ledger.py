@@ -73,7 +73,7 @@ def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
         newest = max(whole.get(slot.job, ()), default=None)
         assert not slot.busy
         superseded = newest is not None and slot.version_id < newest
-        left_behind = slot.job == job and slot.group.epoch < epoch and slot.group not in whole.get(job, ())
+        left_behind = slot.job == job and slot.version_id.epoch < epoch and slot.version_id not in whole.get(job, ())
         assert superseded or left_behind, (slot, newest)
         assert slot.version_id != newest
 

@@ -28,6 +28,7 @@ from peerstore.shard_records import (
     validate_incarnation,
     validate_job_name,
 )
+from tests.support.chunk_sums import chunk_checksums
 
 # -- frames -----------------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ def test_files_and_memory_hash_the_same(tmp_path, pool, size):
     path = tmp_path / "file"
     path.write_bytes(data + b"more")
     expected = b"".join(xxhash.xxh3_64_digest(data[i : i + 100])[::-1] for i in range(0, size, 100))
-    assert checksums.chunk_checksums(memoryview(data), chunk_bytes=100) == expected
+    assert checksums.mismatched_chunks(memoryview(data), expected, chunk_bytes=100) == ()
     with path.open("rb") as file:
         fd = file.fileno()
         assert checksums.file_checksums(fd, size, chunk_bytes=100, pool=pool) == expected
@@ -237,7 +238,7 @@ def test_files_and_memory_hash_the_same(tmp_path, pool, size):
 
 def test_flipped_bytes_are_found_in_their_chunks(tmp_path, pool):
     data = bytearray(os.urandom(70 << 20))
-    sums = checksums.chunk_checksums(memoryview(data), pool=pool)
+    sums = chunk_checksums(memoryview(data))
     for at in (0, 33 << 20, (70 << 20) - 1):
         data[at] ^= 1
     path = tmp_path / "file"
@@ -249,7 +250,7 @@ def test_flipped_bytes_are_found_in_their_chunks(tmp_path, pool):
             for chunks in (range(70), range(1, 69), range(34, 69), range(69, 70))
         ]
     assert found == [(0, 33, 69), (33,), (), (69,)]
-    assert checksums.mismatched_chunks(memoryview(data), sums, pool=pool) == (0, 33, 69)
+    assert checksums.mismatched_chunks(memoryview(data), sums) == (0, 33, 69)
 
 
 def test_a_file_that_is_too_short_is_an_error(tmp_path, pool):

@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +7,6 @@ from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.format.slice_boxes import (
     Box,
     byte_runs,
-    coalesce_ranges,
     full_box,
     intersection,
     relative_box,
@@ -77,16 +74,6 @@ def test_runs_move_exactly_the_bytes_of_the_common_box(case, itemsize):
         moved += run.size_bytes
     assert moved == box.volume * itemsize
     assert np.array_equal(target, expected.reshape(-1))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)).map(lambda t: (t[0], t[0] + t[1]))), st.integers(0, 5)
-)
-def test_coalesced_ranges_hold_the_same_bytes_and_keep_their_distance(ranges, gap):
-    merged = coalesce_ranges(ranges, gap_bytes=gap)
-    wanted = {x for start, stop in ranges for x in range(start, stop)}
-    assert wanted <= {x for start, stop in merged for x in range(start, stop)}
-    assert all(b[0] - a[1] > gap for a, b in itertools.pairwise(merged))
 
 
 def test_boxes_that_cross_each_other_in_every_direction_are_damage_not_a_product_of_splits():

@@ -5,14 +5,14 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore import checksums
 from peerstore.shard_records import ShardKey
+from tests.support.chunk_sums import chunk_checksums
 from tieredckpt.format.manifest import ShardIndex, ShardMeta, compressed_shard, decompress_chunk
 from tieredckpt.restore.verified_reads import _places, _stored, _verified
 
 
 def index_of(data, chunk_bytes, **more):
-    sums = checksums.chunk_checksums(memoryview(data), chunk_bytes=chunk_bytes)
+    sums = chunk_checksums(memoryview(data), chunk_bytes=chunk_bytes)
     key = ShardKey("j", 1, 1, "a", 0, 0)
     return ShardIndex(key, 1, len(data), chunk_bytes, sums, ShardMeta("", ()), **more)
 

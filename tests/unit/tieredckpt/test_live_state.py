@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.checksums import chunk_checksums
 from peerstore.shard_records import ShardKey
+from tests.support.chunk_sums import chunk_checksums
 from tieredckpt.format.manifest import ShardIndex, ShardMeta
 from tieredckpt.restore.live_state import object_matches
 from tieredckpt.restore.proof import _chunk_windows, _Views, inner_tensors, tensor_bytes

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from peerstore.checksums import chunk_checksums
 from peerstore.shard_records import ShardKey
+from tests.support.chunk_sums import chunk_checksums
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.format.manifest import ShardIndex, ShardMeta, compressed_shard
 from tieredckpt.restore.read_executor import ReadExecutor

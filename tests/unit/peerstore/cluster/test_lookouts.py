@@ -117,13 +117,6 @@ def test_the_living_are_asked_in_turn_and_not_all_of_them(members, gone):
     assert errand.next_delegate() is None
 
 
-def test_where_nobody_is_of_use_nobody_else_is_asked():
-    errand = DelegateCandidates(("a", "b"), gone=lambda _: False)
-    assert errand.next_delegate() == "a"
-    errand.stop()
-    assert errand.next_delegate() is None
-
-
 def test_one_that_has_died_meanwhile_is_not_asked():
     gone = set()
     errand = DelegateCandidates(("a", "b", "c"), gone=gone.__contains__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from peerstore import checksums
 from peerstore.errors import RequestError
 from peerstore.membership.topology import NodeId
 from peerstore.parity.parity_codec import Stripe
@@ -24,6 +23,7 @@ from peerstore.parity.stripes import (
 )
 from peerstore.peers.peer_messages import NodeInventory, ParityInfo
 from peerstore.shard_records import ShardInfo, ShardKey, VersionId
+from tests.support.chunk_sums import chunk_checksums
 from tests.support.parities import shard_record
 
 MEMBERS = ("n0", "n16", "n8")
@@ -47,7 +47,7 @@ def kept(keeper, members=MEMBERS, number=0, version=3, **parts):
     """A parity as ``keeper`` has it sealed."""
     made = stripe(members, number, version, **parts)
     size = made.parity(NodeId(keeper)).size_bytes
-    sums = checksums.chunk_checksums(memoryview(bytes(size)), chunk_bytes=4)
+    sums = chunk_checksums(memoryview(bytes(size)), chunk_bytes=4)
     return parse_stored_parity(parity_shard_record(made, NodeId(keeper), sums, 1))
 
 
@@ -128,7 +128,7 @@ def test_a_parity_is_found_under_what_it_is_made_of():
 
 def test_a_record_that_is_not_what_it_says_is_refused():
     record = parity_shard_record(
-        stripe(n16=1), NodeId("n0"), checksums.chunk_checksums(memoryview(bytes(4)), chunk_bytes=4) * 2, 1
+        stripe(n16=1), NodeId("n0"), chunk_checksums(memoryview(bytes(4)), chunk_bytes=4) * 2, 1
     )
     assert parse_stored_parity(record).parity.keeper == "n0"
     for change in (

@@ -17,12 +17,21 @@ from tieredckpt.goodput.expected_goodput import (
     expected_goodput,
     expected_round_s,
     goodput_by_interval,
-    goodput_formula,
     has_best_interval,
     longest_recovery_s,
     restart_scheme,
     with_best_interval,
 )
+
+
+def goodput_formula(*, mtbf_s, interval_s, stall_s, recovery_s):
+    """``T / (M e^{R/M} (e^{(T+d)/M} - 1))``: the goodput of a job with one kind of faults."""
+    try:
+        spent = mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((interval_s + stall_s) / mtbf_s)
+    except OverflowError:
+        return 0.0
+    return interval_s / spent
+
 
 times = st.floats(0.01, 1e5)
 shares = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)).filter(lambda all_: sum(all_) > 0.01)
