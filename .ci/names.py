@@ -40,7 +40,7 @@ ELSEWHERE = {
     "elastic coordinator": "elastic run without a node",
     "elastic status": "one request to the coordinator",
     "elastic resize": "one request to the coordinator",
-    "elastic leave": "one request to the coordinator",
+    "elastic drain": "one request to the coordinator",
     "elastic stop": "one request to the coordinator",
     "elastic inject": "one request to the coordinator",
 }

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.machine import facts
+from elastic.reshard.state_checksum import name_seed, weighted_sum
 from elastic.workers.in_process_restart import reset_process_state
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
@@ -37,6 +38,10 @@ from tieredckpt.settings import load_settings
 from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 
 WIDTH = 1024
+
+
+def _weigh(name: str, tensor: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+    return weighted_sum(name_seed(name), tensor, shape, offsets)
 
 
 class Cursor:
@@ -121,7 +126,7 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
             _enter(folder, rank)
             dist.barrier()
             began = time.perf_counter()
-            hydrate_from_survivors(held, dist.distributed_c10d._get_default_store(), rank, 2)
+            hydrate_from_survivors(held, dist.distributed_c10d._get_default_store(), rank, 2, weigh=_weigh)
             seconds["give"] = time.perf_counter() - began
             held.enter_world(turn)
             state = state_of(layers, WIDTH)

@@ -56,7 +56,9 @@ def introduce(sessions: Sequence[Session], nodes: Sequence[PeerNode], version: i
     """Tell the agents of ``sessions`` that these nodes have the job. They keep no copies for each other: what a node
     does not have is to be read from where it was written.
     """
-    plan = JobPeersConfig(_SECRET, ReplicationSettings(copies=1, streams=STREAMS), roster=member_list(version, nodes))
+    plan = JobPeersConfig(
+        _SECRET, ReplicationSettings(copies=1, streams=STREAMS), member_list=member_list(version, nodes)
+    )
     with ThreadPoolExecutor(max(1, len(sessions))) as pool:  # each waits until it sees most of the others
         list(pool.map(lambda session: session.join(plan), sessions))
 

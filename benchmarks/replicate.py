@@ -61,7 +61,7 @@ class Pair:
     def settle(self) -> None:
         """Until this node knows that everything has its copies: what is older may go then."""
         deadline = time.monotonic() + _SETTLE_S
-        while not self._checkpointer.session.agent.replication_status(self._key).settled:
+        while not self._checkpointer.session.agent.replication_status(self._key).is_replicated:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"step {self._steps} is not settled after {_SETTLE_S:.0f} s")
             time.sleep(0.005)

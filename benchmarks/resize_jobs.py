@@ -71,7 +71,7 @@ class Elastic(Resizable):
             "ELASTIC_RUN_DIRECTORY": str(self._folder / "run"),
             "TIEREDCKPT_AGENT_BUDGET": budget,
         }
-        policy = ("--shrink-after", "0", "--grow-after", "0.2", "--resize-grace", "120")
+        policy = ("--shrink-after", "0", "--grow-after", "0.2", "--pause-timeout", "120")
         where = ("--job", _JOB, "--log-dir", str(self._folder / "logs"))
         nodes = ("--nnodes", f"1:{_NODES}", "--simulate-nodes", str(_NODES))
         self._start("-m", "elastic", "run", "-v", *where, *nodes, *policy, "-m", _TRAINER, *self._arguments())

@@ -74,11 +74,11 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """Where it notes the newest world's number, which is all it could not always learn again."""
     end_file: str = ""
     """Where it writes how the job ended, where somebody else is to say that."""
-    dead_after_s: float = 10.0
-    return_s: float = 2.0
-    gather_s: float = 5.0
+    heartbeat_timeout_s: float = 10.0
+    reconnect_timeout_s: float = 2.0
+    rejoin_timeout_s: float = 5.0
     hang: HangTimeouts = HangTimeouts()
-    ledger: str = ""
+    event_log: str = ""
     """Where it writes down what happens; "" where the environment says so, or nowhere."""
     leadership: str = ""
     """The URL of where it is noted who leads: it begins when it does."""
@@ -102,8 +102,8 @@ class SupervisorSpec(msgspec.Struct, frozen=True, tag="node"):
     nproc: int
     spares: int
     host: str
-    grace_s: float
-    end_s: float = 10.0
+    sigterm_grace_s: float
+    exit_timeout_s: float = 10.0
     heartbeat_s: float = 1.0
     starts_agent: bool = True
     environ: dict[str, str] = {}
@@ -157,12 +157,19 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> tuple[ExitReason, s
 
     raise_open_file_limit()
     settings = CoordinatorSettings(
-        task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang
+        task.job,
+        task.policy,
+        task.nproc,
+        task.store,
+        task.heartbeat_timeout_s,
+        task.reconnect_timeout_s,
+        task.rejoin_timeout_s,
+        task.hang,
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
     if epoch_file is not None and not can_write_epoch(epoch_file):
         epoch_file = None
-    ledger = EventLogWriter(task.ledger, name=EVENT_LOG_NAME) if task.ledger else event_log_from_environ()
+    ledger = EventLogWriter(task.event_log, name=EVENT_LOG_NAME) if task.event_log else event_log_from_environ()
     coordinator = Coordinator(
         settings,
         secret,
@@ -222,8 +229,8 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         nproc=task.nproc,
         spares=task.spares,
         host=task.host,
-        grace_s=task.grace_s,
-        exit_timeout_s=task.end_s,
+        grace_s=task.sigterm_grace_s,
+        exit_timeout_s=task.exit_timeout_s,
         heartbeat_s=task.heartbeat_s,
         environ=task.environ,
         candidate=None if task.lead is None else _candidate(task.lead, name),
@@ -416,7 +423,7 @@ class JobLauncher:
 
     def _tell_unheard(self) -> None:
         """Nodes that were cut off when the coordinator ended for good would wait for it much longer."""
-        longest_s = max((task.end_s for task in self._nodes), default=0.0)
+        longest_s = max((task.exit_timeout_s for task in self._nodes), default=0.0)
         if self._over_at is None or time.monotonic() - self._over_at < longest_s + _UNHEARD_S:
             return
         self._over_at = None

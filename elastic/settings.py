@@ -65,8 +65,8 @@ def allocation(environ: Mapping[str, str] = os.environ) -> SchedulerAllocation |
 
 
 def event_log_directory(logs: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where what happens to a job is written down: ``$TIEREDCKPT_LEDGER``, or beside what its ranks print."""
-    return Path(environ.get(EVENT_LOG_ENV, "") or logs / "ledger").absolute()
+    """Where what happens to a job is written down: ``$TIEREDCKPT_EVENT_LOG``, or beside what its ranks print."""
+    return Path(environ.get(EVENT_LOG_ENV, "") or logs / "event-log").absolute()
 
 
 def secret_variable(environ: Mapping[str, str] = os.environ) -> str:
@@ -145,6 +145,6 @@ def _limit(option: str, text: str) -> float | None:
 
 
 def batch_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$ELASTIC_PREPARED_DIR``, or this user's own directory on the machine's shared memory."""
-    named = environ.get("ELASTIC_PREPARED_DIR")
-    return Path(named) if named else Path("/dev/shm") / f"elastic-prepared-{os.getuid()}"  # noqa: S108
+    """``$ELASTIC_BATCH_CACHE_DIRECTORY``, or this user's own directory on the machine's shared memory."""
+    named = environ.get("ELASTIC_BATCH_CACHE_DIRECTORY")
+    return Path(named) if named else Path("/dev/shm") / f"elastic-batch-cache-{os.getuid()}"  # noqa: S108

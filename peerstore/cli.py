@@ -126,15 +126,15 @@ def format_store_status(status: StoreStatus) -> str:
     state = f"{arena.free_slots} free, {arena.leases} being written"
     lines = [f"arena   {used} ({state}), budget {show_size(arena.budget_bytes)}"]
     for job in status.jobs:
-        newest = "no whole version" if job.newest_whole is None else f"newest whole version {job.newest_whole}"
+        newest = "no whole version" if job.newest_committed is None else f"newest whole version {job.newest_committed}"
         left = "" if job.expires_in_s is None else f", forgotten in {max(0.0, job.expires_in_s):.0f} s"
         lines.append(
             f"job     {job.job}: {newest}, {job.versions} versions, epoch {job.epoch}, {job.clients} processes{left}"
         )
-    lines += [f"damage  {damage.what}: {damage.reason}" for damage in status.damages]
-    lines += [f"aside   {one.name} ({show_size(one.size_bytes)}): {one.reason}" for one in status.aside]
-    if status.adopting:
-        lines.append(f"        still verifying {status.adopting} shards of the last agent")
+    lines += [f"damage  {damage.what}: {damage.reason}" for damage in status.damage_reports]
+    lines += [f"aside   {one.name} ({show_size(one.size_bytes)}): {one.reason}" for one in status.unrecognized]
+    if status.verifying:
+        lines.append(f"        still verifying {status.verifying} shards of the last agent")
     return "\n".join(lines)
 
 

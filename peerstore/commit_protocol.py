@@ -323,40 +323,40 @@ def is_abandoned(group: VersionId, epoch: int, whole: Collection[VersionId], saf
 class PartsReport(msgspec.Struct, frozen=True):
     """What a node says of one version to the one that counts; what it said before does not count any more."""
 
-    group: VersionId
-    parts_in_all: int
+    version_id: VersionId
+    total_parts: int
     """0: the node does not know."""
-    parts: tuple[int, ...]
+    replicated_parts: tuple[int, ...]
     """Parts it answers for that have all the copies they were to have, or all they can get."""
-    by: str = ""
+    node: str = ""
     """The node that answers for these parts, and for no others of this version any more."""
-    life: int = 0
+    generation: int = 0
     """Which of its lives: what it said in an earlier one may not be so any more."""
-    sealed: tuple[int, ...] = ()
+    sealed_parts: tuple[int, ...] = ()
     """Parts it answers for that still lack copies."""
-    left_out: tuple[int, ...] = ()
+    aborted_parts: tuple[int, ...] = ()
     """Parts that their writers on this node will never seal."""
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
     """What is known of versions from here on. None of it is ever taken back."""
 
-    whole: VersionId | None = None
+    committed: VersionId | None = None
     """The newest version all of whose parts are sealed, where that is news."""
-    settled: VersionId | None = None
+    replicated: VersionId | None = None
     """The newest one all of whose parts have their copies."""
-    torn: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=MAX_REMEMBERED_VERSIONS)] = ()
+    aborted: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=MAX_REMEMBERED_VERSIONS)] = ()
     """Versions that will never be whole."""
 
     def __bool__(self) -> bool:
-        return self.whole is not None or self.settled is not None or bool(self.torn)
+        return self.committed is not None or self.replicated is not None or bool(self.aborted)
 
     def __or__(self, later: CommitDecision) -> CommitDecision:
         """Both of them, for whoever has heard of neither."""
         return CommitDecision(
-            _newer(self.whole, later.whole),
-            _newer(self.settled, later.settled),
-            tuple(sorted({*self.torn, *later.torn})[-MAX_ABORTED_VERSIONS:]),
+            _newer(self.committed, later.committed),
+            _newer(self.replicated, later.replicated),
+            tuple(sorted({*self.aborted, *later.aborted})[-MAX_ABORTED_VERSIONS:]),
         )
 
 
@@ -395,12 +395,12 @@ class _Said:
         """The fewest parts in all that anybody spoke of."""
 
     def add(self, note: PartsReport) -> None:
-        known = self.notes.get(note.by)
-        if known is None or note.life >= known.life:
-            self.notes[note.by] = note
-            self._safe += len(note.parts) - (len(known.parts) if known is not None else 0)
-            self._sealed += len(note.sealed) - (len(known.sealed) if known is not None else 0)
-            self._least = min(self._least, note.parts_in_all or sys.maxsize)
+        known = self.notes.get(note.node)
+        if known is None or note.generation >= known.generation:
+            self.notes[note.node] = note
+            self._safe += len(note.replicated_parts) - (len(known.replicated_parts) if known is not None else 0)
+            self._sealed += len(note.sealed_parts) - (len(known.sealed_parts) if known is not None else 0)
+            self._least = min(self._least, note.total_parts or sys.maxsize)
 
     @property
     def may_be_news(self) -> bool:
@@ -423,10 +423,10 @@ class PartsTally:
         """And whether that was decided, and told."""
 
     def add(self, note: PartsReport) -> None:
-        if note.left_out and note.group not in self._torn and not self._is_whole(note.group):
-            self._torn[note.group] = False
-        if note.group not in self._torn:
-            self._said.setdefault(note.group, _Said()).add(note)
+        if note.aborted_parts and note.version_id not in self._torn and not self._is_whole(note.version_id):
+            self._torn[note.version_id] = False
+        if note.version_id not in self._torn:
+            self._said.setdefault(note.version_id, _Said()).add(note)
 
     def _is_whole(self, group: VersionId) -> bool:
         return group in self._said and self._said[group].whole
@@ -446,14 +446,16 @@ class PartsTally:
             if not said.may_be_news:
                 continue
             counted = [
-                note for node, note in said.notes.items() if node == me or (node in living and life(node) <= note.life)
+                note
+                for node, note in said.notes.items()
+                if node == me or (node in living and life(node) <= note.generation)
             ]
-            in_all = max((note.parts_in_all for note in counted), default=0)
-            parts = {part for note in counted for part in note.parts if 0 <= part < in_all}
+            in_all = max((note.total_parts for note in counted), default=0)
+            parts = {part for note in counted for part in note.replicated_parts if 0 <= part < in_all}
             if in_all and len(parts) == in_all:
                 safe.append(group)
             elif in_all and not said.whole:
-                parts |= {part for note in counted for part in note.sealed if 0 <= part < in_all}
+                parts |= {part for note in counted for part in note.sealed_parts if 0 <= part < in_all}
                 if len(parts) == in_all:
                     said.whole = True
                     sealed.append(group)
@@ -506,7 +508,7 @@ class CommitReports:
             if one.is_owner:
                 mine.setdefault(one.key.version_id, ([], []))[bool(one.missing)].append(one.key.part)
         torn = {group: parts for group, parts in (left_out or {}).items() if parts}
-        in_all = {**{group: note.parts_in_all for group, (_, note) in self._reported.items()}, **parts_of}
+        in_all = {**{group: note.total_parts for group, (_, note) in self._reported.items()}, **parts_of}
         notes = []
         for group in sorted(mine.keys() | self._reported.keys() | torn.keys()):
             if settled is None or group > settled:
@@ -516,10 +518,10 @@ class CommitReports:
                 notes.append(
                     PartsReport(group, count, tuple(sorted(safe)), self._me, life, tuple(sorted(lacking)), out)
                 )
-        return teller, [note for note in notes if self._reported.get(note.group) != (teller, note)]
+        return teller, [note for note in notes if self._reported.get(note.version_id) != (teller, note)]
 
     def mark_reported(self, teller: str, note: PartsReport) -> None:
-        self._reported[note.group] = (teller, note)
+        self._reported[note.version_id] = (teller, note)
 
     def add(self, note: PartsReport) -> None:
         """A node says which parts it answers for, and how they are kept."""
@@ -537,4 +539,4 @@ class CommitReports:
             self._tally.drop_until(settled)
         torn = self._tally.newly_aborted()
         done = self._tally.newly_complete(me=self._me, living=living, life=life) if quorum else CommitDecision()
-        return CommitDecision(done.whole, done.settled, torn)
+        return CommitDecision(done.committed, done.replicated, torn)

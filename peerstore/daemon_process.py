@@ -134,7 +134,7 @@ class OpenFileGuard:
         self.rejected = 0
 
     def counters(self) -> dict[str, float]:
-        return {"files_open": self._count(), "files_limit": self._limit(), "refused_busy": self.rejected}
+        return {"files_open": self._count(), "files_limit": self._limit(), "rejected_busy": self.rejected}
 
     def check(self, what: str) -> None:
         """:class:`AgentBusyError` when ``what`` had better come again."""

@@ -26,31 +26,31 @@ FAILPOINTS = (
     "live.chosen",
     # the agent that keeps shards
     "agent.claimed",
-    "agent.note",
+    "agent.metadata",
     "agent.created",
     "agent.leased",
     "agent.grown",
     "agent.hashed",
     "agent.sealing",
     "agent.sealed",
-    "agent.forgot",
+    "agent.deleted",
     "agent.dropped",
-    "agent.adopting",
-    "agent.adopted",
+    "agent.recovering",
+    "agent.recovered",
     # an agent that sends a copy of a shard to another node
     "peer.offered",
     "peer.sending",
     # an agent that takes a copy of another node's shard
     "peer.receiving",
-    "peer.copying",
-    "peer.copied",
-    "peer.committed",
+    "replica.sealing",
+    "replica.sealed",
+    "replica.committed",
     # an agent that fetches a shard again that was damaged here
-    "peer.mending",
+    "peer.repairing",
     # an agent that other nodes read from
     "peer.reading",
     # the agent that says which version has all its copies
-    "peer.settling",
+    "peer.replicated",
     # the agent that makes a step durable
     "drain.began",
     "drain.uploaded",

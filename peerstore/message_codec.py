@@ -54,7 +54,7 @@ def _decoder(of: Any, kind: Any) -> Any:
     return found
 
 
-AGENT_PROTOCOL_VERSION = 2
+AGENT_PROTOCOL_VERSION = 3
 MAX_AGENT_HELLO_BYTES = 4 << 10
 MAX_FRAME_BYTES = 64 << 20
 
@@ -74,7 +74,7 @@ class AgentHello(msgspec.Struct, frozen=True):
     """The server's version, in its answer."""
     arena: str = ""
     """Which arena it serves, in its answer."""
-    started: str = ""
+    start_id: str = ""
     """Which start of the agent it is, in its answer."""
     refused: str = ""
     """Why the server does not go on, in its answer."""

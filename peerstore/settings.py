@@ -160,12 +160,12 @@ class ReplicationSettings(msgspec.Struct, frozen=True):
     """Bytes per second this node sends for the job's copies, or reads for the parities it makes; 0: no limit."""
     mode: Literal["mirror", "parity"] = "mirror"
     """Copies of everything, or parities of groups of nodes: less memory, one lost node per group."""
-    group: int = 4
+    parity_group_size: int = 4
     """With parity: a group has one node more than this, and a parity takes 1/``group`` of a shard."""
-    split_from: int = PARTITION_MIN_NODES
+    partition_min_nodes: int = PARTITION_MIN_NODES
     """From so many nodes on they look at each other by districts, and do not all ask all others."""
 
-    settles: bool = True
+    evicts_superseded: bool = True
     """Whether versions make older ones superfluous; not where their owner gives them up by name."""
 
     @property
@@ -181,15 +181,17 @@ class JobPeersConfig(msgspec.Struct, frozen=True):
     settings: ReplicationSettings = ReplicationSettings()
     discovery: str = ""
     """Where the list of nodes comes from, as in ``static:n1=10.0.0.1:7070``; empty: ``roster`` is the list."""
-    roster: MemberList | None = None
+    member_list: MemberList | None = None
 
     def __post_init__(self) -> None:
-        if not self.discovery and self.roster is None:
+        if not self.discovery and self.member_list is None:
             raise RequestError("a job's nodes have to come from somewhere: give a list of them or a discovery")
         if not 1 <= self.settings.copies <= 3:
             raise RequestError(f"copies={self.settings.copies}: between 1 and 3 copies are kept, the writer's included")
-        if not 1 <= self.settings.group <= MAX_PARITY_GROUP:
-            raise RequestError(f"group={self.settings.group}: a parity protects 1 to {MAX_PARITY_GROUP} nodes' shards")
+        if not 1 <= self.settings.parity_group_size <= MAX_PARITY_GROUP:
+            raise RequestError(
+                f"group={self.settings.parity_group_size}: a parity protects 1 to {MAX_PARITY_GROUP} nodes' shards"
+            )
 
     def same_except_members(self, other: JobPeersConfig) -> bool:
         """Whether only who belongs to the job differs."""

@@ -154,7 +154,7 @@ class Lease(msgspec.Struct, frozen=True):
     slot: str
     generation: int
     """Changes when the slot's file is another one: a mapping of an older generation is stale."""
-    warm_bytes: int
+    prefaulted_bytes: int
     """How much of the file already has pages behind it."""
     slot_bytes: int = 0
     """How large the file is, for its whole life: what a mapping of it covers."""
@@ -202,7 +202,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
     size_bytes: int
     meta: bytes
     sealed_ns: int
-    marked_whole: bool
+    marked_committed: bool
     holders: tuple[str, ...] = ()
     """Empty when it was written on this node; else the nodes that were to hold it, the writer's first."""
 
@@ -228,7 +228,7 @@ class ExpiredJob(msgspec.Struct, frozen=True):
     """What is known of a job whose shards were given back although nobody had said so."""
 
     job: str
-    newest: VersionId
+    newest_committed: VersionId
     """The newest version that was whole."""
     at_ns: int
     reason: str
@@ -250,7 +250,7 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     free_slots: int
     leases: int
     pins: int
-    aside_bytes: int = 0
+    unrecognized_bytes: int = 0
     """In slots that were set aside: part of the budget, and of no use to this version of the agent."""
 
 
@@ -259,16 +259,16 @@ class JobStatus(msgspec.Struct, frozen=True):
     epoch: int
     clients: int
     versions: int
-    newest_whole: int | None
+    newest_committed: int | None
     expires_in_s: float | None
-    settled: int | None = None
+    newest_replicated: int | None = None
     """The newest version with all the copies it was to have, where copies are kept on other nodes."""
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
     arena: ArenaStatus
     jobs: tuple[JobStatus, ...]
-    damages: tuple[DamageReport, ...]
+    damage_reports: tuple[DamageReport, ...]
     counters: dict[str, float]
-    adopting: int
-    aside: tuple[UnrecognizedSlot, ...] = ()
+    verifying: int
+    unrecognized: tuple[UnrecognizedSlot, ...] = ()

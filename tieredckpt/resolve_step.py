@@ -31,7 +31,7 @@ class Tier(str, enum.Enum):
 class Candidate:
     """One attempt to write one step, as far as anybody has seen it."""
 
-    group: VersionId
+    version_id: VersionId
     parts: int
     """How many parts a whole one has."""
     found: Mapping[int, tuple[Tier, ...]]
@@ -166,10 +166,12 @@ def resolve_step(
     where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
     there is no other.
     """
-    known = {one.group for one in candidates if one.is_complete} | ({once_whole} if once_whole is not None else set())
+    known = {one.version_id for one in candidates if one.is_complete} | (
+        {once_whole} if once_whole is not None else set()
+    )
     if step is not None and once_whole is not None and once_whole.version != step:
         once_whole = None
-    if step is not None and forgotten is not None and forgotten.newest.version < step:
+    if step is not None and forgotten is not None and forgotten.newest_committed.version < step:
         forgotten = None
     verdicts: dict[VersionId, StepVerdict] = {}
     left = []
@@ -177,23 +179,23 @@ def resolve_step(
     branches = IncarnationBranches(candidates if step is None else (), quarantined)
     for candidate in candidates:
         verdict = _rejection(candidate, branches, step, quarantined)
-        if verdict is StepVerdict.TORN and once_whole is not None and candidate.group == once_whole:
+        if verdict is StepVerdict.TORN and once_whole is not None and candidate.version_id == once_whole:
             verdict = StepVerdict.LOST
-        if verdict in (StepVerdict.TORN, StepVerdict.LOST) and unreachable and candidate.group not in torn:
+        if verdict in (StepVerdict.TORN, StepVerdict.LOST) and unreachable and candidate.version_id not in torn:
             verdict = StepVerdict.UNKNOWN  # who could not be asked may have the parts that are missing
         if verdict is None:
             left.append(candidate)
         else:
-            verdicts[candidate.group] = verdict
+            verdicts[candidate.version_id] = verdict
     verdicts |= {
         one: StepVerdict.TORN for one in sorted(torn)[-_NAMED:] if one not in verdicts and step in (None, one.version)
     }
-    left.sort(key=lambda candidate: (candidate.group not in reluctant, _order(candidate.group)), reverse=True)
+    left.sort(key=lambda candidate: (candidate.version_id not in reluctant, _order(candidate.version_id)), reverse=True)
     for number, candidate in enumerate(left):
-        other = StepVerdict.AVOIDED if candidate.group in reluctant else StepVerdict.OLDER
-        verdicts[candidate.group] = other if number else StepVerdict.CHOSEN
+        other = StepVerdict.AVOIDED if candidate.version_id in reluctant else StepVerdict.OLDER
+        verdicts[candidate.version_id] = other if number else StepVerdict.CHOSEN
     cut = (StepVerdict.TORN, StepVerdict.LOST, StepVerdict.UNKNOWN)
-    incomplete = {one.group: one for one in candidates if verdicts[one.group] in cut}
+    incomplete = {one.version_id: one for one in candidates if verdicts[one.version_id] in cut}
     return Resolution(
         left[0] if left else None,
         verdicts,
@@ -211,7 +213,8 @@ def describe_forgotten(forgotten: ExpiredJob) -> str:
     """What became of a job's memory."""
     at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(forgotten.at_ns / 1e9))
     return (
-        f"what memory had of {forgotten.job}, up to step {forgotten.newest.version}, was forgotten at {at} because "
+        f"what memory had of {forgotten.job}, up to step {forgotten.newest_committed.version}, was forgotten at {at} "
+        "because "
         f"{forgotten.reason}"
     )
 
@@ -227,14 +230,14 @@ def elect_step(votes: Sequence[Collection[VersionId]], *, reluctant: Collection[
 def _rejection(
     candidate: Candidate, branches: IncarnationBranches, step: int | None, quarantined: Collection[VersionId]
 ) -> StepVerdict | None:
-    group = candidate.group
+    group = candidate.version_id
     if step is not None and group.version != step:
         return StepVerdict.OTHER_STEP
     if not candidate.is_complete:
         return StepVerdict.DAMAGED if candidate.damaged else StepVerdict.TORN
     if group in quarantined:
         return StepVerdict.QUARANTINED
-    if branches.supersede(candidate.group):
+    if branches.supersede(candidate.version_id):
         return StepVerdict.SUPERSEDED
     return None
 
@@ -245,8 +248,8 @@ class IncarnationBranches:
     def __init__(self, candidates: Iterable[Candidate], quarantined: Collection[VersionId] = ()) -> None:
         lowest: dict[int, int] = {}
         for one in candidates:
-            if one.base_step is not None and one.is_complete and one.group not in quarantined:
-                lowest[one.group.epoch] = min(one.base_step, lowest.get(one.group.epoch, one.base_step))
+            if one.base_step is not None and one.is_complete and one.version_id not in quarantined:
+                lowest[one.version_id.epoch] = min(one.base_step, lowest.get(one.version_id.epoch, one.base_step))
         self._epochs = sorted(lowest)
         bases = [lowest[epoch] for epoch in self._epochs]
         self._lowest = list(itertools.accumulate(reversed(bases), min))[::-1]

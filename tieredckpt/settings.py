@@ -108,7 +108,7 @@ class PeerSettings:
     mode: Literal["mirror", "parity"] = "mirror"
     """``parity``: groups of nodes keep parities of each other's shards instead of copies. That takes less memory, one
     ``group``-th of a shard more than the shard. Any one node of a group may be lost; what it had is rebuilt."""
-    group: int = 4
+    parity_group_size: int = 4
     """With parity: a group has one node more than this."""
     discovery: str = "world"
     """Where the job's nodes come from. ``world``: its ranks tell each other through torch.distributed when it has more
@@ -138,7 +138,7 @@ class MemorySettings:
     """Checkpointer: when no slot can be given up, skip this save or wait for one."""
     wait_s: float = 60.0
     """How long "wait" (and a plain ``dcp.save``) waits."""
-    avoid_after: int = 5
+    avoid_after_crashed_loads: int = 5
     """When so many loads of a step have ended their process on a node (killed in the load, or before the next step),
     ranks there prefer an older step, for an hour and while there is one; 0: never."""
     live: bool = True
@@ -183,7 +183,7 @@ class DurableSettings:
     """How long one request may go without an answer."""
     compress: Literal["none", "zstd"] = "none"
     """Compress shards that gain from it on their way to the store."""
-    spread: bool = False
+    hashed_keys: bool = False
     """Put a hash in front of object names, so that a store that splits its load by prefix can."""
     options: Mapping[str, str] = field(default_factory=dict)
     """For the store's own client: endpoint, region, profile, and what obstore or the fsspec file system takes."""
@@ -481,10 +481,10 @@ def _out_of_range(settings: Settings) -> list[_Problem]:
         ("agent.linger_s", agent.linger_s, 0, _MOST),
         ("memory.every", memory.every, 1, _MOST),
         ("memory.wait_s", memory.wait_s, 0, _LONGEST_S),
-        ("memory.avoid_after", memory.avoid_after, 0, _MOST),
+        ("memory.avoid_after_crashed_loads", memory.avoid_after_crashed_loads, 0, _MOST),
         ("memory.copy_threads", memory.copy_threads, 0, _MOST),
         ("peer.copies", peer.copies, 1, 3),
-        ("peer.group", peer.group, 1, MAX_PARITY_GROUP),
+        ("peer.parity_group_size", peer.parity_group_size, 1, MAX_PARITY_GROUP),
         ("peer.streams", peer.streams, 1, 64),
         ("durable.every", durable.every, 1, _MOST),
         ("durable.keep_last", durable.keep_last, 0, _MOST),

@@ -59,7 +59,7 @@ class Cluster:
             self.job.lose_node(nodes[0])
             return nodes
         deadline = time.monotonic() + NOTICE_S
-        self.job.ask("leave", *nodes, "--within", f"{NOTICE_S:g}")
+        self.job.ask("drain", *nodes, "--deadline", f"{NOTICE_S:g}")
         while (still := self._of(nodes)) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.events[-1]["processes_gone_s"] = None if still else round(time.time() - self.events[-1]["at"], 2)

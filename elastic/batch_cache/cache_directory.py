@@ -3,7 +3,7 @@
 ::
 
     tieredckpt-prepared-UID / JOB / STREAM / f-FINGERPRINT / 00000000000000000012.batch    complete, never changed
-                                                             00000000000000000013.making   locked by who makes it
+                                                             00000000000000000013.partial   locked by who makes it
                                                              tally                         how much there is
 
 What is being made is also the lock that says so: one process makes a batch, the kernel lets go when that process dies,
@@ -44,7 +44,7 @@ from peerstore.shard_records import validate_job_name
 
 USAGE_FILE = "tally"
 _BATCH = re.compile(r"([0-9]{20})\.batch", re.ASCII)
-_MAKING = re.compile(r"([0-9]{20})\.making", re.ASCII)
+_MAKING = re.compile(r"([0-9]{20})\.partial", re.ASCII)
 _FINGERPRINT = re.compile(r"f-[0-9a-f]{32}", re.ASCII)
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ENTER_S = 10.0
@@ -276,7 +276,7 @@ def batch_file_name(index: int) -> str:
 
 
 def partial_file_name(index: int) -> str:
-    return f"{index:020d}.making"
+    return f"{index:020d}.partial"
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:

@@ -21,7 +21,7 @@ _OWN = {
     "coordinator": "elastic.cli.run:coordinator_command",
     "status": "elastic.cli.job_control:job_status_command",
     "resize": "elastic.cli.job_control:resize_command",
-    "leave": "elastic.cli.job_control:drain_command",
+    "drain": "elastic.cli.job_control:drain_command",
     "stop": "elastic.cli.job_control:stop_command",
     "inject": "elastic.cli.job_control:inject_command",
     "plan": "elastic.cli.plan:batch_plan_command",

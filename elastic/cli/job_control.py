@@ -80,9 +80,11 @@ def resize_command(
     return ElasticExit.OK
 
 
-@click.command("leave")
+@click.command("drain")
 @click.argument("nodes", nargs=-1, required=True)
-@click.option("--within", "within_s", type=float, default=120.0, show_default=True, metavar="S", help="Their deadline.")
+@click.option(
+    "--deadline", "deadline_s", type=float, default=120.0, show_default=True, metavar="S", help="Leave within."
+)
 @click.option("--reason", default="asked back", show_default=True, help="For people.")
 @job_options
 @pass_elastic_screen
@@ -91,55 +93,55 @@ def drain_command(
     /,
     *,
     nodes: tuple[str, ...],
-    within_s: float,
+    deadline_s: float,
     reason: str,
     job: str | None,
     coordinator: str,
     secret: str,
 ) -> int:
     """Ask NODES back: the job goes on without them, and their supervisors end. Ranks that ignore it are ended."""
-    answer = call_job(job, coordinator, secret, DrainRequest(nodes, within_s, reason))
+    answer = call_job(job, coordinator, secret, DrainRequest(nodes, deadline_s, reason))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
     return ElasticExit.OK
 
 
 @click.command("stop")
-@click.option("--within", "within_s", type=float, metavar="S", help="The deadline. [default: the policy's]")
+@click.option("--deadline", "deadline_s", type=float, metavar="S", help="Stop within. [default: the policy's]")
 @click.option("--reason", default="elastic stop", show_default=True, help="For people.")
 @job_options
 @pass_elastic_screen
 def stop_command(
-    screen: ElasticScreen, /, *, within_s: float | None, reason: str, job: str | None, coordinator: str, secret: str
+    screen: ElasticScreen, /, *, deadline_s: float | None, reason: str, job: str | None, coordinator: str, secret: str
 ) -> int:
     """Stop a job: its ranks agree on a step, seal and end. Started again, it resumes."""
-    answer = call_job(job, coordinator, secret, StopJobRequest(reason, within_s))
+    answer = call_job(job, coordinator, secret, StopJobRequest(reason, deadline_s))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
     return ElasticExit.OK
 
 
 def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
-    ranks = len([node for node in answer.nodes if node.rank is not None]) * answer.nproc
+    ranks = len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc
     said = f": {answer.reason}" if answer.reason else ""
     out.print(f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(said)}")
-    if answer.pausing is not None:
-        out.print(f"stopping at a common step, {answer.pausing.within_s:.0f} s left: {escape(answer.pausing.reason)}")
-    if answer.wanted:
-        out.print(f"{answer.wanted} nodes more could be used")
+    if answer.pause is not None:
+        out.print(f"stopping at a common step, {answer.pause.within_s:.0f} s left: {escape(answer.pause.reason)}")
+    if answer.requested_nodes:
+        out.print(f"{answer.requested_nodes} nodes more could be used")
     rows = [
         (
             node.node,
-            "-" if node.rank is None else str(node.rank),
+            "-" if node.node_rank is None else str(node.node_rank),
             node.state,
-            str(node.seats),
+            str(node.local_ranks),
             str(node.spares),
             "-" if node.step < 0 else str(node.step),
             "-" if node.sealed < 0 else str(node.sealed),
-            format_age(node.heard_s),
+            format_age(node.last_heartbeat_s),
         )
         for node in answer.nodes
     ]
-    columns = ("node", "place", "state", "ranks", "spares", "step", "sealed", "heard")
-    out.print(text_table(columns, rows, right=("place", "ranks", "spares", "step", "sealed", "heard")))
+    columns = ("node", "node rank", "state", "ranks", "spares", "step", "sealed", "last heartbeat")
+    out.print(text_table(columns, rows, right=("node rank", "ranks", "spares", "step", "sealed", "last heartbeat")))
 
 
 @click.command("inject")
@@ -170,7 +172,7 @@ def inject_command(
     """Have a fault happen, once: `elastic inject --at step=30 rank=8 --kind sigkill`.
 
     With no step, phase or time, sigkill, sigstop, node and partition happen at once, whatever the rank is doing; the
-    others at the next forward pass. How soon sigstop, gil and hang are noticed is up to the job's --hang-timeout.
+    others at the next forward pass. How soon sigstop, hold_gil and hang are noticed is up to the job's --hang-timeout.
     """
     one = parse_injection([*at.replace(",", " ").split(), *places], kind)
     answer = call_job(job, coordinator, secret, InjectRequest(with_unique_name(one)))

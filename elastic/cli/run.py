@@ -134,7 +134,7 @@ def _elasticity(command: Any) -> Any:
             ),
             click.option("--shrink-after", type=float, metavar="S", help="Wait so long for a replacement. [30]"),
             click.option(
-                "--resize-grace", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"
+                "--pause-timeout", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"
             ),
             click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults."),
             click.option(
@@ -156,9 +156,9 @@ def _elasticity(command: Any) -> Any:
             click.option(
                 "--store",
                 default="",
-                metavar="one|rootless|HOST:PORT",
+                metavar="single|rootless|HOST:PORT",
                 help="Where ranks meet: a store on one node, one on every node, or one that is there. "
-                "[$ELASTIC_ROOTLESS=1: rootless; one]",
+                "[$ELASTIC_ROOTLESS=1: rootless; single]",
             ),
         )
     ):
@@ -172,7 +172,7 @@ def _policy(options: dict[str, Any]) -> Any:
         options["policy"],
         scaling_timeout_s=options["grow_after"],
         faulty_scale_down_timeout_s=options["shrink_after"],
-        graceful_shutdown_timeout_s=options["resize_grace"],
+        graceful_shutdown_timeout_s=options["pause_timeout"],
         job_max_retry_count=options["max_restarts"],
     )
 
@@ -465,7 +465,7 @@ def _coordinator_task(place: RunDirectory, record: LocalRun, options: dict[str, 
         address_file=str(place.address_file),
         end_file=str(place.end_file),
         hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
-        ledger=record.event_log,
+        event_log=record.event_log,
         verbose=options["verbose"],
     )
 
@@ -497,7 +497,7 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
         spares=record.spares,
         host=host,
         lead=_lead(record, options, host) if is_leader_url(record.coordinator) and "nnodes" in options else None,
-        grace_s=record.grace_s,
+        sigterm_grace_s=record.grace_s,
         starts_agent=options["agent"],
         environ=mine,
         has_local_coordinator=options["coordinator_here"] or not options["coordinator"],
@@ -519,7 +519,7 @@ def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSp
         fresh=False,
         store=_store(options["store"]),
         hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
-        ledger=record.event_log,
+        event_log=record.event_log,
         leadership=record.coordinator,
         verbose=options["verbose"],
     )
@@ -562,7 +562,7 @@ def _store(said: str) -> str:
     """What the coordinator is told: nothing for a store that some node is to keep."""
     if not said:
         return ROOTLESS if names.wants_rootless_store() else ""
-    if said in ("one", ROOTLESS):
+    if said in ("single", ROOTLESS):
         return said if said == ROOTLESS else ""
     split_address(said)
     return said

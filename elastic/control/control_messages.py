@@ -306,16 +306,16 @@ CoordinatorMessage: TypeAlias = (
 
 class NodeSummary(msgspec.Struct, frozen=True):
     node: str
-    rank: int | None
+    node_rank: int | None
     """Its place in the world."""
     state: str
-    seats: NonNegativeInt
+    local_ranks: NonNegativeInt
     spares: NonNegativeInt
-    births: NonNegativeInt
+    spawn_count: NonNegativeInt
     step: int
     """The least its ranks have completed, -1 for none."""
     sealed: int
-    heard_s: float
+    last_heartbeat_s: float
     """Since it was last heard of."""
 
 
@@ -327,16 +327,16 @@ class ElasticJobStatus(msgspec.Struct, frozen=True):
     epoch: NonNegativeIntOrMinusOne
     nodes: tuple[NodeSummary, ...]
     nproc: int
-    goal: int
-    cap: int | None
+    target_nodes: int
+    max_nodes: int | None
     restarts: NonNegativeInt
     reason: str
     step: int
     sealed: int
     store: str
-    wanted: int = 0
+    requested_nodes: int = 0
     """So many nodes more could be used."""
-    pausing: PauseOrder | None = None
+    pause: PauseOrder | None = None
     refused: str = ""
     """Why what was asked for is not done."""
 

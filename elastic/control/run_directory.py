@@ -58,7 +58,7 @@ class RunDirectory:
         self.address_file = self.directory / "address"
         self.epoch_file = self.directory / "epoch"
         """Of a coordinator that is started alone."""
-        self.end_file = self.directory / "end"
+        self.end_file = self.directory / "end_message"
         """The job's last words, once there are some."""
 
     def node_directory(self, name: str) -> Path:

@@ -20,22 +20,22 @@ def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") 
     world = desk.world
     places = {node: place for place, node in enumerate(world.ranked_nodes)} if world.phase.is_running else {}
     nodes = tuple(_node(desk, seen, places.get(node), now) for node, seen in sorted(desk.nodes.items()))
-    placed = [node for node in nodes if node.rank is not None]
+    placed = [node for node in nodes if node.node_rank is not None]
     return ElasticJobStatus(
         job=desk.settings.job,
         phase=world.phase,
         epoch=world.epoch,
         nodes=nodes,
         nproc=world.nproc,
-        goal=world.target_nodes,
-        cap=world.max_nodes,
+        target_nodes=world.target_nodes,
+        max_nodes=world.max_nodes,
         restarts=world.restarts,
         reason=desk.reason or world.reason,
         step=min((node.step for node in placed), default=-1),
         sealed=min((node.sealed for node in placed), default=-1),
         store=_store(desk),
-        wanted=desk.requested_nodes,
-        pausing=pause_order(desk, now),
+        requested_nodes=desk.requested_nodes,
+        pause=pause_order(desk, now),
         refused=refused,
     )
 
@@ -51,29 +51,29 @@ def _node(desk: WorldReconciler, seen: NodeRecord, place: int | None, now: float
     said = [progress if progress is not None else RankProgress(-1) for progress in says.rank_progress]
     return NodeSummary(
         node=says.node,
-        rank=place,
+        node_rank=place,
         state=_state(desk, seen, inside=place is not None),
-        seats=says.local_ranks,
+        local_ranks=says.local_ranks,
         spares=says.spares,
-        births=says.spawn_count,
+        spawn_count=says.spawn_count,
         step=min((progress.step for progress in said), default=-1),
         sealed=min((progress.sealed for progress in said), default=-1),
-        heard_s=max(0.0, now - seen.last_heartbeat),
+        last_heartbeat_s=max(0.0, now - seen.last_heartbeat),
     )
 
 
 def _state(desk: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
     says = seen.status
     if not seen.connected:
-        return "cut off"
+        return "disconnected"
     if says.node not in desk.world.members:
         return "leaving"
     if says.finished:
         return "finished"
     if says.drain_within_s is not None:
-        return "asked back"
+        return "draining"
     if not inside:
-        return "waiting" if says.ready else "starting"
+        return "standby" if says.ready else "starting"
     return "sealed" if says.sealed is not None else "pausing" if desk.pause is not None else "training"
 
 

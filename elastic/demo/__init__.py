@@ -125,7 +125,7 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 def _report(logs: Path, report: Path) -> float:
     """Pictures of what the ledger says; the goodput."""
     read = read_event_log(event_log_directory(logs, {}))
-    found = analyse(read.events, complaints=read.warnings)
+    found = analyse(read.events, warnings=read.warnings)
     report.write_text(html_report(found), encoding="utf-8")
     return found.goodput
 

@@ -30,7 +30,7 @@ class InjectionKind(enum.Enum):
     """The train function raises."""
     SEGFAULT = "segfault"
     """It reads where there is nothing."""
-    HOLD_GIL = "gil"
+    HOLD_GIL = "hold_gil"
     """One thread keeps the interpreter's lock for ever, so that no other one runs; ``--hang-timeout`` notices."""
     HANG = "hang"
     """The thread that trains waits for ever, the others run; ``--hang-timeout`` notices."""

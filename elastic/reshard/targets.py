@@ -152,7 +152,9 @@ class DurableTarget:
 
     def _send(self, path: Path, index: ShardIndex) -> ShardIndex:
         with compressed_shard(path, index, wanted=self._settings.compress == "zstd") as (packed, frames):
-            name = object_keys.shard_object_key(index.key, spread=self._settings.spread, compressed=frames is not None)
+            name = object_keys.shard_object_key(
+                index.key, spread=self._settings.hashed_keys, compressed=frames is not None
+            )
             size = index.size_bytes if frames is None else sum(frames)
             self._sent.append(name)
             self._store.upload(
@@ -317,7 +319,7 @@ def _of_job(sight: TierClient, location: Location, name: str) -> ReshardSource:
         if plain is None:
             raise
         view = None
-    if plain is not None and (view is None or view.group.version < plain):
+    if plain is not None and (view is None or view.version_id.version < plain):
         return PlainSource(name, plain_reader(sight.durable_settings(job), job, plain, trust_objects=True), plain)
     assert view is not None  # noqa: S101 - one of the two was found
-    return TieredSource(name, source_of(sight, job, view.group))
+    return TieredSource(name, source_of(sight, job, view.version_id))

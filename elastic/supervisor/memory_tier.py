@@ -76,7 +76,7 @@ class MemoryTierProcess:
             with contextlib.closing(
                 Client(partial(connect_to_agent, place.socket, named=place.explicit), retry_s=0.0)
             ) as client:
-                client.call("cut_off", IsolateRequest(seconds), type(None))
+                client.call("isolate", IsolateRequest(seconds), type(None))
         except PeerStoreError as error:
             log.warning("the node agent was not cut off: %s", error)
 
@@ -117,7 +117,7 @@ _LOOK_S = 0.1
 class JobMemory(NamedTuple):
     """What one node has of a job."""
 
-    groups: Collection[VersionId]
+    versions: Collection[VersionId]
     pinned: Collection[VersionId]
     used: bool
     """A process takes part in the job again."""
@@ -136,8 +136,10 @@ def reason_to_keep(held: JobMemory, survey: StepInventory) -> str:
         return "it has no durable tier"
     if Tier.DURABLE in survey.unreachable:
         return f"the durable tier could not be asked: {survey.unreachable[Tier.DURABLE]}"
-    durable = max((view.group.version for view in survey.views if view.durable and not view.quarantined), default=-1)
-    newest = max((group.version for group in held.groups), default=-1)
+    durable = max(
+        (view.version_id.version for view in survey.views if view.durable and not view.quarantined), default=-1
+    )
+    newest = max((group.version for group in held.versions), default=-1)
     return f"step {newest} is not in the durable tier" if newest > durable else ""
 
 
@@ -167,8 +169,8 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
             why = reason_to_keep(held, agent.list_steps(job, fresh=True))
         if not why:
             # By name: what somebody saves from here on is not among them.
-            agent.store.delete_versions(job, sorted(held.groups))
-        elif held.groups and not held.used:
+            agent.store.delete_versions(job, sorted(held.versions))
+        elif held.versions and not held.used:
             log.warning("what is in memory of %s stays in %s: %s", job, agent.place.directory, why)
     return not _is_used(agent, job)
 
@@ -247,10 +249,10 @@ def newest_restorable_step(survey: StepInventory) -> int:
     """The step that a load which names none would choose; -1 for none."""
     chosen = resolve_step(
         [view.candidate for view in survey.views],
-        quarantined={view.group for view in survey.views if view.quarantined},
+        quarantined={view.version_id for view in survey.views if view.quarantined},
         unreachable=survey.unreachable,
         once_whole=survey.once_whole,
         torn=survey.torn,
         forgotten=survey.forgotten,
     ).chosen
-    return -1 if chosen is None else chosen.group.version
+    return -1 if chosen is None else chosen.version_id.version

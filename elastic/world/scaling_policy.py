@@ -38,7 +38,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a world that a fault has made smaller does not grow."""
     restart_timeout_s: float = 300.0
     """How long the ranks of a node may take to be ready; then they are started anew, and the next time given up."""
-    leave_timeout_s: float = 10.0
+    abort_timeout_s: float = 10.0
     """Seconds that a live process may take to leave a broken world.
 
     Then another process replaces it. After a hang the limit is 4 s at most. No longer than ``restart_timeout_s``, the
@@ -70,7 +70,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def abort_limit_s(self) -> float:
-        return min(self.leave_timeout_s, self.restart_timeout_s)
+        return min(self.abort_timeout_s, self.restart_timeout_s)
 
     @property
     def leave_hang_s(self) -> float:
@@ -155,7 +155,7 @@ FIELD_BOUNDS: Mapping[str, FieldBound] = {
     "faulty_scale_down_timeout_s": _SECONDS,
     "scale_up_snooze_s": _SECONDS,
     "restart_timeout_s": FieldBound(is_integer=False, lowest=1),
-    "leave_timeout_s": FieldBound(is_integer=False, lowest=1),
+    "abort_timeout_s": FieldBound(is_integer=False, lowest=1),
     "startup_timeout_s": FieldBound(is_integer=False, lowest=0, optional=True),
     "eval_period_s": FieldBound(is_integer=False, lowest=1),
     "num_restart_before_full_job_restart": FieldBound(is_integer=True, lowest=0, optional=True),

@@ -6,7 +6,7 @@
     FORMING ────────────> RUNNING ────────> FORMING <──> WAITING ──────────────────────────────────> STOPPED
        ^                   │    │                        (for a replacement)
        │     all sealed    │    │ all finished
-       └──── CHANGING <────┘    └───────────> FINISHED                     restart budget used up: GAVE_UP
+       └──── PAUSING  <────┘    └───────────> FINISHED                     restart budget used up: GAVE_UP
              (pausing)  ────────────────────────^
 
 ``life`` counts the starts of a node's supervisor: what is said of an earlier life changes nothing, and a life that was
@@ -31,15 +31,15 @@ class WorldPhase(enum.Enum):
     WAITING = "waiting"
     """The same, but nodes are missing: a replacement may come in time."""
     RUNNING = "running"
-    PAUSING = "changing"
+    PAUSING = "pausing"
     """The ranks were asked to stop at a step; the world still runs."""
     STOPPED = "stopped"
     FINISHED = "finished"
-    GAVE_UP = "gave up"
+    FAILED = "failed"
 
     @property
     def is_over(self) -> bool:
-        return self in (WorldPhase.STOPPED, WorldPhase.FINISHED, WorldPhase.GAVE_UP)
+        return self in (WorldPhase.STOPPED, WorldPhase.FINISHED, WorldPhase.FAILED)
 
     @property
     def is_running(self) -> bool:

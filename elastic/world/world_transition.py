@@ -254,7 +254,7 @@ class WorldTransition:
 
     def fail_job(self, reason: str) -> None:
         reason += "; started again, the job resumes from its newest whole step"
-        self._end(WorldPhase.GAVE_UP, reason)
+        self._end(WorldPhase.FAILED, reason)
         self.emit(FailJob(reason))
 
     def _end(self, phase: WorldPhase, reason: str) -> None:

@@ -155,7 +155,7 @@ class _TieredReader(TieredReader):
     @property
     def planned_step(self) -> int:
         """What :meth:`read_metadata` described."""
-        return self._plain[0] if self._plain is not None else self._order[0].group.version
+        return self._plain[0] if self._plain is not None else self._order[0].version_id.version
 
 
 class SageMakerTieredStorageReader(StorageReader):

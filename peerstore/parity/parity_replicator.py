@@ -154,7 +154,7 @@ class ParityReplicator:
 
     def _members(self, living: Mapping[str, PeerNode]) -> tuple[str, ...]:
         me = self._membership.this_node.id
-        found = parity_groups(living.values(), self.policy.group + 1, levels=self.policy.levels)
+        found = parity_groups(living.values(), self.policy.parity_group_size + 1, levels=self.policy.levels)
         return next((tuple(group) for group in found if me in group), ())
 
     def statuses(self) -> list[ReplicationStatus]:
@@ -247,18 +247,23 @@ class ParityReplicator:
         if self._keeping.record_report(sender, note):
             for part in note.parts.values():
                 key = ShardKey(
-                    self._job, note.group.version, note.group.epoch, note.group.incarnation, note.group.attempt, part
+                    self._job,
+                    note.version_id.version,
+                    note.version_id.epoch,
+                    note.version_id.incarnation,
+                    note.version_id.attempt,
+                    part,
                 )
-                self.confirm_holder(key, sender, note.life)
+                self.confirm_holder(key, sender, note.generation)
             self.wake()
-        return self._keeping.status_for(sender, note.group, note.members)
+        return self._keeping.status_for(sender, note.version_id, note.members)
 
     def handle_parity_status(self, sender: str, stake: ParityStatus) -> None:
         """A member of the group says what it keeps."""
         with self._changed:
-            asked = self._asked.get((sender, stake.group))
+            asked = self._asked.get((sender, stake.version_id))
             if asked is not None and asked.members == stake.members:
-                asked.kept, asked.refused, asked.why = set(stake.kept), set(stake.refused), stake.why
+                asked.kept, asked.refused, asked.why = set(stake.stored), set(stake.rejected), stake.why
                 asked.said += 1
         self.wake()
 
@@ -276,7 +281,7 @@ class ParityReplicator:
     def rebuild(self, shard: ShardRecord, holders: tuple[str, ...] = ()) -> bool:
         """Have a shard here again that nobody has any more, out of parities; False when it is here already."""
         kept = self._keeping.stored()
-        near = {member for one in kept if one.info.group == shard.key.version_id for member in one.members}
+        near = {member for one in kept if one.info.version_id == shard.key.version_id for member in one.members}
         nodes = {node for node in near | set(self.members) if node in self._membership.alive}
         return self._recovering.rebuild(shard, nodes, holders=holders, stopped=self._stop.is_set)
 
@@ -340,7 +345,7 @@ class ParityReplicator:
         if self._membership.member_list is None:  # nobody is known yet: that is not to say that they are gone
             return []
         here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
-        wanted = [one for one in kept if self._store.replicas.is_needed(self._job, one.info.group)]
+        wanted = [one for one in kept if self._store.replicas.is_needed(self._job, one.info.version_id)]
         with self._changed:
             found = lost_shards(
                 wanted,
@@ -366,7 +371,7 @@ class ParityReplicator:
         if not due:
             return False
         sight = self._sight()
-        held = {fact.key for looked in sight.nodes.values() for fact in looked.facts}
+        held = {fact.key for looked in sight.nodes.values() for fact in looked.shards}
         for one in due:
             key = one.shard.key
             self._missed[key] = self._clock() + _LOOK_S
@@ -419,30 +424,30 @@ class ParityReplicator:
 
     def _send_report(self, member: str, note: StripeReport) -> None:
         now = self._clock()
-        asked = self._asked.get((member, note.group))
+        asked = self._asked.get((member, note.version_id))
         life = self._membership.generation_of(member)
         if asked is not None and (asked.members, asked.parts, asked.life, asked.mine) == (
             note.members,
             note.parts,
             life,
-            note.life,
+            note.generation,
         ):
             settled = asked.kept >= set(note.parts.values())
             if now - asked.at < (_ASK_AGAIN_S if settled else _LOOK_S):
                 return
         if self._later.get(member, 0.0) > now:
             return
-        fresh = _Asked(note.members, note.parts, life, note.life, now)
+        fresh = _Asked(note.members, note.parts, life, note.generation, now)
         with self._changed:
-            before = self._stake(member, note.group, note.members)
+            before = self._stake(member, note.version_id, note.members)
             if before is not None:
                 fresh.kept, fresh.refused, fresh.why = before.kept, before.refused, before.why
             said = fresh.said
-            self._asked[member, note.group] = fresh  # before it is asked: it may say more before it has answered
+            self._asked[member, note.version_id] = fresh  # before it is asked: it may say more before it has answered
         try:
-            stake = self._membership.client_for(member).call("striped", note, ParityStatus, timeout_s=5.0)
+            stake = self._membership.client_for(member).call("report_stripe", note, ParityStatus, timeout_s=5.0)
         except (PeerStoreError, OSError) as error:
-            log.debug("job %s: %s was not told of version %d: %s", self._job, member, note.group.version, error)
+            log.debug("job %s: %s was not told of version %d: %s", self._job, member, note.version_id.version, error)
             self._later[member] = now + PARITY_RETRY_S
             with self._changed:
                 fresh.at, fresh.why = float("-inf"), f"{member}: {error}"

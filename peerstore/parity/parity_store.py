@@ -117,21 +117,21 @@ class ParityStore:
             raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
         if sender not in note.members:
             raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
-        told = _Told(note.members, dict(note.parts), note.life)
+        told = _Told(note.members, dict(note.parts), note.generation)
         with self._lock:
             versions = self._told[sender]
-            before = versions.get(note.group)
+            before = versions.get(note.version_id)
             if before is not None and (before == told or before.life > told.life):
                 return False
-            versions[note.group] = told
+            versions[note.version_id] = told
             for group in sorted(versions)[:-_MOST_VERSIONS]:
                 del versions[group]
-            self._news_at[note.group] = self._clock()
+            self._news_at[note.version_id] = self._clock()
             return True
 
     def status_for(self, sender: str, group: VersionId, members: tuple[str, ...]) -> ParityStatus:
         """What a member may count on here."""
-        kept = [one for one in self.stored() if one.info.group == group and one.members == members]
+        kept = [one for one in self.stored() if one.info.version_id == group and one.members == members]
         kept = self._useful(kept)
         with self._lock:
             said = {member: versions[group] for member, versions in self._current().items() if group in versions}
@@ -156,7 +156,7 @@ class ParityStore:
             current = self._current()
             found = []
             for one in kept:
-                group = one.info.group
+                group = one.info.version_id
                 at = {
                     member: versions[group].parts.values() for member, versions in current.items() if group in versions
                 }
@@ -240,7 +240,7 @@ class ParityStore:
             heard = mine[group] | {part for parts in numbers.values() for part in parts.values()}
             left_s = news_at.get(group, now) + self._patience_s - now
             complete = left_s <= 0 or len(heard) >= parts_of.get(group, 1 << 62)
-            there = [one.info.parts for one in useful if one.info.group == group and one.members == members]
+            there = [one.info.parts for one in useful if one.info.version_id == group and one.members == members]
             me = self._membership.this_node.id
             for number, parts in parities_to_make(me, members, numbers, there, complete=complete).items():
                 if (group, number) not in later:
@@ -275,7 +275,7 @@ class ParityStore:
         for member in due.parts:
             note = self.status_for(member, due.version_id, due.members)
             try:
-                self._membership.client_for(member).call("stake", note, type(None), timeout_s=5.0)
+                self._membership.client_for(member).call("parity_status", note, type(None), timeout_s=5.0)
             except (PeerStoreError, OSError) as error:  # it asks again by itself
                 log.debug("job %s: %s was not told of its parity: %s", self._job, member, error)
         return size
@@ -301,7 +301,7 @@ class ParityStore:
 
     def _record(self, member: str, group: VersionId, part: int) -> ShardRecord:
         found: list[ShardRecord] = self._membership.client_for(member).call(
-            "records", GetShardRecords(group), list[ShardRecord]
+            "shard_records", GetShardRecords(group), list[ShardRecord]
         )
         for record in found:
             if record.key.job == self._job and record.key.version_id == group and record.key.part == part:

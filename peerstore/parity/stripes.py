@@ -199,7 +199,9 @@ def is_first_rebuilder(lost: LostShard, me: str, nodes: Mapping[str, NodeInvento
         node
         for node in lost.rebuilders
         if node == me
-        or any(fact.group == key.version_id and key.part in fact.parts.values() for fact in _parities(nodes.get(node)))
+        or any(
+            fact.version_id == key.version_id and key.part in fact.parts.values() for fact in _parities(nodes.get(node))
+        )
     ]
     return keepers[:1] == [me]
 
@@ -262,7 +264,7 @@ def rebuildable_parts(
     """
     keepers: dict[tuple[VersionId, int, tuple[str, ...], str, int], set[str]] = defaultdict(set)
     for fact in facts:
-        there = set(parts.get(fact.group, ()))
+        there = set(parts.get(fact.version_id, ()))
         for member, part in fact.parts.items():
             others = {part for other, part in fact.parts.items() if other != member}
             if part not in there and others <= there:
@@ -280,7 +282,7 @@ def pending_recovery(nodes: Mapping[str, NodeInventory], silent: Collection[str]
     parts: dict[VersionId, set[int]] = defaultdict(set)
     in_all: dict[VersionId, int] = {}
     for looked in nodes.values():
-        for fact in looked.facts:
+        for fact in looked.shards:
             parts[fact.key.version_id].add(fact.key.part)
             in_all[fact.key.version_id] = fact.parts
     newest = max(parts, default=None)
@@ -469,7 +471,7 @@ def _written(
     """Write ``chunks`` into the slot; the checksums of what is there then."""
     sums = bytearray()
     with closing_fd(store.open_slot(lease.slot)) as fd:
-        prefault_file(fd, size_bytes, stopped, start=lease.warm_bytes)
+        prefault_file(fd, size_bytes, stopped, start=lease.prefaulted_bytes)
         mapped = FileMapping(fd, size_bytes, writable=True)
     with mapped as mapping, mapping.view as view:
         for number, data in chunks:

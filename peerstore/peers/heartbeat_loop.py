@@ -331,7 +331,7 @@ class HeartbeatLoop:
         within_s = _CONNECT_S + self._members.settings.ping_timeout_s
         try:
             reached = self.client_for(helper).call(
-                "ping_for", IndirectPing(node), bool, timeout_s=within_s, within_s=within_s
+                "indirect_ping", IndirectPing(node), bool, timeout_s=within_s, within_s=within_s
             )
         except (PeerStoreError, OSError) as error:  # of another release, or gone: nothing is known by it
             log.debug("job %s: %s did not say whether %s lives: %s", self._credentials.job, helper, node, error)
@@ -357,7 +357,7 @@ class HeartbeatLoop:
 
     def _fetch_roster(self, node: NodeId) -> None:
         try:
-            self.set_member_list(self.client_for(node).call("roster", GetMemberList(), MemberList, timeout_s=5.0))
+            self.set_member_list(self.client_for(node).call("member_list", GetMemberList(), MemberList, timeout_s=5.0))
         except (PeerStoreError, OSError) as error:
             log.debug("job %s: %s did not tell its roster: %s", self._credentials.job, node, error)
 
@@ -381,24 +381,24 @@ def build_ping(gossip: GossipMessage, copies: ReplicaStore, job: str) -> PingMes
     known = copies.current_decision(job)
     return PingMessage(
         gossip,
-        known.settled,
+        known.replicated,
         copies.has_clients(job),
         copies.resume_point(job),
         copies.retention_marks(job),
-        known.whole,
-        known.torn,
+        known.committed,
+        known.aborted,
     )
 
 
 def apply_ping(copies: ReplicaStore, job: str, fence: tuple[int, str], ping: PingMessage) -> None:
     """What others have learned, for this node's store."""
-    if ping.base is not None:
-        copies.learn_resume_point(job, ping.base)
+    if ping.resume_point is not None:
+        copies.learn_resume_point(job, ping.resume_point)
     if fence > copies.current_incarnation(job):
         copies.fence(job, *fence)
-    copies.apply_decision(job, CommitDecision(ping.whole, ping.settled, ping.torn))
-    copies.apply_retention(job, ping.kept)
-    if ping.active:
+    copies.apply_decision(job, CommitDecision(ping.committed, ping.replicated, ping.aborted))
+    copies.apply_retention(job, ping.retention)
+    if ping.has_clients:
         copies.touch(job)
 
 

@@ -55,7 +55,7 @@ class JobInventory:
         """Which nodes hold each shard, this one first."""
         found: dict[ShardKey, list[str]] = defaultdict(list)
         for node, looked in self.nodes.items():
-            for fact in looked.facts:
+            for fact in looked.shards:
                 found[fact.key].append(node)
         return {key: tuple(nodes) for key, nodes in found.items()}
 
@@ -197,7 +197,7 @@ class InventoryService:
                 return why
             within_s = min(within_s, DEAD_NODE_TIMEOUT_S) if dead else within_s
             while True:
-                found: NodeInventory = peer.call("look", GetNodeInventory(), NodeInventory, within_s=within_s)
+                found: NodeInventory = peer.call("node_inventory", GetNodeInventory(), NodeInventory, within_s=within_s)
                 within_s = since + NODE_INVENTORY_TIMEOUT_S - self._clock()
                 if not found.verifying or within_s <= _VERIFYING_S or self._stop.wait(_VERIFYING_S):
                     return found
@@ -278,7 +278,7 @@ class DelegateClient:
     def ask_delegate(self, lookout: str, nodes: tuple[str, ...], within_s: float) -> PartitionInventory:
         asked = GetPartitionInventory(nodes[:MAX_NODES_PER_REQUEST])
         found: PartitionInventory = self._membership.client_for(lookout).call(
-            "look_for", asked, PartitionInventory, within_s=within_s
+            "partition_inventory", asked, PartitionInventory, within_s=within_s
         )
         return found
 
@@ -340,7 +340,7 @@ class _DelegateRound:
 def _said(answer: PartitionInventory, node: str) -> InventoryOrError:
     raw = answer.nodes.get(node)
     if raw is None:
-        return answer.silent.get(node, "its lookout said nothing of it")
+        return answer.unreachable.get(node, "its lookout said nothing of it")
     try:
         return message_codec.decode_message(raw, NodeInventory)
     except ProtocolError as error:

@@ -44,11 +44,11 @@ class OfferReplica(msgspec.Struct, frozen=True):
     record: ShardRecord
     holders: tuple[str, ...]
     """Who is to hold it, the writer's node first."""
-    whole: bool
+    committed: bool
     """Every part of its version is sealed, as far as the sender knows."""
     blobs: tuple[str, ...] = ()
     """What one needs beside it to make sense of it."""
-    base: ResumePoint | None = None
+    resume_point: ResumePoint | None = None
     """What the job went on from: a copy of a new incarnation must not take the place of that."""
 
 
@@ -103,22 +103,22 @@ class PutPeerBlob(msgspec.Struct, frozen=True):
 class StripeReport(msgspec.Struct, frozen=True):
     """Which parts of a version the sender has to protect, each in a numbered stripe of its group."""
 
-    group: VersionId
+    version_id: VersionId
     members: tuple[str, ...]
     parts: dict[int, int]
     """Number of the stripe -> part."""
-    life: int
+    generation: int
     """Which of its lives the sender is in: one that starts again may have lost them."""
 
 
 class ParityStatus(msgspec.Struct, frozen=True):
     """What became of the parts that a member told of: the answer, and said again when it changes."""
 
-    group: VersionId
+    version_id: VersionId
     members: tuple[str, ...]
-    kept: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
     """Parts that are in a sealed parity of these members on the sender."""
-    refused: tuple[int, ...] = ()
+    rejected: tuple[int, ...] = ()
     """Parts for which it has no room, for now."""
     why: str = ""
 
@@ -126,13 +126,13 @@ class ParityStatus(msgspec.Struct, frozen=True):
 class GetParities(msgspec.Struct, frozen=True):
     """The records of the parities of this version; they can be read like shards."""
 
-    group: VersionId
+    version_id: VersionId
 
 
 class ParityInfo(msgspec.Struct, frozen=True):
     """One line about a parity, for those who want to know what could be rebuilt."""
 
-    group: VersionId
+    version_id: VersionId
     number: int
     members: tuple[str, ...]
     keeper: str
@@ -142,7 +142,7 @@ class ParityInfo(msgspec.Struct, frozen=True):
     @property
     def stripe_id(self) -> tuple[VersionId, int, tuple[str, ...]]:
         """The same for all parities of one stripe."""
-        return self.group, self.number, self.members
+        return self.version_id, self.number, self.members
 
 
 # -- looking and reading ----------------------------------------------------------------------------------------------
@@ -153,14 +153,14 @@ class GetNodeInventory(msgspec.Struct, frozen=True):
 
 
 class NodeInventory(msgspec.Struct, frozen=True):
-    facts: tuple[ShardInfo, ...]
+    shards: tuple[ShardInfo, ...]
     epoch: int
     incarnation: str
-    settled: VersionId | None
+    replicated: VersionId | None
     verifying: int
     """Shards that are there and not verified yet."""
     parities: tuple[ParityInfo, ...] = ()
-    whole: VersionId | None = None
+    last_committed: VersionId | None = None
     """The newest version that is known there to have been whole, whether any of it is left or not."""
 
 
@@ -175,12 +175,12 @@ class GetPartitionInventory(msgspec.Struct, frozen=True):
 class PartitionInventory(msgspec.Struct, frozen=True):
     nodes: dict[str, msgspec.Raw]
     """What each of them said, a ``NodeInventory``; decoded only for nodes that were asked for."""
-    silent: dict[str, str]
+    unreachable: dict[str, str]
     """Of whom nothing can be said here, and why."""
 
 
 class GetShardRecords(msgspec.Struct, frozen=True):
-    group: VersionId
+    version_id: VersionId
     parts: tuple[int, ...] = ()
     """Only of these; of all that are there where none is named."""
 
@@ -223,30 +223,30 @@ class PingMessage(msgspec.Struct, frozen=True):
     """Both the question and the answer."""
 
     gossip: GossipMessage
-    settled: VersionId | None = None
+    replicated: VersionId | None = None
     """The newest version the sender knows to have all its copies."""
-    active: bool = False
+    has_clients: bool = False
     """Processes of the sender's node take part in the job: what is kept for it is still wanted."""
-    base: ResumePoint | None = None
+    resume_point: ResumePoint | None = None
     """What the job went on from, as far as the sender has heard."""
-    kept: Annotated[tuple[RetentionMark, ...], msgspec.Meta(max_length=2 * MAX_RETAINED_VERSIONS)] = ()
+    retention: Annotated[tuple[RetentionMark, ...], msgspec.Meta(max_length=2 * MAX_RETAINED_VERSIONS)] = ()
     """Versions that somebody wants kept, or not any more."""
-    whole: VersionId | None = None
+    committed: VersionId | None = None
     """The newest version the sender knows to be whole."""
-    torn: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=MAX_ABORTED_VERSIONS)] = ()
+    aborted: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=MAX_ABORTED_VERSIONS)] = ()
     """Versions the sender knows to be torn."""
 
 
 class DeleteVersions(msgspec.Struct, frozen=True):
     """The job's owner gives up these versions, wherever they are."""
 
-    groups: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=1024)]
+    versions: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=1024)]
 
 
 class VersionNotDurable(msgspec.Struct, frozen=True):
     """The sender's part of this version does not become durable, so the version does not. It stays where it is."""
 
-    group: VersionId
+    version_id: VersionId
     why: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 

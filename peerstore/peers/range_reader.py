@@ -519,7 +519,7 @@ class _Stream:
             self._asked.append(piece)
             record = piece.wish.shard
             ranges = tuple((span.start, span.stop) for span in piece.spans)
-            self._line.send("read", ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ranges))
+            self._line.send("read_ranges", ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ranges))
 
     def _receive_next(self) -> None:
         """The first of the pieces that were asked for: what comes, comes in that order."""
@@ -544,7 +544,7 @@ class _Stream:
             return compared[0]
 
         self._line.receive_response(
-            "read", RangeDigests, into=[view for span in piece.spans for view in span.views], watch=watch
+            "read_ranges", RangeDigests, into=[view for span in piece.spans for view in span.views], watch=watch
         )
         if compared[0].problem:
             raise ShardDamagedError(compared[0].problem)
@@ -571,7 +571,7 @@ class _Stream:
         size = piece.wish.shard.chunk_bytes
         chunks = tuple((span.start // size, -(-span.stop // size)) for span in piece.spans[:64])
         try:
-            damaged: bool = self._line.call("suspect", VerifyChunks(piece.wish.shard.key, chunks), bool)
+            damaged: bool = self._line.call("verify_chunks", VerifyChunks(piece.wish.shard.key, chunks), bool)
         except ShardNotFoundError:  # it has looked, and dropped it
             return True
         return damaged

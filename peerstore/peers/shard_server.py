@@ -234,10 +234,10 @@ class ReplicaReceiver:
         record = offer.record
         if record.key.job != job:
             raise RequestError(f"{record.key} was offered on a connection of job {job}")
-        if offer.base is not None:
-            self._store.replicas.learn_resume_point(job, offer.base)
+        if offer.resume_point is not None:
+            self._store.replicas.learn_resume_point(job, offer.resume_point)
         blobs = tuple(name for name in offer.blobs if name not in set(self._store.list_blobs(job)))
-        lease = self._store.begin_replica(record, whole=offer.whole)
+        lease = self._store.begin_replica(record, whole=offer.committed)
         if lease is None:
             self._store.replicas.merge_holders(record.key, offer.holders, me=self._me)
             return OfferReply("", (), blobs)
@@ -272,9 +272,9 @@ class ReplicaReceiver:
 
     def _mapped(self, lease: Lease, size_bytes: int) -> FileMapping:
         known = self._known(lease.slot)
-        if known is None or lease.warm_bytes < size_bytes:
+        if known is None or lease.prefaulted_bytes < size_bytes:
             with closing_fd(self._store.open_slot(lease.slot)) as fd:
-                prefault_file(fd, size_bytes, lambda: False, start=lease.warm_bytes)
+                prefault_file(fd, size_bytes, lambda: False, start=lease.prefaulted_bytes)
                 known = known or FileMapping(fd, lease.slot_bytes, writable=True)
             with self._lock:
                 self._maps[lease.slot] = known
@@ -353,7 +353,7 @@ class ReplicaReceiver:
                 raise LeaseLostError(f"transfer {name} was given up")
         try:
             self._store.seal_replica(transfer.lease.id, transfer.record, holders_to_store(self._me, transfer.holders))
-            failpoint("peer.committed")
+            failpoint("replica.committed")
         except BaseException:
             self._store.release(transfer.lease.id)
             raise

@@ -91,7 +91,7 @@ class CommitTracker:
         return False
 
     def _tell(self, node: str, note: PartsReport, *, timeout_s: float) -> None:
-        self._membership.client_for(node).call("settling", note, type(None), timeout_s=timeout_s)
+        self._membership.client_for(node).call("report_parts", note, type(None), timeout_s=timeout_s)
 
     def handle_report(self, note: PartsReport) -> None:
         """A node of the job says which parts it answers for. Raises when the scribe cannot be told."""
@@ -122,8 +122,8 @@ class CommitTracker:
         if not found:
             return False
         self.handle_decision(found)
-        if found.settled is not None:
-            failpoint("peer.settling")
+        if found.replicated is not None:
+            failpoint("peer.replicated")
         self._broadcast(found, broadcast_targets(living, self._membership.this_node.id))
         return True
 
@@ -141,7 +141,7 @@ class CommitTracker:
         with self._announcing:
             found = self._undelivered.pop(node)  # all that was decided while it waited for its turn
         try:
-            self._say(node, "decided", found)
+            self._say(node, "commit_decision", found)
         except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
             log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
 
@@ -155,7 +155,7 @@ class CommitTracker:
         """What the scribe has come to: noted here, and what is given up for it goes."""
         before = self._store.replicas.newest_replicated(self._job)
         self._store.replicas.apply_decision(self._job, found)
-        if found.settled is not None and (before is None or before < found.settled):
+        if found.replicated is not None and (before is None or before < found.replicated):
             self._totals.settled += 1
         with self._changed:
             self._changed.notify_all()

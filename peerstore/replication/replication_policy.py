@@ -176,7 +176,7 @@ class ReplicationPolicy:
     copies: int = 2
     levels: tuple[str, ...] = ("zone", "rack")
     streams: int = 2
-    group: int = 4
+    parity_group_size: int = 4
     """With parity: nodes of a group that one of its nodes may be lost of, not counting that one."""
     reports_commits: bool = True
     """Whether it is told which versions have all their copies."""
@@ -422,4 +422,4 @@ def _still(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozense
 
 def is_committed(fact: ShardInfo, settled: VersionId | None) -> bool:
     """Whether all parts of a shard's version were sealed, as far as this node knows."""
-    return fact.marked_whole or fact.key.version_id == settled
+    return fact.marked_committed or fact.key.version_id == settled

@@ -239,7 +239,7 @@ class Replicator:
         for record in self._store.shard_records(self._job, duty.key.version_id):
             if record.key == duty.key and not self._store.verify(duty.key):
                 chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
-                self._membership.client_for(duty.target).call("suspect", VerifyChunks(duty.key, (chunks,)), bool)
+                self._membership.client_for(duty.target).call("verify_chunks", VerifyChunks(duty.key, (chunks,)), bool)
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
@@ -325,7 +325,7 @@ class ReplicaPush:
     ) -> PushResult:
         began = time.monotonic()
         offer = OfferReplica(self._record, holders, whole, blobs, base)
-        wanted: OfferReply = self._peer.call("offer", offer, OfferReply, timeout_s=_COMMIT_S)
+        wanted: OfferReply = self._peer.call("offer_replica", offer, OfferReply, timeout_s=_COMMIT_S)
         for name in wanted.blobs:
             self._peer.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(self._blob(name))])
         if not wanted.transfer:
@@ -334,10 +334,10 @@ class ReplicaPush:
         sent = self._bytes_of(wanted.missing)
         try:
             self._send(wanted.transfer, list(wanted.missing))
-            self._peer.call("commit", CommitReplica(wanted.transfer), type(None), timeout_s=_COMMIT_S)
+            self._peer.call("commit_replica", CommitReplica(wanted.transfer), type(None), timeout_s=_COMMIT_S)
         except BaseException:
             with contextlib.suppress(PeerStoreError):
-                self._peer.call("abort", AbortReplica(wanted.transfer), type(None), timeout_s=5.0)
+                self._peer.call("abort_replica", AbortReplica(wanted.transfer), type(None), timeout_s=5.0)
             raise
         return PushResult(sent, self._record.size_bytes - sent, time.monotonic() - began)
 
@@ -374,7 +374,7 @@ class ReplicaPush:
                 while (run := work.next()) is not None:
                     for number in range(*run):
                         self._send_chunk(line, transfer, number)
-                    bad = line.call("flush", FlushChunks(transfer), tuple[int, ...])
+                    bad = line.call("flush_chunks", FlushChunks(transfer), tuple[int, ...])
                     with work.lock:
                         work.bad += bad
         except BaseException as error:  # noqa: BLE001 - raised again by whoever started the streams
@@ -388,4 +388,4 @@ class ReplicaPush:
         size = min(self._record.chunk_bytes, self._record.size_bytes - start)
         self._pace.acquire(size)
         failpoint("peer.sending")
-        line.send("chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])
+        line.send("replica_chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])

@@ -94,7 +94,7 @@ class JobPeers:
             clock=clock,
         )
         protection = ReplicationPolicy(
-            settings.copies, settings.levels, settings.streams, settings.group, settings.settles
+            settings.copies, settings.levels, settings.streams, settings.parity_group_size, settings.evicts_superseded
         )
         self.replicator: Replicator | ParityReplicator
         if settings.mode == "parity":
@@ -114,7 +114,11 @@ class JobPeers:
                 store, self.job, self.membership, protection, pace=self.rate_limiter, blobs_of=blobs_of, clock=clock
             )
         self.inventory_service = InventoryService(
-            self.membership, self.local_inventory, seen=self._on_inventory, split_from=settings.split_from, clock=clock
+            self.membership,
+            self.local_inventory,
+            seen=self._on_inventory,
+            split_from=settings.partition_min_nodes,
+            clock=clock,
         )
         self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
         """What was damaged here, and how long to wait when it cannot be fetched yet."""
@@ -183,7 +187,7 @@ class JobPeers:
         facts = tuple(self._store.replicas.list_shards(self.job))
         settled, whole = self._store.replicas.newest_replicated(self.job), self._store.replicas.last_committed(self.job)
         parities = tuple(one.info for one in self.parity_replicator.stored_parities) if self.uses_parity else ()
-        return NodeInventory(facts, epoch, incarnation, settled, self._store.status().adopting, parities, whole)
+        return NodeInventory(facts, epoch, incarnation, settled, self._store.status().verifying, parities, whole)
 
     def inventory(self, *, fresh: bool = False) -> JobInventory:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
@@ -200,14 +204,14 @@ class JobPeers:
         if self.uses_parity:
             mine |= self.parity_replicator.protected_keys
         for node, looked in others.items():
-            for fact in looked.facts:
+            for fact in looked.shards:
                 if fact.key in mine:
                     self.replicator.confirm_holder(fact.key, node, lives.get(node, 0))
 
     def fetch_records(self, node: str, group: VersionId, parts: tuple[int, ...] = ()) -> list[ShardRecord]:
         """The sealed parts of a version on another node, or only these of them."""
         asked = GetShardRecords(group, parts)
-        found: list[ShardRecord] = self.membership.client_for(node).call("records", asked, list[ShardRecord])
+        found: list[ShardRecord] = self.membership.client_for(node).call("shard_records", asked, list[ShardRecord])
         return [record for record in found if record.key.job == self.job and record.key.version_id == group]
 
     def fetch_blob(self, name: str, nodes: tuple[str, ...]) -> bytes:
@@ -238,11 +242,11 @@ class JobPeers:
 
     def broadcast_delete(self, groups: Sequence[VersionId]) -> dict[str, str]:
         """Have the other nodes give up these versions; who could not be told, and why. Silent ones delay no other."""
-        return self._broadcast("dropped", DeleteVersions(tuple(groups)))
+        return self._broadcast("delete_versions", DeleteVersions(tuple(groups)))
 
     def broadcast_not_durable(self, group: VersionId, why: str) -> dict[str, str]:
         """Have the other nodes hear that this version does not become durable; who could not be told, and why."""
-        return self._broadcast("not_durable", VersionNotDurable(group, why[:MAX_REASON_CHARS]))
+        return self._broadcast("version_not_durable", VersionNotDurable(group, why[:MAX_REASON_CHARS]))
 
     def _broadcast(self, op: str, said: object) -> dict[str, str]:
         others = [node for node in self.membership.node_ids if node != self.this_node.id]
@@ -301,10 +305,10 @@ class JobPeers:
             return False
         try:
             with closing_fd(self._store.open_slot(lease.slot)) as fd:
-                prefault_file(fd, record.size_bytes, self._stop.is_set, start=lease.warm_bytes)
+                prefault_file(fd, record.size_bytes, self._stop.is_set, start=lease.prefaulted_bytes)
                 mapped = FileMapping(fd, record.size_bytes, writable=True)
             with mapped as mapping:
-                failpoint("peer.mending")
+                failpoint("peer.repairing")
                 wish = ReadRequest(record, [ReadTarget(0, record.size_bytes, mapping.view)], others)
                 pulled = RangeReader(self.membership.client_for).read([wish])
                 del wish
@@ -333,7 +337,7 @@ class JobPeers:
         said = {
             node: fact.holders
             for node, looked in self.inventory().nodes.items()
-            for fact in looked.facts
+            for fact in looked.shards
             if node != self.this_node.id and fact.key == key
         }
         return original_holders(self.this_node.id, said)
@@ -387,7 +391,7 @@ class JobPeers:
         try:
             if node == self.this_node.id:
                 return not self._store.verify(record.key, chunks)
-            return not self.membership.client_for(node).call("suspect", VerifyChunks(record.key, (chunks,)), bool)
+            return not self.membership.client_for(node).call("verify_chunks", VerifyChunks(record.key, (chunks,)), bool)
         except (PeerStoreError, OSError) as error:
             log.warning("job %s: %s did not look at %s again: %s", self.job, node, record.key, error)
             return None

@@ -159,7 +159,9 @@ class NodePeers(StoreListener):
 
     def join(self, job: str, plan: JobPeersConfig, *, wait_s: float = _JOIN_S) -> JobPeers:
         """Take part in ``job`` as ``plan`` says; a plan that is in force already changes nothing."""
-        discovery: Discovery = FixedMembers(plan.roster) if plan.roster is not None else parse_discovery(plan.discovery)
+        discovery: Discovery = (
+            FixedMembers(plan.member_list) if plan.member_list is not None else parse_discovery(plan.discovery)
+        )
         with self._lock:
             team, known = self._teams.get(job), self._plans.get(job)
             if team is not None and known == plan:

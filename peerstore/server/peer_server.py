@@ -124,40 +124,46 @@ class _PeerSession:
         """Copies that were begun on this connection and are neither finished nor given up."""
         self._payload_bytes = 0
         self._operations: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
-            "offer": (OfferReplica, self._offer),
-            "flush": (FlushChunks, self._flush),
-            "commit": (CommitReplica, self._commit),
-            "abort": (AbortReplica, self._abort),
-            "relist": (UpdateHolders, lambda a: self._store.replicas.set_holders(self._of_this_job(a.key), a.holders)),
+            "offer_replica": (OfferReplica, self._offer),
+            "flush_chunks": (FlushChunks, self._flush),
+            "commit_replica": (CommitReplica, self._commit),
+            "abort_replica": (AbortReplica, self._abort),
+            "update_holders": (
+                UpdateHolders,
+                lambda a: self._store.replicas.set_holders(self._of_this_job(a.key), a.holders),
+            ),
             "put_blob": (PutPeerBlob, self._put_blob),
-            "look": (GetNodeInventory, lambda _: team.local_inventory()),
-            "look_for": (GetPartitionInventory, self._look_for),
-            "records": (GetShardRecords, self._records),
+            "node_inventory": (GetNodeInventory, lambda _: team.local_inventory()),
+            "partition_inventory": (GetPartitionInventory, self._look_for),
+            "shard_records": (GetShardRecords, self._records),
             "blobs": (GetPeerBlobs, self._blobs),
             "blob": (
                 GetPeerBlob,
                 lambda a: self._store.get_blob(team.job, self._server.blob_access.check_readable(a.name)),
             ),
-            "suspect": (VerifyChunks, lambda a: desk.range_server.verify_chunks(self._of_this_job(a.key), a.chunks)),
-            "striped": (StripeReport, lambda a: team.parity_replicator.handle_stripe_report(who.node, a)),
-            "stake": (ParityStatus, lambda a: team.parity_replicator.handle_parity_status(who.node, a)),
+            "verify_chunks": (
+                VerifyChunks,
+                lambda a: desk.range_server.verify_chunks(self._of_this_job(a.key), a.chunks),
+            ),
+            "report_stripe": (StripeReport, lambda a: team.parity_replicator.handle_stripe_report(who.node, a)),
+            "parity_status": (ParityStatus, lambda a: team.parity_replicator.handle_parity_status(who.node, a)),
             "parities": (GetParities, self._parities),
             "ping": (PingMessage, lambda a: team.membership.handle_ping(who.node, a)),
-            "ping_for": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
-            "roster": (GetMemberList, self._roster),
-            "settling": (PartsReport, team.replicator.commit_tracker.handle_report),
-            "dropped": (DeleteVersions, self._drop),
-            "not_durable": (VersionNotDurable, self._not_durable),
-            "decided": (CommitDecision, team.replicator.commit_tracker.handle_decision),
+            "indirect_ping": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
+            "member_list": (GetMemberList, self._roster),
+            "report_parts": (PartsReport, team.replicator.commit_tracker.handle_report),
+            "delete_versions": (DeleteVersions, self._drop),
+            "version_not_durable": (VersionNotDurable, self._not_durable),
+            "commit_decision": (CommitDecision, team.replicator.commit_tracker.handle_decision),
         }
 
     def run(self) -> None:
         while (incoming := self._channel.receive()) is not None:
             request = message_codec.decode_message(incoming.header, PeerRequest)
             self._payload_bytes = incoming.payload_bytes
-            if request.op == "chunk":
+            if request.op == "replica_chunk":
                 self._chunk(message_codec.decode_message(request.body, ReplicaChunk))
-            elif request.op == "read":
+            elif request.op == "read_ranges":
                 self._read(message_codec.decode_message(request.body, ReadRanges))
             else:
                 self._answer(request)
@@ -237,10 +243,10 @@ class _PeerSession:
 
     def _drop(self, dropped: DeleteVersions) -> None:
         """Also where nothing of them is here: that is no error."""
-        self._store.delete_versions(self._job_peers.job, list(dropped.groups))
+        self._store.delete_versions(self._job_peers.job, list(dropped.versions))
 
     def _not_durable(self, said: VersionNotDurable) -> None:
-        self._store.notify_not_durable(self._job_peers.job, said.group, f"node {self._who.node}: {said.why}")
+        self._store.notify_not_durable(self._job_peers.job, said.version_id, f"node {self._who.node}: {said.why}")
 
     def _put_blob(self, blob: PutPeerBlob) -> None:
         name, size = self._server.blob_access.check_writable(blob.name, self._who.node), self._payload_bytes
@@ -284,7 +290,7 @@ class _PeerSession:
 
     def _records(self, asked: GetShardRecords) -> object:
         wanted = set(asked.parts)
-        found = self._store.shard_records(self._job_peers.job, asked.group)
+        found = self._store.shard_records(self._job_peers.job, asked.version_id)
         return [record for record in found if not wanted or record.key.part in wanted]
 
     def _blobs(self, asked: GetPeerBlobs) -> object:
@@ -305,7 +311,7 @@ class _PeerSession:
         return [
             record
             for record in self._store.replicas.list_parities(self._job_peers.job)
-            if record.key.version_id == asked.group
+            if record.key.version_id == asked.version_id
         ]
 
     def _roster(self, _: GetMemberList) -> object:

@@ -154,24 +154,24 @@ class ReportDamageRequest(msgspec.Struct, frozen=True):
 
 class MarkCommittedRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
 
 
 class AbortPartRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     part: NonNegativeInt
 
 
 class DeleteVersionsRequest(msgspec.Struct, frozen=True):
     job: str
-    groups: list[VersionId] | None = None
+    versions: list[VersionId] | None = None
 
 
 class RetainVersionRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
-    kept: bool = True
+    version_id: VersionId
+    retained: bool = True
 
 
 class PutBlobRequest(msgspec.Struct, frozen=True):
@@ -238,26 +238,28 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "open_slot": Operation(OpenSlotRequest, none, lambda a, _: open_slot(a.slot)),
         "relabel": Operation(RelabelRequest, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
         "seal": Operation(SealRequest, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta, a.blobs)),
-        "abandon": Operation(ReleaseLeaseRequest, none, lambda a, _: store.release(a.lease_id)),
+        "release": Operation(ReleaseLeaseRequest, none, lambda a, _: store.release(a.lease_id)),
         "reserve": Operation(
             ReserveRequest, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)
         ),
-        "inventory": Operation(ListShardsRequest, list[ShardInfo], lambda a, _: store.list_shards(a.job)),
+        "list_shards": Operation(ListShardsRequest, list[ShardInfo], lambda a, _: store.list_shards(a.job)),
         "pin": Operation(PinRequest, PinResponse, lambda a, who: pin(a.key, who)),
         "unpin": Operation(UnpinRequest, bool, lambda a, _: store.unpin(a.pin_id)),
         "verify": Operation(VerifyRequest, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
-        "report": Operation(ReportDamageRequest, none, lambda a, _: store.report_damage(a.key, a.reason)),
-        "mark_whole": Operation(MarkCommittedRequest, none, lambda a, _: store.mark_committed(a.job, a.group)),
-        "leave_out": Operation(AbortPartRequest, none, lambda a, _: store.abort_part(a.job, a.group, a.part)),
-        "newest_whole": Operation(JobRequest, VersionId | None, lambda a, _: store.newest_committed(a.job)),
-        "forget": Operation(DeleteVersionsRequest, int, lambda a, _: store.delete_versions(a.job, a.groups)),
-        "keep": Operation(RetainVersionRequest, none, lambda a, _: store.retain(a.job, a.group, kept=a.kept)),
-        "kept": Operation(JobRequest, set[VersionId], lambda a, _: store.retained(a.job)),
+        "report_damage": Operation(ReportDamageRequest, none, lambda a, _: store.report_damage(a.key, a.reason)),
+        "mark_committed": Operation(MarkCommittedRequest, none, lambda a, _: store.mark_committed(a.job, a.version_id)),
+        "abort_part": Operation(AbortPartRequest, none, lambda a, _: store.abort_part(a.job, a.version_id, a.part)),
+        "newest_committed": Operation(JobRequest, VersionId | None, lambda a, _: store.newest_committed(a.job)),
+        "delete_versions": Operation(DeleteVersionsRequest, int, lambda a, _: store.delete_versions(a.job, a.versions)),
+        "retain": Operation(
+            RetainVersionRequest, none, lambda a, _: store.retain(a.job, a.version_id, kept=a.retained)
+        ),
+        "retained": Operation(JobRequest, set[VersionId], lambda a, _: store.retained(a.job)),
         "put_blob": Operation(PutBlobRequest, none, lambda a, _: store.put_blob(a.job, a.name, a.data)),
         "get_blob": Operation(BlobRequest, bytes, lambda a, _: store.get_blob(a.job, a.name)),
         "remove_blob": Operation(BlobRequest, none, lambda a, _: store.remove_blob(a.job, a.name)),
-        "blobs": Operation(JobRequest, list[str], lambda a, _: store.list_blobs(a.job)),
-        "drop_aside": Operation(DropUnrecognizedRequest, int, lambda a, _: store.drop_unrecognized(a.names)),
+        "list_blobs": Operation(JobRequest, list[str], lambda a, _: store.list_blobs(a.job)),
+        "drop_unrecognized": Operation(DropUnrecognizedRequest, int, lambda a, _: store.drop_unrecognized(a.names)),
         "status": Operation(StoreStatusRequest, StoreStatus, lambda *_: store.status()),
     }
 

@@ -173,13 +173,13 @@ class Client:
         return self.call("seal", asked, ShardRecord, timeout_s=timeout)
 
     def release(self, lease_id: str) -> None:
-        self.call("abandon", store_api.ReleaseLeaseRequest(lease_id), type(None))
+        self.call("release", store_api.ReleaseLeaseRequest(lease_id), type(None))
 
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
         return self.call("reserve", store_api.ReserveRequest(job, part, size_bytes, slots), list[SlotInfo])
 
     def list_shards(self, job: str | None = None) -> list[ShardInfo]:
-        return self.call("inventory", store_api.ListShardsRequest(job), list[ShardInfo], timeout_s=_ADOPTION_S)
+        return self.call("list_shards", store_api.ListShardsRequest(job), list[ShardInfo], timeout_s=_ADOPTION_S)
 
     def pin(self, key: ShardKey) -> Pin:
         pinned, fd = self._call("pin", store_api.PinRequest(key), PinResponse, timeout_s=_ADOPTION_S)
@@ -194,25 +194,25 @@ class Client:
         return self.call("verify", store_api.VerifyRequest(key, chunks), tuple[int, ...], timeout_s=_ADOPTION_S)
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
-        self.call("report", store_api.ReportDamageRequest(key, reason), type(None))
+        self.call("report_damage", store_api.ReportDamageRequest(key, reason), type(None))
 
     def mark_committed(self, job: str, group: VersionId) -> None:
-        self.call("mark_whole", store_api.MarkCommittedRequest(job, group), type(None))
+        self.call("mark_committed", store_api.MarkCommittedRequest(job, group), type(None))
 
     def abort_part(self, job: str, group: VersionId, part: int) -> None:
-        self.call("leave_out", store_api.AbortPartRequest(job, group, part), type(None))
+        self.call("abort_part", store_api.AbortPartRequest(job, group, part), type(None))
 
     def newest_committed(self, job: str) -> VersionId | None:
-        return self.call("newest_whole", store_api.JobRequest(job), VersionId | None)
+        return self.call("newest_committed", store_api.JobRequest(job), VersionId | None)
 
     def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
-        return self.call("forget", store_api.DeleteVersionsRequest(job, groups), int)
+        return self.call("delete_versions", store_api.DeleteVersionsRequest(job, groups), int)
 
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
-        self.call("keep", store_api.RetainVersionRequest(job, group, kept), type(None))
+        self.call("retain", store_api.RetainVersionRequest(job, group, kept), type(None))
 
     def retained(self, job: str) -> set[VersionId]:
-        return self.call("kept", store_api.JobRequest(job), set[VersionId])
+        return self.call("retained", store_api.JobRequest(job), set[VersionId])
 
     def put_blob(self, job: str, name: str, data: bytes) -> None:
         self.call("put_blob", store_api.PutBlobRequest(job, name, data), type(None))
@@ -221,13 +221,13 @@ class Client:
         return self.call("get_blob", store_api.BlobRequest(job, name), bytes)
 
     def list_blobs(self, job: str) -> list[str]:
-        return self.call("blobs", store_api.JobRequest(job), list[str])
+        return self.call("list_blobs", store_api.JobRequest(job), list[str])
 
     def remove_blob(self, job: str, name: str) -> None:
         self.call("remove_blob", store_api.BlobRequest(job, name), type(None))
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
-        return self.call("drop_aside", store_api.DropUnrecognizedRequest(names), int)
+        return self.call("drop_unrecognized", store_api.DropUnrecognizedRequest(names), int)
 
     def status(self) -> StoreStatus:
         return self.call("status", store_api.StoreStatusRequest(), StoreStatus)
@@ -419,6 +419,6 @@ class Client:
                     f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "
                     f"this client {AGENT_PROTOCOL_VERSION}: use the same release for both"
                 )
-            self.server_version, self.arena_id, self.start_id = answer.server, answer.arena, answer.started
+            self.server_version, self.arena_id, self.start_id = answer.server, answer.arena, answer.start_id
             undo.pop_all()
         return sock

@@ -160,7 +160,7 @@ class TmpfsArena:
         try:
             with closing_fd(_made(fresh)) as fd, os.fdopen(fd, "wb", closefd=False) as file:
                 file.write(_framed(data))
-            failpoint("agent.note")
+            failpoint("agent.metadata")
             self._move(fresh, name)
         except OSError as error:
             fresh.unlink(missing_ok=True)

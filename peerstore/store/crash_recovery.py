@@ -113,7 +113,7 @@ class CrashRecovery:
         self._table.slots[name] = slot
         if not note.holders and not record.key.kind:  # what others wrote says nothing about who writes here
             self._jobs.observe_epoch(record.key)
-        failpoint("agent.adopting")
+        failpoint("agent.recovering")
 
     def _metadata_without_slot(self, kind: str, name: str) -> None:
         """A note without its slot: the file of a sealed shard was removed."""
@@ -187,7 +187,7 @@ class CrashRecovery:
 
     def _retry_later(self, slot: ArenaSlot, error: ShardUnreadableError, *, patient: bool) -> None:
         with self._table.lock:
-            self._table.counters["unreadable"] += 1
+            self._table.counters["unreadable_reads"] += 1
             if patient or slot.shard_state is not ShardState.VERIFYING:
                 log.warning("adoption: %s", error)
                 return
@@ -200,9 +200,9 @@ class CrashRecovery:
             if slot.record is not record or slot.shard_state not in _UNVERIFIED:
                 return False  # its owner forgot it meanwhile
             slot.shard_state = ShardState.AVAILABLE
-            self._table.counters["adopted"] += 1
+            self._table.counters["recovered"] += 1
             self._table.changed.notify_all()
-            failpoint("agent.adopted")
+            failpoint("agent.recovered")
             return True
 
     def wait_verified(self, job: str | None) -> None:

@@ -206,17 +206,17 @@ class JobTable:
             self._restore_owner(job, error)
             return
         if note is not None:
-            marks = {mark.group: mark.parts for mark in note.marks}
+            marks = {mark.version_id: mark.parts for mark in note.committed}
             self._jobs[job] = JobEntry(
                 note.epoch,
                 note.incarnation,
                 marks,
                 set(note.damaged),
-                requires_replication=note.guarded,
-                replicated=note.settled,
-                resume_point=note.base,
-                retention={one.version_id: one for one in note.kept},
-                aborted={one.group: set(one.parts) for one in note.torn},
+                requires_replication=note.requires_replication,
+                replicated=note.replicated,
+                resume_point=note.resume_point,
+                retention={one.version_id: one for one in note.retention},
+                aborted={one.version_id: set(one.parts) for one in note.aborted},
                 last_seen_at=self._table.clock(),
             )
 
@@ -507,9 +507,9 @@ class JobTable:
             epoch=known.epoch,
             clients=len(known.clients),
             versions=len({record.key.version_id for _, record in self._table.available_shards(job)}),
-            newest_whole=newest.version if newest else None,
+            newest_committed=newest.version if newest else None,
             expires_in_s=left,
-            settled=known.replicated.version if known.requires_replication and known.replicated else None,
+            newest_replicated=known.replicated.version if known.requires_replication and known.replicated else None,
         )
 
 

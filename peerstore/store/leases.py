@@ -206,7 +206,7 @@ class LeaseManager:
             size_bytes=size_bytes,
             slot=slot.name,
             generation=slot.generation,
-            warm_bytes=slot.prefaulted_bytes,
+            prefaulted_bytes=slot.prefaulted_bytes,
             slot_bytes=slot.size_bytes,
         )
         self._table.counters["leases"] += 1
@@ -266,7 +266,7 @@ class LeaseManager:
             slot=larger.name,
             generation=larger.generation,
             slot_bytes=larger.size_bytes,
-            warm_bytes=larger.prefaulted_bytes,
+            prefaulted_bytes=larger.prefaulted_bytes,
         )
         self._table.assign(larger, lease, growth.owner)
         failpoint("agent.grown")
@@ -328,11 +328,11 @@ class LeaseManager:
     def _wait(self, refused: SlotsBusy | BudgetExceeded | None, deadline: float) -> None:
         """Wait a while when that may help, or say that it does not."""
         if isinstance(refused, BudgetExceeded):
-            self._table.counters["lease_full"] += 1
+            self._table.counters["leases_over_budget"] += 1
             raise ArenaFullError(refused.reason + self._table.unrecognized_hint)
         left = deadline - self._table.clock()
         if not left > 0:
-            self._table.counters["lease_busy"] += 1
+            self._table.counters["leases_busy"] += 1
             raise ArenaBusyError(refused.reason if refused else "no slot")
         self._table.counters["lease_waits"] += 1
         self._table.changed.wait(min(left, 1.0))

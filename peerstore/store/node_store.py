@@ -221,7 +221,7 @@ class NodeStore:
             try:
                 return self._reader.pin(key, owner or current_process())
             except ShardUnreadableError:
-                self._table.counters["unreadable"] += 1
+                self._table.counters["unreadable_reads"] += 1
                 raise
             except ShardDamagedError as error:
                 damaged = error
@@ -256,7 +256,7 @@ class NodeStore:
             bad = self._reader.damaged_chunks(record, path, chunks)
         except ShardUnreadableError:
             with self._lock:
-                self._table.counters["unreadable"] += 1
+                self._table.counters["unreadable_reads"] += 1
             raise
         finally:
             held = self.unpin(pin)

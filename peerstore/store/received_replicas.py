@@ -134,18 +134,18 @@ class ReplicaStore:
             if slot.lease is None or slot.lease.key != record.key:
                 raise LeaseLostError(f"the lease of {record.key} was taken back while it was being copied")
             self._table.metadata.put(SEAL_METADATA, slot.name, SealMetadata(lease_id, record, holders))
-            failpoint("peer.copying")
+            failpoint("replica.sealing")
             slot.record, slot.sealed_lease_id, slot.holders = record, lease_id, holders
             slot.lease = slot.owner = None
             self._table.drop_metadata(LEASE_METADATA, slot.name)
             slot.prefaulted_bytes = max(slot.prefaulted_bytes, record.size_bytes)
             if record.key.kind:
-                self._table.counters["parities_made"] += 1
+                self._table.counters["parities_created"] += 1
             else:
                 self._jobs.record_repaired_part(record.key.job, record.key.version_id, record.key.part)
-                self._table.counters["copies_taken"] += 1
-                self._table.counters["copied_in_bytes"] += record.size_bytes
-            failpoint("peer.copied")
+                self._table.counters["replicas_received"] += 1
+                self._table.counters["replica_bytes_received"] += record.size_bytes
+            failpoint("replica.sealed")
             if self._jobs.is_aborted(record.key.job, record.key.version_id):  # while it was on its way
                 self._keeping.delete_versions(record.key.job, [record.key.version_id])
 
@@ -234,11 +234,11 @@ class ReplicaStore:
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """What the node that counts has come to, wherever it was heard."""
         with self._table.lock:
-            if decided.whole is not None and self._jobs.get_or_create(job).would_be_newest(decided.whole):
-                self._jobs.mark_committed(job, decided.whole)
-            if decided.settled is not None:
-                self._jobs.mark_replicated(job, decided.settled)
-            news = self._jobs.mark_aborted(job, decided.torn)
+            if decided.committed is not None and self._jobs.get_or_create(job).would_be_newest(decided.committed):
+                self._jobs.mark_committed(job, decided.committed)
+            if decided.replicated is not None:
+                self._jobs.mark_replicated(job, decided.replicated)
+            news = self._jobs.mark_aborted(job, decided.aborted)
             if news:
                 log.info("job %s: versions %s are torn, given up", job, [group.version for group in news])
                 self._keeping.delete_versions(job, news)

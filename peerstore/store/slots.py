@@ -3,10 +3,10 @@
 ::
 
     arena              the arena's identity
-    claim.JOB          who owns the job, and which of its versions are known to be whole
+    job.JOB            who owns the job, and which of its versions are known to be whole
     lease.SLOT         who fills the slot
     seal.SLOT          what the slot holds, with checksums: the shard exists from here on
-    forgotten.JOB      when and why the job's shards were given back; outlives all of the above
+    expired.JOB        when and why the job's shards were given back; outlives all of the above
     blob.JOB/NAME      small bytes of the job's own
 
 Claims, leases and seals say in which ``format`` they are. It is not raised for a new field that may be overlooked, but
@@ -58,8 +58,8 @@ from peerstore.store.slot_eviction import SlotLimits, SlotView
 log = logging.getLogger(__name__)
 
 
-SEAL_METADATA, LEASE_METADATA, JOB_METADATA, EXPIRED_JOB_METADATA = "seal.", "lease.", "claim.", "forgotten."
-METADATA_FORMAT = 1
+SEAL_METADATA, LEASE_METADATA, JOB_METADATA, EXPIRED_JOB_METADATA = "seal.", "lease.", "job.", "expired."
+METADATA_FORMAT = 2
 T = TypeVar("T")
 
 
@@ -84,7 +84,7 @@ class SealMetadata(msgspec.Struct, frozen=True):
 class VersionParts(msgspec.Struct, frozen=True):
     """A version that somebody who sees more than this node called whole."""
 
-    group: VersionId
+    version_id: VersionId
     parts: tuple[int, ...]
     """Those of its parts that were here then: without one of them it is not whole any more."""
 
@@ -92,13 +92,13 @@ class VersionParts(msgspec.Struct, frozen=True):
 class JobMetadata(msgspec.Struct, frozen=True):
     epoch: int
     incarnation: str
-    marks: tuple[VersionParts, ...] = ()
+    committed: tuple[VersionParts, ...] = ()
     damaged: tuple[VersionId, ...] = ()
-    guarded: bool = False
-    settled: VersionId | None = None
-    base: ResumePoint | None = None
-    kept: tuple[RetentionMark, ...] = ()
-    torn: tuple[VersionParts, ...] = ()
+    requires_replication: bool = False
+    replicated: VersionId | None = None
+    resume_point: ResumePoint | None = None
+    retention: tuple[RetentionMark, ...] = ()
+    aborted: tuple[VersionParts, ...] = ()
     """Versions that will never be whole, with the parts that writers of this node left out."""
     format: int = METADATA_FORMAT
 
@@ -140,7 +140,7 @@ class MetadataStore:
             return None
         try:
             written = from_msgpack(data, _Format).format
-            if written > METADATA_FORMAT and of is not JobOwnerMetadata:
+            if written != METADATA_FORMAT and of is not JobOwnerMetadata:
                 raise UnsupportedFormatError(
                     f"note {kind}{name} is of format {written}, this version knows {METADATA_FORMAT}"
                 )
@@ -290,7 +290,7 @@ class SlotTable:
         return (
             f"; {self.unrecognized_bytes} bytes more are in slots that another version of the agent left: run that "
             f"version "
-            "again, or drop them (tieredckpt gc JOB --set-aside)"
+            "again, or drop them (tieredckpt gc JOB --unrecognized-slots)"
         )
 
     @property
@@ -361,7 +361,7 @@ class SlotTable:
             free_slots=sum(slot.state is SlotState.FREE for slot in slots),
             leases=sum(slot.state is SlotState.LEASED for slot in slots),
             pins=pins,
-            aside_bytes=self.unrecognized_bytes,
+            unrecognized_bytes=self.unrecognized_bytes,
         )
 
     # -- changing ---------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class SlotTable:
             self.drop(slot)
             return
         self.metadata.remove(SEAL_METADATA, slot.name)
-        failpoint("agent.forgot")
+        failpoint("agent.deleted")
         slot.record, slot.sealed_lease_id, slot.holders, slot.shard_state = None, "", (), ShardState.AVAILABLE
         slot.users.clear()
         if not slot.reusable:

@@ -148,7 +148,7 @@ def check_private_key(path: Path) -> None:
         )
 
 
-HANDSHAKE_VERSION = 1
+HANDSHAKE_VERSION = 2
 MAX_HANDSHAKE_BYTES = 4 << 10
 HANDSHAKE_TIMEOUT_S = 10.0
 NONCE_BYTES = 32

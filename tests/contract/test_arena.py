@@ -102,7 +102,7 @@ def test_a_slot_that_is_not_there(arena):
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
-@pytest.mark.parametrize("name", ["claim.job", "blob.job/layout.a@b", "n" * 251, "f" * 251 + "/" + "n" * 251])
+@pytest.mark.parametrize("name", ["job.job", "blob.job/layout.a@b", "n" * 251, "f" * 251 + "/" + "n" * 251])
 def test_a_note_is_read_back_exactly(arena, name, data):
     assert arena.get_metadata(name) is None
     arena.put_metadata(name, b"older")
@@ -114,10 +114,10 @@ def test_a_note_is_read_back_exactly(arena, name, data):
 
 
 def test_notes_are_listed_by_prefix_and_folder(arena):
-    for name in ("claim.b", "claim.a", "seal.a", "blob.a/x", "blob.a/xy", "blob.a/z", "blob.ab/x"):
+    for name in ("job.b", "job.a", "seal.a", "blob.a/x", "blob.a/xy", "blob.a/z", "blob.ab/x"):
         arena.put_metadata(name, b"")
-    assert arena.list_metadata("claim.") == ["claim.a", "claim.b"]
-    assert arena.list_metadata("") == ["claim.a", "claim.b", "seal.a"]
+    assert arena.list_metadata("job.") == ["job.a", "job.b"]
+    assert arena.list_metadata("") == ["job.a", "job.b", "seal.a"]
     assert arena.list_metadata("blob.a/") == ["blob.a/x", "blob.a/xy", "blob.a/z"]
     assert arena.list_metadata("blob.a/x") == ["blob.a/x", "blob.a/xy"]
     assert arena.list_metadata("blob.c/") == []
@@ -201,19 +201,19 @@ def test_purging_leaves_nothing(arena):
 @pytest.mark.parametrize("at", [0, 4, 11, 12, 400])
 def test_a_flipped_byte_in_a_note_is_damage(directory, at):
     arena = TmpfsArena(directory)
-    arena.put_metadata("claim.job", b"x" * 500)
-    flip(directory / "notes" / "claim.job", at)
+    arena.put_metadata("job.job", b"x" * 500)
+    flip(directory / "notes" / "job.job", at)
     with pytest.raises(ShardDamagedError, match=r"claim\.job is damaged"):
-        arena.get_metadata("claim.job")
+        arena.get_metadata("job.job")
 
 
 @pytest.mark.parametrize("size", [0, 3, 11, 12, 100])
 def test_a_short_note_is_damage(directory, size):
     arena = TmpfsArena(directory)
-    arena.put_metadata("claim.job", b"x" * 500)
-    os.truncate(directory / "notes" / "claim.job", size)
+    arena.put_metadata("job.job", b"x" * 500)
+    os.truncate(directory / "notes" / "job.job", size)
     with pytest.raises(ShardDamagedError):
-        arena.get_metadata("claim.job")
+        arena.get_metadata("job.job")
 
 
 def strangers(place):
@@ -224,7 +224,7 @@ def strangers(place):
     (place / "with space").write_bytes(b"x")
     (place / "slot.link").symlink_to("/etc/passwd")
     (place / "slot.broken").symlink_to("nowhere")
-    os.mkfifo(place / "claim.fifo")
+    os.mkfifo(place / "job.fifo")
     return sorted(path.name for path in place.iterdir())
 
 
@@ -232,16 +232,16 @@ def test_files_of_strangers_are_neither_listed_nor_touched(directory):
     arena = TmpfsArena(directory)
     left = strangers(directory / "slots"), strangers(directory / "notes")
     arena.create("slot.a", 10)
-    arena.put_metadata("claim.a", b"x")
+    arena.put_metadata("job.a", b"x")
     again = TmpfsArena(directory)
-    assert (again.list_slots(), again.list_metadata("")) == (["slot.a"], ["claim.a"])
+    assert (again.list_slots(), again.list_metadata("")) == (["slot.a"], ["job.a"])
     again.remove("slot.a")
-    again.remove_metadata("claim.a")
+    again.remove_metadata("job.a")
     found = [sorted(path.name for path in (directory / place).iterdir()) for place in ("slots", "notes")]
     assert found == list(left)
 
 
-@pytest.mark.parametrize("name", ["slot.folder", "slot.link", "slot.broken", "claim.fifo"])
+@pytest.mark.parametrize("name", ["slot.folder", "slot.link", "slot.broken", "job.fifo"])
 def test_reading_what_is_not_a_note_is_damage_and_does_not_wait(directory, name):
     arena = TmpfsArena(directory)
     strangers(directory / "notes")
@@ -251,10 +251,10 @@ def test_reading_what_is_not_a_note_is_damage_and_does_not_wait(directory, name)
 
 def test_a_file_too_large_for_a_note_is_not_read(directory):
     arena = TmpfsArena(directory)
-    with (directory / "notes" / "claim.job").open("wb") as file:
+    with (directory / "notes" / "job.job").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(ShardDamagedError, match="at most"):
-        arena.get_metadata("claim.job")
+        arena.get_metadata("job.job")
 
 
 def test_half_written_notes_of_a_killed_process_are_swept_away(directory):
@@ -278,11 +278,11 @@ def test_pages_promised_to_other_slots_count_as_taken(directory):
 def test_only_this_user_may_look(directory):
     arena = TmpfsArena(directory)
     arena.create("slot.a", 10)
-    arena.put_metadata("claim.a", b"x")
+    arena.put_metadata("job.a", b"x")
     arena.put_metadata("blob.a/b", b"x")
     for path in [*directory.iterdir(), directory / "folders" / "blob.a"]:
         assert path.stat().st_mode & 0o077 == 0, path
-    for path in (arena.path("slot.a"), directory / "notes" / "claim.a", directory / "folders" / "blob.a" / "b"):
+    for path in (arena.path("slot.a"), directory / "notes" / "job.a", directory / "folders" / "blob.a" / "b"):
         assert Path(path).stat().st_mode & 0o777 == 0o600, path
 
 

@@ -12,7 +12,7 @@ from tests.support.streets import JOB, PATIENT, street, until
 NAMES = ("n0", "n16", "n24", "n8")
 SETTINGS = {
     "mirror": ReplicationSettings(copies=2, levels=("rack",)),
-    "parity": ReplicationSettings(mode="parity", group=3, levels=("rack",)),
+    "parity": ReplicationSettings(mode="parity", parity_group_size=3, levels=("rack",)),
 }
 SIZES = (3 * MIB + 17, 5 * MIB, 1, 4 * MIB - 1)
 
@@ -160,7 +160,7 @@ def test_a_restarted_agent_goes_on_with_what_it_kept(nodes, lost):
     until(lambda: nodes.settled(1))
     nodes["n16"].stop()
     nodes["n16"].start()
-    until(lambda: nodes["n16"].store.status().adopting == 0)
+    until(lambda: nodes["n16"].store.status().verifying == 0)
     until(nodes.quiet)
     nodes.lose(lost)
     until(lambda: all(nodes.holders(record.key) for record in records))
@@ -195,7 +195,7 @@ def test_what_is_kept_for_others_is_made_good_when_it_is_damaged(nodes):
     (kept,) = beside(nodes["n24"])
     flip(store.shard_path(kept), 5)
     assert store.verify(kept) == (0,)
-    assert [damage.what for damage in store.status().damages] == [str(kept)]
+    assert [damage.what for damage in store.status().damage_reports] == [str(kept)]
     until(lambda: beside(nodes["n24"]) == [kept])
     until(nodes.quiet)
     nodes.lose("n0")
@@ -250,8 +250,8 @@ def test_nobody_who_counts_parts_is_shown_what_is_kept_beside_them(nodes):
     for node in nodes.living:
         assert {fact.key for fact in node.store.list_shards(JOB)} <= keys
         assert {record.key for record in node.store.shard_records(JOB, group)} <= keys
-        assert {fact.key for fact in node.team.local_inventory().facts} <= keys
-        assert node.store.status().jobs[0].newest_whole == 1  # as it was told: it has not all parts itself
+        assert {fact.key for fact in node.team.local_inventory().shards} <= keys
+        assert node.store.status().jobs[0].newest_committed == 1  # as it was told: it has not all parts itself
         shown = len(node.store.list_shards(JOB))
         assert node.store.delete_versions(JOB, [group]) == shown
     assert nodes.sealed_bytes() == 0

@@ -95,7 +95,7 @@ def test_the_inventory_names_what_is_sealed_and_nothing_else(store):
     save(store, key(3, part=8), parts=9, meta=b"m")
     store.lease(key(4, part=8), 10, 9)
     (fact,) = store.list_shards("job")
-    assert (fact.key, fact.parts, fact.size_bytes, fact.meta, fact.marked_whole) == (
+    assert (fact.key, fact.parts, fact.size_bytes, fact.meta, fact.marked_committed) == (
         key(3, part=8),
         9,
         MIB,
@@ -260,7 +260,10 @@ def test_a_word_from_outside_makes_a_version_whole(store):
     save(store, key(1, 0), parts=2)
     save(store, key(2, 0), parts=2)
     store.mark_committed("job", key(2).version_id)
-    assert [fact.marked_whole for fact in sorted(store.list_shards("job"), key=lambda fact: fact.key)] == [False, True]
+    assert [fact.marked_committed for fact in sorted(store.list_shards("job"), key=lambda fact: fact.key)] == [
+        False,
+        True,
+    ]
     save(store, key(3, 0), parts=2)
     save(store, key(4, 0), parts=2)
     assert 1 not in {fact.key.version for fact in store.list_shards("job")}
@@ -421,7 +424,7 @@ def test_damage_is_found_reported_and_the_shard_dropped(store):
     assert store.unpin(pin.id) is False, "what was read in between has to be looked at again"
     with pytest.raises(ShardNotFoundError):
         store.verify(key(1))
-    assert any("job/1 part 0" in damage.what for damage in store.status().damages)
+    assert any("job/1 part 0" in damage.what for damage in store.status().damage_reports)
 
 
 def test_a_version_that_lost_a_part_is_not_whole_whoever_says_so(store):
@@ -430,7 +433,7 @@ def test_a_version_that_lost_a_part_is_not_whole_whoever_says_so(store):
         store.mark_committed("job", key(version).version_id)
     store.report_damage(key(2), "a reader saw other bytes")
     store.mark_committed("job", key(2).version_id)
-    assert store.status().jobs[0].newest_whole == 1
+    assert store.status().jobs[0].newest_committed == 1
     for version in (3, 4):
         save(store, key(version), parts=2)
     with pytest.raises(ArenaBusyError):
@@ -455,7 +458,7 @@ def test_what_was_forgotten_is_not_whole_any_more(store):
         save(store, key(version))
         store.mark_committed("job", key(version).version_id)
     assert store.delete_versions("job", [key(2).version_id]) == 1
-    assert store.status().jobs[0].newest_whole == 1
+    assert store.status().jobs[0].newest_committed == 1
     for version in (3, 4):
         save(store, key(version), parts=2)
     with pytest.raises(ArenaBusyError):

@@ -134,7 +134,7 @@ class FaultJob:
             "TIEREDCKPT_AGENT_BUDGET": "32MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "1",
             "TIEREDCKPT_AGENT_JOB_TTL_S": "600",
-            "TIEREDCKPT_LEDGER": str(folder / "ledger"),
+            "TIEREDCKPT_EVENT_LOG": str(folder / "ledger"),
         }
         if endpoint:
             self.commands.environ |= {
@@ -183,7 +183,7 @@ class FaultJob:
         budget = [] if shape.budget is None else ["--max-restarts", str(shape.budget)]
         return [
             *("--nnodes", f"1:{shape.nodes}", "--nproc", str(shape.nproc), "--policy", str(policy)),
-            *("--grow-after", "0.5", "--shrink-after", "2", "--resize-grace", "60", *budget),
+            *("--grow-after", "0.5", "--shrink-after", "2", "--pause-timeout", "60", *budget),
             *("--hang-timeout", "15", "--first-step-timeout", "120"),
         ]
 

@@ -85,14 +85,14 @@ class Agent:
         self._repairs: list[ShardRecord] = []
         self._handlers: dict[str, Callable[[str, Any], Any]] = {
             "ping": self._pinged,
-            "ping_for": lambda _, node: self.world.reaches(self.name, node, self.members.settings.ping_timeout_s),
-            "roster": lambda *_: self.members.member_list,
-            "settling": lambda _, note: self.settling(note),
-            "decided": lambda _, found: self._decided(found),
-            "look": lambda *_: self.look(),
-            "look_for": lambda *_: Later(self._near),
-            "read": lambda _, key: self.read(key),
-            "suspect": lambda _, key: self.verify(key),
+            "indirect_ping": lambda _, node: self.world.reaches(self.name, node, self.members.settings.ping_timeout_s),
+            "member_list": lambda *_: self.members.member_list,
+            "report_parts": lambda _, note: self.settling(note),
+            "commit_decision": lambda _, found: self._decided(found),
+            "node_inventory": lambda *_: self.look(),
+            "partition_inventory": lambda *_: Later(self._near),
+            "read_ranges": lambda _, key: self.read(key),
+            "verify_chunks": lambda _, key: self.verify(key),
             **self.incoming.handlers,
             **(self.sharing.handlers if self.sharing is not None else {}),
         }
@@ -165,10 +165,10 @@ class Agent:
                 self.members.settings.ping_timeout_s,
             )
         for asked in self.members.indirect_pings():
-            self.call(asked.helper.id, "ping_for", asked.node, partial(self._heard_of, asked.node))
+            self.call(asked.helper.id, "indirect_ping", asked.node, partial(self._heard_of, asked.node))
         self._noticed(before)
         if self.members.newer_list_holder is not None:
-            self.call(self.members.newer_list_holder, "roster", None, self.set_roster)
+            self.call(self.members.newer_list_holder, "member_list", None, self.set_roster)
         self.incoming.sweep()
 
     def _share(self) -> None:
@@ -275,7 +275,7 @@ class Agent:
             else:
                 self.call(
                     teller,
-                    "settling",
+                    "report_parts",
                     note,
                     lambda _, note=note: reports.mark_reported(teller, note),
                     lambda _: self.accounts.leader_unreachable(teller, self.world.now),
@@ -303,12 +303,12 @@ class Agent:
         self.world.truth.decided(self, found)
         self._decided(found)
         for node in broadcast_targets(self.living, self.name):
-            self.call(node, "decided", found)
+            self.call(node, "commit_decision", found)
 
     def _in_words(self, found: CommitDecision) -> str:
-        whole = f"{self.world.short(found.whole)} is whole" if found.whole is not None else ""
-        settled = f"{self.world.short(found.settled)} is settled" if found.settled is not None else ""
-        torn = ", ".join(map(self.world.short, found.torn)) + " is torn" if found.torn else ""
+        whole = f"{self.world.short(found.committed)} is whole" if found.committed is not None else ""
+        settled = f"{self.world.short(found.replicated)} is settled" if found.replicated is not None else ""
+        torn = ", ".join(map(self.world.short, found.aborted)) + " is torn" if found.aborted else ""
         return ", ".join(filter(None, (whole, settled, torn)))
 
     def _decided(self, found: CommitDecision) -> None:
@@ -425,7 +425,7 @@ class Agent:
                 self._look_at(errand.members, seen)
             else:
                 heard = partial(looked, errand.members)
-                self.call(lookout, "look_for", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
+                self.call(lookout, "partition_inventory", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
 
         for members in beyond:
             ask_next(DelegateCandidates(members, gone=lambda node: node not in self.living))
@@ -481,7 +481,7 @@ class Agent:
                 got(node, self.look())
             else:
                 within_s = NODE_INVENTORY_TIMEOUT_S if node in living else DEAD_NODE_TIMEOUT_S
-                self.call(node, "look", None, partial(got, node), partial(got, node), within_s)
+                self.call(node, "node_inventory", None, partial(got, node), partial(got, node), within_s)
 
         for node in names:
             ask(node)
@@ -498,7 +498,7 @@ class Agent:
             shared = self.world.keys_of(looked) & mine if node != self.name else ()
             if shared:
                 confirm = self.accounts.confirm_holder if self.sharing is None else self.sharing.confirm_holder
-                for key in [fact.key for fact in looked.facts if fact.key in shared]:
+                for key in [fact.key for fact in looked.shards if fact.key in shared]:
                     confirm(key, node, lives.get(node, 0))
 
     def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
@@ -508,7 +508,7 @@ class Agent:
             said = {
                 node: fact.holders
                 for node, looked in nodes.items()
-                for fact in looked.facts
+                for fact in looked.shards
                 if node != self.name and fact.key == record.key
             }
             self._fetch(record, said, sorted(said), wait_s)
@@ -530,12 +530,12 @@ class Agent:
 
         def got(found: tuple[ShardRecord, bytes]) -> None:
             if damaged_chunks(found[1], record):
-                self.call(sources[0], "suspect", record.key)
+                self.call(sources[0], "verify_chunks", record.key)
                 self._fetch(record, said, sources[1:], wait_s)
             else:
                 self._put(record, found[1], original_holders(self.name, said), wait_s)
 
-        self.call(sources[0], "read", record.key, got, lambda _: self._fetch(record, said, sources[1:], wait_s))
+        self.call(sources[0], "read_ranges", record.key, got, lambda _: self._fetch(record, said, sources[1:], wait_s))
 
     def _rebuild(self, record: ShardRecord, holders: tuple[str, ...], wait_s: float) -> None:
         try:

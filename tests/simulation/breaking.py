@@ -67,7 +67,7 @@ _torn, _leave_out = PartsTally.newly_aborted, JobVersions.abort_part
 
 
 def _what_one_tells_is_all(tally: PartsTally, note: PartsReport) -> None:
-    _add(tally, msgspec.structs.replace(note, parts_in_all=len(note.parts)))
+    _add(tally, msgspec.structs.replace(note, total_parts=len(note.replicated_parts)))
 
 
 def _all_may_write(jobs: JobTable, key: ShardKey) -> None:
@@ -80,7 +80,7 @@ def _settle_alone(reports: CommitReports, *, quorum: bool, **known: Any) -> Comm
 
 
 def _left_out_is_there(tally: PartsTally, note: PartsReport) -> None:
-    _add(tally, msgspec.structs.replace(note, sealed=(*note.sealed, *note.left_out), left_out=()))
+    _add(tally, msgspec.structs.replace(note, sealed_parts=(*note.sealed_parts, *note.aborted_parts), aborted_parts=()))
 
 
 def _believe_the_writer(versions: JobVersions, group: VersionId, part: int, _here: Any) -> bool:

@@ -218,17 +218,19 @@ class Truth(Holdings):
 
     def decided(self, agent: Agent, found: CommitDecision) -> None:
         """The one that counts has come to an answer."""
-        for group in found.torn:
+        for group in found.aborted:
             self._answered(agent, group, "torn")
             if group not in self._left_out:
                 raise Violation(f"{agent.name}: {self._world.short(group)} is torn, and nobody left a part out")
-        if found.whole is not None:
-            missing = self.parts_of(found.whole) - len(self._sealed_once.get(found.whole, ()))
+        if found.committed is not None:
+            missing = self.parts_of(found.committed) - len(self._sealed_once.get(found.committed, ()))
             if missing:
-                raise Violation(f"{agent.name} says that {self._world.short(found.whole)} is whole without {missing}")
-            self._answered(agent, found.whole, "whole")
-        if found.settled is not None:
-            self.declared(agent, found.settled)
+                raise Violation(
+                    f"{agent.name} says that {self._world.short(found.committed)} is whole without {missing}"
+                )
+            self._answered(agent, found.committed, "whole")
+        if found.replicated is not None:
+            self.declared(agent, found.replicated)
 
     def _answered(self, agent: Agent, group: VersionId, answer: str) -> None:
         if self._answers.setdefault(group, answer) != answer:
@@ -237,7 +239,7 @@ class Truth(Holdings):
     def torn_but_there(self) -> str:
         """What is kept of versions that a node which is there knows to be torn; nothing when all has heard of it."""
         agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
-        known = {group for agent in agents for group in agent.copies.current_decision("job").torn}
+        known = {group for agent in agents for group in agent.copies.current_decision("job").aborted}
         living = self.living()
         held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
         return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
@@ -321,7 +323,7 @@ class Truth(Holdings):
     def _bases_heard(self) -> set[VersionId]:
         """What the job went on from, as it is noted on the machines that are there."""
         notes = [machine.arena.get_metadata(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
-        bases = [msgspec.msgpack.decode(note, type=JobMetadata).base for note in notes if note is not None]
+        bases = [msgspec.msgpack.decode(note, type=JobMetadata).resume_point for note in notes if note is not None]
         return {base.version_id for base in bases if base is not None}
 
     def _set_floor(self, group: VersionId) -> None:

@@ -174,9 +174,9 @@ class LargeRestore(Restore):
 
     def _vote_of(self, name: str) -> list[VersionId]:
         nodes, silent = self._sights[name]
-        views = memory_step_statuses(nodes[name].facts, peer_facts(nodes, name), lambda _: False)
+        views = memory_step_statuses(nodes[name].shards, peer_facts(nodes, name), lambda _: False)
         found = resolve_step([view.candidate for view in views], unreachable=["peer"] if silent else ())
-        return [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
+        return [candidate.version_id for candidate in (found.chosen, *found.alternatives) if candidate is not None]
 
     def _plan(self, agent: Agent, group: VersionId) -> None:
         """All that the ranks of one node read, as its agent finds it, and where that is."""
@@ -185,7 +185,7 @@ class LargeRestore(Restore):
         facts, sources = others_seen(agent, nodes, silent).holders_of_parts(JOB, group)
         here = {
             fact.key.part: agent.shelf.find_shard(fact.key)[1]
-            for fact in nodes[agent.name].facts
+            for fact in nodes[agent.name].shards
             if fact.key.version_id == group
         }
         took, used = Planned(), set[str]()
@@ -218,7 +218,9 @@ class LargeRestore(Restore):
         self.planned.append(took)
         for part in parts - here.keys():
             key = self._key(group, part)
-            agent.call(sources[part][0].node, "read", key, lambda found, key=key: self._looked_at(key, found), _refused)
+            agent.call(
+                sources[part][0].node, "read_ranges", key, lambda found, key=key: self._looked_at(key, found), _refused
+            )
 
     def _known_epoch(self, _name: str) -> int:
         return max(agent.jobs.epoch(JOB) for agent in self.agents.values())

@@ -138,7 +138,9 @@ class SimulatedRanges:
         problem: PeerStoreError = PeerUnreachableError(f"no node that is reached holds {record.key}")
         for node in nodes:
             try:
-                said, data = agent.read(record.key) if node == agent.name else self._ask(node, "read", record.key)
+                said, data = (
+                    agent.read(record.key) if node == agent.name else self._ask(node, "read_ranges", record.key)
+                )
             except PeerStoreError as error:
                 problem = error
                 continue
@@ -149,7 +151,7 @@ class SimulatedRanges:
             if node == agent.name:
                 agent.verify(record.key)
             else:
-                agent.call(node, "suspect", record.key)
+                agent.call(node, "verify_chunks", record.key)
         raise problem
 
     def _ask(self, node: str, op: str, body: Any) -> Any:
@@ -184,7 +186,7 @@ class SimulatedSharing(ParityReplicator):
             store,
             "job",
             tending,
-            ReplicationPolicy(1, ("zone", "rack"), group=world.shape.parity),
+            ReplicationPolicy(1, ("zone", "rack"), parity_group_size=world.shape.parity),
             pace=RateLimiter(0),
             blobs_of=lambda _: (),
             fetch_blob=_no_blob,
@@ -196,9 +198,9 @@ class SimulatedSharing(ParityReplicator):
         self.commit_tracker = settlement
         self._steps = False
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
-            "striped": self.handle_stripe_report,
-            "stake": self.handle_parity_status,
-            "records": lambda _, asked: self._records(asked),
+            "report_stripe": self.handle_stripe_report,
+            "parity_status": self.handle_parity_status,
+            "shard_records": lambda _, asked: self._records(asked),
             "parities": lambda _, asked: self._parities(asked),
         }
 
@@ -232,11 +234,15 @@ class SimulatedSharing(ParityReplicator):
 
     def _records(self, asked: GetShardRecords) -> list[ShardRecord]:
         return [
-            record for _, record in self._agent.shelf.available_shards("job") if record.key.version_id == asked.group
+            record
+            for _, record in self._agent.shelf.available_shards("job")
+            if record.key.version_id == asked.version_id
         ]
 
     def _parities(self, asked: GetParities) -> list[ShardRecord]:
-        return [record for record in self._agent.copies.list_parities("job") if record.key.version_id == asked.group]
+        return [
+            record for record in self._agent.copies.list_parities("job") if record.key.version_id == asked.version_id
+        ]
 
 
 def write(store: SimulatedStore, *args: Any, **options: Any) -> bytes:

@@ -32,7 +32,7 @@ def candidates_of(here: NodeInventory, others: dict[str, NodeInventory]) -> list
     found: dict[VersionId, dict[int, list[Tier]]] = defaultdict(dict)
     facts: dict[VersionId, ShardInfo] = {}
     for tier, looked in [(Tier.MEMORY, here), *((Tier.PEER, other) for other in others.values())]:
-        for fact in looked.facts:
+        for fact in looked.shards:
             facts[fact.key.version_id] = fact
             tiers = found[fact.key.version_id].setdefault(fact.key.part, [])
             if tier not in tiers:
@@ -123,7 +123,7 @@ class Restore:
 
     def _vote(self) -> None:
         votes = {
-            name: [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
+            name: [candidate.version_id for candidate in (found.chosen, *found.alternatives) if candidate is not None]
             for name, found in self._resolutions.items()
         }
         self.choices.clear()
@@ -146,7 +146,7 @@ class Restore:
         for part, name in enumerate(self.places):
             nodes, _ = self._sights[name]
             holders = [
-                node for node, looked in nodes.items() if any(f.key == self._key(group, part) for f in looked.facts)
+                node for node, looked in nodes.items() if any(f.key == self._key(group, part) for f in looked.shards)
             ]
             holders.sort(key=lambda node, name=name: node != name)
             self._read(group, part, holders)
@@ -171,7 +171,7 @@ class Restore:
                 if holder == agent.name:
                     agent.verify(key)
                 else:
-                    agent.call(holder, "suspect", key)
+                    agent.call(holder, "verify_chunks", key)
                 self._read(group, part, rest)
                 return
             self.world.truth.loaded(key, data, content(key))
@@ -183,7 +183,7 @@ class Restore:
             except PeerStoreError:
                 self._read(group, part, rest)
         else:
-            agent.call(holder, "read", key, got, lambda _: self._read(group, part, rest))
+            agent.call(holder, "read_ranges", key, got, lambda _: self._read(group, part, rest))
 
     def _done(self, group: VersionId, part: int, *, ok: bool) -> None:
         self._loaded[part] = ok
@@ -219,7 +219,7 @@ class Restore:
     def _known_epoch(self, name: str) -> int:
         """As a session counts: what the node knows, or what it can see."""
         nodes, silent = self._sights[name]
-        seen = max((fact.key.epoch for looked in nodes.values() for fact in looked.facts), default=0)
+        seen = max((fact.key.epoch for looked in nodes.values() for fact in looked.shards), default=0)
         known = max(self.agents[name].jobs.epoch(JOB), seen)
         return max(known, 1000 + int(self.world.now)) if silent else known
 

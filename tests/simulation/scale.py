@@ -135,8 +135,8 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
         return found
 
     found, seconds = timed(count)
-    assert (found.whole, found.settled) == (group, group)
-    return sum(note.by != teller for note in notes), len(broadcast_targets(living, teller)), seconds
+    assert (found.committed, found.replicated) == (group, group)
+    return sum(note.node != teller for note in notes), len(broadcast_targets(living, teller)), seconds
 
 
 def periods_until_known(names: list[str]) -> int:
@@ -282,13 +282,15 @@ def measure(count: int) -> dict[str, str]:
     near = len(districts.partition_of(me)) - 1
     taken, taken_s = timed(lambda: taken_in(answers, near))
     others = {str(number): looked for number, looked in taken.items()}
-    views, views_s = timed(lambda: memory_step_statuses(said[me].facts, peer_facts(others, me), lambda _: False))
+    views, views_s = timed(lambda: memory_step_statuses(said[me].shards, peer_facts(others, me), lambda _: False))
     found, resolve_s = timed(lambda: resolve_step([view.candidate for view in views], unreachable=()))
     assert found.chosen is not None
-    assert found.chosen.group.version == VERSIONS[-1]
+    assert found.chosen.version_id.version == VERSIONS[-1]
     assert Tier.PEER in found.chosen.tiers
-    sources = {name for name, looked in said.items() if name != me and looked.facts}
-    question = len(_sent("look_for", GetPartitionInventory(max(districts.other_partitions(me), key=len, default=()))))
+    sources = {name for name, looked in said.items() if name != me and looked.shards}
+    question = len(
+        _sent("partition_inventory", GetPartitionInventory(max(districts.other_partitions(me), key=len, default=())))
+    )
     received = sum(map(len, answers))
     return {
         "placement, seconds": f"{placed_s:.2f}",

@@ -275,8 +275,8 @@ def coordinator(nodes: int, nproc: int) -> Iterator[tuple[str, int]]:
             store="127.0.0.1:1",
             address_file=str(place / "address"),
             epoch_file=str(place / "epoch"),
-            dead_after_s=60.0,
-            return_s=0.0,
+            heartbeat_timeout_s=60.0,
+            reconnect_timeout_s=0.0,
         )
         process = subprocess.Popen(spec_command(task), env=child_environ(), stdin=subprocess.DEVNULL)
         try:

@@ -12,13 +12,21 @@ def holds(nodes, ranks, fewer):
     story = tell(nodes, ranks, fewer, print)
     saved, lost, copied, chosen, smaller = story.phases
     for save, count in ((saved, nodes), (smaller, nodes - 1)):
-        assert save.sent["settling"] <= 3 * ranks * count, "a word for each part sealed, and each copied"
-        assert save.sent["decided"] <= 2 * BROADCAST_FANOUT
+        assert save.sent["report_parts"] <= 3 * ranks * count, "a word for each part sealed, and each copied"
+        assert save.sent["commit_decision"] <= 2 * BROADCAST_FANOUT
         assert save.most <= 4 * ranks * count, "all of it is the one that counts"
     own_district, beyond = math.sqrt(nodes), math.sqrt(nodes)
-    assert chosen.sent["look"] <= 6 * nodes * own_district
-    assert chosen.sent["look_for"] <= 3 * fewer * beyond
-    assert {*lost.sent, *copied.sent} <= {"ping", "ping_for", "offer", "chunk", "commit", "settling", "decided"}
+    assert chosen.sent["node_inventory"] <= 6 * nodes * own_district
+    assert chosen.sent["partition_inventory"] <= 3 * fewer * beyond
+    assert {*lost.sent, *copied.sent} <= {
+        "ping",
+        "indirect_ping",
+        "offer_replica",
+        "replica_chunk",
+        "commit_replica",
+        "report_parts",
+        "commit_decision",
+    }
     assert len(story.planned) >= DECIDING
     for planned in story.planned:
         assert planned.pieces <= 3 * ranks * TENSORS

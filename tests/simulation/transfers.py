@@ -45,18 +45,18 @@ class Incoming:
         self._agent = agent
         self._transfers: dict[str, _Transfer] = {}
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
-            "offer": self._offer,
-            "chunk": self._chunk,
-            "commit": self._commit,
-            "abort": self._abort,
+            "offer_replica": self._offer,
+            "replica_chunk": self._chunk,
+            "commit_replica": self._commit,
+            "abort_replica": self._abort,
         }
 
     def _offer(self, sender: str, offer: OfferReplica) -> OfferReply:
         from tests.simulation.agent import COPIER, JOB
 
-        if offer.base is not None:
-            self._agent.copies.learn_resume_point(JOB, offer.base)
-        lease = self._agent.copies.begin_replica(offer.record, whole=offer.whole, owner=COPIER)
+        if offer.resume_point is not None:
+            self._agent.copies.learn_resume_point(JOB, offer.resume_point)
+        lease = self._agent.copies.begin_replica(offer.record, whole=offer.committed, owner=COPIER)
         if lease is None:
             self._agent.copies.merge_holders(offer.record.key, offer.holders, me=self._agent.name)
             return OfferReply("")
@@ -141,9 +141,9 @@ class Outgoing:
         self._life, self._base = look.generation_of(duty.target), look.resume_point
         fact = next(fact for fact in look.shards if fact.key == duty.key)
         offer = OfferReplica(
-            self._record, duty.holders, is_committed(fact, look.newest_replicated), base=look.resume_point
+            self._record, duty.holders, is_committed(fact, look.newest_replicated), resume_point=look.resume_point
         )
-        self._agent.call(duty.target, "offer", offer, self._wanted, self._failed)
+        self._agent.call(duty.target, "offer_replica", offer, self._wanted, self._failed)
 
     def _wanted(self, wanted: OfferReply) -> None:
         if not wanted.transfer:
@@ -159,9 +159,11 @@ class Outgoing:
         for nth, number in enumerate(numbers):
             chunk = bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
             chunk = self._agent.world.on_the_wire(chunk)
-            work = partial(self._agent.call, self._duty.target, "chunk", (self._transfer, number, chunk))
+            work = partial(self._agent.call, self._duty.target, "replica_chunk", (self._transfer, number, chunk))
             self._agent.later(0.001 * nth, work)
-        commit = partial(self._agent.call, self._duty.target, "commit", self._transfer, self._committed, self._failed)
+        commit = partial(
+            self._agent.call, self._duty.target, "commit_replica", self._transfer, self._committed, self._failed
+        )
         self._agent.later(0.001 * len(numbers) + 0.005, commit)
 
     def _committed(self, missing: tuple[int, ...]) -> None:
@@ -187,7 +189,7 @@ class Outgoing:
         )
         doubtful = self._agent.accounts.task_failed(duty, error, self._agent.world.now)
         if self._transfer:
-            self._agent.call(duty.target, "abort", self._transfer)
+            self._agent.call(duty.target, "abort_replica", self._transfer)
         if doubtful:
             self._agent.verify(duty.key)
         self._end()

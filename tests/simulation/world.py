@@ -240,7 +240,7 @@ class World:
             lost()
             return
         self.events.after(delay, partial(arrive, first=True))
-        if network.twice() and op != "offer":  # an offer opens a conversation, of which a connection has one
+        if network.twice() and op != "offer_replica":  # an offer opens a conversation, of which a connection has one
             self.events.after(2 * delay + self.random.random(), partial(arrive, first=False))
 
     def on_the_wire(self, chunk: bytes) -> bytes:
@@ -252,7 +252,7 @@ class World:
         """What a node holds: thousands of nodes hear of it."""
         known, keys = self._keys.get(id(looked), (None, frozenset[ShardKey]()))
         if known is not looked:
-            keys = frozenset(fact.key for fact in looked.facts)
+            keys = frozenset(fact.key for fact in looked.shards)
             self._keys[id(looked)] = looked, keys
             while len(self._keys) > _KEYS_KEPT:
                 del self._keys[next(iter(self._keys))]

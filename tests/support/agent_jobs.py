@@ -53,7 +53,7 @@ class AgentJob:
                 self.nodes[name] = agent.this_node()
         self.rosters += 1
         roster = member_list(self.rosters, [self.nodes[name] for name in self.hosts])
-        plan = JobPeersConfig(SECRET, self.settings, roster=roster)
+        plan = JobPeersConfig(SECRET, self.settings, member_list=roster)
 
         def join(host: Host) -> None:
             with host.agent(self.job) as agent:
@@ -68,7 +68,7 @@ class AgentJob:
         """Who takes part, as this node sees it."""
         with self.hosts[name].agent() as agent:
             view = agent.cluster_status(self.job)
-        return {one.node.id for one in view.nodes if one.standing == "alive"}
+        return {one.node.id for one in view.nodes if one.state == "alive"}
 
     def lose(self, name: str) -> None:
         """The node is gone with everything in its memory."""
@@ -90,7 +90,7 @@ class AgentJob:
 
     def settled(self, name: str) -> int:
         with self.hosts[name].agent() as agent:
-            found = [job.settled for job in agent.store.status().jobs if job.job == self.job]
+            found = [job.newest_replicated for job in agent.store.status().jobs if job.job == self.job]
         return -1 if not found or found[0] is None else found[0]
 
     def settle(self, version: int, *names: str) -> None:
@@ -148,7 +148,7 @@ class AgentJob:
         """All that is asked before a shard is read; what is given reads it."""
         with self.puller() as (puller, peers):
             records: list[ShardRecord] = peers[sources[-1]].call(
-                "records", GetShardRecords(of.version_id), list[ShardRecord]
+                "shard_records", GetShardRecords(of.version_id), list[ShardRecord]
             )
             record = next(record for record in records if record.key == of)
 

@@ -46,7 +46,7 @@ num_restart_before_full_job_restart: null
 max_full_job_restarts: null
 max_num_repeat_offenders_to_avoid: 0
 restart_timeout_s: 90
-leave_timeout_s: 15
+abort_timeout_s: 15
 """
 
 
@@ -64,7 +64,7 @@ class Golden(Job):
             "TIEREDCKPT_AGENT_BUDGET": "64MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "1",
             "TIEREDCKPT_AGENT_JOB_TTL_S": "60",  # what no process asks for while all are started anew is kept
-            "TIEREDCKPT_LEDGER": str(folder / "ledger"),
+            "TIEREDCKPT_EVENT_LOG": str(folder / "ledger"),
         }
         self.diary = folder / "diary"
         self.diary.mkdir(parents=True)

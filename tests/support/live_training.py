@@ -120,7 +120,7 @@ def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: 
     with Checkpointer(JOB, every=EVERY) as ckpt:
         first = ckpt.restore(training.state) + 1
         found = ckpt.last_restore
-        said = (found.mode, found.lost) if found is not None else ("nothing", None)
+        said = (found.mode, found.steps_redone) if found is not None else ("nothing", None)
         of_world = world.hydration.mode if world.hydration is not None else "none"
         say(f"world {world.epoch} {first - 1} {said[0]} {said[1]} {of_world}")
         for step in world.steps(first, total, checkpoint=(ckpt, training.state)):

@@ -135,7 +135,7 @@ class Neighbour:
         return self.store.shard_path(of)
 
     def damages(self) -> list[str]:
-        return [damage.reason for damage in self.store.status().damages]
+        return [damage.reason for damage in self.store.status().damage_reports]
 
     def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, ReadResult]:
         """A whole shard from other nodes, as a loading rank would get it."""
@@ -164,7 +164,7 @@ class Neighbours:
         split_from: int = PARTITION_MIN_NODES,
     ) -> None:
         self.network = MemoryNetwork(capacity_bytes=capacity_bytes)
-        self.settings = ReplicationSettings(copies=copies, split_from=split_from)
+        self.settings = ReplicationSettings(copies=copies, partition_min_nodes=split_from)
         self.secret = secret
         self.nodes: dict[str, Neighbour] = {}
         self._rosters = 0
@@ -186,7 +186,7 @@ class Neighbours:
     def plan(self, **changes: Any) -> JobPeersConfig:
         self._rosters += 1
         roster = member_list(self._rosters, [node.node for node in self if node.is_open])
-        return JobPeersConfig(**{"secret": self.secret, "settings": self.settings, "roster": roster, **changes})
+        return JobPeersConfig(**{"secret": self.secret, "settings": self.settings, "member_list": roster, **changes})
 
     def meet(self) -> None:
         """All nodes that are open are the job's, and know it."""

@@ -133,7 +133,7 @@ class SupervisedJob:
         settings = CoordinatorSettings("job", policy, 1, store=store, reconnect_timeout_s=0.2)
         self.coordinator = Coordinator(settings, SECRET, farewell_s=1.0)
         self._run(self.coordinator.run, self.coordinator.request_stop)
-        assert self._ask(ResizeRequest(size, "so many")).cap == size
+        assert self._ask(ResizeRequest(size, "so many")).max_nodes == size
         self.planes = [self._node(number) for number in range(size + spares)]
 
     def _run(self, run: Callable[[], Any], end: Callable[[], None]) -> None:

@@ -115,7 +115,7 @@ class Seat:
         return self.node.cluster_status(JOB)
 
     def standing(self, name: str) -> str:
-        return next(view.standing for view in self.view.nodes if view.node.id == name)
+        return next(view.state for view in self.view.nodes if view.node.id == name)
 
     @property
     def partner(self) -> str:
@@ -126,7 +126,7 @@ class Seat:
     @property
     def settled(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
-        found = [job.settled for job in self.store.status().jobs if job.job == JOB]
+        found = [job.newest_replicated for job in self.store.status().jobs if job.job == JOB]
         return -1 if not found or found[0] is None else found[0]
 
     def durability(self, of: ShardKey, *, copies: int = 0, timeout_s: float = 0.0) -> ShardReplication:
@@ -166,7 +166,7 @@ class Seat:
                 peers[name] = cleanup.enter_context(
                     contextlib.closing(PeerClient(TcpTransport(), address, credentials))
                 )
-            said = peers[sources[0]].call("records", GetShardRecords(of.version_id), list[ShardRecord])
+            said = peers[sources[0]].call("shard_records", GetShardRecords(of.version_id), list[ShardRecord])
             record = next(record for record in said if record.key == of)
             data = bytearray(record.size_bytes)
             wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
@@ -211,7 +211,7 @@ class SeparatedJob:
         everybody = {seat.name for seat in self}
         for seat in self:
             until(
-                lambda seat=seat: {view.node.id for view in seat.view.nodes if view.standing == "alive"} == everybody,
+                lambda seat=seat: {view.node.id for view in seat.view.nodes if view.state == "alive"} == everybody,
                 f"{seat.name} sees all nodes",
             )
 

@@ -42,7 +42,7 @@ class Story(Job):
         words = ("--job", self.name, "--log-dir", str(self.folder / "logs"), "--nnodes", f"1:{nodes}")
         simulated = ("--simulate-nodes", str(nodes), "--shrink-after", "0", "--grow-after", "0.2")
         script = (str(TRAINER), str(self.diary), str(self.total), self.how)
-        return self.start("run", "-v", *words, *simulated, "--resize-grace", "60", *options, *script)
+        return self.start("run", "-v", *words, *simulated, "--pause-timeout", "60", *options, *script)
 
     def change(self, nodes: str) -> None:
         """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
@@ -57,14 +57,14 @@ class Story(Job):
             status = self.status()
             if status is None or [node.state for node in status.nodes if node.state != "starting"][nodes - 1 :] == []:
                 return False
-            inside = [node for node in status.nodes if node.rank is not None]
-            return status.pausing is not None or len(inside) == min(nodes, status.cap or nodes)
+            inside = [node for node in status.nodes if node.node_rank is not None]
+            return status.pause is not None or len(inside) == min(nodes, status.max_nodes or nodes)
 
         until(there, f"{nodes} nodes are here")
 
     def asked_to_stop(self) -> None:
         """Wait until the ranks know that there is to be another world."""
-        until(lambda: (status := self.status()) is not None and status.pausing is not None, "a pause")
+        until(lambda: (status := self.status()) is not None and status.pause is not None, "a pause")
 
     def lines(self, what: str):
         found = []

@@ -106,7 +106,7 @@ class Street:
         here = self.living
         roster = member_list(time.time_ns(), [node.hood.this_node for node in here])
         for node in here:
-            node.hood.join(JOB, JobPeersConfig(SECRET, self.settings, roster=roster), wait_s=0)
+            node.hood.join(JOB, JobPeersConfig(SECRET, self.settings, member_list=roster), wait_s=0)
 
     def begin(self, incarnation: str, epoch: int) -> None:
         """An incarnation of the job owns it from here on, as soon as its nodes see enough of each other."""

@@ -26,7 +26,7 @@ def fact(
     key = ShardKey(job, which.version, which.epoch, which.incarnation, which.attempt, part)
     meta = encode_meta(ShardMeta(layout or f"layout-{part}", (), base))
     holders = ("elsewhere", "here") if copy else ()
-    return ShardInfo(key, parts, SIZE, meta, which.version * 10**9, marked_whole=False, holders=holders)
+    return ShardInfo(key, parts, SIZE, meta, which.version * 10**9, marked_committed=False, holders=holders)
 
 
 def node(
@@ -35,8 +35,8 @@ def node(
     holds: Mapping[int | VersionId, Sequence[int]] | None = None,
     *,
     parts: int = 2,
-    standing: str = "alive",
-    silent: str = "",
+    state: str = "alive",
+    unreachable: str = "",
     bases: Mapping[int, int] | None = None,
     **more: Any,
 ) -> ClusterNode:
@@ -47,11 +47,16 @@ def node(
         base = (bases or {}).get(which.epoch)
         facts += [fact("job", which, p if p >= 0 else ~p, parts, base=base, copy=p < 0) for p in held]
     peer = PeerNode(NodeId(name), f"{name}:7070", parse_labels(labels))
-    return ClusterNode(peer, standing, tuple(facts), epoch=1, silent=silent, **more)
+    return ClusterNode(peer, state, tuple(facts), epoch=1, unreachable=unreachable, **more)
 
 
 def view(*nodes: ClusterNode, **changes: Any) -> ClusterStatus:
-    given = {"roster": 1, "sees": f"sees {len(nodes)} of {len(nodes)} nodes", "copies": 2, "levels": ("zone", "rack")}
+    given = {
+        "member_list_version": 1,
+        "sees": f"sees {len(nodes)} of {len(nodes)} nodes",
+        "copies": 2,
+        "levels": ("zone", "rack"),
+    }
     return ClusterStatus("job", nodes[0].node.id, nodes, **{**given, **changes})
 
 
@@ -62,7 +67,7 @@ def survey(
     **more: Any,
 ) -> StepInventory:
     """What the durable tier has beside: ``durable`` steps, and whatever is given in full."""
-    views = {one.group: one for one in steps if isinstance(one, StepStatus)}
+    views = {one.version_id: one for one in steps if isinstance(one, StepStatus)}
     for step in durable:
         which = group(step)
         views[which] = (

@@ -93,8 +93,8 @@ class TestCorrupt:
             job.settle(1)
             job.assert_kept([of])
             assert "came from n1 damaged" in job["n2"].agent.log_text()
-            assert not job["n1"].durability(of).trouble
-            assert not job["n2"].store.status().damages
+            assert not job["n1"].durability(of).problem
+            assert not job["n2"].store.status().damage_reports
 
     def test_a_bit_flipped_under_way_to_a_reader_is_noticed_and_asked_for_again(self, net):
         """There is no other copy, and this one is good: it is not given up for what the way did."""
@@ -109,7 +109,7 @@ class TestCorrupt:
             assert not pulled.failed
             assert data == content(of, SIZE)
             assert "was damaged" not in job["n1"].agent.log_text()
-            assert not job["n1"].store.status().damages
+            assert not job["n1"].store.status().damage_reports
 
 
 class TestBroken:
@@ -171,9 +171,9 @@ class TestStalled:
             stalls_in_the_middle(path, n1, of)
             n1.write(later, MIB, parts=1)
             assert n1.is_good(later)
-            assert n1.durability(later).lacking == 1
+            assert n1.durability(later).missing_copies == 1
             assert n1.view.sending
-            until(lambda: n1.durability(of).trouble, "the push is given up")
+            until(lambda: n1.durability(of).problem, "the push is given up")
             assert not job[partner].holds(of)
             assert n1.durability(of).copies == 1
             resume(path)

@@ -74,7 +74,7 @@ def policy_of(rng: random.Random) -> ScalingPolicy:
         job_max_retry_count=rng.choice((3, 10) if each is None else (None, None, None, 3, 10)),
         max_num_repeat_offenders_to_avoid=rng.choice((0, 1, 1, 2)),
         repeat_offender_faults=rng.choice((1, 2, 2, 3)),
-        leave_timeout_s=rng.choice((5.0, 20.0, 300.0)),
+        abort_timeout_s=rng.choice((5.0, 20.0, 300.0)),
     )
 
 

@@ -20,7 +20,7 @@ from tieredckpt.settings import DurableSettings
 class StepStatus(msgspec.Struct, frozen=True):
     """One attempt at one step, as this node can see it."""
 
-    group: VersionId
+    version_id: VersionId
     parts: int
     found: dict[int, tuple[Tier, ...]]
     base: int | None = None
@@ -41,7 +41,7 @@ class StepStatus(msgspec.Struct, frozen=True):
     @property
     def candidate(self) -> Candidate:
         return Candidate(
-            self.group,
+            self.version_id,
             self.parts,
             self.found,
             self.base,
@@ -208,7 +208,7 @@ class KnownPeers(msgspec.Struct, frozen=True):
     """Those that live, this one included, as far as it has seen them."""
     version: int
     """Of the list of nodes it goes by."""
-    silent: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
     """Nodes that the job went on with, without this one, and that do not answer now."""
 
 
@@ -221,13 +221,13 @@ class ShardReplication(msgspec.Struct, frozen=True):
     """Failure domains they are in."""
     level: str
     """What a failure domain is: rack, zone, or node where nobody said."""
-    lacking: int = 0
+    missing_copies: int = 0
     """Copies that are still on their way."""
-    settled: bool = False
+    is_replicated: bool = False
     """Every part of the whole step has the copies it was to have."""
-    trouble: str = ""
+    problem: str = ""
     """Why copies are missing."""
-    group: int = 0
+    parity_nodes: int = 0
     """Nodes that protect it by parity, this one included; ``copies`` then is how many copies that is as good as."""
 
 
@@ -235,12 +235,12 @@ class ClusterNode(msgspec.Struct, frozen=True):
     """One of a job's nodes, and what its memory holds of the job."""
 
     node: PeerNode
-    standing: str
+    state: str
     """alive, suspect or dead, as the node that was asked sees it."""
-    facts: tuple[ShardInfo, ...] = ()
+    shards: tuple[ShardInfo, ...] = ()
     epoch: int = 0
-    settled: VersionId | None = None
-    silent: str = ""
+    newest_replicated: VersionId | None = None
+    unreachable: str = ""
     """Why it could not be asked: what it holds is not known then."""
     path_bytes_per_s: float = 0.0
     """How fast copies go there from the node that was asked; 0 when none went yet."""
@@ -255,7 +255,7 @@ class ProtectionStatus(msgspec.Struct, frozen=True):
     """The newest step that has all the copies it was to have, or is durable; -1 for none."""
     unprotected_since: float | None = None
     """Unix time of the first newer save that is not; ``None`` while all of them are, or are on their way."""
-    left_out: int = 0
+    missed_saves: int = 0
     """Saves of this node's ranks that were skipped or failed since then."""
 
 
@@ -263,10 +263,10 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """All nodes of a job, as one of them sees them."""
 
     job: str
-    me: str
+    this_node: str
     """The node that was asked."""
     nodes: tuple[ClusterNode, ...]
-    roster: int = 0
+    member_list_version: int = 0
     """Version of the list of nodes; 0 when the job has only this one."""
     quorum: bool = True
     sees: str = ""
@@ -295,7 +295,7 @@ DrainState = Literal["waiting", "running", "done", "skipped", "failed"]
 class DrainStatus(msgspec.Struct, frozen=True):
     """How far a step is on its way to the durable tier."""
 
-    group: VersionId
+    version_id: VersionId
     state: DrainState
     bytes_done: int = 0
     bytes_total: int = 0
@@ -464,14 +464,14 @@ class StepNamesRequest(msgspec.Struct, frozen=True):
     """A page of what a step has. The first one (``digest`` is empty) looks anew at where its shards are."""
 
     job: str
-    group: VersionId
+    version_id: VersionId
     digest: str = ""
     start: int = 0
 
 
 class StepPiecesRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     rank: int
     needs: tuple[TensorSliceNeed, ...]
     objects: tuple[str, ...]
@@ -479,48 +479,48 @@ class StepPiecesRequest(msgspec.Struct, frozen=True):
 
 class StepPartsRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     parts: tuple[int, ...]
     item_sizes: bool = False
 
 
 class StepSummaryRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
 
 
 class StepLayoutsRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     layouts: tuple[str, ...]
     tables: tuple[str, ...]
 
 
 class QuarantineRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     reason: str
 
 
 class UnquarantineRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
 
 
 class DropStepsRequest(msgspec.Struct, frozen=True):
     job: str
-    groups: tuple[VersionId, ...]
+    versions: tuple[VersionId, ...]
 
 
 class LoadStartedRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     rank: int
 
 
 class StepRestoredRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId
+    version_id: VersionId
     goes_on: bool
     """The job goes on from it."""
 
@@ -536,7 +536,7 @@ class AgentJobRequest(msgspec.Struct, frozen=True):
 
 class WaitDurableRequest(msgspec.Struct, frozen=True):
     job: str
-    group: VersionId | None
+    version_id: VersionId | None
     timeout_s: float
 
 

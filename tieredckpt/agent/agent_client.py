@@ -113,7 +113,7 @@ class NodeAgentClient:
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         ask = ListStepsRequest(job, fresh, patience_s)
-        return self.store.call("survey", ask, StepInventory, timeout_s=patience_s + _ADOPTION_S)
+        return self.store.call("list_steps", ask, StepInventory, timeout_s=patience_s + _ADOPTION_S)
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)
@@ -154,25 +154,25 @@ class NodeAgentClient:
         self.store.call("quarantine", QuarantineRequest(job, group, reason), type(None))
 
     def unquarantine(self, job: str, group: VersionId) -> None:
-        self.store.call("lift", UnquarantineRequest(job, group), type(None))
+        self.store.call("unquarantine", UnquarantineRequest(job, group), type(None))
 
     def drop_steps(self, job: str, groups: Sequence[VersionId]) -> None:
         self.store.call("drop_steps", DropStepsRequest(job, tuple(groups)), type(None), timeout_s=_DROP_S)
 
     def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
-        self.store.call("loading", LoadStartedRequest(job, group, rank), type(None))
+        self.store.call("load_started", LoadStartedRequest(job, group, rank), type(None))
 
     def report_restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
-        self.store.call("restored", StepRestoredRequest(job, group, goes_on=goes_on), type(None))
+        self.store.call("step_restored", StepRestoredRequest(job, group, goes_on=goes_on), type(None))
 
     def report_load_ended(self, job: str, *, stepped: bool) -> None:
         if stepped:
-            self.store.call("load_over", LoadEndedRequest(job, stepped), type(None), timeout_s=_HINT_S)
+            self.store.call("load_ended", LoadEndedRequest(job, stepped), type(None), timeout_s=_HINT_S)
         else:  # a process that ends has no agent started for its goodbye
-            self.store.notify("load_over", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
+            self.store.notify("load_ended", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
 
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
-        return self.store.call("drains", AgentJobRequest(job), tuple[DrainStatus, ...], timeout_s=_ADOPTION_S)
+        return self.store.call("drain_status", AgentJobRequest(job), tuple[DrainStatus, ...], timeout_s=_ADOPTION_S)
 
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
         deadline = time.monotonic() + timeout_s
@@ -187,13 +187,13 @@ class NodeAgentClient:
         self.store.call("join", JoinPeersRequest(job, plan), type(None))
 
     def this_node(self) -> PeerNode | None:
-        return self.store.call("me", EmptyRequest(), PeerNode | None)
+        return self.store.call("this_node", EmptyRequest(), PeerNode | None)
 
     def known_peers(self, job: str) -> KnownPeers | None:
-        return self.store.call("acquaintance", AgentJobRequest(job), KnownPeers | None)
+        return self.store.call("known_peers", AgentJobRequest(job), KnownPeers | None)
 
     def peer_credentials(self, job: str) -> ReaderCredentials | None:
-        return self.store.call("passport", AgentJobRequest(job), ReaderCredentials | None)
+        return self.store.call("peer_credentials", AgentJobRequest(job), ReaderCredentials | None)
 
     def cluster_status(self, job: str) -> ClusterStatus:
         return self.store.call("cluster", AgentJobRequest(job), ClusterStatus, timeout_s=_ADOPTION_S)
@@ -206,7 +206,7 @@ class NodeAgentClient:
             left = max(0.0, deadline - time.monotonic())
             ask = ShardReplicationRequest(key, copies, domains, min(left, MAX_AGENT_WAIT_S))
             within_s = max(_SLACK_S, ask.timeout_s)
-            found: ShardReplication = self.store.call("durability", ask, ShardReplication, within_s=within_s)
+            found: ShardReplication = self.store.call("replication_status", ask, ShardReplication, within_s=within_s)
             if left <= MAX_AGENT_WAIT_S or (found.copies >= copies and found.domains >= domains):
                 return found
 

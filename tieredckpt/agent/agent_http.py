@@ -360,7 +360,7 @@ def _peers(team: JobPeers) -> dict[str, Any]:
         "quorum": team.membership.has_quorum,
         "nodes": {name: team.membership.state_of(name) for name in sorted(team.membership.alive)},
         "partners": team.replicator.partners,
-        "settled": team.newest_replicated.version if team.newest_replicated is not None else None,
+        "newest_replicated": team.newest_replicated.version if team.newest_replicated is not None else None,
         "sending": f"{sending[0].key} to {sending[0].target}" if sending is not None else None,
         "totals": vars(team.replicator.totals),
     }
@@ -397,9 +397,13 @@ class _Collector:
             ("arena_pins", "Reads in progress.", arena.pins),
             ("files_open", "Files and connections this agent has open.", counted["files_open"]),
             ("files_limit", "How many it may have.", counted["files_limit"]),
-            ("arena_aside_bytes", "Memory in slots that another version of the agent left.", arena.aside_bytes),
-            ("aside_slots", "Slots that another version of the agent left.", len(state.aside)),
-            ("adopting_shards", "Shards of a killed agent still to be verified.", state.adopting),
+            (
+                "arena_unrecognized_bytes",
+                "Memory in slots that another version of the agent left.",
+                arena.unrecognized_bytes,
+            ),
+            ("unrecognized_slots", "Slots that another version of the agent left.", len(state.unrecognized)),
+            ("recovering_shards", "Shards of a killed agent still to be verified.", state.verifying),
             ("drain_lag_seconds", "From the last durable step's seal to its manifest.", drain.lag_s),
         ):
             yield GaugeMetricFamily(f"tieredckpt_{name}", text, value=value)
@@ -410,12 +414,16 @@ class _Collector:
             ("evictions", "Shards given up for newer ones.", counted.get("evicted", 0)),
             ("leases", "Slots handed out.", counted.get("leases", 0)),
             ("leases_lost", "Leases taken back from dead or fenced writers.", counted.get("leases_lost", 0)),
-            ("lease_busy", "Saves that found every slot in use.", counted.get("lease_busy", 0)),
-            ("lease_full", "Saves that did not fit the budget.", counted.get("lease_full", 0)),
-            ("adoptions", "Shards taken over from a killed agent.", counted.get("adopted", 0)),
-            ("damages", "Copies that could not be trusted.", counted.get("damaged", 0)),
-            ("unreadable", "Looks at shards that could not be read and are kept.", counted.get("unreadable", 0)),
-            ("refused_busy", "New work refused for lack of open files.", counted["refused_busy"]),
+            ("leases_busy", "Saves that found every slot in use.", counted.get("leases_busy", 0)),
+            ("leases_over_budget", "Saves that did not fit the budget.", counted.get("leases_over_budget", 0)),
+            ("recovered_shards", "Shards taken over from a killed agent.", counted.get("recovered", 0)),
+            ("damaged_copies", "Copies that could not be trusted.", counted.get("damaged", 0)),
+            (
+                "unreadable_reads",
+                "Looks at shards that could not be read and are kept.",
+                counted.get("unreadable_reads", 0),
+            ),
+            ("rejected_busy", "New work refused for lack of open files.", counted["rejected_busy"]),
             ("listener_errors", "News of shards that somebody could not take in.", counted["listener_errors"]),
             ("drained_steps", "Steps made durable.", drain.steps),
             ("drained_bytes", "Bytes uploaded.", drain.bytes),
@@ -433,20 +441,20 @@ class _Collector:
 
         teams = self._node.teams
         gauges: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
-            "peers_living": ("Nodes of the job that are there, this one included.", lambda t: len(t.membership.alive)),
+            "peers_alive": ("Nodes of the job that are there, this one included.", lambda t: len(t.membership.alive)),
             "peers_quorum": (
                 "Whether this node sees enough of them to go on.",
                 lambda t: float(t.membership.has_quorum),
             ),
-            "shards_lacking_copies": (
+            "shards_under_replicated": (
                 "Shards this node answers for with copies still to be made.",
                 lambda t: sum(one.is_owner and one.missing > 0 for one in t.replicator.statuses()),
             ),
-            "shards_short_of_copies": (
+            "shards_unplaceable": (
                 "Shards this node answers for whose copies find no node.",
                 lambda t: sum(one.is_owner and one.unplaceable > 0 for one in t.replicator.statuses()),
             ),
-            "settled_step": (
+            "replicated_step": (
                 "Newest step with all the copies it was to have.",
                 lambda t: t.newest_replicated.version if t.newest_replicated is not None else -1,
             ),
@@ -479,12 +487,12 @@ class _Collector:
     def _jobs(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        newest = GaugeMetricFamily("tieredckpt_newest_whole_step", "Newest whole step in memory.", labels=["job"])
+        newest = GaugeMetricFamily("tieredckpt_newest_complete_step", "Newest whole step in memory.", labels=["job"])
         epoch = GaugeMetricFamily("tieredckpt_job_epoch", "The job's incarnation.", labels=["job"])
         for state in self._node.store.status().jobs:
             epoch.add_metric([state.job], state.epoch)
-            if state.newest_whole is not None:
-                newest.add_metric([state.job], state.newest_whole)
+            if state.newest_committed is not None:
+                newest.add_metric([state.job], state.newest_committed)
         yield newest
         yield epoch
         upto = GaugeMetricFamily(

@@ -65,7 +65,7 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         return node.list_steps(args.job, fresh=args.fresh, patience_s=patience_s)
 
     def wait(args: WaitDurableRequest, _: object) -> DrainStatus | None:
-        return node.wait_durable(args.job, args.group, min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S))
+        return node.wait_durable(args.job, args.version_id, min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S))
 
     def durability(args: ShardReplicationRequest, _: object) -> ShardReplication:
         timeout_s = min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S)
@@ -78,44 +78,50 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
 
     return {
         "configure": Operation(ConfigureRequest, none, configure),
-        "survey": Operation(ListStepsRequest, StepInventory, survey),
-        "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.step_summary(a.job, a.group)),
+        "list_steps": Operation(ListStepsRequest, StepInventory, survey),
+        "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.step_summary(a.job, a.version_id)),
         "step_names": Operation(
-            StepNamesRequest, BlobPage, lambda a, _: node.step_names_page(a.job, a.group, a.digest, a.start)
+            StepNamesRequest, BlobPage, lambda a, _: node.step_names_page(a.job, a.version_id, a.digest, a.start)
         ),
         "step_pieces": Operation(
-            StepPiecesRequest, PieceLocations, lambda a, _: node.step_pieces(a.job, a.group, a.rank, a.needs, a.objects)
+            StepPiecesRequest,
+            PieceLocations,
+            lambda a, _: node.step_pieces(a.job, a.version_id, a.rank, a.needs, a.objects),
         ),
         "step_parts": Operation(
             StepPartsRequest,
             ShardLocations,
-            lambda a, _: node.step_parts(a.job, a.group, a.parts, item_sizes=a.item_sizes),
+            lambda a, _: node.step_parts(a.job, a.version_id, a.parts, item_sizes=a.item_sizes),
         ),
         "step_layouts": Operation(
-            StepLayoutsRequest, LayoutsPage, lambda a, _: node.step_layouts(a.job, a.group, a.layouts, a.tables)
+            StepLayoutsRequest, LayoutsPage, lambda a, _: node.step_layouts(a.job, a.version_id, a.layouts, a.tables)
         ),
-        "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
-        "lift": Operation(UnquarantineRequest, none, lambda a, _: node.unquarantine(a.job, a.group)),
-        "drop_steps": Operation(DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.groups)),
-        "loading": Operation(
-            LoadStartedRequest, none, lambda a, who: node.report_load_started(a.job, a.group, a.rank, owner=who)
+        "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.version_id, a.reason)),
+        "unquarantine": Operation(UnquarantineRequest, none, lambda a, _: node.unquarantine(a.job, a.version_id)),
+        "drop_steps": Operation(DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.versions)),
+        "load_started": Operation(
+            LoadStartedRequest, none, lambda a, who: node.report_load_started(a.job, a.version_id, a.rank, owner=who)
         ),
-        "restored": Operation(
-            StepRestoredRequest, none, lambda a, who: node.report_restored(a.job, a.group, goes_on=a.goes_on, owner=who)
+        "step_restored": Operation(
+            StepRestoredRequest,
+            none,
+            lambda a, who: node.report_restored(a.job, a.version_id, goes_on=a.goes_on, owner=who),
         ),
-        "load_over": Operation(
+        "load_ended": Operation(
             LoadEndedRequest, none, lambda a, who: node.report_load_ended(a.job, stepped=a.stepped, owner=who)
         ),
         "join": Operation(JoinPeersRequest, none, lambda a, _: node.join_peers(a.job, a.plan)),
-        "cut_off": Operation(
+        "isolate": Operation(
             IsolateRequest, none, lambda a, _: node.isolate(min(max(a.seconds, 0.0), MAX_ISOLATION_S))
         ),
-        "me": Operation(EmptyRequest, PeerNode | None, lambda *_: node.this_node()),
-        "acquaintance": Operation(AgentJobRequest, KnownPeers | None, lambda a, _: node.known_peers(a.job)),
-        "passport": Operation(AgentJobRequest, ReaderCredentials | None, lambda a, _: node.peer_credentials(a.job)),
-        "durability": Operation(ShardReplicationRequest, ShardReplication, durability),
+        "this_node": Operation(EmptyRequest, PeerNode | None, lambda *_: node.this_node()),
+        "known_peers": Operation(AgentJobRequest, KnownPeers | None, lambda a, _: node.known_peers(a.job)),
+        "peer_credentials": Operation(
+            AgentJobRequest, ReaderCredentials | None, lambda a, _: node.peer_credentials(a.job)
+        ),
+        "replication_status": Operation(ShardReplicationRequest, ShardReplication, durability),
         "cluster": Operation(AgentJobRequest, ClusterStatus, lambda a, _: node.cluster_status(a.job)),
-        "drains": Operation(AgentJobRequest, tuple[DrainStatus, ...], lambda a, _: node.drain_status(a.job)),
+        "drain_status": Operation(AgentJobRequest, tuple[DrainStatus, ...], lambda a, _: node.drain_status(a.job)),
         "wait_durable": Operation(WaitDurableRequest, DrainStatus | None, wait),
         "observe": Operation(AddMetricsRequest, ProtectionStatus, observe),
     }

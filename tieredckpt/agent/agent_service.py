@@ -178,7 +178,7 @@ class NodeAgentService(StoreListener):
             return StepInventory((), {})
         unreachable: dict[Tier, str] = {}
         elsewhere: FactsByGroup = {}
-        torn = self.store.replicas.current_decision(job).torn
+        torn = self.store.replicas.current_decision(job).aborted
         once_whole = [self.store.replicas.last_committed(job)]
         if self.peers is not None:
             try:
@@ -192,7 +192,7 @@ class NodeAgentService(StoreListener):
             if silent:
                 unreachable[Tier.PEER] = silent
         covers = functools.partial(self._covers, job)
-        views = {view.group: view for view in memory_step_statuses(self.store.list_shards(job), elsewhere, covers)}
+        views = {view.version_id: view for view in memory_step_statuses(self.store.list_shards(job), elsewhere, covers)}
         plain: tuple[int, ...] = ()
         self._add_damaged(job, views)
         try:
@@ -510,8 +510,8 @@ class NodeAgentService(StoreListener):
             safe = team.newest_replicated.version if team.newest_replicated is not None else -1
         else:
             known = next((one for one in self.store.status().jobs if one.job == job), None)
-            safe = known.newest_whole if known is not None and known.newest_whole is not None else -1
-        safe = max([safe, *(view.group.version for view in self.drain.status(job) if view.state == "done")])
+            safe = known.newest_committed if known is not None and known.newest_committed is not None else -1
+        safe = max([safe, *(view.version_id.version for view in self.drain.status(job) if view.state == "done")])
         epoch = self.store.epoch(job)
         own = [fact for fact in self.store.replicas.list_shards(job) if not fact.holders and fact.key.epoch == epoch]
         newer = [fact.sealed_ns / 1e9 for fact in own if fact.key.version > safe]

@@ -88,7 +88,7 @@ class DrainContext(Protocol):
 @dataclass
 class _DrainingStep:
     job: str
-    group: VersionId
+    version_id: VersionId
     parts: int
     base: int | None
     state: DrainState = "waiting"
@@ -118,7 +118,7 @@ class _DrainingStep:
 
     @property
     def view(self) -> DrainStatus:
-        return DrainStatus(self.group, self.state, self.bytes_done, sum(self.shards.values()), self.error)
+        return DrainStatus(self.version_id, self.state, self.bytes_done, sum(self.shards.values()), self.error)
 
     @property
     def open(self) -> bool:
@@ -195,7 +195,7 @@ class Drain(StoreListener):
         if self._places.durable_settings(newer.job).on_busy == "wait":
             return
         for step in list(self._steps.values()):
-            older = step.job == newer.job and step.group < newer.group and step.state == "waiting"
+            older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
             if older and not step.done and not step.required:
                 self._skip(step, "a newer one is ready")
 
@@ -207,7 +207,7 @@ class Drain(StoreListener):
         with self._changed:
             waiting = sorted(
                 (step for step in self._steps.values() if step.job == job and step.state == "waiting"),
-                key=lambda step: (step.required, bool(step.done), step.group),
+                key=lambda step: (step.required, bool(step.done), step.version_id),
             )
             uploaded = [step for step in waiting if step.held and step.done.issuperset(step.shards)]
             for step in uploaded:
@@ -263,13 +263,13 @@ class Drain(StoreListener):
             still = [step for step in steps if step.open]
             failed = [step for step in steps if step.state == "failed"]
             done = [step for step in steps if step.state == "done"]
-            if not still and failed and not (done and done[-1].group > failed[-1].group):
+            if not still and failed and not (done and done[-1].version_id > failed[-1].version_id):
                 return failed[-1].view
             return (still or steps)[-1].view if steps else None
 
     def _wanted(self, job: str, group: VersionId | None) -> list[_DrainingStep]:
         steps = [step for (owner, found), step in self._steps.items() if owner == job and group in (None, found)]
-        return sorted(steps, key=lambda step: step.group)
+        return sorted(steps, key=lambda step: step.version_id)
 
     def stop(self) -> None:
         """Begin nothing new, and stop between two parts; the next agent goes on from there."""
@@ -294,7 +294,7 @@ class Drain(StoreListener):
                 self._drain(step)
             except Exception as error:  # the thread must outlive any one step
                 self.totals.errors += 1
-                log.exception("draining %s step %d failed unexpectedly", step.job, step.group.version)
+                log.exception("draining %s step %d failed unexpectedly", step.job, step.version_id.version)
                 self._settle(step, "failed", f"internal error: {type(error).__name__}: {error}")
 
     def _next(self) -> _DrainingStep | None:
@@ -310,7 +310,7 @@ class Drain(StoreListener):
 
     def _pick(self, ready: list[_DrainingStep]) -> _DrainingStep:
         """The oldest step that waits. Called with the lock held."""
-        step = min(ready, key=lambda step: step.group)
+        step = min(ready, key=lambda step: step.version_id)
         step.state = "running"
         step.cancel.clear()
         return step
@@ -319,11 +319,11 @@ class Drain(StoreListener):
         """Lock held. Whoever has asked for this very step, and not dropped it since, is told that it has failed."""
         step.over = why
         if step.required and not step.dropped:
-            log.error("%s step %d was to be durable and does not become so: %s", step.job, step.group.version, why)
+            log.error("%s step %d was to be durable and does not become so: %s", step.job, step.version_id.version, why)
             self.totals.errors += 1
             step.state, step.error = "failed", why
         else:
-            log.info("%s step %d is left out of the durable tier: %s", step.job, step.group.version, why)
+            log.info("%s step %d is left out of the durable tier: %s", step.job, step.version_id.version, why)
             self.totals.skipped += 1
             step.state, step.error = "skipped", why
         self._release(step)
@@ -352,11 +352,11 @@ class Drain(StoreListener):
                 step.state = "waiting"
         except (DurableRefusedError, CheckpointDamagedError) as error:
             self.totals.errors += 1
-            log.error("%s step %d does not become durable: %s", step.job, step.group.version, error)
+            log.error("%s step %d does not become durable: %s", step.job, step.version_id.version, error)
             self._settle(step, "failed", str(error))
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             self.totals.errors += 1
-            log.warning("%s step %d: %s; tried again in %.0f s", step.job, step.group.version, error, _RETRY_S)
+            log.warning("%s step %d: %s; tried again in %.0f s", step.job, step.version_id.version, error, _RETRY_S)
             with self._changed:
                 step.state, step.error, step.not_before = "waiting", str(error), self._clock() + _RETRY_S
                 self._changed.notify_all()
@@ -370,7 +370,7 @@ class Drain(StoreListener):
             if step.url != catalog.store.url:  # what was uploaded to another place does not count for this one
                 step.url, step.done = catalog.store.url, set()
                 step.uploaded_at = step.checked_at = 0.0
-        committed = not catalog.has(step.group, step.base)
+        committed = not catalog.has(step.version_id, step.base)
         if committed and not self._make_durable(step, catalog):
             return
         if step.dropped or step.url != catalog.store.url:
@@ -379,9 +379,9 @@ class Drain(StoreListener):
 
     def _take_back(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
         try:
-            delete_step(catalog, step.job, step.group)
+            delete_step(catalog, step.job, step.version_id)
         except (TieredCheckpointError, OSError) as error:
-            log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.group.version, error)
+            log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.version_id.version, error)
 
     def _make_durable(self, step: _DrainingStep, catalog: DurableCatalog) -> bool:
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
@@ -409,7 +409,9 @@ class Drain(StoreListener):
         manifest = manifest_from_shard_files(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
         failpoint("drain.complete")
         if step.cancel.is_set():
-            raise UploadCancelledError(f"{step.job} step {step.group.version} is not to be made durable here and now")
+            raise UploadCancelledError(
+                f"{step.job} step {step.version_id.version} is not to be made durable here and now"
+            )
         catalog.commit(manifest, step.base)
         failpoint("drain.committed")
         return True
@@ -443,7 +445,7 @@ class Drain(StoreListener):
         last one knows whether it is to be durable.
         """
         copies = {fact.key for fact in self._store.list_shards(step.job) if fact.holders}
-        for record in self._store.shard_records(step.job, step.group):
+        for record in self._store.shard_records(step.job, step.version_id):
             if record.key in copies:  # the node that wrote it makes it durable, or who took it over
                 continue
             with self._changed:
@@ -462,9 +464,9 @@ class Drain(StoreListener):
         if has_all_parts(own, step.parts) or (first_look and 0 not in own):
             return own
         waited_s = self._clock() - step.uploaded_at
-        if waited_s < _TAKE_OVER_S and not self._places.is_committer(step.job, step.group):
+        if waited_s < _TAKE_OVER_S and not self._places.is_committer(step.job, step.version_id):
             return own
-        return {**catalog.shard_files(step.group, at_least=step.parts), **own}
+        return {**catalog.shard_files(step.version_id, at_least=step.parts), **own}
 
     def _drain_shard(self, step: _DrainingStep, catalog: DurableCatalog, key: ShardKey) -> None:
         if self._is_there(step.job, key, catalog):  # an agent before this one has uploaded it
@@ -506,7 +508,7 @@ class Drain(StoreListener):
 
         source = Path(self._store.shard_path(key))
         with compressed_shard(source, index, wanted=settings.compress == "zstd") as (path, frames):
-            name = object_keys.shard_object_key(key, spread=settings.spread, compressed=frames is not None)
+            name = object_keys.shard_object_key(key, spread=settings.hashed_keys, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
             identity = xxhash.xxh3_128_hexdigest(index.checksums) + ("" if frames is None else ".zst")
             catalog.store.upload(
@@ -520,9 +522,9 @@ class Drain(StoreListener):
         self.totals.steps += 1
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
-        self._store.mark_committed(step.job, step.group)
+        self._store.mark_committed(step.job, step.version_id)
         self._settle(step, "done")
-        log.info("%s step %d is durable in %s", step.job, step.group.version, catalog.store.url)
+        log.info("%s step %d is durable in %s", step.job, step.version_id.version, catalog.store.url)
         self._leave_torn(step)
         try:
             self._say_quarantined(step.job, catalog)
@@ -538,7 +540,7 @@ class Drain(StoreListener):
             if self._places.durable_settings(newer.job).on_busy == "wait":
                 return
             for step in list(self._steps.values()):
-                older = step.job == newer.job and step.group < newer.group and step.state == "waiting"
+                older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
                 if older and step.done.issuperset(step.shards) and not step.required:
                     self._skip(step, "other nodes left it out, and a newer one is durable")
             self._changed.notify_all()
@@ -583,7 +585,7 @@ class Drain(StoreListener):
         """What was asked for and has failed here has failed for good, and on all nodes. Lock held."""
         if step.required and step.state == "failed":
             step.over = step.over or step.error
-            self._places.announce_not_durable(step.job, step.group, step.error)
+            self._places.announce_not_durable(step.job, step.version_id, step.error)
 
     def on_versions_deleted(self, job: str, groups: Collection[VersionId]) -> None:
         with self._changed:

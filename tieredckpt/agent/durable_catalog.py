@@ -133,11 +133,11 @@ class DurableCatalog:
             entry = object_keys.parse_manifest_key(info.name, self._job)
             if entry is not None:
                 entries.append(entry)
-        newest = object_keys.newest_epoch(entry.group.epoch for entry in entries)
-        entries = [entry for entry in entries if entry.group.epoch <= newest]
-        bad = {entry.group for entry in entries if entry.quarantine}
-        kept = {entry.group for entry in entries if entry.keep}
-        found = {entry.group: entry for entry in entries if not (entry.quarantine or entry.keep)}
+        newest = object_keys.newest_epoch(entry.version_id.epoch for entry in entries)
+        entries = [entry for entry in entries if entry.version_id.epoch <= newest]
+        bad = {entry.version_id for entry in entries if entry.quarantine}
+        kept = {entry.version_id for entry in entries if entry.keep}
+        found = {entry.version_id: entry for entry in entries if not (entry.quarantine or entry.keep)}
         objects = self.store.list(object_keys.plain_prefix(self._job), patience_s=_PATIENCE_S)
         plain = {object_keys.parse_plain_key(info.name, self._job) for info in objects} - {None}
         return CatalogListing(
@@ -230,7 +230,7 @@ class DurableCatalog:
         with self._lock:
             known = self._own()
             if known is not None:
-                known.manifests[entry.group] = entry
+                known.manifests[entry.version_id] = entry
 
     def _change(self, how: Callable[[CatalogListing], CatalogListing]) -> None:
         """What this process did needs no listing to be known."""
@@ -292,7 +292,7 @@ def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
 class OrphanedStep:
     """What is left of, or was begun for, a step that does not exist."""
 
-    group: VersionId
+    version_id: VersionId
     objects: tuple[ObjectInfo, ...]
 
     @property
@@ -317,7 +317,7 @@ def find_orphaned_steps(catalog: DurableCatalog, job: str, *, spread: bool) -> l
             found[place[0]].append(info)
     known = catalog.listing(fresh=True).manifests
     left = [OrphanedStep(group, tuple(objects)) for group, objects in found.items() if group not in known]
-    return sorted(left, key=lambda one: (one.group.version, one.group))
+    return sorted(left, key=lambda one: (one.version_id.version, one.version_id))
 
 
 def orphaned_parts(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> tuple[int, int, bool]:
@@ -340,7 +340,9 @@ def delete_orphaned_step(catalog: DurableCatalog, job: str, orphan: OrphanedStep
     first = [info.name for info in orphan.objects if _is_index(info, job)]
     catalog.store.delete(first)
     catalog.store.delete(sorted(objects - {*first}))
-    catalog.store.delete([object_keys.quarantine_key(job, orphan.group), object_keys.keep_key(job, orphan.group)])
+    catalog.store.delete(
+        [object_keys.quarantine_key(job, orphan.version_id), object_keys.keep_key(job, orphan.version_id)]
+    )
 
 
 def _files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Iterator[tuple[ShardIndex, bytes, bytes]]:
@@ -352,7 +354,7 @@ def _files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Iterator[
             except (CheckpointDamagedError, ObjectNotFoundError):
                 continue
             place = object_keys.parse_shard_object_key(file[0].object, job)
-            if place is not None and place[:2] == (orphan.group, file[0].key.part):
+            if place is not None and place[:2] == (orphan.version_id, file[0].key.part):
                 yield file
 
 

@@ -41,7 +41,7 @@ def describe_protection(found: ProtectionStatus) -> str:
     if found.unprotected_since is None:
         return upto
     since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(found.unprotected_since))
-    missed = f" ({found.left_out} saves skipped or failed)" if found.left_out else ""
+    missed = f" ({found.missed_saves} saves skipped or failed)" if found.missed_saves else ""
     return f"{upto}, unprotected since {since}{missed}"
 
 
@@ -53,7 +53,7 @@ _FIRST_STEP_S = 600.0
 
 @dataclass
 class _Load:
-    group: VersionId
+    version_id: VersionId
     rank: int
     done_at: float | None = None
     left_at: float | None = None
@@ -85,7 +85,7 @@ class CrashedLoads:
             load = self._loads.pop((owner, job), None)
             self._look()
             if stepped and load is not None:
-                self._crashes[job].pop((load.group, load.rank), None)
+                self._crashes[job].pop((load.version_id, load.rank), None)
 
     def process_left(self, owner: ProcessIdentity, job: str) -> None:
         """The last connection of the process is closed."""
@@ -111,7 +111,7 @@ class CrashedLoads:
                 continue
             del self._loads[owner, job]
             if load.done_at is None or load.left_at - load.done_at < _FIRST_STEP_S:
-                self._crashes[job].setdefault((load.group, load.rank), []).append(load.left_at)
+                self._crashes[job].setdefault((load.version_id, load.rank), []).append(load.left_at)
 
     def forget(self, job: str, *, before: int | None = None, group: VersionId | None = None) -> None:
         """Drop what was counted of the job: all, of steps ``before`` one, or of one ``group``."""

@@ -31,7 +31,7 @@ def replication_settings(peer: PeerSettings) -> ReplicationSettings:
         streams=peer.streams,
         bandwidth=bandwidth,
         mode=peer.mode,
-        group=peer.group,
+        parity_group_size=peer.parity_group_size,
     )
 
 

@@ -42,7 +42,7 @@ def peer_facts(nodes: Mapping[str, NodeInventory], me: str) -> FactsByGroup:
     found: dict[VersionId, dict[int, ShardInfo]] = defaultdict(dict)
     for node, looked in nodes.items():
         if node != me:
-            for fact in looked.facts:
+            for fact in looked.shards:
                 found[fact.key.version_id].setdefault(fact.key.part, fact)
     return found
 
@@ -71,7 +71,7 @@ def _view(
         near = (Tier.MEMORY,) if part in here else ()
         found[part] = (*near, Tier.PEER) if part in others else near
     return StepStatus(
-        group=group,
+        version_id=group,
         parts=facts[0].parts,
         found=found,
         base=next((meta.base for meta in metas if meta.base is not None), None),
@@ -128,7 +128,9 @@ class PeerTier:
             return {}, "", None
         sight = team.inventory(fresh=True)
         silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.unreachable.items()))
-        known = (group for one in sight.nodes.values() for group in (one.settled, one.whole) if group is not None)
+        known = (
+            group for one in sight.nodes.values() for group in (one.replicated, one.last_committed) if group is not None
+        )
         return peer_facts(sight.nodes, team.this_node.id), silent, max(known, default=None)
 
     def holders_of_parts(
@@ -141,7 +143,7 @@ class PeerTier:
         facts: dict[int, ShardInfo] = {}
         found: dict[int, list[PeerSource]] = defaultdict(list)
         for node, looked in team.inventory().nodes.items():
-            there = [fact for fact in looked.facts if fact.key.version_id == group]
+            there = [fact for fact in looked.shards if fact.key.version_id == group]
             if there and node != team.this_node.id:
                 source = PeerSource(node, team.membership.client_for(node).address)
                 for fact in there:
@@ -159,7 +161,7 @@ class PeerTier:
             (fact.key.part, node)
             for node, looked in team.inventory().nodes.items()
             if node in living
-            for fact in looked.facts
+            for fact in looked.shards
             if fact.key.version_id == group and not fact.holders
         ]
         return min(own)[1] if own else None
@@ -255,7 +257,7 @@ class PeerTier:
         if seen is not sight:
             listed = defaultdict(list)
             for node, looked in sight.nodes.items():
-                for blob in {blob for fact in looked.facts for blob in blobs_needed(fact)}:
+                for blob in {blob for fact in looked.shards for blob in blobs_needed(fact)}:
                     if node != team.this_node.id:
                         listed[blob].append(node)
             self._listed[team.job] = sight, listed
@@ -276,10 +278,10 @@ def shard_replication_status(team: JobPeers, key: ShardKey) -> ShardReplication:
         copies=copies,
         domains=domains,
         level=level,
-        lacking=standing.missing if standing is not None else 0,
-        settled=settled is not None and key.version_id <= settled,
-        trouble=team.replicator.last_errors(key),
-        group=len(group),
+        missing_copies=standing.missing if standing is not None else 0,
+        is_replicated=settled is not None and key.version_id <= settled,
+        problem=team.replicator.last_errors(key),
+        parity_nodes=len(group),
     )
 
 
@@ -295,9 +297,9 @@ def cluster_status_of(team: JobPeers) -> ClusterStatus:
             ClusterNode(
                 node,
                 team.membership.state_of(name),
-                looked.facts if looked is not None else (),
+                looked.shards if looked is not None else (),
                 looked.epoch if looked is not None else 0,
-                looked.settled if looked is not None else None,
+                looked.replicated if looked is not None else None,
                 sight.unreachable.get(name, ""),
                 team.replicator.path_monitor.bytes_per_s.get(name, 0.0),
                 looked.verifying if looked is not None else 0,
@@ -306,9 +308,9 @@ def cluster_status_of(team: JobPeers) -> ClusterStatus:
     sending = team.replicator.in_flight
     return ClusterStatus(
         job=team.job,
-        me=team.this_node.id,
+        this_node=team.this_node.id,
         nodes=tuple(views),
-        roster=roster.version if roster is not None else 0,
+        member_list_version=roster.version if roster is not None else 0,
         quorum=team.membership.has_quorum,
         sees=team.membership.explain_quorum(),
         copies=team.settings.copies,

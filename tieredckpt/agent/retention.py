@@ -48,7 +48,7 @@ def revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId]
         found = resolve_step([one for one in seen if one.is_complete]).verdicts
         return {group for group, verdict in found.items() if verdict is StepVerdict.SUPERSEDED}
 
-    stay = [one for one in candidates if one.group not in gone]
+    stay = [one for one in candidates if one.version_id not in gone]
     return sorted(left(candidates) - {*gone} - left(stay))
 
 
@@ -66,4 +66,4 @@ def _still_needed(
     for group in lost:
         if not IncarnationBranches(needed).supersede(group):
             needed.append(next(seen[proof] for proof in proofs if IncarnationBranches([seen[proof]]).supersede(group)))
-    return {one.group for one in needed}
+    return {one.version_id for one in needed}

@@ -284,7 +284,7 @@ class StepLocator:
         known: StepLayoutCache,
         page_bytes: int = STEP_PAGE_BYTES,
     ) -> None:
-        self.group = group
+        self.version_id = group
         self.durable = durable
         self.known = known
         self._here = here
@@ -408,11 +408,14 @@ class StepLocator:
                 return found
         if self._lost:
             raise PeersLostError(
-                f"step {self.group.version}: nobody who held parts {sorted(self._lost)} answers, and {fqn} is in them"
+                f"step {self.version_id.version}: nobody who held parts {sorted(self._lost)} answers, "
+                f"and {fqn} is in them"
             )
         if not known:
-            raise MismatchError(f"step {self.group.version} has no tensor {fqn}")
-        raise CheckpointDamagedError(f"step {self.group.version} lacks some of {fqn} at {box.offsets} of {box.sizes}")
+            raise MismatchError(f"step {self.version_id.version} has no tensor {fqn}")
+        raise CheckpointDamagedError(
+            f"step {self.version_id.version} lacks some of {fqn} at {box.offsets} of {box.sizes}"
+        )
 
     def _object(self, turns: Callable[[str, int], PieceIndex | None], name: str, rank: int) -> ItemLocation:
         """Whose value of an object this rank gets: its own where every rank saved one, else the first one's."""
@@ -431,8 +434,8 @@ class StepLocator:
         }
         if not parts:
             if self._lost:
-                raise PeersLostError(f"step {self.group.version}: who held {name} does not answer")
-            raise MismatchError(f"step {self.group.version} has no object {name}")
+                raise PeersLostError(f"step {self.version_id.version}: who held {name} does not answer")
+            raise MismatchError(f"step {self.version_id.version} has no object {name}")
         if rank in parts and len(parts) == self.in_all:
             return self.item(rank, parts[rank])
         part = min(parts, key=lambda part: (_TIERS[self.found[part][0]], part))
@@ -450,7 +453,8 @@ class StepLocator:
             columns = self.known.columns(meta.layout, self._layouts)
             if len(meta.item_sizes) != len(columns.items) or min(meta.item_sizes, default=0) < 0:
                 raise CheckpointDamagedError(
-                    f"step {self.group.version} part {part}: {len(columns.items)} items of {len(meta.item_sizes)} sizes"
+                    f"step {self.version_id.version} part {part}: {len(columns.items)} items "
+                    f"of {len(meta.item_sizes)} sizes"
                 )
             known = list(itertools.accumulate(meta.item_sizes, initial=columns.tensor_bytes))
             self._starts[part] = known

@@ -353,7 +353,7 @@ class Checkpointer:
         if self._last is None or not self._joined:
             return
         found = self._await_copies(self._last, timeout_s)
-        if found.lacking:
+        if found.missing_copies:
             said = describe_replication(found)
             log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
 
@@ -371,15 +371,15 @@ class Checkpointer:
             return
         wait_s = self.settings.memory.wait_s
         found = self._await_copies(self._last, wait_s)
-        if found.lacking:
+        if found.missing_copies:
             raise StoreBusyError(f"the last save has {describe_replication(found)} after {wait_s:g} s")
 
     def _await_copies(self, key: ShardKey, timeout_s: float) -> ShardReplication:
         """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
         deadline = time.monotonic() + timeout_s
         found = self._until_copied(key, 0, 0, 0.0)
-        while found.lacking and (left := deadline - time.monotonic()) > 0:
-            found = self._until_copied(key, found.copies + found.lacking, 1, min(left, _LOOK_AGAIN_S))
+        while found.missing_copies and (left := deadline - time.monotonic()) > 0:
+            found = self._until_copied(key, found.copies + found.missing_copies, 1, min(left, _LOOK_AGAIN_S))
         return found
 
     def _stage(
@@ -560,7 +560,7 @@ class Checkpointer:
         else:
             if view is None or view.state in ("done", "skipped"):
                 return True
-            why = f"step {view.group.version} is {view.state}{f': {view.error}' if view.error else ''}"
+            why = f"step {view.version_id.version} is {view.state}{f': {view.error}' if view.error else ''}"
         log.warning("%s: not all saves are in the %s tier after %.1f s: %s", self._location.job, tier, timeout_s, why)
         return False
 
@@ -585,7 +585,9 @@ class Checkpointer:
         return self.session.agent.replication_status(key, copies=copies, domains=domains, timeout_s=timeout_s)
 
     def _durable_state(self, group: VersionId) -> str:
-        view = next((view for view in self.session.agent.drain_status(self._location.job) if view.group == group), None)
+        view = next(
+            (view for view in self.session.agent.drain_status(self._location.job) if view.version_id == group), None
+        )
         if view is None or view.state in ("waiting", "running"):
             return "durable pending"
         return "durable" if view.state == "done" else f"not durable ({view.error or view.state})"
@@ -699,7 +701,7 @@ class Checkpointer:
         try:
             session = self.session
             views = session.agent.list_steps(job, fresh=True).views
-            groups = [view.group for view in views if view.group.version == step]
+            groups = [view.version_id for view in views if view.version_id.version == step]
             if groups:
                 session.drop_steps(groups)
         except PeerStoreError as error:

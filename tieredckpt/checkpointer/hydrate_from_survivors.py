@@ -181,13 +181,13 @@ def _needed(ckpt: Checkpointer) -> RequiredNames | None:
     """What the newest whole step has."""
     node, job = ckpt.session.agent, ckpt.session.job
     seen = node.list_steps(job, fresh=True)
-    bad = {view.group for view in seen.views if view.quarantined}
+    bad = {view.version_id for view in seen.views if view.quarantined}
     candidates = [view.candidate for view in seen.views]
     chosen = resolve_step(candidates, quarantined=bad, unreachable=list(seen.unreachable)).chosen
     if chosen is None:
         return None
-    step = StepIndex(node.describe_step(job, chosen.group))
-    return RequiredNames(chosen.group.version, frozenset(step.tensors), frozenset(step.objects))
+    step = StepIndex(node.describe_step(job, chosen.version_id))
+    return RequiredNames(chosen.version_id.version, frozenset(step.tensors), frozenset(step.objects))
 
 
 def _settings(kept: RetainedState | None, peer: Mapping[str, Any]) -> Settings:

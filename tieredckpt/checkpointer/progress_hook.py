@@ -126,10 +126,10 @@ def newest_complete_step(session: Session, *, ask: bool, fresh: bool = False) ->
     if not ask or (known >= session.sealed_step and not fresh):
         return known
     survey = session.agent.list_steps(session.job, fresh=fresh)
-    spoilt = [view.group for view in survey.views if view.quarantined]
+    spoilt = [view.version_id for view in survey.views if view.quarantined]
     unreachable = tuple(tier for tier in Tier if tier in survey.unreachable)
     chosen = resolve_step([view.candidate for view in survey.views], quarantined=spoilt, unreachable=unreachable).chosen
-    return known if chosen is None else max(known, chosen.group.version)
+    return known if chosen is None else max(known, chosen.version_id.version)
 
 
 @dataclass
@@ -167,10 +167,10 @@ class SaveRestoreLog:
             if not missed:
                 return
             known = self._protected or ProtectionStatus(-1)
-            found = ProtectionStatus(known.step, known.unprotected_since or time.time(), known.left_out + missed)
+            found = ProtectionStatus(known.step, known.unprotected_since or time.time(), known.missed_saves + missed)
         if found != self._protected:
             self._protected = found
-            self._ledger.write(Protection(time.time(), found.step, found.unprotected_since, found.left_out))
+            self._ledger.write(Protection(time.time(), found.step, found.unprotected_since, found.missed_saves))
 
     @contextmanager
     def record_restore(self) -> Iterator[RestoreOutcome]:
@@ -193,7 +193,7 @@ class SaveRestoreLog:
     def _restored(self, told: RestoreOutcome, began: float, ended: float) -> None:
         where, step = self._ledger.position, told.step if told.step is not None else -1
         report = told.report if told.report is not None and told.report.step == step else None
-        lost = None if report is None else report.lost
+        lost = None if report is None else report.steps_redone
         if lost is None:
             lost = where.newest_begun_step - step if where.newest_begun_step >= step else -1
         self._ledger.write(
@@ -204,7 +204,7 @@ class SaveRestoreLog:
                 began=began,
                 seconds=max(0.0, ended - began),
                 bytes_by_tier={} if report is None else dict(report.bytes_by_tier),
-                lost=lost,
+                steps_redone=lost,
                 epoch=where.epoch,
             )
         )

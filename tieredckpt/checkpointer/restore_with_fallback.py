@@ -154,9 +154,9 @@ class CheckpointRestorer:
         if report is None or found is None:
             return
         report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
-        report.lost = max(0, found.reached - report.step)
+        report.steps_redone = max(0, found.reached - report.step)
         tiers = ", ".join(f"{size >> 10} KiB from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
-        log.info("%s: step %d (%s), %d lost: %s", self._job, report.step, report.mode, report.lost, tiers)
+        log.info("%s: step %d (%s), %d lost: %s", self._job, report.step, report.mode, report.steps_redone, tiers)
 
     def _say(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
         """One line: which step, from where, how much, how long. And what a restore that is not strict left out."""
@@ -167,8 +167,8 @@ class CheckpointRestorer:
                 "%s: rank %d restored step %d: %s in %.2f s%s",
                 *(self._job, self._together.rank, step, tiers or "0 bytes", report.seconds, _show(report.proof)),
             )
-            if report.proof is not None and report.proof.left_out:
-                left_out = [f"{name} ({why})" for name, why in report.proof.left_out.items()]
+            if report.proof is not None and report.proof.not_compared:
+                left_out = [f"{name} ({why})" for name, why in report.proof.not_compared.items()]
                 log.info(
                     "%s step %d: %d entries were not compared: %s", self._job, step, len(left_out), abbreviate(left_out)
                 )
@@ -273,7 +273,7 @@ class CheckpointRestorer:
 def _show(proof: RestoreProof | None) -> str:
     if proof is None:
         return ""
-    left_out = f", {len(proof.left_out)} entries not compared" if proof.left_out else ""
+    left_out = f", {len(proof.not_compared)} entries not compared" if proof.not_compared else ""
     return (
         f"; {show_size(proof.size_bytes)} and {proof.objects} objects of the live state are what was saved{left_out} "
         f"({proof.seconds:.2f} s, {proof.share:.0%} of the restore)"

@@ -99,7 +99,7 @@ class SaveHandle:
         if found.copies < copies or found.domains < domains:
             raise TierUnavailableError(
                 f"step {self.step} has {describe_replication(found)} after {timeout_s:.1f} s, {wanted} were asked for"
-                f"{f': {found.trouble}' if found.trouble else ''}"
+                f"{f': {found.problem}' if found.problem else ''}"
             )
         if self._state is SaveState.SEALED:
             self._state = SaveState.COPIED
@@ -119,12 +119,12 @@ class SaveHandle:
 
 def describe_replication(found: ShardReplication) -> str:
     """``2 copies in 2 racks``, or ``parity over 4 nodes``."""
-    if found.group:
-        coming = ", parity on the way" if found.lacking else ", no parity"
-        return f"parity over {found.group} nodes" if found.copies > 1 else f"1 copy{coming}"
+    if found.parity_nodes:
+        coming = ", parity on the way" if found.missing_copies else ", no parity"
+        return f"parity over {found.parity_nodes} nodes" if found.copies > 1 else f"1 copy{coming}"
     copies = f"{found.copies} cop{'y' if found.copies == 1 else 'ies'}"
     where = f" in {found.domains} {found.level}{'' if found.domains == 1 else 's'}" if found.copies > 1 else ""
-    coming = f", {found.lacking} on the way" if found.lacking else ""
+    coming = f", {found.missing_copies} on the way" if found.missing_copies else ""
     return copies + where + coming
 
 
@@ -145,5 +145,7 @@ def step_infos(survey: StepInventory) -> list[StepInfo]:
         tiers = {tier.value for where in view.found.values() for tier in where}
         if view.durable:
             tiers.add("durable")
-        lines.append(StepInfo(view.group.version, tuple(sorted(tiers)), view.candidate.is_complete, view.quarantined))
+        lines.append(
+            StepInfo(view.version_id.version, tuple(sorted(tiers)), view.candidate.is_complete, view.quarantined)
+        )
     return sorted(lines, key=lambda line: line.step)

@@ -42,26 +42,26 @@ def nodes_table(view: ClusterStatus, nodes: Sequence[ClusterNode]) -> Table:
         held = node_share(one)
         holds = (
             ["?"] * 4
-            if one.silent
+            if one.unreachable
             else [str(held.steps), str(held.parts), show_size(held.own_bytes), show_size(held.copied_bytes)]
         )
         labels = dict(one.node.labels)
         rows.append(
             [
                 escape(one.node.id),
-                f"[{_COLOURS.get(one.standing, 'yellow')}]{one.standing}[/]",
+                f"[{_COLOURS.get(one.state, 'yellow')}]{one.state}[/]",
                 *(escape(labels.get(level, "-")) for level in levels),
                 *holds,
                 *([f"{show_size(one.path_bytes_per_s)}/s" if one.path_bytes_per_s else "-"] if paths else []),
             ]
         )
     numbers = ["STEPS", "PARTS", "OWN", "COPIES", *(["PATH"] if paths else [])]
-    return text_table(["NODE", "STANDING", *map(str.upper, levels), *numbers], rows, right=numbers)
+    return text_table(["NODE", "STATE", *map(str.upper, levels), *numbers], rows, right=numbers)
 
 
 def unreachable_lines(view: ClusterStatus) -> list[str]:
     """Who could not be asked, and why: never shown as holding nothing."""
-    silent = {one.node.id for one in view.nodes if one.silent}
+    silent = {one.node.id for one in view.nodes if one.unreachable}
     lines = []
     for name, why in unknown_nodes(view).items():
         what = "could not be asked, what it holds is not known" if name in silent else "may hold more"
@@ -76,7 +76,7 @@ def steps_table(view: ClusterStatus, survey: StepInventory, steps: Sequence[Step
     or_more = bool(unknown_nodes(view))
     rows = [
         [
-            str(one.group.version),
+            str(one.version_id.version),
             f"[{STATES[one.state]}]{one.state}[/]",
             f"{one.parts_in_memory} of {one.parts}" if one.parts else "-",
             one.describe(or_more=or_more) if one.parts_in_memory else "-",
@@ -86,9 +86,9 @@ def steps_table(view: ClusterStatus, survey: StepInventory, steps: Sequence[Step
         ]
         for one in steps
     ]
-    columns = ["STEP", "STATE", "PARTS", "IN MEMORY", "SETTLED", "DURABLE", "AGE"]
-    if not view.roster:  # nobody to settle anything with
-        columns.remove("SETTLED")
+    columns = ["STEP", "STATE", "PARTS", "IN MEMORY", "REPLICATED", "DURABLE", "AGE"]
+    if not view.member_list_version:  # nobody to settle anything with
+        columns.remove("REPLICATED")
         rows = [row[:4] + row[5:] for row in rows]
     return text_table(columns, rows, right=("STEP", "AGE"))
 
@@ -113,7 +113,7 @@ def step_warnings(view: ClusterStatus, steps: Iterable[StepRedundancy]) -> list[
     """Where copies are missing, and why a step must not be used."""
     lines = []
     for one in steps:
-        name = f"step {one.group.version}"
+        name = f"step {one.version_id.version}"
         if one.quarantined:
             lines.append(f"[red]{name}[/] is quarantined: {escape(one.quarantined)}")
         lines += [f"[red]{name}[/] part {part} was damaged: {escape(why)}" for part, why in sorted(one.damaged.items())]
@@ -135,8 +135,8 @@ def _weak(weak: UnderReplicatedParts, view: ClusterStatus) -> str:
 def steps_to_show(steps: Sequence[StepRedundancy]) -> tuple[list[StepRedundancy], int]:
     """Steps in memory and the newest that is not, and how many older ones there are."""
     far = [one for one in steps if not one.parts_in_memory and not one.damaged]
-    hidden = {one.group for one in far[:-1]}
-    return [one for one in steps if one.group not in hidden], len(hidden)
+    hidden = {one.version_id for one in far[:-1]}
+    return [one for one in steps if one.version_id not in hidden], len(hidden)
 
 
 def protection_line(view: ClusterStatus) -> str:
@@ -157,36 +157,36 @@ def node_json(one: ClusterNode) -> dict[str, object]:
         "parts": held.parts,
         "own_bytes": held.own_bytes,
         "copied_bytes": held.copied_bytes,
-        "settled": one.settled.version if one.settled is not None else None,
+        "newest_replicated": one.newest_replicated.version if one.newest_replicated is not None else None,
         "epoch": one.epoch,
         "verifying": one.verifying,
     }
     return {
         "node": one.node.id,
         "address": one.node.address,
-        "standing": one.standing,
+        "state": one.state,
         "labels": dict(one.node.labels),
         "path_bytes_per_s": round(one.path_bytes_per_s) or None,
-        "could_not_be_asked": one.silent or None,
-        "holds": None if one.silent else known,
+        "unreachable": one.unreachable or None,
+        "holds": None if one.unreachable else known,
     }
 
 
 def step_json(one: StepRedundancy) -> dict[str, Any]:
     drain = one.drain
     return {
-        "step": one.group.version,
-        "epoch": one.group.epoch,
-        "attempt": one.group.attempt,
-        "incarnation": one.group.incarnation,
+        "step": one.version_id.version,
+        "epoch": one.version_id.epoch,
+        "attempt": one.version_id.attempt,
+        "incarnation": one.version_id.incarnation,
         "state": one.state,
         "parts": one.parts or None,
         "parts_in_memory": one.parts_in_memory,
         "copies": one.copies,
         "domains": one.domains,
         "level": one.level,
-        "weak": [{"parts": list(weak.parts), "nodes": list(weak.nodes)} for weak in one.under_replicated],
-        "settled": one.is_replicated,
+        "under_replicated": [{"parts": list(weak.parts), "nodes": list(weak.nodes)} for weak in one.under_replicated],
+        "replicated": one.is_replicated,
         "durable": one.durable,
         "drain": None if drain is None else drain_json(drain),
         "quarantined": one.quarantined or None,
@@ -198,7 +198,7 @@ def step_json(one: StepRedundancy) -> dict[str, Any]:
 
 def drain_json(drain: DrainStatus) -> dict[str, Any]:
     return {
-        "step": drain.group.version,
+        "step": drain.version_id.version,
         "state": drain.state,
         "bytes_done": drain.bytes_done,
         "bytes_total": drain.bytes_total,
@@ -209,8 +209,8 @@ def drain_json(drain: DrainStatus) -> dict[str, Any]:
 def cluster_json(view: ClusterStatus, survey: StepInventory, steps: Sequence[StepRedundancy]) -> dict[str, Any]:
     return {
         "job": view.job,
-        "seen_from": view.me,
-        "roster": view.roster,
+        "seen_from": view.this_node,
+        "member_list_version": view.member_list_version,
         "quorum": view.quorum,
         "sees": view.sees,
         "protected": None if view.protected is None else msgspec.to_builtins(view.protected),

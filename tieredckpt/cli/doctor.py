@@ -231,7 +231,7 @@ def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[Chec
         ]
     else:
         found = [check_passed("agent", text)]
-    for damage in status.damages:
+    for damage in status.damage_reports:
         found.append(
             check_warning("damage", f"{damage.what}: {damage.reason}", "look for failing memory when this repeats")
         )
@@ -240,7 +240,7 @@ def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[Chec
         known = agent.list_steps(job.job).durable or known
         for drain in agent.drain_status(job.job):
             if drain.state == "failed" or (drain.state == "waiting" and drain.error):
-                what = f"{job.job}/step-{drain.group.version} is {drain.state}: {drain.error}"
+                what = f"{job.job}/step-{drain.version_id.version} is {drain.state}: {drain.error}"
                 found.append(check_failed("drain", what, f"see {place.log}"))
     return found, known
 

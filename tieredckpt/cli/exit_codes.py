@@ -82,7 +82,7 @@ def hint_for(error: BaseException) -> str:
     if isinstance(error, store_errors.AgentUnreachableError):
         return "start one with `tieredckpt agent --dir DIR`, or name the store to look into with --durable URL"
     if isinstance(error, errors.EventLogNotFoundError):
-        return "`elastic run` keeps one in LOG-DIR/ledger; under other launchers set $TIEREDCKPT_LEDGER"
+        return "`elastic run` keeps one in LOG-DIR/event-log; under other launchers set $TIEREDCKPT_EVENT_LOG"
     return _HINTS.get(exit_code_for(error), "")
 
 

@@ -86,8 +86,8 @@ def export_command(
         location = parse_location(target)
         view = sight.choose_attempt(location, sight.survey(location.job))
         if view.quarantined:
-            screen.info(f"step {view.group.version} is quarantined: {view.quarantined}")
-        source = source_of(sight, location.job, view.group)
+            screen.info(f"step {view.version_id.version} is quarantined: {view.quarantined}")
+        source = source_of(sight, location.job, view.version_id)
         with contextlib.closing(source):
             names = selected_names(source.step, prefix=prefix, select=select, exclude=exclude)
             total = sum(
@@ -100,7 +100,7 @@ def export_command(
     left_out = sorted(name for name in names if name in source.step.objects) if kind in ("safetensors", "hf") else []
     value = {
         "job": location.job,
-        "step": view.group.version,
+        "step": view.version_id.version,
         "destination": str(destination),
         "format": kind,
         "files": files,

@@ -46,7 +46,9 @@ _HOUR_S = 3600.0
     metavar="HOURS",
     help="Discard unfinished uploads, and shards of steps that never came to be, that are older.",
 )
-@click.option("--set-aside", is_flag=True, help="Instead: drop what this node's agent has set aside of the job.")
+@click.option(
+    "--unrecognized-slots", is_flag=True, help="Instead: drop the job's slots that this node's agent cannot read."
+)
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be deleted.")
 @tier_options
 @pass_output
@@ -58,7 +60,7 @@ def gc_command(
     keep_last: int | None,
     keep_every: int | None,
     abandoned_after: float,
-    set_aside: bool,
+    unrecognized_slots: bool,
     dry_run: bool,
     agent_dir: Path | None,
     durable: str | None,
@@ -72,8 +74,8 @@ def gc_command(
     machine's clock, except where a node still has the step in memory, or all of its parts are there and policy would
     keep it: `tieredckpt rebuild` makes a step of them.
 
-    With --set-aside it is the other way round: nothing durable is touched, and what this node's agent found in its
-    memory and does not understand, because another version of it left that, is dropped.
+    With --unrecognized-slots nothing durable is touched. Dropped are slots in this node's memory that another version
+    of the agent left and this one cannot read.
     """
     location = parse_location(job)
     if location.step is not None:
@@ -81,14 +83,14 @@ def gc_command(
     if keep_every and keep_last is None:
         raise UsageError("--keep-every has no effect without --keep-last")
     with open_tier_client(settings_from_options(agent_dir, durable, job)) as sight:
-        if set_aside:
+        if unrecognized_slots:
             return _drop_aside(screen, sight, location.job, dry_run=dry_run)
         catalog = sight.catalog(location.job)
         policy = sight.durable_settings(location.job)
         last = policy.keep_last if keep_last is None else keep_last
         every = policy.keep_every if keep_last is None else keep_every or 0
         listing = catalog.listing(fresh=True)
-        lost = find_orphaned_steps(catalog, location.job, spread=policy.spread)
+        lost = find_orphaned_steps(catalog, location.job, spread=policy.hashed_keys)
         if not listing.manifests and not lost:
             raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
         bases = {group: entry.base for group, entry in listing.manifests.items()}
@@ -123,7 +125,7 @@ def gc_command(
         ],
         "deleted_bytes": sum(sizes),
         "without_manifest": [
-            {**_json(one.group, one.size_bytes), "objects": len(one.objects), "deleted": goes, "reason": why}
+            {**_json(one.version_id, one.size_bytes), "objects": len(one.objects), "deleted": goes, "reason": why}
             for one, why, goes in fates
         ],
         "kept": sorted(group.version for group in listing.manifests if group not in doomed),
@@ -135,7 +137,7 @@ def gc_command(
 
 def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: bool) -> ExitCode:
     store = require_agent(sight).store
-    found = [one for one in store.status().aside if one.name.startswith(f"slot.{job}.")]
+    found = [one for one in store.status().unrecognized if one.name.startswith(f"slot.{job}.")]
     if not dry_run:
         store.drop_unrecognized([one.name for one in found])
     value = {
@@ -183,12 +185,12 @@ def _orphan_decisions(
     if not lost:
         return []
     survey = sight.survey(job)
-    in_memory = {view.group for view in survey.views if view.found}
+    in_memory = {view.version_id for view in survey.views if view.found}
     silent = survey.unreachable.get(Tier.PEER)
     now, found = time.time(), []
     for one in lost:
-        step, age_s = one.group.version, now - one.written_s
-        if one.group in in_memory:
+        step, age_s = one.version_id.version, now - one.written_s
+        if one.version_id in in_memory:
             why, goes = "a node has it in memory, and may still make it durable", False
         elif silent is not None:
             why, goes = f"nodes that may have it in memory could not be asked: {silent}", False

@@ -75,8 +75,8 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
         [({"kind": "counted"}, float(found.steps_counted)), ({"kind": "lost"}, float(found.steps_lost))],
     )
     yield one("job_faults", "Faults of the job.", found.faults)
-    yield one("job_worlds", "Worlds that were formed.", found.worlds)
-    yield one("job_live", "Whether it has no end yet.", found.is_running)
+    yield one("job_world_changes", "Worlds that were formed.", found.worlds)
+    yield one("job_running", "Whether it has no end yet.", found.is_running)
     for name, help_text, value in (
         ("mttr_seconds", "Mean time from a fault to the next step.", found.mttr_s),
         ("mtbf_seconds", "Time of steps per interruption.", found.mtbf_s),
@@ -239,7 +239,7 @@ def goodput_command(
     """Show how much of a job's time went into steps that count, and what the rest went into.
 
     Reads the ledger that `elastic run` keeps beside what its ranks print, also while the job runs: DIR is that log
-    directory or the ledger itself, JOB one below ./elastic-logs. Without either, $TIEREDCKPT_LEDGER.
+    directory or the ledger itself, JOB one below ./elastic-logs. Without either, $TIEREDCKPT_EVENT_LOG.
     """
     if prometheus and (screen.as_json or faults):
         raise UsageError("--prometheus prints nothing but metrics: leave out --json and --faults")
@@ -257,14 +257,14 @@ def goodput_command(
         sys.stdout.flush()
     else:
         screen.result(analysis_json(found), lambda out: out.print(render_analysis(found, faults=faults)))
-    for complaint in found.complaints:
+    for complaint in found.warnings:
         screen.info(f"{place}: {complaint}")
     return ExitCode.OK
 
 
 def read_analysis(place: Path) -> GoodputAnalysis:
     read = read_event_log(place)
-    return analyse(read.events, complaints=read.warnings)
+    return analyse(read.events, warnings=read.warnings)
 
 
 def write_html_report(path: Path, found: GoodputAnalysis) -> None:
@@ -302,7 +302,7 @@ def _live(out: Console, place: Path, *, faults: bool) -> None:
         with Live(Text(f"reading {place}"), console=out, auto_refresh=False) as live:
             while True:
                 found = read_analysis(place)
-                said = [Text(complaint, style="yellow") for complaint in found.complaints]
+                said = [Text(complaint, style="yellow") for complaint in found.warnings]
                 live.update(Group(render_analysis(found, faults=faults), *said), refresh=True)
                 if not found.is_running:
                     return

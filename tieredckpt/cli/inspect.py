@@ -47,12 +47,12 @@ def inspect_command(
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
         view = sight.choose_attempt(location, sight.survey(location.job))
-        step = StepIndex(sight.describe(location.job, view.group))
+        step = StepIndex(sight.describe(location.job, view.version_id))
     tensors = [_tensor(step, name) for name in sorted(step.tensors) if _wanted(name, patterns)]
     objects = [_object(step, name) for name in sorted(step.objects) if _wanted(name, patterns)]
     if patterns and not tensors and not objects:
         raise CheckpointNotFoundError(
-            f"no name in step {view.group.version} is like {' or '.join(patterns)}; there are {len(step.tensors)} "
+            f"no name in step {view.version_id.version} is like {' or '.join(patterns)}; there are {len(step.tensors)} "
             f"tensors and {len(step.objects)} objects"
         )
     value = _summary(step) | {"quarantined": view.quarantined or None, "tensors": tensors, "objects": objects}

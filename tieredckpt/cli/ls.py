@@ -44,7 +44,7 @@ _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.m
 class StepRow:
     """One attempt at one step, as it is listed."""
 
-    group: VersionId
+    version_id: VersionId
     parts: int
     in_memory: int
     """Parts of it in this node's memory."""
@@ -80,10 +80,10 @@ class StepRow:
     def as_json(self, now_ns: int) -> dict[str, Any]:
         draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
         return {
-            "step": self.group.version,
-            "epoch": self.group.epoch,
-            "attempt": self.group.attempt,
-            "incarnation": self.group.incarnation,
+            "step": self.version_id.version,
+            "epoch": self.version_id.epoch,
+            "attempt": self.version_id.attempt,
+            "incarnation": self.version_id.incarnation,
             "state": self.state,
             "whole": self.complete,
             "tiers": self.tiers,
@@ -121,7 +121,7 @@ def step_row(
         damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))
     saved = max((shard.meta.saved_ns for shard in manifest.shards), default=0) if manifest else 0
     return StepRow(
-        group=view.group,
+        version_id=view.version_id,
         parts=parts,
         in_memory=sum(Tier.MEMORY in where for where in view.found.values()),
         durable=view.durable,
@@ -183,10 +183,10 @@ def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> Exit
 
 def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:
     """Every attempt at every step, the newest last."""
-    views = [view for view in survey.views if location.step in (None, view.group.version)]
+    views = [view for view in survey.views if location.step in (None, view.version_id.version)]
     known = survey.once_whole
-    drains = {view.group: view for view in sight.agent.drain_status(location.job)} if sight.agent else {}
-    wanted = [view.group for view in views if view.durable]
+    drains = {view.version_id: view for view in sight.agent.drain_status(location.job)} if sight.agent else {}
+    wanted = [view.version_id for view in views if view.durable]
     manifests: dict[VersionId, Manifest] = {}
     damaged: dict[VersionId, str] = {}
 
@@ -206,13 +206,13 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
         views = list(readers.map(lambda view: sight.with_quarantine_reason(location.job, view), views))
     lines = [
         step_row(
-            *(view, manifests.get(view.group), damaged.get(view.group, ""), drains.get(view.group)),
-            once_whole=view.group == known,
-            unsure=bool(survey.unreachable) and view.group not in survey.torn,
+            *(view, manifests.get(view.version_id), damaged.get(view.version_id, ""), drains.get(view.version_id)),
+            once_whole=view.version_id == known,
+            unsure=bool(survey.unreachable) and view.version_id not in survey.torn,
         )
         for view in views
     ]
-    return sorted(lines, key=lambda line: (line.group.version, *line.group))
+    return sorted(lines, key=lambda line: (line.version_id.version, *line.version_id))
 
 
 def _show(
@@ -230,16 +230,18 @@ def _show(
 
 
 def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
-    steps = [line.group.version for line in lines]
+    steps = [line.version_id.version for line in lines]
     twice = len(set(steps)) < len(steps)
     columns = ["STEP", *(["ATTEMPT"] if twice else []), "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
     rows = []
     now = time.time_ns()
     for line in lines:
-        attempt = [f"{line.group.epoch}.{line.group.attempt} {line.group.incarnation[:6]}"] if twice else []
+        attempt = (
+            [f"{line.version_id.epoch}.{line.version_id.attempt} {line.version_id.incarnation[:6]}"] if twice else []
+        )
         rows.append(
             [
-                str(line.group.version),
+                str(line.version_id.version),
                 *attempt,
                 _coloured(line.state),
                 f"{line.in_memory} of {line.parts}" if line.in_memory else "-",
@@ -305,7 +307,7 @@ def _jobs(screen: CommandOutput, sight: TierClient, durable: str | None) -> Exit
             ) and state.job != MEMORY_SERVICE_JOB:
                 found[state.job] = _job(state.job) | {
                     "steps_in_memory": state.versions,
-                    "newest_in_memory": state.newest_whole,
+                    "newest_in_memory": state.newest_committed,
                     "epoch": state.epoch,
                     "processes": state.clients,
                     "forgotten_in_s": state.expires_in_s,

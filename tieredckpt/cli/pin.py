@@ -73,10 +73,10 @@ def _mark(sight: TierClient, location: Location, views: list[StepStatus], *, kep
     marked = []
     if sight.agent is not None:
         for view in views:
-            sight.agent.store.retain(location.job, view.group, kept=kept)
+            sight.agent.store.retain(location.job, view.version_id, kept=kept)
         marked.append("memory")
     if any(view.durable for view in views):
         for view in views:
-            sight.catalog(location.job).keep(view.group, kept=kept)
+            sight.catalog(location.job).keep(view.version_id, kept=kept)
         marked.append("durable")
     return marked

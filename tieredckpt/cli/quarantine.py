@@ -65,11 +65,11 @@ def _mark(sight: TierClient, location: Location, views: Sequence[StepStatus], re
     marked = []
     if sight.agent is not None:
         for view in views:
-            sight.agent.quarantine(location.job, view.group, reason)
+            sight.agent.quarantine(location.job, view.version_id, reason)
         marked.append("memory")
     if any(view.durable for view in views):
         for view in views:
-            sight.catalog(location.job).quarantine(view.group, reason)
+            sight.catalog(location.job).quarantine(view.version_id, reason)
         marked.append("durable")
     return marked
 
@@ -78,11 +78,11 @@ def _lift(sight: TierClient, location: Location, views: Sequence[StepStatus]) ->
     marked = []
     if sight.agent is not None:
         for view in views:
-            sight.agent.unquarantine(location.job, view.group)
+            sight.agent.unquarantine(location.job, view.version_id)
         marked.append("memory")
     if sight.durable_settings(location.job).url:
         catalog = sight.catalog(location.job)
-        catalog.store.delete([object_keys.quarantine_key(location.job, view.group) for view in views])
+        catalog.store.delete([object_keys.quarantine_key(location.job, view.version_id) for view in views])
         catalog.invalidate()
         marked.append("durable")
     return marked

@@ -57,7 +57,7 @@ def rm_command(
             )
         if not yes:
             _ask(screen, f"delete {location} from {' and '.join(tiers)}?")
-        sight.delete_attempts(location.job, [view.group for view in views])
+        sight.delete_attempts(location.job, [view.version_id for view in views])
     value = {"job": location.job, "step": location.step, "attempts": len(views), "not_asked": why}
     said = f"{location} is deleted from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
     screen.result({**value, "deleted_from": tiers}, lambda out: out.print(escape(said)))

@@ -98,10 +98,10 @@ def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, step
 
 def cluster_headline(view: ClusterStatus) -> str:
     name = f"[bold]{escape(view.job)}[/]"
-    if not view.roster:
-        return f"{name}  only on this node ({escape(view.me)}): no copies on others{protection_line(view)}"
+    if not view.member_list_version:
+        return f"{name}  only on this node ({escape(view.this_node)}): no copies on others{protection_line(view)}"
     settled = newest_replicated(view)
-    seen = f"{escape(view.me)} {escape(view.sees)}"
+    seen = f"{escape(view.this_node)} {escape(view.sees)}"
     wanted = "parity" if view.mode == "parity" else f"{view.copies} copies"
     text = f"{name}  {wanted} wanted" + (f", settled step {settled.version}" if settled else "")
     return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
@@ -116,13 +116,13 @@ def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCod
     jobs = [one for one in state.jobs if only in (None, one.job) and (only or one.versions or one.clients)]
     with screen.spinner("looking at the jobs of this node"):
         rows = [_job_json(agent, one) for one in jobs]
-    damages = [f"{one.what}: {one.reason}" for one in state.damages if only in (None, one.job)]
+    damages = [f"{one.what}: {one.reason}" for one in state.damage_reports if only in (None, one.job)]
     value = {
         "agent": str(agent.place.directory),
         "arena": {name: getattr(state.arena, name) for name in ArenaStatus.__struct_fields__},
-        "verifying": state.adopting,
+        "verifying": state.verifying,
         "jobs": rows,
-        "damages": damages,
+        "damage_reports": damages,
     }
     screen.result(value, lambda out: _show_node(out, agent, state, rows, damages))
     return ExitCode.UNAVAILABLE if any(row["unreachable"] for row in rows) else ExitCode.OK
@@ -135,8 +135,8 @@ def _job_json(agent: NodeAgentClient, state: JobStatus) -> dict[str, Any]:
         "epoch": state.epoch,
         "processes": state.clients,
         "steps_in_memory": state.versions,
-        "newest_whole": max(loadable_steps(survey), default=None),
-        "settled": state.settled,
+        "newest_complete": max(loadable_steps(survey), default=None),
+        "newest_replicated": state.newest_replicated,
         "forgotten_in_s": state.expires_in_s,
         "drains": [drain_json(one) for one in drains],
         "pending": [drain_json(one) for one in pending_drains(drains, survey)],
@@ -154,13 +154,13 @@ def _show_node(
         f"[bold]memory[/]  {show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)} in "
         f"{pluralized(arena.slots, 'slot')}{free}; {show_size(arena.sealed_bytes)} sealed"
     )
-    if state.adopting:
-        out.print(f"[yellow]{pluralized(state.adopting, 'shard')} of a killed agent still to be verified[/]")
+    if state.verifying:
+        out.print(f"[yellow]{pluralized(state.verifying, 'shard')} of a killed agent still to be verified[/]")
     out.print()
     if not rows:
         out.print("no jobs")
     else:
-        columns = ["JOB", "EPOCH", "PROCESSES", "STEPS", "NEWEST WHOLE", "SETTLED", "DRAIN"]
+        columns = ["JOB", "EPOCH", "PROCESSES", "STEPS", "NEWEST COMPLETE", "REPLICATED", "DRAIN"]
         out.print(text_table(columns, [_cells(row) for row in rows], right=columns[1:6]))
     for row in rows:
         left = row["forgotten_in_s"]
@@ -179,7 +179,7 @@ def _show_node(
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    numbers = [row[name] for name in ("epoch", "processes", "steps_in_memory", "newest_whole", "settled")]
+    numbers = [row[name] for name in ("epoch", "processes", "steps_in_memory", "newest_complete", "newest_replicated")]
     return [escape(row["job"]), *("-" if one is None else str(one) for one in numbers), _drain_cell(row)]
 
 

@@ -86,14 +86,14 @@ class TierClient:
 
     def attempts_at(self, location: Location, survey: StepInventory) -> list[StepStatus]:
         """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
-        views = [view for view in survey.views if location.step in (None, view.group.version)]
+        views = [view for view in survey.views if location.step in (None, view.version_id.version)]
         if not views:
             raise step_not_found_error(location, survey)
-        return sorted(views, key=lambda view: (view.group.version, *view.group))
+        return sorted(views, key=lambda view: (view.version_id.version, *view.version_id))
 
     def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
         """The attempt a load of ``location`` would use; where none is whole, why not."""
-        bad = {view.group for view in survey.views if view.quarantined}
+        bad = {view.version_id for view in survey.views if view.quarantined}
         candidates = [view.candidate for view in survey.views]
         found = resolve_step(
             candidates,
@@ -112,14 +112,14 @@ class TierClient:
             if found.torn and not survey.unreachable:
                 raise CheckpointTornError(f"{location} was begun and never came to be whole ({found.explain()})")
             raise step_not_found_error(location, survey, found.explain())
-        group = found.chosen.group
-        return next(view for view in survey.views if view.group == group)
+        group = found.chosen.version_id
+        return next(view for view in survey.views if view.version_id == group)
 
     def with_quarantine_reason(self, job: str, view: StepStatus) -> StepStatus:
         """With a quarantine mark's own text, instead of the fact that there is one in the durable tier."""
         if view.quarantined and view.durable:
             with contextlib.suppress(TieredCheckpointError):
-                data = self.catalog(job).store.get(object_keys.quarantine_key(job, view.group))
+                data = self.catalog(job).store.get(object_keys.quarantine_key(job, view.version_id))
                 return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
         return view
 
@@ -274,7 +274,7 @@ def step_not_found_error(location: Location, survey: StepInventory, why: str = "
     told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
     if is_unclear(survey):
         return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
-    if survey.forgotten is not None and survey.forgotten.newest.version >= (location.step or 0):
+    if survey.forgotten is not None and survey.forgotten.newest_committed.version >= (location.step or 0):
         return CheckpointLostError(f"there is no {location} any more: {describe_forgotten(survey.forgotten)}")
     known = survey.once_whole
     if known is not None and location.step in (None, known.version):
@@ -299,13 +299,13 @@ def without_durable_tier(survey: StepInventory) -> StepInventory:
 
 def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
     """Two views of one job as one."""
-    views = {view.group: view for view in a.views}
+    views = {view.version_id: view for view in a.views}
     for other in b.views:
-        one = views.get(other.group)
+        one = views.get(other.version_id)
         if one is None:
-            views[other.group] = other
+            views[other.version_id] = other
             continue
-        views[other.group] = msgspec.structs.replace(
+        views[other.version_id] = msgspec.structs.replace(
             one,
             durable=one.durable or other.durable,
             quarantined=one.quarantined or other.quarantined,
@@ -368,7 +368,7 @@ def resolve_job_name(sight: TierClient, named: str | None) -> str:
     if named is not None:
         job = str(parse_location(named).job)
         if (
-            job not in known and not require_agent(sight).cluster_status(job).roster
+            job not in known and not require_agent(sight).cluster_status(job).member_list_version
         ):  # it may have nodes, and nothing here
             there = f"it has {', '.join(known)}" if known else "it has none"
             raise CheckpointNotFoundError(f"this node's agent keeps nothing for a job {job}: {there}")

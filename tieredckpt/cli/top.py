@@ -72,8 +72,8 @@ class TrafficCounters:
             at_s,
             counted.get("sealed_bytes", 0),
             view.sent_bytes,
-            counted.get("copied_in_bytes", 0),
-            {one.group: one.bytes_done for one in drains},
+            counted.get("replica_bytes_received", 0),
+            {one.version_id: one.bytes_done for one in drains},
         )
 
 
@@ -137,7 +137,11 @@ def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> 
     """Whole steps that are newer than the settled one."""
     settled = newest_replicated(view)
     return len(
-        {s.group for s in steps if s.state == "whole" and s.parts_in_memory and (settled is None or s.group > settled)}
+        {
+            s.version_id
+            for s in steps
+            if s.state == "whole" and s.parts_in_memory and (settled is None or s.version_id > settled)
+        }
     )
 
 
@@ -159,18 +163,18 @@ def render_sample(seen: ClusterSample, before: Sequence[TrafficCounters], height
 
 
 def unhealthy_first(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-    return sorted(nodes, key=lambda one: one.standing == "alive" and not one.silent)
+    return sorted(nodes, key=lambda one: one.state == "alive" and not one.unreachable)
 
 
 def _head(seen: ClusterSample, steps: Sequence[StepRedundancy]) -> Text:
     view = seen.view
     at = datetime.fromtimestamp(seen.at_ns / 1e9).astimezone().strftime("%H:%M:%S")
-    lines = [f"[bold]{escape(view.job)}[/]  {at}  {escape(view.me)} {escape(view.sees or 'is the only node')}"]
+    lines = [f"[bold]{escape(view.job)}[/]  {at}  {escape(view.this_node)} {escape(view.sees or 'is the only node')}"]
     if not view.quorum:
         lines[0] = f"{lines[0]}  [bold yellow]no quorum[/]"
     if view.protected is not None:
         lines.append(protection_line(view).strip())
-    if view.roster:
+    if view.member_list_version:
         settled = newest_replicated(view)
         newer = count_steps_behind(view, steps)
         text = f"settled step {settled.version}" if settled is not None else "no step is settled yet"
@@ -187,7 +191,7 @@ def _traffic(seen: ClusterSample, speed: TrafficRates | None, drains: Sequence[D
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
     view = seen.view
-    if view.roster:
+    if view.member_list_version:
         grid.add_row("copies", escape(f"sending {view.sending}" if view.sending else "nothing to send"))
         if view.lag_s:
             grid.add_row("lag", f"the last copy was there {show_seconds(view.lag_s)} after its seal")
@@ -208,7 +212,7 @@ def _traffic(seen: ClusterSample, speed: TrafficRates | None, drains: Sequence[D
 
 
 def _drain(one: DrainStatus) -> RenderableType:
-    name = f"step {one.group.version}"
+    name = f"step {one.version_id.version}"
     if one.state == "running" and one.bytes_total:
         row = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=one.bytes_total, completed=min(one.bytes_done, one.bytes_total), width=20)
@@ -224,7 +228,7 @@ def sample_json(seen: ClusterSample, before: Sequence[TrafficCounters]) -> dict[
     return {
         "at": iso_time(seen.at_ns),
         **cluster_json(seen.view, seen.survey, steps),
-        "settled": settled.version if (settled := newest_replicated(seen.view)) is not None else None,
+        "newest_replicated": settled.version if (settled := newest_replicated(seen.view)) is not None else None,
         "steps_behind": count_steps_behind(seen.view, steps),
         "parts_lacking_copies": count_missing_copies(steps),
         "copy_lag_s": seen.view.lag_s,

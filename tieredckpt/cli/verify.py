@@ -111,12 +111,12 @@ def _all(
     views: Sequence[StepStatus],
     cluster: ClusterStatus | None,
 ) -> list[CopyCheck]:
-    groups = {view.group for view in views}
+    groups = {view.version_id for view in views}
     held = [
         (node, fact)
         for node in (cluster.nodes if cluster is not None else ())
-        for fact in node.facts
-        if fact.key.version_id in groups and not node.silent
+        for fact in node.shards
+        if fact.key.version_id in groups and not node.unreachable
     ]
     held.sort(key=lambda one: one[1].key)
     manifests, checks = _manifests(sight, location, views)
@@ -124,8 +124,8 @@ def _all(
     known = {shard.key: shard for manifest in manifests for shard in manifest.shards}
     with screen.progress_bar(f"verifying {location.job}", total) as advance:
         for node, fact in held:
-            if sight.agent is not None and cluster is not None and node.node.id == cluster.me:
-                checks.append(_in_memory(sight.agent, fact, known.get(fact.key), cluster.me))
+            if sight.agent is not None and cluster is not None and node.node.id == cluster.this_node:
+                checks.append(_in_memory(sight.agent, fact, known.get(fact.key), cluster.this_node))
                 advance(fact.size_bytes)
             else:
                 checks.append(_elsewhere(sight, location.job, node.node, fact, advance))
@@ -143,13 +143,15 @@ def _manifests(
         if not view.durable:
             continue
         try:
-            found.append(sight.catalog(location.job).manifest(view.group))
+            found.append(sight.catalog(location.job).manifest(view.version_id))
         except CheckpointDamagedError as error:
             checks.append(
-                CopyCheck(view.group.version, -1, Tier.DURABLE, 0, ExitCode.DAMAGED, problem=f"manifest: {error}")
+                CopyCheck(view.version_id.version, -1, Tier.DURABLE, 0, ExitCode.DAMAGED, problem=f"manifest: {error}")
             )
         except (TierUnavailableError, DurableRefusedError) as error:
-            checks.append(CopyCheck(view.group.version, -1, Tier.DURABLE, 0, ExitCode.UNAVAILABLE, problem=str(error)))
+            checks.append(
+                CopyCheck(view.version_id.version, -1, Tier.DURABLE, 0, ExitCode.UNAVAILABLE, problem=str(error))
+            )
     return found, checks
 
 

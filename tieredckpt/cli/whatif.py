@@ -84,7 +84,7 @@ def open_loss_analysis(sight: TierClient, job: str) -> tuple[ClusterStatus, Loss
     agent = require_agent(sight)
     view = agent.cluster_status(job)
     survey = sight.survey(job)
-    limit = sight.settings.memory.avoid_after
+    limit = sight.settings.memory.avoid_after_crashed_loads
     foresight = LossAnalysis(view, survey, ReplicaCoverage(agent, job).covers_state, worn_after=limit)
     if foresight.resumable_step is None and not foresight.is_incomplete:
         raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")
@@ -134,13 +134,13 @@ def outcome_json(view: ClusterStatus, outcome: LossOutcome, reads: Sequence[Read
     quorum = outcome.quorum
     return {
         "job": view.job,
-        "seen_from": view.me,
+        "seen_from": view.this_node,
         "lost": [str(one) for one in outcome.lost],
         "nodes_lost": list(outcome.nodes),
         "nodes_left": [one.node.id for one in view.nodes if one.node.id not in outcome.nodes],
         "fate": outcome.outlook.value,
         "step": outcome.step,
-        "epoch": chosen.group.epoch if chosen is not None and outcome.plain_step is None else None,
+        "epoch": chosen.version_id.epoch if chosen is not None and outcome.plain_step is None else None,
         "plain": outcome.plain_step is not None,
         "step_now": outcome.step_before_loss,
         "lost_s": outcome.lost_s,
@@ -148,7 +148,12 @@ def outcome_json(view: ClusterStatus, outcome: LossOutcome, reads: Sequence[Read
         "from_durable": outcome.from_durable,
         "reads": [{"parts": list(one.parts) or None, "nodes": list(one.nodes) or None} for one in reads],
         "gone": [
-            {"step": one.group.version, "epoch": one.group.epoch, "parts": list(one.parts), "nodes": list(one.nodes)}
+            {
+                "step": one.version_id.version,
+                "epoch": one.version_id.epoch,
+                "parts": list(one.parts),
+                "nodes": list(one.nodes),
+            }
             for one in outcome.lost_steps
         ],
         "quorum": None if quorum is None else {"enough": quorum.enough, "alive": quorum.alive, "of": quorum.of},
@@ -164,7 +169,9 @@ def outcome_json(view: ClusterStatus, outcome: LossOutcome, reads: Sequence[Read
 def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequence[ReadSource]) -> None:
     what = " and ".join(map(str, outcome.lost))
     nodes = "" if all(one.level == "node" for one in outcome.lost) else f" ({_names(outcome.nodes)})"
-    out.print(f"[bold]{escape(view.job)}[/]  without {escape(what)}{escape(nodes)}, as {escape(view.me)} sees it")
+    out.print(
+        f"[bold]{escape(view.job)}[/]  without {escape(what)}{escape(nodes)}, as {escape(view.this_node)} sees it"
+    )
     out.print()
     lines = [("resumes from", _resumes(outcome))]
     lines += _read_lines(reads)
@@ -181,7 +188,7 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
     torn = [group.version for group, verdict in outcome.resolution.verdicts.items() if verdict is StepVerdict.TORN]
     torn = sorted(
         set(torn)
-        - {one.group.version for one in outcome.lost_steps}
+        - {one.version_id.version for one in outcome.lost_steps}
         - {group.version for group in outcome.uncertain_steps}
     )
     if torn:
@@ -234,7 +241,7 @@ def _lost(outcome: LossOutcome) -> str:
 
 
 def _gone(one: LostStep) -> str:
-    return f"step {one.group.version}: {_parts(one.parts)} only on {escape(_names(one.nodes))}"
+    return f"step {one.version_id.version}: {_parts(one.parts)} only on {escape(_names(one.nodes))}"
 
 
 def _unknown(outcome: LossOutcome) -> str:
@@ -258,7 +265,7 @@ def _names(names: Sequence[str], word: str = "and") -> str:
 
 
 def _each(screen: CommandOutput, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> ExitCode:
-    value = {"job": view.job, "seen_from": view.me, "losses": [outcome_json(view, one) for one in outcomes]}
+    value = {"job": view.job, "seen_from": view.this_node, "losses": [outcome_json(view, one) for one in outcomes]}
     screen.result(value, lambda out: _show_each(out, view, outcomes))
     return worst_exit_code([_EXITS[one.outlook] for one in outcomes])
 
@@ -266,7 +273,7 @@ def _each(screen: CommandOutput, view: ClusterStatus, outcomes: Sequence[LossOut
 def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> None:
     before = outcomes[0].step_before_loss
     now = f"step {before}" if before is not None else "nothing that is known"
-    out.print(f"[bold]{escape(view.job)}[/]  would now resume from {now}, as {escape(view.me)} sees it")
+    out.print(f"[bold]{escape(view.job)}[/]  would now resume from {now}, as {escape(view.this_node)} sees it")
     out.print()
     rows = [
         [

@@ -87,7 +87,7 @@ _REBUILD_S = 60.0
 class LoadVote:
     """The steps a rank could load, best first, and why not the others."""
 
-    groups: tuple[VersionId, ...]
+    versions: tuple[VersionId, ...]
     refused: tuple[str, ...] = ()
     avoided: tuple[VersionId, ...] = ()
     """Those whose loads have ended their process on this rank's node: taken when there is no other."""
@@ -97,7 +97,7 @@ class LoadVote:
 
 @dataclass(frozen=True)
 class LoadDecision:
-    group: VersionId
+    version_id: VersionId
     ranks: int = 1
     """How many load it together."""
 
@@ -108,7 +108,7 @@ class RestoreReport:
 
     step: int
     """-1: nothing was loaded."""
-    group: VersionId | None
+    version_id: VersionId | None
     bytes_by_tier: dict[str, int]
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class RestoreReport:
     mode: Literal["live", "snapshot", "torn", "lost", "damaged"] = "snapshot"
     """``live``: this step is what survivors of a fault had in their tensors. With step -1: ``torn``, no save ever came
     to be whole; ``lost`` or ``damaged``, and ``on_lost="start_fresh"``."""
-    lost: int | None = None
+    steps_redone: int | None = None
     """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
     proof: RestoreProof | None = None
     """What was compared with what the save recorded, after it was loaded; ``None`` where nothing was."""
@@ -215,7 +215,7 @@ class TieredReader(StorageReader):
     @property
     def restored_names(self) -> tuple[str, ...]:
         """All that the step has that the last load read; nothing, where that was a plain checkpoint."""
-        group = self.report.group if self.report is not None and self._plain is None else None
+        group = self.report.version_id if self.report is not None and self._plain is None else None
         step = self._steps.get(group) if group is not None else None
         return (*step.names.names, *step.names.objects) if step is not None else ()
 
@@ -242,8 +242,8 @@ class TieredReader(StorageReader):
             step = self._choose()
             if self._plain is not None:
                 return self._plain[1].read_metadata()
-            step = step or self._steps[self._order[0].group]
-            self._described_step = step.group.version
+            step = step or self._steps[self._order[0].version_id]
+            self._described_step = step.version_id.version
             with gc_paused():
                 return _metadata(step, self._location)
         except TieredCheckpointError as error:
@@ -284,7 +284,7 @@ class TieredReader(StorageReader):
         if self._plain:
             return self._plain[1].prepare_global_plan(plans)
         decision = self._decided = LoadDecision(_agree(votes, self._location), len(plans))
-        step = self._described(decision.group)
+        step = self._described(decision.version_id)
         if step is not None:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
             # A tensor without elements is asked for by nobody.
@@ -293,8 +293,9 @@ class TieredReader(StorageReader):
             self.unused = tuple(sorted(name for name in left if not name.startswith(self.selective_prefixes)))
             if self.strict and self.unused:
                 raise MismatchError(
-                    f"step {decision.group.version} of {self._location.job} has {len(self.unused)} entries without a "
-                    f"place in the state: {abbreviate(self.unused)}. Add them, or leave them out with strict=False"
+                    f"step {decision.version_id.version} of {self._location.job} has {len(self.unused)} entries "
+                    f"without a place in the state: {abbreviate(self.unused)}. Add them, or leave them out with "
+                    "strict=False"
                 )
         return [dataclasses.replace(plan, storage_data=PlanMessage(decision)) for plan in plans]
 
@@ -323,13 +324,13 @@ class TieredReader(StorageReader):
         """What would be loaded, in words; raises what a load would raise when there is nothing."""
         resolution, plain = self._survey()
         chosen, known = resolution.chosen, resolution.newest_known_complete
-        found_all = chosen is not None and (known is None or chosen.group >= known)
+        found_all = chosen is not None and (known is None or chosen.version_id >= known)
         self.peers_pending = not found_all and resolution.unreachable == (Tier.PEER,)
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:
             raise no_step_error(self._location, resolution)
-        return f"step {resolution.chosen.group.version}"
+        return f"step {resolution.chosen.version_id.version}"
 
     def _survey(self) -> tuple[Resolution, int | None]:
         """What could be loaded right now, as this node sees it; or the plain checkpoint that is newer."""
@@ -339,9 +340,9 @@ class TieredReader(StorageReader):
             return Resolution(None, {}), newest
         seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
         candidates = [view.candidate for view in seen.views]
-        bad = {view.group for view in seen.views if view.quarantined}
-        limit = self.settings.memory.avoid_after
-        often = {view.group: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
+        bad = {view.version_id for view in seen.views if view.quarantined}
+        limit = self.settings.memory.avoid_after_crashed_loads
+        often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
         self._reluctant = often if step is None else {}
         found = resolve_step(
             candidates,
@@ -354,7 +355,7 @@ class TieredReader(StorageReader):
             forgotten=seen.forgotten,
         )
         plain = max((s for s in seen.plain if step in (None, s)), default=None)
-        if plain is not None and (found.chosen is None or found.chosen.group.version < plain):
+        if plain is not None and (found.chosen is None or found.chosen.version_id.version < plain):
             return found, plain
         return found, None
 
@@ -375,17 +376,17 @@ class TieredReader(StorageReader):
         if resolution.chosen is None:
             raise no_step_error(self._location, resolution)
         for tier in resolution.unreachable:
-            why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.group.version
+            why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
                 "%s: the %s tier could not be asked: %s. Step %d is the newest in the others. %s",
                 *(self._location, tier.value, why, newest, _DOCTOR),
             )
         for group in resolution.lost:
-            if group.version > resolution.chosen.group.version and not resolution.unreachable:
+            if group.version > resolution.chosen.version_id.version and not resolution.unreachable:
                 self._refuse(group, CheckpointLostError(resolution.describe(group)))
         forgotten = resolution.forgotten
-        if forgotten is not None and forgotten.newest.version > resolution.chosen.group.version:
-            self._refuse(forgotten.newest, CheckpointLostError(describe_forgotten(forgotten)))
+        if forgotten is not None and forgotten.newest_committed.version > resolution.chosen.version_id.version:
+            self._refuse(forgotten.newest_committed, CheckpointLostError(describe_forgotten(forgotten)))
         self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
         for group, verdict in resolution.verdicts.items():
             if verdict is StepVerdict.AVOIDED:
@@ -393,11 +394,11 @@ class TieredReader(StorageReader):
                     "%s: step %d is passed over: the last %d loads of it ended their process on this node. Step %d is "
                     "taken instead. Name the step to load it all the same; tieredckpt quarantine %s/step-%d --lift, or "
                     "an hour without such an end, has it taken again",
-                    *(self._location.job, group.version, self._reluctant[group], resolution.chosen.group.version),
+                    *(self._location.job, group.version, self._reluctant[group], resolution.chosen.version_id.version),
                     *(self._location.job, group.version),
                 )
         for candidate in self._order:
-            step = self._described(candidate.group)
+            step = self._described(candidate.version_id)
             if step is not None:
                 return step
         raise CheckpointDamagedError(f"no step of {self._location} can be used: {'; '.join(self._refused)}")
@@ -419,7 +420,7 @@ class TieredReader(StorageReader):
         """Every step this rank could load; the best one is verified before it is offered."""
         offered: list[VersionId] = []
         for candidate in self._order:
-            group = candidate.group
+            group = candidate.version_id
             if offered:
                 offered.append(group)  # only needed when another rank cannot load the first
             elif self._verified(group, needs, objects):
@@ -438,7 +439,7 @@ class TieredReader(StorageReader):
             except (CheckpointDamagedError, MismatchError) as error:
                 self._refuse(group, error)
                 return False
-            if self._pinned is None or self._pinned.group != group:
+            if self._pinned is None or self._pinned.version_id != group:
                 self._let_go()
                 self._pinned = PinnedShards(self.session.agent.store, group)
             pinned = self._pinned
@@ -485,7 +486,7 @@ class TieredReader(StorageReader):
         began = time.perf_counter()
         session = self.session
         decision = self._decision()
-        group = decision.group
+        group = decision.version_id
         needs, objects = _needs(plan)
         planned = self._steps[group].pieces if group in self._steps else {}
         if any(need not in planned for need in needs):  # the planner changed the plan after the vote
@@ -534,8 +535,8 @@ class TieredReader(StorageReader):
         with gc_paused():
             proof = RestoreProver(self.evidence, planner.resolve_tensor, pinned).run({})
         proof.seconds = time.perf_counter() - began
-        step, self.evidence = self.evidence.step.group.version, None
-        if proof.wrong:
+        step, self.evidence = self.evidence.step.version_id.version, None
+        if proof.mismatched:
             raise RestoreProofError(describe_mismatches(self._location.job, step, self._rank, proof))
         return proof
 
@@ -547,7 +548,7 @@ class TieredReader(StorageReader):
             seen = session.agent.list_steps(session.job, fresh=True)
             if Tier.DURABLE in seen.unreachable:
                 return TierUnavailableError(f"{what}: {error}, and the store cannot be asked why")
-            if not any(view.group == group and view.durable for view in seen.views):
+            if not any(view.version_id == group and view.durable for view in seen.views):
                 return CheckpointDeletedError(
                     f"{what} was deleted from the durable tier while it was read (retention: durable.keep_last, or "
                     "tieredckpt gc). Load again: newer steps are there"
@@ -558,10 +559,10 @@ class TieredReader(StorageReader):
 
 def describe_mismatches(job: str, step: int, rank: int, proof: RestoreProof) -> str:
     """What is to be said of entries that are not what was saved, where there are some."""
-    if not proof.wrong:
+    if not proof.mismatched:
         return ""
-    told = abbreviate([f"{name} ({what})" if what else name for name, what in proof.wrong.items()])
-    count = "1 entry is" if len(proof.wrong) == 1 else f"{len(proof.wrong)} entries are"
+    told = abbreviate([f"{name} ({what})" if what else name for name, what in proof.mismatched.items()])
+    count = "1 entry is" if len(proof.mismatched) == 1 else f"{len(proof.mismatched)} entries are"
     return (
         f"step {step} of {job} was restored, and on rank {rank} {count} not what was saved: "
         f"{told}. Do not train on it. Two entries with the same memory, or a load_state_dict() that leaves something "
@@ -584,7 +585,7 @@ def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
 def _agree(votes: Sequence[LoadVote], location: Location) -> VersionId:
     """The newest step that every rank can load."""
     reluctant = {group for vote in votes for group in vote.avoided}
-    chosen = elect_step([vote.groups for vote in votes], reluctant=reluctant)
+    chosen = elect_step([vote.versions for vote in votes], reluctant=reluctant)
     if chosen is None:
         reasons = sorted({reason for vote in votes for reason in vote.refused})
         raise CheckpointDamagedError(
@@ -630,7 +631,7 @@ def _metadata(step: RankReadPlan, location: Location) -> Metadata:
     Each tensor is one chunk, however it is cut in the shards: reads are in its own coordinates, so that a rank plans
     its own pieces and not all that every rank wrote.
     """
-    meta = dcp_storage_meta(location, step.group)
+    meta = dcp_storage_meta(location, step.version_id)
     meta.load_id = secrets.token_hex(8)
     described = LazyStateMetadata(step.names)
     return Metadata(described, planner_data=_paths(step.names), storage_data={}, storage_meta=meta)  # type: ignore[arg-type]

@@ -239,12 +239,12 @@ def _listing(on: _Node, bucket: LocalBucket) -> list[dict[str, Any]]:
         survey = node.list_steps(DEMO_JOB, fresh=True)
     return [
         {
-            "step": view.group.version,
+            "step": view.version_id.version,
             "memory": sum(bool({"memory", "peer"} & {t.value for t in tiers}) for tiers in view.found.values()),
             "parts": view.parts or DEMO_WORLD_SIZE,
             "durable": view.durable,
         }
-        for view in sorted(survey.views, key=lambda view: view.group.version)
+        for view in sorted(survey.views, key=lambda view: view.version_id.version)
     ]
 
 

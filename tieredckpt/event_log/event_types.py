@@ -175,7 +175,7 @@ class RestoreEvent(_Event, frozen=True, tag="restored"):
     began: float
     seconds: float
     bytes_by_tier: dict[str, int] = {}
-    lost: int = -1
+    steps_redone: int = -1
     """Steps that had been done after it, or begun, as far as this process knows."""
     epoch: int = -1
 

@@ -149,7 +149,7 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
     given = Path(where)
     if any(given.glob("*.jsonl")):
         return given
-    looked = [*dict.fromkeys((given / "ledger", Path(_LOGS) / where / "ledger"))]
+    looked = [*dict.fromkeys((given / "event-log", Path(_LOGS) / where / "event-log"))]
     for path in looked:
         if path.is_dir():
             return path

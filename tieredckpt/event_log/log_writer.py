@@ -39,7 +39,7 @@ from tieredckpt.event_log.event_types import FileOpened, LogEvent
 
 log = logging.getLogger(__name__)
 
-EVENT_LOG_ENV = "TIEREDCKPT_LEDGER"
+EVENT_LOG_ENV = "TIEREDCKPT_EVENT_LOG"
 """The directory; where it is not set nothing is written."""
 
 _PART_BYTES = 8 << 20
@@ -213,7 +213,7 @@ class RunPosition:
     """The one after what was restored in this world."""
 
 
-STDOUT_EVENTS_ENV = "TIEREDCKPT_SAY"
+STDOUT_EVENTS_ENV = "TIEREDCKPT_STDOUT_EVENTS"
 """1: the first rank of every node prints them."""
 _STDOUT = 1
 

@@ -30,7 +30,7 @@ _SHARD = re.compile(r"([0-9]{12,19})/([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]
 class ManifestKey(NamedTuple):
     """What an object below ``manifest_prefix`` says by its name alone."""
 
-    group: VersionId
+    version_id: VersionId
     quarantine: bool
     base: int | None
     """The step the incarnation began from, -1 for nothing, None when it did not say."""

@@ -63,7 +63,7 @@ def file_space_job(job: str) -> str:
 
 @dataclass(frozen=True)
 class _Attempt:
-    group: VersionId
+    version_id: VersionId
     writer: TieredWriter
     """Saves the step when its files are complete, for the incarnation the job was in when it was begun."""
 
@@ -160,7 +160,7 @@ class StepFileSpace:
         with self._lock:
             known = self._open.pop((step, name), None)
             others = {file_part_number(other.removesuffix(PENDING_SUFFIX)) for at, other in self._open if at == step}
-            group = self._begun[step].group
+            group = self._begun[step].version_id
         if known is not None:
             known.discard()
         if file_part_number(final) in others:
@@ -242,15 +242,15 @@ class StepFileSpace:
         with translated_store_errors(f"step {step} of {self.job} cannot be completed"):
             store = session.agent.store
             try:
-                seen = session.agent.describe_step(self.space, attempt.group)
+                seen = session.agent.describe_step(self.space, attempt.version_id)
                 source = StepSource(seen, store, session.durable_store, session.peers)
                 try:
                     save_from_files(attempt.writer, metadata, source)
                 finally:
                     source.close()
             finally:
-                self._note(session, step, attempt.group.attempt)
-                store.delete_versions(self.space, [attempt.group])
+                self._note(session, step, attempt.version_id.attempt)
+                store.delete_versions(self.space, [attempt.version_id])
             kept = {fact.key.version for fact in store.list_shards(self.space)} | {step}
             for name in store.list_blobs(self.space):
                 if name.startswith(_ATTEMPT) and int(name.removeprefix(_ATTEMPT)) not in kept:
@@ -402,8 +402,8 @@ class SideFileStore:
         if not folders:
             return
         seen = self._session.agent.list_steps(self.job, fresh=True)
-        newest = max((view.group.version for view in seen.views if view.candidate.is_complete), default=-1)
-        gone = {step for step in folders if step < newest} - {view.group.version for view in seen.views}
+        newest = max((view.version_id.version for view in seen.views if view.candidate.is_complete), default=-1)
+        gone = {step for step in folders if step < newest} - {view.version_id.version for view in seen.views}
         for other in known if not seen.unreachable else ():
             if self._step_of(other) in gone:
                 self.remove(other)

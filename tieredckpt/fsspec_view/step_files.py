@@ -223,15 +223,15 @@ class JobStepFiles:
     def steps(self) -> list[int]:
         """Those a load would choose from, oldest first: not those of a past that the job has left."""
         seen = self._survey()
-        quarantined = {view.group for view in seen.views if view.quarantined}
+        quarantined = {view.version_id for view in seen.views if view.quarantined}
         found = resolve_step([view.candidate for view in seen.views], quarantined=quarantined)
         left = (*found.alternatives, *([] if found.chosen is None else [found.chosen]))
-        return sorted({candidate.group.version for candidate in left})
+        return sorted({candidate.version_id.version for candidate in left})
 
     def find(self, step: int) -> StepAsFiles | None:
         """A whole step; ``None`` where there is none."""
         try:
-            return self._described(self._view(step).group).files
+            return self._described(self._view(step).version_id).files
         except CheckpointNotFoundError:
             return None
 
@@ -254,7 +254,7 @@ class JobStepFiles:
 
     def remove(self, step: int) -> bool:
         """Delete a step in all tiers and on all nodes; False where there is none."""
-        groups = [view.group for view in self._survey().views if view.group.version == step]
+        groups = [view.version_id for view in self._survey().views if view.version_id.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
             if groups:
                 self.session.drop_steps(groups)
@@ -265,7 +265,7 @@ class JobStepFiles:
             known = self._loading.get(step)
         if loading and known is not None and name != DCP_METADATA_NAME:
             return known
-        group = self._view(step).group
+        group = self._view(step).version_id
         if loading:
             with self._lock:
                 self._loading[step] = group
@@ -281,15 +281,15 @@ class JobStepFiles:
         found = resolve_step(
             [view.candidate for view in seen.views],
             step=step,
-            quarantined={view.group for view in seen.views if view.quarantined},
+            quarantined={view.version_id for view in seen.views if view.quarantined},
             unreachable=seen.unreachable,
             once_whole=seen.once_whole,
             torn=seen.torn,
         )
         if found.chosen is None:
             raise no_step_error(Location(parse_location(self.job).job, step), found)
-        group = found.chosen.group
-        return next(view for view in seen.views if view.group == group)
+        group = found.chosen.version_id
+        return next(view for view in seen.views if view.version_id == group)
 
     def _described(self, group: VersionId, *, fresh: bool = True) -> _Seen:
         """Where a step's bytes are: as of now, or for its many files as of a moment ago."""

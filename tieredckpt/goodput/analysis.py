@@ -56,10 +56,10 @@ _SAVE, _SLOW_START, _STEP, _INTERRUPTED = range(4)
 _REST = 1000
 
 
-def analyse(events: Iterable[LogEvent], *, job: str = "", complaints: Sequence[str] = ()) -> Analysis:
+def analyse(events: Iterable[LogEvent], *, job: str = "", warnings: Sequence[str] = ()) -> Analysis:
     """What became of the time of the job that these events are of. Their order does not matter."""
     runs = split_into_runs(events)
-    found = PartialAnalysis(job, runs, executed_steps(runs), tuple(complaints))
+    found = PartialAnalysis(job, runs, executed_steps(runs), tuple(warnings))
     usual = typical_step_us(found.steps)
     ended = runs[0].start if runs else 0
     for run in runs:
@@ -335,7 +335,7 @@ class PartialAnalysis:
     job: str
     runs: list[JobRun]
     steps: list[ExecutedStep]
-    complaints: tuple[str, ...]
+    warnings: tuple[str, ...]
     transitions: list[AnalysedTransition] = field(default_factory=list)
     timeline: list[TimeInterval] = field(default_factory=list)
     stage_times: dict[tuple[TimeCategory, str], list[int]] = field(default_factory=dict)
@@ -386,7 +386,7 @@ def finish_analysis(found: PartialAnalysis) -> Analysis:
         restored_bytes=dict(sorted(tiers.items())),
         stages=stage_stats(found.stage_times),
         recoveries=recoveries,
-        complaints=found.complaints,
+        warnings=found.warnings,
         injections=_unnoticed(found),
         timeline=tuple(found.timeline),
         step_views=tuple(step.view for step in found.steps),

@@ -225,7 +225,7 @@ class Analysis(msgspec.Struct, frozen=True):
     """By tier."""
     stages: tuple[StageStats, ...]
     recoveries: tuple[TransitionRecord, ...]
-    complaints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     timeline: tuple[TimeInterval, ...] = ()
     step_views: tuple[StepRecord, ...] = ()
     injections: tuple[UnnoticedInjection, ...] = ()

@@ -53,7 +53,7 @@ class RestoredState:
         skip = {}
         if mute or any(map(self._chooses, self._state.values())):
             skip = {fqn: why for fqn in self._names() if (why := self._why_not(fqn, mute))}
-        pinned = PinnedShards(self._store, self._evidence.step.group)
+        pinned = PinnedShards(self._store, self._evidence.step.version_id)
         try:
             self.proof = RestoreProver(self._evidence, target_lookup(self._flat), pinned).run(skip)
         finally:
@@ -62,7 +62,7 @@ class RestoredState:
 
     def mark_unproven(self, why: str) -> None:
         """Nothing is known of any entry."""
-        self.proof = RestoreProof(left_out=dict.fromkeys(self._names(), why))
+        self.proof = RestoreProof(not_compared=dict.fromkeys(self._names(), why))
 
     def _names(self) -> Iterator[str]:
         yield from (brought.fqn for brought in self._evidence.brought)
@@ -105,16 +105,16 @@ class RestoredState:
     @property
     def mismatched_names(self) -> list[str]:
         """Names in the state of which something is not what was saved, as it seems."""
-        return sorted({self._top_of(fqn) for fqn in self.proof.wrong})
+        return sorted({self._top_of(fqn) for fqn in self.proof.mismatched})
 
     def recheck(self, names: Sequence[str]) -> None:
         """What says something else whenever it is asked (a clock, a counter of its own) cannot be compared."""
         other = self._asked(names, dict.fromkeys(self._excluded, ""))
-        for fqn in [*self.proof.wrong]:
+        for fqn in [*self.proof.mismatched]:
             there = fqn in self._flat
             if there != (fqn in other) or (there and _equal(self._flat[fqn], other[fqn]) is False):
-                del self.proof.wrong[fqn]
-                self.proof.left_out[fqn] = "says something else whenever it is asked"
+                del self.proof.mismatched[fqn]
+                self.proof.not_compared[fqn] = "says something else whenever it is asked"
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------
@@ -125,22 +125,22 @@ def compare_objects(
 ) -> None:
     for fqn, data in evidence.objects.items():
         if fqn in skip:
-            proof.left_out[fqn] = skip[fqn]
+            proof.not_compared[fqn] = skip[fqn]
         elif data is None:
-            proof.left_out[fqn] = "an object of more than 4 MiB"
+            proof.not_compared[fqn] = "an object of more than 4 MiB"
         elif fqn not in live:
             if any(name.startswith(f"{fqn}.") for name in live):
-                proof.left_out[fqn] = "is taken apart into its entries now"
+                proof.not_compared[fqn] = "is taken apart into its entries now"
             else:
-                proof.wrong[fqn] = ABSENT_REASON
+                proof.mismatched[fqn] = ABSENT_REASON
         else:
             same = object_matches(live[fqn], data)
             if same is None:
-                proof.left_out[fqn] = f"a {type(live[fqn]).__name__} that cannot be compared"
+                proof.not_compared[fqn] = f"a {type(live[fqn]).__name__} that cannot be compared"
             elif same:
                 proof.objects += 1
             else:
-                proof.wrong[fqn] = f"is {_shown(live[fqn])}, saved was {_shown(_loaded(data))}"
+                proof.mismatched[fqn] = f"is {_shown(live[fqn])}, saved was {_shown(_loaded(data))}"
 
 
 def object_matches(live: Any, data: bytes) -> bool | None:

@@ -144,9 +144,9 @@ class RestoreProof:
     seconds: float = 0.0
     share: float = 0.0
     """Of the time that the restore took."""
-    left_out: dict[str, str] = field(default_factory=dict)
+    not_compared: dict[str, str] = field(default_factory=dict)
     """Entries that could not be compared, and why."""
-    wrong: dict[str, str] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
     """Entries that are not what was saved, and what they are instead."""
 
 
@@ -205,7 +205,7 @@ class RestoreProver:
         copied: list[tuple[LoadedItem, torch.Tensor]] = []
         for brought in self._evidence.brought:
             if skip and brought.fqn in skip:
-                proof.left_out[brought.fqn] = skip[brought.fqn]
+                proof.not_compared[brought.fqn] = skip[brought.fqn]
                 continue
             live = self._find(brought.item)
             if live is None:
@@ -223,14 +223,14 @@ class RestoreProver:
         for part, moves in self._evidence.moves.items():
             self._compare_sealed(part, moves)
         for brought, _ in self._seen:
-            if brought.fqn not in self._wrong and brought.fqn not in proof.left_out:
+            if brought.fqn not in self._wrong and brought.fqn not in proof.not_compared:
                 proof.size_bytes += brought.box.volume * brought.dtype.itemsize
         for number, (fqn, (brought, live, what)) in enumerate(self._wrong.items()):
-            proof.left_out.pop(fqn, None)
-            proof.wrong[fqn] = what
+            proof.not_compared.pop(fqn, None)
+            proof.mismatched[fqn] = what
             if number < _EXPLAINED and live is not None and not what:
                 try:
-                    proof.wrong[fqn] = self._what_it_is(brought, live)
+                    proof.mismatched[fqn] = self._what_it_is(brought, live)
                 except Exception as error:  # noqa: BLE001 - that it is wrong is known, whatever cannot be looked at
                     log.info("what %s is instead cannot be said: %s", fqn, error)
         return proof
@@ -243,7 +243,9 @@ class RestoreProver:
             digests = tensor_digests([_part(live, one.box) for _, live, one in parts], self._evidence.copier)
             for (brought, live, one), digest in zip(parts, digests, strict=True):
                 if not digest or not one.digest:
-                    self._proof.left_out[brought.fqn] = f"a {type(live).__name__} whose elements cannot be looked at"
+                    self._proof.not_compared[brought.fqn] = (
+                        f"a {type(live).__name__} whose elements cannot be looked at"
+                    )
                 elif digest != one.digest:
                     self._wrong.setdefault(brought.fqn, (brought, live, ""))
 
@@ -275,7 +277,7 @@ class RestoreProver:
             self._evidence.copier.run_parallel(chunks, compare, len(chunks) * shard.chunk_bytes)
         for chunk in unread:
             for index in chunk.owners:
-                self._proof.left_out[self._evidence.brought[index].fqn] = "its shard is not in memory any more"
+                self._proof.not_compared[self._evidence.brought[index].fqn] = "its shard is not in memory any more"
         if bad:
             self._find_wrong(shard, fd, bad)
 
@@ -324,7 +326,7 @@ class RestoreProver:
         saved = self._saved(brought)
         what = f"is {str(live.dtype).removeprefix('torch.')} now, {str(brought.dtype).removeprefix('torch.')} when read"
         if saved is None or live.layout is not torch.strided:
-            self._proof.left_out[brought.fqn] = what
+            self._proof.not_compared[brought.fqn] = what
         elif tensor_bytes(saved.to(live.dtype)) == tensor_bytes(live):
             self._proof.size_bytes += live.nbytes
         else:

@@ -167,7 +167,7 @@ class RankReadPlan:
         self._node = node
         self._unreadable = frozenset(unreadable)
         self._job = job
-        self.group = group
+        self.version_id = group
         self.names = node.step_names(job, group)
         self.shards: dict[int, ShardIndex] = {}
         self.found: dict[int, tuple[Tier, ...]] = {}
@@ -183,7 +183,9 @@ class RankReadPlan:
             self._find(rank, needs, objects)
             if self._describe():
                 return self._ranges(needs, objects)
-        raise PeersLostError(f"step {self.group.version} of {self._job}: the nodes that hold it go away one by one")
+        raise PeersLostError(
+            f"step {self.version_id.version} of {self._job}: the nodes that hold it go away one by one"
+        )
 
     def _find(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> None:
         self.pieces.clear()
@@ -194,7 +196,7 @@ class RankReadPlan:
             some = needs[done : done + _ASKED_AT_ONCE]
             last = done + len(some) == len(needs)
             wanted = [(fqn, box.offsets, box.sizes) for fqn, box in some]
-            said = self._node.step_pieces(self._job, self.group, rank, wanted, objects if last else ())
+            said = self._node.step_pieces(self._job, self.version_id, rank, wanted, objects if last else ())
             found: list[list[TensorPiece]] = [[] for _ in range(said.answered)]
             for one in said.pieces:
                 fqn, _, _ = wanted[one.need]
@@ -217,7 +219,7 @@ class RankReadPlan:
         left = sorted(used | {item.part for item in self._objects.values()})
         gone = False
         while left:
-            said = self._node.step_parts(self._job, self.group, left)
+            said = self._node.step_parts(self._job, self.version_id, left)
             for one in said.parts:
                 part = one.index.key.part
                 self.shards[part], self._headers[part] = one.index, one.header_bytes
@@ -233,7 +235,8 @@ class RankReadPlan:
         rest = tuple(tier for tier in found if tier is not Tier.MEMORY)
         if not rest:
             raise TierUnavailableError(
-                f"part {part} of {self._job} step {self.group.version} is in the memory tier alone, which cannot read "
+                f"part {part} of {self._job} step {self.version_id.version} is in the memory tier alone, which cannot "
+                "read "
                 "it for now (out of descriptors or memory, or an I/O error: the agent's log says which). It is kept: "
                 "load again"
             )

@@ -47,7 +47,7 @@ class PinnedShards:
 
     def __init__(self, store: Store, group: VersionId) -> None:
         self._store = store
-        self.group = group
+        self.version_id = group
         self._pins: dict[int, Pin] = {}
         self._maps: dict[int, FileMapping] = {}
         self._checked: dict[int, set[tuple[int, int]]] = {}

@@ -45,7 +45,7 @@ _LOOK_AGAIN_S = 0.5
 class _PeerPlanOffer(msgspec.Struct, frozen=True):
     """What the first rank tells all others."""
 
-    roster: MemberList | None
+    member_list: MemberList | None
     secret: bytes
     """Where none is configured: the store asks nobody who he is, so everybody who reaches it can read this."""
     problem: str = ""
@@ -143,9 +143,11 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
     if invitation.problem:
         raise SettingsError(invitation.problem)
     session.has_single_agent = invitation.one_agent
-    if invitation.roster is None:
+    if invitation.member_list is None:
         return None
-    return JobPeersConfig(_agreed(invitation, peer, session.job), replication_settings(peer), roster=invitation.roster)
+    return JobPeersConfig(
+        _agreed(invitation, peer, session.job), replication_settings(peer), member_list=invitation.member_list
+    )
 
 
 def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
@@ -178,7 +180,7 @@ def _warn_of_open_secret(job: str) -> None:
 
 def _proof(secret: bytes, job: str, invitation: _PeerPlanOffer) -> bytes:
     """That who made this list of nodes knows the secret; of another purpose than what the agents prove."""
-    said = (b"tieredckpt invitation 1", job.encode(), invitation.nonce, _text(invitation.roster).encode())
+    said = (b"tieredckpt invitation 1", job.encode(), invitation.nonce, _text(invitation.member_list).encode())
     return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in said), "sha256")
 
 
@@ -199,7 +201,7 @@ def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobP
     me = session.agent.this_node() if known is not None else None
     if known is None or me is None or restoring:
         return None
-    return JobPeersConfig(known.secret, replication_settings(peer), roster=member_list(time.time_ns(), [me]))
+    return JobPeersConfig(known.secret, replication_settings(peer), member_list=member_list(time.time_ns(), [me]))
 
 
 def _acquaintance(
@@ -215,7 +217,7 @@ def _acquaintance(
         return known
     deadline = time.monotonic() + _SILENT_S
     waited_for = ""
-    while known is not None and (silent := ", ".join(node for node in known.silent if not is_here(node))):
+    while known is not None and (silent := ", ".join(node for node in known.unreachable if not is_here(node))):
         if time.monotonic() >= deadline:
             log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
             return known
@@ -236,21 +238,21 @@ def _is_here(store: torch.distributed.Store, prefix: str, node: str) -> bool:
 def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
     """This node's agent has begun again: say where it listens now, and hear where those of the other nodes do."""
     me = session.agent.this_node()
-    if plan.roster is None or me is None or not dist.is_initialized():
+    if plan.member_list is None or me is None or not dist.is_initialized():
         return plan
     store, prefix = dist.distributed_c10d._get_default_store(), f"tieredckpt/{session.job}/nodes/at"
     try:
         store.set(f"{prefix}/{me.id}", _text(me))
         nodes = [
             from_json(store.get(f"{prefix}/{node.id}"), PeerNode) if store.check([f"{prefix}/{node.id}"]) else node
-            for node in plan.roster.nodes
+            for node in plan.member_list.nodes
         ]
     except RuntimeError as error:  # the next world says it anyway
         log.warning("%s: where this node's agent listens now was not told: %s", session.job, error)
         return plan
-    if tuple(sorted(nodes)) == plan.roster.nodes:
+    if tuple(sorted(nodes)) == plan.member_list.nodes:
         return plan
-    return msgspec.structs.replace(plan, roster=member_list(time.time_ns(), nodes))
+    return msgspec.structs.replace(plan, member_list=member_list(time.time_ns(), nodes))
 
 
 def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _NodeHello]:

@@ -68,7 +68,7 @@ class PeerReader:
     def is_damaged(self, source: PeerSource, key: ShardKey, chunks: tuple[int, int]) -> bool:
         """Whether ``source`` finds that chunks of its copy have changed; it drops the copy then."""
         self._puller_of([source])
-        damaged: bool = self._peers[source.node].call("suspect", VerifyChunks(key, (chunks,)), bool)
+        damaged: bool = self._peers[source.node].call("verify_chunks", VerifyChunks(key, (chunks,)), bool)
         return damaged
 
     def close(self) -> None:

@@ -263,7 +263,7 @@ class Session:
     def _epoch_in_tiers(self) -> int:
         """Where a node's memory is lost, its agent counts from nothing again, but the job's steps are still there."""
         seen = self.agent.list_steps(self.job)
-        newest = max((view.group.epoch for view in seen.views), default=0)
+        newest = max((view.version_id.epoch for view in seen.views), default=0)
         # A tier that cannot be asked may hold any number that was counted so far; the time is above all of them.
         return max(newest, int(time.time())) if seen.unreachable else newest
 
@@ -655,7 +655,7 @@ class Session:
         """Until everything that was to become durable is, or cannot, or the time is over."""
         view = self.agent.wait_durable(self.job, None, timeout_s)
         if view is not None and view.state in ("waiting", "running"):
-            log.warning("step %d of %s is still not durable after %.0f s", view.group.version, self.job, timeout_s)
+            log.warning("step %d of %s is still not durable after %.0f s", view.version_id.version, self.job, timeout_s)
 
     def release_slot(self, staged: StagedShard) -> None:
         """Give the slot back; errors do not matter, the lease would expire anyway."""

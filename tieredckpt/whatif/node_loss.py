@@ -39,7 +39,7 @@ class LossAnalysis:
         """``worn_after``: loads of a step that ended their process, after which one prefers an older step; 0: never."""
         self._view = view
         self._covers = covers
-        self._seen = {one.group: one for one in survey.views}
+        self._seen = {one.version_id: one for one in survey.views}
         self._held = held_steps(view)
         self._groups = sorted(self._held.keys() | self._seen.keys(), key=step_sort_key)
         self._on: dict[str, dict[VersionId, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -47,14 +47,18 @@ class LossAnalysis:
             for part, nodes in held.nodes.items():
                 for node in nodes:
                     self._on[node][group].append(part)
-        self._bad = {one.group for one in survey.views if one.quarantined}
-        self._worn = {one.group for one in survey.views if worn_after and one.crashed_loads >= worn_after}
+        self._bad = {one.version_id for one in survey.views if one.quarantined}
+        self._worn = {one.version_id for one in survey.views if worn_after and one.crashed_loads >= worn_after}
         self._plain = max(survey.plain, default=None)
         self._unknown = unknown_nodes(view)
         self._durable = survey.unreachable.get(Tier.DURABLE, "")
-        listed = [one for one in view.nodes if one.standing != "stranger"]
-        self._roster = member_list(view.roster, [one.node for one in listed]) if view.roster and listed else None
-        self._alive = frozenset(one.node.id for one in listed if one.standing == "alive")
+        listed = [one for one in view.nodes if one.state != "stranger"]
+        self._roster = (
+            member_list(view.member_list_version, [one.node for one in listed])
+            if view.member_list_version and listed
+            else None
+        )
+        self._alive = frozenset(one.node.id for one in listed if one.state == "alive")
         self._before = self._resolve(frozenset(), {})
 
     @property
@@ -98,7 +102,7 @@ class LossAnalysis:
             return (ReadSource((), ()),)
         if chosen is None:
             return ()
-        held = self._held.get(chosen.group)
+        held = self._held.get(chosen.version_id)
         if held is None or not chosen.found:
             return (ReadSource((), ()),)
         lost = frozenset(outcome.nodes)
@@ -163,7 +167,7 @@ class LossAnalysis:
     # -- what follows from it -------------------------------------------------------------------------------------
 
     def _version(self, found: Resolution) -> int | None:
-        return found.chosen.group.version if found.chosen is not None else None
+        return found.chosen.version_id.version if found.chosen is not None else None
 
     def _step(self, found: Resolution) -> int | None:
         """The chosen step, or the plain checkpoint that is newer."""
@@ -171,7 +175,7 @@ class LossAnalysis:
 
     def _needs_durable(self, found: Resolution) -> bool:
         chosen = found.chosen
-        seen = self._seen.get(chosen.group) if chosen is not None else None
+        seen = self._seen.get(chosen.version_id) if chosen is not None else None
         if chosen is None or seen is None or not seen.durable:
             return False
         return not chosen.found or (chosen.parts != UNKNOWN_PART_COUNT and len(chosen.found) < chosen.parts)
@@ -184,8 +188,8 @@ class LossAnalysis:
             return ()
         gone = []
         for candidate in (self._before.chosen, *self._before.alternatives):
-            group = candidate.group
-            if found.chosen is not None and group == found.chosen.group:
+            group = candidate.version_id
+            if found.chosen is not None and group == found.chosen.version_id:
                 break
             if plain is not None and group.version <= plain:
                 break
@@ -199,7 +203,7 @@ class LossAnalysis:
     def _lost_s(self, found: Resolution) -> float | None:
         if found.chosen is None or self._before.chosen is None:
             return None
-        saved, would = self._saved_ns(self._before.chosen.group), self._saved_ns(found.chosen.group)
+        saved, would = self._saved_ns(self._before.chosen.version_id), self._saved_ns(found.chosen.version_id)
         return max(0.0, (saved - would) / 1e9) if saved and would else None
 
     def _saved_ns(self, group: VersionId) -> int:
@@ -210,7 +214,7 @@ class LossAnalysis:
         """Newer steps that are not whole as far as is known."""
         chosen = self._step(found)
         groups = [group for group in self._groups if group not in self._bad]
-        whole = {one.group for one in (found.chosen, *found.alternatives) if one is not None}
+        whole = {one.version_id for one in (found.chosen, *found.alternatives) if one is not None}
         newer = [group for group in groups if group not in whole and (chosen is None or group.version > chosen)]
         # What a later incarnation left behind stays behind, whoever has it.
         return tuple(group for group in newer if found.verdicts.get(group) is not StepVerdict.SUPERSEDED)

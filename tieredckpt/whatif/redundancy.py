@@ -112,7 +112,7 @@ _MISSING_NAMED = 1 << 17
 class HeldStep:
     """One attempt at one step in the nodes' memory."""
 
-    group: VersionId
+    version_id: VersionId
     parts: int
     nodes: Mapping[int, tuple[str, ...]]
     """By part, the nodes that said they hold it, in the order of their names."""
@@ -131,7 +131,7 @@ def held_steps(view: ClusterStatus) -> dict[VersionId, HeldStep]:
     found: dict[VersionId, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     facts: dict[VersionId, dict[int, ShardInfo]] = defaultdict(dict)
     for one in view.nodes:
-        for fact in one.facts:
+        for fact in one.shards:
             found[fact.key.version_id][fact.key.part].append(one.node.id)
             facts[fact.key.version_id][fact.key.part] = fact
     return {
@@ -149,9 +149,9 @@ def held_steps(view: ClusterStatus) -> dict[VersionId, HeldStep]:
 
 def unknown_nodes(view: ClusterStatus) -> dict[str, str]:
     """The nodes that may hold more than they said, and why that is not known."""
-    found: dict[str, str] = {one.node.id: one.silent for one in view.nodes if one.silent}
+    found: dict[str, str] = {one.node.id: one.unreachable for one in view.nodes if one.unreachable}
     for one in view.nodes:
-        if one.verifying and not one.silent:
+        if one.verifying and not one.unreachable:
             found[one.node.id] = f"it still verifies {one.verifying} shards that a killed agent left"
     return found
 
@@ -184,7 +184,7 @@ class UnderReplicatedParts:
 class StepRedundancy:
     """How well one step is kept, over all nodes that could be asked and the durable tier."""
 
-    group: VersionId
+    version_id: VersionId
     parts: int
     """How many a whole one has; 0 where nobody said."""
     parts_in_memory: int
@@ -218,9 +218,9 @@ def redundancy_by_step(
     view: ClusterStatus, survey: StepInventory, drains: Iterable[DrainStatus] = ()
 ) -> list[StepRedundancy]:
     """Every attempt at every step that was seen anywhere, the newest last."""
-    seen = {one.group: one for one in survey.views}
+    seen = {one.version_id: one for one in survey.views}
     here = held_steps(view)
-    draining = {one.group: one for one in drains}
+    draining = {one.version_id: one for one in drains}
     groups = sorted(here.keys() | seen.keys(), key=step_sort_key)
     judge = _Judge(view, survey)
     return [judge.kept(group, here.get(group), seen.get(group), draining.get(group)) for group in groups]
@@ -228,13 +228,13 @@ def redundancy_by_step(
 
 def pending_drains(drains: Iterable[DrainStatus], survey: StepInventory) -> tuple[DrainStatus, ...]:
     """What is still to become durable. Who uploads only its own parts learns late that all others are there."""
-    durable = {one.group for one in survey.views if one.durable}
-    return tuple(one for one in drains if one.state not in ("done", "skipped") and one.group not in durable)
+    durable = {one.version_id for one in survey.views if one.durable}
+    return tuple(one for one in drains if one.state not in ("done", "skipped") and one.version_id not in durable)
 
 
 def newest_replicated(view: ClusterStatus) -> VersionId | None:
     """The newest version all of whose parts have their copies, as far as any node that was asked knows."""
-    return max((one.settled for one in view.nodes if one.settled is not None), default=None)
+    return max((one.newest_replicated for one in view.nodes if one.newest_replicated is not None), default=None)
 
 
 class _Judge:
@@ -244,7 +244,7 @@ class _Judge:
         self._once_whole = survey.once_whole
         self._torn = frozenset(survey.torn)
         self._unsure = bool(survey.unreachable or unknown_nodes(view))
-        self._copies = view.copies if view.roster and view.mode == "mirror" else 1
+        self._copies = view.copies if view.member_list_version and view.mode == "mirror" else 1
         self._settled = newest_replicated(view)
         self._level, self._domain = innermost_domains(view)
 
@@ -263,7 +263,7 @@ class _Judge:
         if self._unsure and group not in self._torn:
             unfinished = "unknown"
         return StepRedundancy(
-            group=group,
+            version_id=group,
             parts=len(nodes) if open_ended else parts,
             parts_in_memory=len(nodes),
             state="quarantined" if quarantined else "whole" if whole else "damaged" if damaged else unfinished,
@@ -311,14 +311,14 @@ class NodeShare:
 
 
 def node_share(node: ClusterNode) -> NodeShare:
-    own = sum(fact.size_bytes for fact in node.facts if not fact.holders)
-    copied = sum(fact.size_bytes for fact in node.facts if fact.holders)
-    return NodeShare(len({fact.key.version_id for fact in node.facts}), len(node.facts), own, copied)
+    own = sum(fact.size_bytes for fact in node.shards if not fact.holders)
+    copied = sum(fact.size_bytes for fact in node.shards if fact.holders)
+    return NodeShare(len({fact.key.version_id for fact in node.shards}), len(node.shards), own, copied)
 
 
 def loadable_steps(survey: StepInventory) -> list[int]:
     """Steps a load could use, in any tier."""
-    return sorted({one.group.version for one in survey.views if one.candidate.is_complete and not one.quarantined})
+    return sorted({one.version_id.version for one in survey.views if one.candidate.is_complete and not one.quarantined})
 
 
 class ResumeOutlook(str, enum.Enum):
@@ -344,7 +344,7 @@ class ReadSource:
 class LostStep:
     """A whole step that would not be whole any more."""
 
-    group: VersionId
+    version_id: VersionId
     parts: tuple[int, ...]
     """The parts all of whose known copies would be lost."""
     nodes: tuple[str, ...]
@@ -398,7 +398,7 @@ class LossOutcome:
         """The step the job would be resumed from, as far as is known."""
         if self.plain_step is not None:
             return self.plain_step
-        return self.resolution.chosen.group.version if self.resolution.chosen is not None else None
+        return self.resolution.chosen.version_id.version if self.resolution.chosen is not None else None
 
     @property
     def outlook(self) -> ResumeOutlook:

@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 @click.command("node-health", short_help="How a node is labelled, and by its faults should be.")
 @click.argument("node", required=False)
 @click.option("--set", "value", type=click.Choice([one.value for one in NodeHealth]), help="Set NODE's label.")
-@click.option("--ledger", "ledgers", multiple=True, metavar="DIR|JOB", help="Of which device faults are counted.")
-@click.option("--apply", "applies", is_flag=True, help="With --ledger: set the labels that are worse than they were.")
-@click.option("--called", multiple=True, metavar="OURS=THEIRS", help="A node's name in the ledger and in Kubernetes.")
+@click.option("--event-log", "event_logs", multiple=True, metavar="DIR|JOB", help="Of which device faults are counted.")
+@click.option(
+    "--apply", "applies", is_flag=True, help="With --event-log: set the labels that are worse than they were."
+)
+@click.option(
+    "--node-name",
+    "node_names",
+    multiple=True,
+    metavar="OURS=THEIRS",
+    help="A node's name in the event log and in Kubernetes.",
+)
 @click.option("--context", metavar="NAME", help="As for kubectl.")
 @click.option("--kubeconfig", metavar="FILE", help="As for kubectl. [default: a pod's own account, $KUBECONFIG]")
 @output_options
@@ -42,25 +50,27 @@ def cluster_node_health_command(
     *,
     node: str | None,
     value: str | None,
-    ledgers: tuple[str, ...],
+    event_logs: tuple[str, ...],
     applies: bool,
-    called: tuple[str, ...],
+    node_names: tuple[str, ...],
     context: str | None,
     kubeconfig: str | None,
 ) -> int:
     """Read or set the label by which HyperPod reboots and replaces nodes.
 
-    With --ledger: which nodes had so many device faults within a day that they are to be rebooted (a device was lost
+    With --event-log: which nodes had so many device faults within a day that they are to be rebooted (a device was lost
     or its memory was damaged once, it was stuck or its links failed twice) or replaced (twice, four times). Labels
     are only set for the worse; HyperPod takes them back.
     """
-    if bool(node) == bool(ledgers) or (value and not node) or ((applies or called) and not ledgers):
-        text = "say either NODE, with --set or without, or --ledger, with --apply and --called or without"
+    if bool(node) == bool(event_logs) or (value and not node) or ((applies or node_names) and not event_logs):
+        text = "say either NODE, with --set or without, or --event-log, with --apply and --node-name or without"
         raise CommandError(text, code=ExitCode.USAGE)
     if node:
         return _one(screen, node, NodeHealth(value) if value else None, _labels(context, kubeconfig))
-    names = dict(_pair(one) for one in called)
-    return _health_from_event_logs(screen, ledgers, names, (lambda: _labels(context, kubeconfig)) if applies else None)
+    names = dict(_pair(one) for one in node_names)
+    return _health_from_event_logs(
+        screen, event_logs, names, (lambda: _labels(context, kubeconfig)) if applies else None
+    )
 
 
 def _one(screen: CommandOutput, node: str, value: NodeHealth | None, labels: NodeHealthLabels) -> int:
@@ -134,7 +144,7 @@ def _labels(context: str | None, kubeconfig: str | None) -> NodeHealthLabels:
 def _pair(text: str) -> tuple[str, str]:
     ours, found, theirs = text.partition("=")
     if not (ours and found and theirs):
-        raise CommandError(f"--called {text!r}: write OURS=THEIRS", code=ExitCode.USAGE)
+        raise CommandError(f"--node-name {text!r}: write OURS=THEIRS", code=ExitCode.USAGE)
     return ours, theirs
 
 

@@ -16,8 +16,8 @@ from elastic.errors import PolicyError
 log = logging.getLogger(__name__)
 
 COORDINATION_ENV = "HYPERPOD_SIGNAL_COORDINATION"
-STOP_PATIENCE_ENV = "ELASTIC_HYPERPOD_PATIENCE_S"
-RESUME_FROM_ENV = "ELASTIC_HYPERPOD_PROGRESS"
+STOP_PATIENCE_ENV = "ELASTIC_HYPERPOD_STOP_TIMEOUT_S"
+RESUME_FROM_ENV = "ELASTIC_HYPERPOD_RESUME_FROM"
 RESTART_COUNT_ENV = "JOB_RESTART_COUNT"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", RESTART_COUNT_ENV)
 """Not GROUP_WORLD_SIZE: the agent counts ranks there, where torchrun counts nodes."""
@@ -36,7 +36,7 @@ class ResumeFrom(enum.Enum):
 
     NEWEST = "newest"
     """The newest whole one."""
-    OPERATOR = "told"
+    OPERATOR = "operator"
     """The operator's, or none."""
 
 

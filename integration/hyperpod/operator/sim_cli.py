@@ -196,21 +196,21 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
 @operator_sim_cli.command("fault")
 @click.argument("node")
 @click.option(
-    "--word", default="UnschedulablePendingReplacement", show_default=True, help="What the health label says."
+    "--health", default="UnschedulablePendingReplacement", show_default=True, help="What the health label says."
 )
-@click.option("--healed", is_flag=True, help="The node is schedulable again.")
+@click.option("--healthy", is_flag=True, help="The node is schedulable again.")
 @click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
 @output_options
 @pass_sim_output
-def sim_fault_command(screen: CommandOutput, /, *, node: str, word: str, healed: bool, job: str | None) -> int:
+def sim_fault_command(screen: CommandOutput, /, *, node: str, health: str, healthy: bool, job: str | None) -> int:
     """Say that NODE is bad, as the health label of a cluster's node does."""
     place = find_sim_directory(job)
     wishes = place.load_overrides()
     bad = {name: said for name, said in wishes.bad_nodes.items() if name != node}
-    if not healed:
-        bad[node] = word
+    if not healthy:
+        bad[node] = health
     place.save_overrides(msgspec.structs.replace(wishes, bad_nodes=bad))
-    said = "schedulable" if healed else word
+    said = "schedulable" if healthy else health
     screen.result({"job": place.job, "bad_nodes": bad}, lambda out: out.print(f"{escape(node)} is {escape(said)}"))
     return 0
 

@@ -2,7 +2,7 @@
 
 ::
 
-    /dev/shm/hyperpod-sim-UID/JOB/kept.json   wishes.json   pods.json   pods/NAME/agent.log, logs/   lock
+    /dev/shm/hyperpod-sim-UID/JOB/state.json   overrides.json   pods.json   pods/NAME/agent.log, logs/   lock
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SimDirectory:
         self.root = root or default_sim_root()
         self.job = str(validate_job_name(job))
         self.folder = self.root / self.job
-        self._kept, self._wishes = self.folder / "kept.json", self.folder / "wishes.json"
+        self._kept, self._wishes = self.folder / "state.json", self.folder / "overrides.json"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -179,7 +179,7 @@ def find_sim_directory(job: str | None) -> SimDirectory:
     root = default_sim_root()
     if job is not None:
         return SimDirectory(job, root)
-    found = sorted(path.parent.name for path in root.glob("*/kept.json"))
+    found = sorted(path.parent.name for path in root.glob("*/state.json"))
     if not found:
         raise ControlPlaneUnavailableError(f"no job is operated on this machine (looked in {root})")
     if len(found) > 1:

@@ -120,7 +120,7 @@ def recipe_environ(recipe: Recipe) -> dict[str, str]:
     """What a rank's environment has to say besides."""
     environ = {"TIEREDCKPT_CONFIG": SETTINGS_FILE, **recipe.environ}
     if recipe.prefetch is not None and recipe.prefetch.directory:
-        environ["ELASTIC_PREPARED_DIR"] = recipe.prefetch.directory
+        environ["ELASTIC_BATCH_CACHE_DIRECTORY"] = recipe.prefetch.directory
     return environ
 
 
@@ -176,5 +176,5 @@ def recipe_training_job(
         memory_size=memory_size,
         nproc=str(recipe.devices),
         resources={_GPU: recipe.devices},
-        environment={"ELASTIC_PREPARED_DIR": ahead} if ahead else {},
+        environment={"ELASTIC_BATCH_CACHE_DIRECTORY": ahead} if ahead else {},
     )

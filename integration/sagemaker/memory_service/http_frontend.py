@@ -377,7 +377,7 @@ class MemoryServiceMetrics:
             },
             "not_asked": dict(look.unanswered),
             "counted": dict(self._service.counted),
-            "given_up": self._service.holdings.evicted_count,
+            "evictions": self._service.holdings.evicted_count,
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -401,8 +401,8 @@ class MemoryServiceMetrics:
             ("refused", "Requests that were not done.", counted["refused"]),
             ("put_bytes", "Bytes taken in from clients.", counted["put_bytes"]),
             ("get_bytes", "Bytes handed to clients.", counted["get_bytes"]),
-            ("gets_elsewhere", "Shards that came from another node.", counted["get_elsewhere"]),
-            ("given_up", "Shards that were not kept any more.", holdings.evicted_count),
+            ("remote_gets", "Shards that came from another node.", counted["remote_gets"]),
+            ("evictions", "Shards that were not kept any more.", holdings.evicted_count),
         ):
             yield CounterMetricFamily(f"tieredckpt_memory_service_{name}", text, value=value)
 
@@ -444,7 +444,7 @@ def _plan(options: MemoryServiceOptions) -> JobPeersConfig | None:
     if not options.nodes:
         return None
     try:
-        settings = ReplicationSettings(copies=options.copies, settles=False)
+        settings = ReplicationSettings(copies=options.copies, evicts_superseded=False)
         return JobPeersConfig(read_secret(options.secret), settings, discovery=options.nodes)
     except RequestError as error:
         raise UsageError(f"agent.memory_service_secret: {error}") from error

@@ -179,7 +179,7 @@ class MemoryService:
                 text = f"The shard is not to be had right now: {error}"
                 raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, text) from error
             self.counted["get_bytes"] += stop - start
-            self.counted["get_elsewhere"] += isinstance(first, memoryview)
+            self.counted["remote_gets"] += isinstance(first, memoryview)
             yield itertools.chain([] if first is None else [first], pieces)
 
     def remove(self, name: str, rank: int, step: int) -> None:

@@ -232,7 +232,7 @@ class NamespaceInventory(StoreListener):
         silent: dict[str, str] = {}
         if self.team is not None:
             sight = self.team.inventory(fresh=True)
-            held = {node: list(looked.facts) for node, looked in sight.nodes.items()}
+            held = {node: list(looked.shards) for node, looked in sight.nodes.items()}
             silent = {node: why for node, why in sight.unreachable.items() if not self.team.membership.is_dead(node)}
             verifying = {node for node, looked in sight.nodes.items() if looked.verifying and node != self._me}
             silent |= dict.fromkeys(verifying, "it still verifies what its last agent left")

@@ -114,7 +114,7 @@ class ShardReceiver:
 
     def _mapped(self, lease: Lease, size_bytes: int, start: int) -> FileMapping:
         with closing_fd(self._store.open_slot(lease.slot)) as fd:
-            prefault_file(fd, size_bytes, lambda: False, start=max(start, lease.warm_bytes))
+            prefault_file(fd, size_bytes, lambda: False, start=max(start, lease.prefaulted_bytes))
             return FileMapping(fd, size_bytes, writable=True)
 
     @contextlib.contextmanager

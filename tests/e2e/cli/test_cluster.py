@@ -71,12 +71,12 @@ def test_every_node_and_step_is_shown(well, on):
     assert (said.json["job"], said.json["seen_from"], said.json["quorum"]) == (well.job, "n1", True)
     nodes = {one["node"]: one for one in said.json["nodes"]}
     assert list(nodes) == NODES
-    assert [one["standing"] for one in nodes.values()] == ["alive"] * 3
+    assert [one["state"] for one in nodes.values()] == ["alive"] * 3
     assert [one["labels"] for one in nodes.values()] == [{"rack": "r1"}, {"rack": "r2"}, {"rack": "r3"}]
     assert all(one["holds"]["own_bytes"] > 0 and one["holds"]["copied_bytes"] > 0 for one in nodes.values())
     step = said.json["steps"][-1]
     assert (step["step"], step["parts"], step["parts_in_memory"], step["state"]) == (7, 3, 3, "whole")
-    assert (step["copies"], step["domains"], step["level"], step["weak"]) == (2, 2, "rack", [])
+    assert (step["copies"], step["domains"], step["level"], step["under_replicated"]) == (2, 2, "rack", [])
     assert not step["durable"]
     assert said.json["complete"]
 
@@ -95,7 +95,7 @@ def test_the_tables_say_it_in_words(well, on):
     assert lines[0].startswith(f"{well.job}  2 copies wanted")
     assert lines[1] == "n1 sees 3 of 3 nodes: n1, n2, n3"
     assert lines[2:4] == ["protected up to step 7", ""]
-    assert lines[4].split()[:7] == ["NODE", "STANDING", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
+    assert lines[4].split()[:7] == ["NODE", "STATE", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
     assert lines[6].split()[:3] == ["n2", "alive", "r2"]
     (seven,) = [line for line in lines if line.split()[:2] == ["7", "whole"]]
     assert "3 of 3  2 copies in 2 racks" in seven
@@ -108,7 +108,7 @@ def test_a_lost_node_is_not_an_empty_one(doomed, on):
     gone = said.json["nodes"][2]
     assert gone["node"] == "n3"
     assert gone["holds"] is None
-    assert gone["could_not_be_asked"]
+    assert gone["unreachable"]
     assert not said.json["complete"]
     shown = on(doomed, "status", "--cluster").out
     (row,) = [line.split() for line in shown.splitlines() if line.startswith("n3 ") and "could" not in line]
@@ -120,7 +120,7 @@ def test_this_node_in_a_few_lines(well, on):
     said = on(well, "status", "--json")
     assert said.code == 0
     (row,) = said.json["jobs"]
-    assert (row["job"], row["newest_whole"], row["unreachable"]) == (well.job, 7, {})
+    assert (row["job"], row["newest_complete"], row["unreachable"]) == (well.job, 7, {})
     assert said.json["arena"]["sealed_bytes"] > 0
     lines = on(well, "status").out.splitlines()
     assert lines[0].split()[0] == "agent"

@@ -125,12 +125,12 @@ def test_what_a_newer_agent_left_in_memory_is_kept_until_somebody_drops_it(cli, 
     note = msgspec.msgpack.decode(arena.get_metadata(place.name))
     arena.put_metadata(place.name, msgspec.msgpack.encode({**note, "format": METADATA_FORMAT + 1}))
     job.expect(1, tiers={"memory"})
-    (slot,) = cli("gc", "llama", "--set-aside", "--dry-run", "--json").json["dropped"]
+    (slot,) = cli("gc", "llama", "--unrecognized-slots", "--dry-run", "--json").json["dropped"]
     assert f"format {METADATA_FORMAT + 1}" in slot["reason"]
     assert (agent_dir / "slots" / slot["name"]).exists()
-    assert "1 slot with" in cli("gc", "llama", "--set-aside").out
+    assert "1 slot with" in cli("gc", "llama", "--unrecognized-slots").out
     assert not (agent_dir / "slots" / slot["name"]).exists()
-    assert cli("gc", "llama", "--set-aside", "--json").json["dropped"] == []
+    assert cli("gc", "llama", "--unrecognized-slots", "--json").json["dropped"] == []
 
 
 # -- shards without a manifest ------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_what_a_node_still_has_in_memory_may_yet_become_durable(cli, agent_dir, 
 
 
 def test_spread_shards_are_found_too(cli, agent_dir, durable, from_the_store, tmp_path, monkeypatch):
-    job = Job(agent_dir, DurableSettings(url=durable.url, spread=True), "llama")
+    job = Job(agent_dir, DurableSettings(url=durable.url, hashed_keys=True), "llama")
     job.save(1, 2)
     job.lose_memory()
     root = tmp_path / "durable"
@@ -234,7 +234,7 @@ def test_spread_shards_are_found_too(cli, agent_dir, durable, from_the_store, tm
     index.unlink()  # the agent was killed before it wrote that
     age(root, 48)
     assert lost(cli("gc", "llama", *from_the_store, "--json")) == {}, "nobody says that they are spread"
-    monkeypatch.setenv("TIEREDCKPT_DURABLE_SPREAD", "1")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_HASHED_KEYS", "1")
     assert lost(cli("gc", "llama", *from_the_store, "--json"))[1] == (True, "0 of its parts, and no manifest")
     assert (shards[1].exists(), shards[2].exists()) == (False, True)
 

@@ -23,7 +23,7 @@ def told():
 @pytest.fixture
 def logs(tmp_path, told):
     """The logs of a job, with its ledger."""
-    writer = EventLogWriter(tmp_path / "elastic-logs" / "job" / "ledger")
+    writer = EventLogWriter(tmp_path / "elastic-logs" / "job" / "event-log")
     for event in told.steps(4, 6, at=10, epoch=1).ended(16).events:
         writer.write(event)
     writer.close()
@@ -53,7 +53,7 @@ def test_faults_one_by_one(cli, logs):
 
 
 def test_the_same_as_json(cli, logs):
-    value = cli("goodput", logs / "ledger", "--json").json
+    value = cli("goodput", logs / "event-log", "--json").json
     assert (value["steps_counted"], value["steps_lost"], value["faults"], value["live"]) == (10, 1, 1, False)
     assert sum(value["wall"]["by"].values()) == value["wall"]["total"] == 16_000_000
     assert value["recoveries"][1]["stages"] == {"detect": 0.25, "rendezvous": 0.25, "groups": 2.0}
@@ -65,7 +65,7 @@ def test_the_same_for_prometheus(cli, logs):
     said = cli("goodput", logs, "--prometheus")
     assert 'tieredckpt_ettr_ratio{job="job"} 0.625\n' in said.out
     assert 'tieredckpt_job_seconds{category="lost",job="job"} 1.5\n' in said.out
-    assert 'tieredckpt_stage_p99_seconds{category="recovery",job="job",stage="groups"} 2.0\n' in said.out
+    assert 'tieredckpt_transition_stage_p99_seconds{category="recovery",job="job",stage="groups"} 2.0\n' in said.out
 
 
 def test_what_prometheus_reads_is_what_was_written():
@@ -87,7 +87,7 @@ def test_what_prometheus_reads_is_what_was_written():
 def test_a_job_is_found_by_its_name_or_by_the_environment(cli, logs, monkeypatch):
     monkeypatch.chdir(logs.parent.parent)
     by_name = cli("goodput", "job")
-    monkeypatch.setenv(EVENT_LOG_ENV, str(logs / "ledger"))
+    monkeypatch.setenv(EVENT_LOG_ENV, str(logs / "event-log"))
     assert cli("goodput").out == by_name.out != ""
 
 
@@ -103,12 +103,12 @@ def test_absent_empty_and_nothing_named_are_told_apart(cli, tmp_path, monkeypatc
 
 
 def test_damage_is_counted_and_said(cli, logs):
-    (file,) = (logs / "ledger").iterdir()
+    (file,) = (logs / "event-log").iterdir()
     file.write_bytes(file.read_bytes() + b'not json\n{"event":"of tomorrow"}\n{"event":"st')
     said = cli("goodput", logs, "--json")
     assert said.code == 0
     assert "1 damaged lines were passed over" in said.err
-    assert said.json["complaints"] == [
+    assert said.json["warnings"] == [
         "1 damaged lines were passed over",
         "1 lines are of a kind that this release does not know",
     ]
@@ -117,6 +117,6 @@ def test_damage_is_counted_and_said(cli, logs):
 
 def test_a_run_that_goes_on(cli, logs):
     """Without its last line, which says how it ended."""
-    (file,) = (logs / "ledger").iterdir()
+    (file,) = (logs / "event-log").iterdir()
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
     assert cli("goodput", logs, "--watch").out.startswith("job goes on, or was killed; 16.00 s since")

@@ -32,7 +32,7 @@ class History:
         policy.write_text("max_num_repeat_offenders_to_avoid: 0\n")
         self.run = job.run(
             *("--simulate-nodes", "3", "--nnodes", "1:3", "--nproc", "2", "--spares", str(seed % 2)),
-            *("--grow-after", "0.1", "--shrink-after", "0", "--resize-grace", "30", "--max-restarts", "1000"),
+            *("--grow-after", "0.1", "--shrink-after", "0", "--pause-timeout", "30", "--max-restarts", "1000"),
             *("--policy", str(policy)),
         )
         job.world(6)
@@ -82,7 +82,7 @@ class History:
         node = self.some_node()
         self.told.append(f"{node} is asked back")
         self.alive.discard(node)
-        until(lambda: "error" not in self.job.ask("leave", node, "--within", "20"), f"{node} is asked back")
+        until(lambda: "error" not in self.job.ask("drain", node, "--deadline", "20"), f"{node} is asked back")
         until(lambda: not self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} has left")
 
     def come_back(self) -> None:
@@ -97,7 +97,9 @@ class History:
             """Before that, to lose the node or to ask it back is about the process that was here earlier, or nobody."""
             ago_s, status = time.monotonic() - began, self.job.status()
             nodes = () if status is None else status.nodes
-            return any(one.node == node and one.state != "cut off" and one.heard_s < ago_s for one in nodes)
+            return any(
+                one.node == node and one.state != "disconnected" and one.last_heartbeat_s < ago_s for one in nodes
+            )
 
         until(heard, f"{node} is heard of")
 
@@ -110,7 +112,7 @@ class History:
             status = self.job.status()
             if status is None or status.phase.value != "running":
                 return False
-            return {node.node for node in status.nodes if node.rank is not None} == self.alive
+            return {node.node for node in status.nodes if node.node_rank is not None} == self.alive
 
         until(all_in, f"{sorted(self.alive)} train together")
         self.job.finish()

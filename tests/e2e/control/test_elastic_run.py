@@ -117,13 +117,13 @@ def test_the_coordinator_is_killed_and_again_in_the_middle_of_a_resize(job: Job)
     job.ask("resize", "--nodes", "2")
     until(lambda: len(job.said("notice", want="resize")) == 2)
     kill(job.coordinator())
-    until(lambda: job.is_("changing"))
+    until(lambda: job.is_("pausing"))
     holding.unlink()
     after = job.world(2, after=before[0]["epoch"])
     assert set(pids(after)) < set(pids(before))
     assert {one["restarts"] for one in after} == {0}
     assert len(job.said("target", epoch=before[0]["epoch"])) == 3
-    assert job.status().cap == 2
+    assert job.status().max_nodes == 2
     job.finish()
     assert job.ended(run) == 0
 
@@ -176,7 +176,7 @@ def test_a_node_that_is_asked_back_and_ignores_it_is_ended(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
     before = job.world(2)
     job.make("ignore-n1")
-    job.ask("leave", "n1", "--within", "0.5")
+    job.ask("drain", "n1", "--deadline", "0.5")
     after = job.world(1, after=before[0]["epoch"])
     assert after[0]["node"] == "n0"
     until(lambda: process_start_time(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
@@ -255,7 +255,7 @@ def test_a_spare_node_takes_the_place_of_a_node_that_is_lost(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "2", "--shrink-after", "60")
     before = job.world(2)
     until(lambda: sorted(node.state for node in job.status().nodes) == ["training", "training", "waiting"])
-    (spare,) = (node.node for node in job.status().nodes if node.state == "waiting")
+    (spare,) = (node.node for node in job.status().nodes if node.state == "standby")
     kill(job.supervisor(before[0]["node"]))
     after = job.world(2, after=before[0]["epoch"])
     assert [one["node"] for one in after] == [spare, before[1]["node"]]

@@ -43,7 +43,7 @@ def test_a_batch_that_does_not_fit_the_ranks_is_said_and_given_up(job: Job) -> N
 
 
 def test_a_rank_that_ignores_a_resize_past_its_time_is_ended_and_the_job_goes_on(job: Job) -> None:
-    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--shrink-after", "0", "--resize-grace", "0.5")
+    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--shrink-after", "0", "--pause-timeout", "0.5")
     before = job.world(3)
     job.make("ignore-n1")
     job.ask("resize", "--nodes", "2")

@@ -141,7 +141,7 @@ def test_a_damaged_step_is_reported_and_the_older_one_used(agent_dir):
         assert "part 0 in memory: damaged" in " ".join(ckpt.last_restore.refused)
         assert "step 2" in " ".join(ckpt.last_restore.refused)
         status = ckpt.session.agent.store.status()
-        assert any("/2 part 0" in damage.what for damage in status.damages)
+        assert any("/2 part 0" in damage.what for damage in status.damage_reports)
 
 
 def damage_newest(agent_dir, at=-1):
@@ -307,7 +307,7 @@ def test_the_public_double_needs_no_agent_and_no_files(agent_dir):
             found = zeroed(state_at(0))
             assert ckpt.restore(found) == 2
             assert_same(state_at(2), found)
-        assert node.store.status().jobs[0].newest_whole == 2
+        assert node.store.status().jobs[0].newest_committed == 2
     assert not agent_dir.exists()
 
 

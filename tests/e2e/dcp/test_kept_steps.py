@@ -123,7 +123,7 @@ def test_a_step_that_is_to_be_durable_is_left_out_for_no_other(agent_dir, tmp_pa
         first.wait()
         for step in (2, 3, 4, 5):
             ckpt.save(state_at(step), step).wait()
-        view = next(view for view in ckpt.session.agent.drain_status("keeping") if view.group.version == 1)
+        view = next(view for view in ckpt.session.agent.drain_status("keeping") if view.version_id.version == 1)
         assert view.state in ("waiting", "running", "failed"), view
 
 

@@ -100,7 +100,7 @@ def test_tools_see_all_of_it(small_messages, ranks):
     ranks.run(2, save, PIECES)
     with open_tier_client(settings()) as sight:
         (view,) = sight.survey(JOB).views
-        described = sight.describe(JOB, view.group)
+        described = sight.describe(JOB, view.version_id)
     assert len(described.manifest.shards) == 2
     assert sum(len(described.manifest.layout_of(shard).tensors) for shard in described.manifest.shards) == 2 * PIECES
 

@@ -91,7 +91,7 @@ def test_a_good_restore_says_how_much_of_it_was_compared_and_what_that_took(agen
     everything += [one for moments in state["optim"].state.values() for one in moments.values()]
     assert proof.size_bytes == sum(one.nbytes for one in everything)
     assert proof.objects > 5
-    assert not proof.left_out
+    assert not proof.not_compared
     assert 0 < proof.share < 1
     (line,) = [r.getMessage() for r in caplog.records if "restored step 1" in r.getMessage()]
     assert f"{proof.objects} objects of the live state are what was saved" in line
@@ -120,7 +120,7 @@ def test_tensors_of_all_sizes_and_forms_are_what_was_saved(agent_dir, size):
     proof = restored(found)
     assert_same(state, found)
     assert proof.size_bytes == sum(one.numel() * one.itemsize for one in state.values())
-    assert not proof.left_out
+    assert not proof.not_compared
 
 
 def test_tied_weights_are_no_mistake(agent_dir):
@@ -369,7 +369,7 @@ def test_what_is_wrong_is_said_also_where_it_cannot_be_explained(agent_dir, name
         saved({"app": Told(values(1))})
         with pytest.raises(RestoreProofError, match=rf"1 entry is not what was saved: app\.{name}"):
             restored({"app": wrong})
-        assert not restored({"app": Told(values(3))}).left_out
+        assert not restored({"app": Told(values(3))}).not_compared
 
 
 def test_every_tensor_wrong_and_none_missing(agent_dir):
@@ -416,7 +416,7 @@ def test_what_says_something_else_whenever_it_is_asked_is_left_out_and_said(agen
     saved({"clock": Clock(), "w": torch.ones(5)})
     with caplog.at_level(logging.INFO):
         proof = restored({"clock": Clock(), "w": torch.zeros(5)})
-    assert set(proof.left_out) == {"clock.at", "clock.noise"}
+    assert set(proof.not_compared) == {"clock.at", "clock.noise"}
     assert (proof.size_bytes, proof.objects) == (20, 1)
     assert "2 entries not compared" in caplog.text
     assert "clock.at (says something else whenever it is asked)" in caplog.text
@@ -427,7 +427,7 @@ def test_what_is_told_to_be_something_else_is_left_out_and_said(agent_dir):
     state = {"data": Told({"at": 0}, lambda own, new: own.update(at=new["at"] + 1)), "w": torch.zeros(5)}
     with pytest.raises(RestoreProofError, match=r"data\.at"):
         restored(state)
-    assert restored(state, exclude_from_proof={"data"}).left_out == {"data.at": "as said"}
+    assert restored(state, exclude_from_proof={"data"}).not_compared == {"data.at": "as said"}
 
 
 def test_an_object_without_an_equality_of_its_own_is_compared_by_what_is_pickled_of_it(agent_dir, monkeypatch):
@@ -493,7 +493,7 @@ def load_sharded(kind, breaks=None):
         except RestoreProofError as error:
             return str(error)
         proof = ckpt.last_restore.proof
-        return full(state_of(model, optimizer)), proof.size_bytes, proof.left_out
+        return full(state_of(model, optimizer)), proof.size_bytes, proof.not_compared
 
 
 @pytest.mark.parametrize(

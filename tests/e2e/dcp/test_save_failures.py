@@ -101,7 +101,7 @@ class Forgetful:
         self._told("call_whole", job, group)
 
     def leave_out(self, job, group, part):
-        self._told("leave_out", job, group, part)
+        self._told("abort_part", job, group, part)
 
     def __getattr__(self, name):
         return getattr(self._node if hasattr(self._node, name) else self._node.store, name)

@@ -277,7 +277,7 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         held.release()
         ckpt.wait("durable", timeout_s=30)
-        states = {view.group.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
+        states = {view.version_id.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
     assert states[0] == "done"
     assert states[4] == "done"
     assert "skipped" in states.values()
@@ -323,7 +323,7 @@ def test_memory_saves_go_on_while_the_store_is_away_and_steps_were_asked_to_be_d
         saved = [ckpt.save(state_at(step), step).wait() for step in range(3, 12)]
         assert saved == [SaveState.SEALED] * len(saved)
         assert ckpt.restore(zeroed(state_at(0))) == 11
-        states = {view.group.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
+        states = {view.version_id.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
         (given_up,) = [step for step, state in states.items() if state == "failed"]
         with pytest.raises(SaveFailedError, match=f"step {given_up} did not become durable: it gave way"):
             asked[given_up - 1].wait("durable", timeout_s=60)
@@ -526,10 +526,10 @@ def test_metrics_and_status_tell_what_happened(agent_dir, directory):
     job = Job(agent_dir, directory)
     job.save(0, 1)
     status = json.loads(asked(agent_dir, "/status"))
-    assert status["store"]["jobs"][0]["newest_whole"] == 1
+    assert status["store"]["jobs"][0]["newest_committed"] == 1
     assert status["drain"]["totals"]["steps"] == 2
     text = asked(agent_dir, "/metrics")
-    assert f'tieredckpt_newest_whole_step{{job="{job.name}"}} 1.0' in text
+    assert f'tieredckpt_newest_complete_step{{job="{job.name}"}} 1.0' in text
     assert "tieredckpt_drained_steps_total 2.0" in text
     assert "tieredckpt_arena_budget_bytes" in text
     with pytest.raises(urllib.error.HTTPError, match="404"):

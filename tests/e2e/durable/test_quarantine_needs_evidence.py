@@ -42,7 +42,7 @@ def before_reading(monkeypatch, act):
 def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, marks, monkeypatch):
     def delete(reading):
         durable = job.settings.durable
-        delete_step(DurableCatalog(open_store(durable.url, durable), job.name), job.name, reading._step.group)
+        delete_step(DurableCatalog(open_store(durable.url, durable), job.name), job.name, reading._step.version_id)
 
     before_reading(monkeypatch, delete)
     with job.checkpointer() as ckpt:

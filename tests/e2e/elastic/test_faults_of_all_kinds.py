@@ -22,7 +22,7 @@ def outcome(*faults, options=()):
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
         job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
-        job.make("policy").write_text("leave_timeout_s: 15\nrestart_timeout_s: 200\n")
+        job.make("policy").write_text("abort_timeout_s: 15\nrestart_timeout_s: 200\n")
         shape = ("--nproc", str(RANKS), "--node", "n0", "--job", "job", "--policy", str(job.folder / "policy"))
         logs = ("--log-dir", str(job.folder / "logs"))
         try:

@@ -27,7 +27,7 @@ CHAINS = {
         node@replicate exception@restore sigkill@recovery
     """,
     "fsdp": """
-        oom@backward segfault@save partition@forward node@seal sigkill@replicate gil@optimizer exception@allreduce
+        oom@backward segfault@save partition@forward node@seal sigkill@replicate hold_gil@optimizer exception@allreduce
         agent@seal segfault@restore oom@recovery agent@recovery
     """,
     "hsdp": """

@@ -49,7 +49,7 @@ def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noq
     assert "error" not in job.ask("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
     cut = happened("cut")
     until(lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.lines("step")), "a world without the node")
-    until(lambda: state_of(job, cut.node) in ("waiting", "training"), "the node is back")
+    until(lambda: state_of(job, cut.node) in ("standby", "training"), "the node is back")
     job.ask("stop")
     assert job.ended(run) == 7
 

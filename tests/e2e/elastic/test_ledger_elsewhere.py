@@ -1,4 +1,4 @@
-"""A ledger where nobody but a launcher runs the job: ``$TIEREDCKPT_LEDGER`` is set by hand, no agent, no checkpoint."""
+"""An event log under a plain launcher: ``$TIEREDCKPT_EVENT_LOG`` is set by hand, no agent, no checkpoint."""
 
 from __future__ import annotations
 

@@ -56,15 +56,15 @@ def trained(job):
     at = until(lambda: job.said("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
     until(lambda: job.said("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
     killed_at = time.time()
-    told = EventLogWriter(job.folder / "logs" / "ledger", name="injector")
+    told = EventLogWriter(job.folder / "logs" / "event-log", name="injector")
     told.write(FaultInjected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))
     told.close()
     kill(at[0]["pid"])
     limit.write_text(str(TOTAL))  # the other rank goes on to meet it, and cannot
     assert job.ended(running) == 0, job.output()
     assert job.said("in", epoch=1)[0]["first"] == KILLED_AT
-    read = read_event_log(job.folder / "logs" / "ledger")
-    return read, analyse(read.events, complaints=read.warnings), killed_at
+    read = read_event_log(job.folder / "logs" / "event-log")
+    return read, analyse(read.events, warnings=read.warnings), killed_at
 
 
 def test_its_steps_are_those_that_were_done(run):

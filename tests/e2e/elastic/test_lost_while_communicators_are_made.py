@@ -45,7 +45,7 @@ def test_who_waits_for_a_communicator_with_a_lost_rank(job, mode):
     script = job.folder / "trainer.py"
     script.write_text(TRAINER)
     policy = job.folder / "policy.yaml"
-    policy.write_text("leave_timeout_s: 3\nrestart_timeout_s: 90\n")
+    policy.write_text("abort_timeout_s: 3\nrestart_timeout_s: 90\n")
     if mode == "nonblocking":
         job.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
     run = job.start(

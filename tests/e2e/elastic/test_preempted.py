@@ -35,7 +35,7 @@ def test_nodes_lost_and_come_and_asked_back_leave_no_trace(story, undisturbed) -
     more = job.in_world(3, 11)
     assert {one["pid"] for one in more} > {one["pid"] for one in two}
 
-    job.ask("leave", "n2", "--within", "10")
+    job.ask("drain", "n2", "--deadline", "10")
     job.asked_to_stop()
     job.allow(TOTAL)
     until(lambda: not job.pids('"node":"n2"'), "n2 is given back")

@@ -199,7 +199,7 @@ def test_an_object_store(run, plain, monkeypatch, rclone, tmp_path):
     monkeypatch.setenv("AWS_ENDPOINT_URL", rclone.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_COMPRESS", "zstd")
-    monkeypatch.setenv("TIEREDCKPT_DURABLE_SPREAD", "1")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_HASHED_KEYS", "1")
     assert run(plain, f"{url}/m/step-2", "--ranks", 2).code == 0
     assert loads_from_store("m", url) == 2
     assert run(f"{url}/m", tmp_path / "out", "--ranks", 3).code == 0

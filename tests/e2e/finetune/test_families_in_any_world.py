@@ -33,7 +33,7 @@ def place():
         job.environ |= {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "ELASTIC_PREPARED_DIR": str(job.folder / "prepared"),
+            "ELASTIC_BATCH_CACHE_DIRECTORY": str(job.folder / "prepared"),
             "TIEREDCKPT_AGENT_DIRECTORY": str(job.folder / "agent"),
             "TIEREDCKPT_AGENT_BUDGET": "512MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "1",

@@ -30,7 +30,7 @@ def place():
         job.environ |= {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "ELASTIC_PREPARED_DIR": str(job.folder / "prepared"),
+            "ELASTIC_BATCH_CACHE_DIRECTORY": str(job.folder / "prepared"),
             "ELASTIC_INJECT": "step=2 rank=1 phase=backward kind=sigkill",
             "TIEREDCKPT_AGENT_BUDGET": "256MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "1",
@@ -52,7 +52,7 @@ def test_a_killed_rank_does_not_show_and_the_time_is_accounted_for(place):
     assert found[-1] == {"done": STEPS, "model": said["model"]}
     assert (Path(said["model"]) / "model.safetensors").is_file()
     done = subprocess.run(
-        [sys.executable, "-m", "tieredckpt", "goodput", str(place.folder / "tuned/logs/ledger"), "--json"],
+        [sys.executable, "-m", "tieredckpt", "goodput", str(place.folder / "tuned/logs/event-log"), "--json"],
         env=place.environ, cwd=place.folder, capture_output=True, check=True, timeout=120,
     )  # fmt: skip
     account = json.loads(done.stdout)

@@ -23,7 +23,7 @@ def trained(folder, inprocess):
     with agent_directory() as directory:
         environ = {
             "HF_HUB_OFFLINE": "1",
-            "ELASTIC_PREPARED_DIR": str(folder / f"prepared-{inprocess}"),
+            "ELASTIC_BATCH_CACHE_DIRECTORY": str(folder / f"prepared-{inprocess}"),
             "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
             "TIEREDCKPT_AGENT_BUDGET": "256MiB",
         }

@@ -176,7 +176,7 @@ def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):
             operator.say("fault", first.members[1])
             until(lambda: operator.kept().state.restarts == 1, "the node's fault is seen", _PATIENCE_S)
             assert operator.kept().state.last_fault is None
-            operator.say("fault", first.members[1], "--healed")
+            operator.say("fault", first.members[1], "--healthy")
             second = operator.runs(2, after=first.epoch).state
             assert second.last_fault.reason == "NodeFault"
             (tmp_path / "finish").touch()

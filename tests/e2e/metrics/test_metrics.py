@@ -98,9 +98,11 @@ def test_the_numbers_are_what_happened(agent_dir, agent, durable, tmp_path):
     assert found["drain_seconds_total"] > 0
     assert found["drain_lag_seconds"] >= 0
     assert found["drain_errors_total"] == found["drain_skips_total"] == found["deleted_steps_total"] == 0
-    assert found["newest_whole_step", job.name] == 4
+    assert found["newest_complete_step", job.name] == 4
     assert found["job_epoch", job.name] == 1
-    assert found["damages_total"] == found["leases_lost_total"] == found["arena_leases"] == found["arena_pins"] == 0
+    assert (
+        found["damaged_copies_total"] == found["leases_lost_total"] == found["arena_leases"] == found["arena_pins"] == 0
+    )
 
 
 def test_the_arenas_use_is_what_is_on_disk(agent_dir, agent, durable):
@@ -131,9 +133,9 @@ def test_status_says_the_same_as_metrics(agent_dir, agent, durable):
         "epoch": 1,
         "clients": 0,
         "versions": 2,
-        "newest_whole": 1,
+        "newest_committed": 1,
         "expires_in_s": 0,
-        "settled": None,
+        "newest_replicated": None,
     }
 
 
@@ -182,7 +184,7 @@ def test_an_agent_that_was_killed_tells_what_it_took_over(agent_dir, agent, dura
     found = agent.metrics()
     assert found["adoptions_total"] == 2
     assert found["seals_total"] == 0
-    assert found["newest_whole_step", job.name] == 1
+    assert found["newest_complete_step", job.name] == 1
 
 
 @pytest.mark.parametrize(

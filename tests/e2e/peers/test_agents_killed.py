@@ -18,14 +18,14 @@ SAVING = {
     "peer.offered": 1,
     "peer.sending": 3,
     "peer.receiving": 3,
-    "peer.copying": 1,
-    "peer.copied": 1,
-    "peer.committed": 1,
-    "peer.settling": 1,
+    "replica.sealing": 1,
+    "replica.sealed": 1,
+    "replica.committed": 1,
+    "peer.replicated": 1,
 }
 """Each point that is passed while a version gets its copies, and how often before the kill."""
-LOST = ("peer.sending", "peer.receiving", "peer.settling")
-OTHERS = ("peer.mending", "peer.reading")
+LOST = ("peer.sending", "peer.receiving", "peer.replicated")
+OTHERS = ("peer.repairing", "peer.reading")
 NAMES = ("n1", "n2", "n3")
 LARGE = 32 * MIB + 5
 
@@ -134,7 +134,7 @@ def test_killed_while_it_protects_again_what_another_one_lost():
 def test_killed_while_it_mends_a_copy(job):
     mine = job.keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
-    start_to_die(job, other, "peer.mending")
+    start_to_die(job, other, "peer.repairing")
     until(lambda: other in job.holders(mine), "its copy is adopted")
     flip(job.slot(other, mine), SIZE // 2)
     with job[other].agent() as agent:

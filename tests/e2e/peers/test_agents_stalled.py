@@ -35,14 +35,14 @@ def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(na
         (mine,) = job.save(1, "n1", parts=1)
         with job["n1"].agent(job.job) as agent:
             at_once = agent.replication_status(mine)
-            assert (at_once.copies, at_once.lacking, at_once.settled) == (1, 1, False)
-            assert metric(job["n1"], "shards_lacking_copies") == [1.0]
+            assert (at_once.copies, at_once.missing_copies, at_once.is_replicated) == (1, 1, False)
+            assert metric(job["n1"], "shards_under_replicated") == [1.0]
             others = len(names) - 2
             now = until(
-                lambda: (found := agent.replication_status(mine)).copies > others and not found.lacking and found
+                lambda: (found := agent.replication_status(mine)).copies > others and not found.missing_copies and found
             )
             assert now.copies == 1 + others
-            assert metric(job["n1"], "shards_short_of_copies") == [1.0 - others]
+            assert metric(job["n1"], "shards_unplaceable") == [1.0 - others]
         job[partner].thaw()
         until(lambda: job.sees("n1") == set(names), "it is back")
         (newer,) = job.save(2, "n1", parts=1)
@@ -50,7 +50,7 @@ def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(na
         job.expect([newer])
         with job["n1"].agent(job.job) as agent:
             found = agent.replication_status(newer)
-            assert (found.copies, found.lacking, found.settled) == (2, 0, True)
+            assert (found.copies, found.missing_copies, found.is_replicated) == (2, 0, True)
 
 
 @pytest.mark.parametrize("size", [3 * MIB + 17, 64 * MIB + 5], ids=["one piece", "many pieces"])

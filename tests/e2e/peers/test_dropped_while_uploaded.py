@@ -31,7 +31,7 @@ def test_a_step_that_is_dropped_while_another_node_uploads_its_part_does_not_com
         with cluster["n1"].agent(cluster.job) as one, cluster["n2"].agent(cluster.job) as two:
             rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"000001\.safetensors"))
             until(lambda: "other parts" in one.drain_status(cluster.job)[0].error)
-            one.drop_steps(cluster.job, [one.drain_status(cluster.job)[0].group])
+            one.drop_steps(cluster.job, [one.drain_status(cluster.job)[0].version_id])
             held.release()
             (after,) = until(
                 lambda: [view for view in two.drain_status(cluster.job) if view.state in ("done", "skipped")]

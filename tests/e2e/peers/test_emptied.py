@@ -15,7 +15,7 @@ NAMES = ("n1", "n2", "n3", "n4")
 
 
 def test_what_an_agent_lost_before_it_was_missed_is_made_again_from_parity():
-    parity = ReplicationSettings(mode="parity", group=3)
+    parity = ReplicationSettings(mode="parity", parity_group_size=3)
     with agent_job(*NAMES, settings=parity, quick=False) as job:  # who is away for 8 s is dead, and not before
         keys = job.save(1, parts=4)
         job.settle(1)

@@ -61,7 +61,7 @@ def test_the_node_that_the_job_went_on_with_is_waited_for_by_one_that_it_went_on
 
 def roster(cluster, name):
     with cluster[name].agent(cluster.job) as agent:
-        return agent.cluster_status(cluster.job).roster
+        return agent.cluster_status(cluster.job).member_list_version
 
 
 def at_work(cluster, name):
@@ -71,7 +71,7 @@ def at_work(cluster, name):
 
 def standing(cluster, asked, node):
     with cluster[asked].agent(cluster.job) as agent:
-        return next(view.standing for view in agent.cluster_status(cluster.job).nodes if view.node.id == node)
+        return next(view.state for view in agent.cluster_status(cluster.job).nodes if view.node.id == node)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def watches():
 def holds(agent, job, node, step):
     """Whether a node is there, and has parts of a step, as another node sees it."""
     seen = {one.node.id: one for one in agent.cluster_status(job).nodes}
-    return seen[node].standing == "alive" and step in {fact.key.version for fact in seen[node].facts}
+    return seen[node].state == "alive" and step in {fact.key.version for fact in seen[node].shards}
 
 
 def end_the_others_agent(job, end):

@@ -85,7 +85,7 @@ def test_what_too_many_nodes_took_with_them_is_said_and_not_taken_for_nothing(cl
     for name in ("n1", "n2"):
         cluster[name].lose()
     with cluster["n3"].agent(cluster.job) as agent:
-        until(lambda: [one.standing for one in agent.cluster_status(cluster.job).nodes] == ["dead", "dead", "alive"])
+        until(lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "dead", "alive"])
     for name in ("n4", "n5"):
         cluster.add(name, f"rack=r{name[1:]}")
     for said in cluster.run(["n4", "n5", "n3"], refused):

@@ -8,7 +8,7 @@ from tests.e2e.peers.test_node_lost import restore, save
 from tests.support.clusters import cluster_of
 from tieredckpt.agent.agent_client import NodeAgentClient
 
-PARITY = {"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_GROUP": "3", "TIEREDCKPT_PEER_LEVELS": "rack"}
+PARITY = {"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "3", "TIEREDCKPT_PEER_LEVELS": "rack"}
 NAMES = ("n1", "n2", "n3", "n4")
 
 

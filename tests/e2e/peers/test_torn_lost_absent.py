@@ -85,7 +85,7 @@ def test_a_job_killed_in_its_first_save_begins_again_and_says_what_was_torn(rank
                 assert "nobody has part 1 of 2" in said
                 assert "saved 20" in said
         with cluster["n1"].agent(cluster.job) as agent:
-            assert [view.group.version for view in agent.list_steps(cluster.job).views] == [3]
+            assert [view.version_id.version for view in agent.list_steps(cluster.job).views] == [3]
         directory = ["--agent-dir", str(cluster["n1"].directory)]
         assert main(["ls", cluster.job, *directory]) == 0
         assert re.search(r"3 +torn", capsys.readouterr().out)
@@ -139,15 +139,15 @@ def test_what_was_whole_once_is_lost_also_to_agents_that_came_later(ranks, capsy
         cluster.run(["n1", "n2", "n3"], save, [5, 6], 1, environ=alone)
         for name in ("n2", "n3"):
             with cluster[name].agent(cluster.job) as agent:  # not what it hears from n1 when it is asked
-                until(lambda: [one.newest_whole for one in agent.store.status().jobs if one.job == cluster.job] == [6])
+                until(
+                    lambda: [one.newest_committed for one in agent.store.status().jobs if one.job == cluster.job] == [6]
+                )
         cluster["n1"].lose()
         for name in ("n2", "n3"):
             cluster[name].kill_agent()
             cluster[name].start()
         with cluster["n3"].agent(cluster.job) as agent:
-            until(
-                lambda: [one.standing for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"]
-            )
+            until(lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"])
         cluster.add("n4")
         for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
             assert "step 6" in said

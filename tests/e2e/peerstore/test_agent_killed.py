@@ -15,18 +15,18 @@ pytestmark = pytest.mark.e2e
 BUDGET = ("--budget", "64MiB")
 WORKING = {
     "agent.claimed": [1],
-    "agent.note": [1, 2, 5],
+    "agent.metadata": [1, 2, 5],
     "agent.created": [1, 3],
     "agent.leased": [1, 2, 7],
     "agent.grown": [1, 5],
     "agent.hashed": [1, 2, 5],
     "agent.sealing": [1, 2, 5],
     "agent.sealed": [1, 2, 5],
-    "agent.forgot": [1, 2, 5],
+    "agent.deleted": [1, 2, 5],
     "agent.dropped": [1],
 }
 """Each point, and the times it is passed before the kill."""
-STARTING = ["agent.adopting", "agent.adopted"]
+STARTING = ["agent.recovering", "agent.recovered"]
 PARTS = (0, 1)
 
 
@@ -73,7 +73,7 @@ def check(client, sealed):
     if whole:
         newest = max(whole)
         assert {of for of in sealed if of.version >= newest} <= set(here)
-    assert client.status().damages == ()
+    assert client.status().damage_reports == ()
 
 
 def go_on(client):
@@ -86,7 +86,7 @@ def go_on(client):
             fill(lease, content(of, size_of(of)))
             client.seal(lease.id, size_of(of))
     assert max(client.list_shards("job"), key=lambda fact: fact.key).key.version == 92
-    assert client.status().jobs[0].newest_whole == 92
+    assert client.status().jobs[0].newest_committed == 92
 
 
 @pytest.mark.parametrize(("point", "count"), [(point, count) for point, counts in WORKING.items() for count in counts])
@@ -145,11 +145,11 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
         assert [fact.key for fact in client.list_shards("job")] == [key(1)]
         with pytest.raises(ShardNotFoundError):
             client.pin(key(2))
-        (damage,) = client.status().damages
+        (damage,) = client.status().damage_reports
         assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
         assert "chunks differ after a restart" in damage.reason
         client.mark_committed("job", key(2).version_id)  # somebody who has not heard of it yet
-        assert client.status().jobs[0].newest_whole == 1
+        assert client.status().jobs[0].newest_committed == 1
         for version in (3, 4):  # not whole: a second part never comes
             lease = client.lease(key(version), MIB, 2)
             client.seal(lease.id, 10)
@@ -189,8 +189,8 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
             note.unlink()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert [fact.key.version for fact in client.list_shards("job")] == left
-        assert len(client.status().damages) == damages
-        assert client.status().jobs[0].newest_whole == 1
+        assert len(client.status().damage_reports) == damages
+        assert client.status().jobs[0].newest_committed == 1
         assert load(client, key(1)) == content(key(1), MIB)
 
 
@@ -229,4 +229,4 @@ def test_the_version_that_was_forgotten_does_not_come_back(directory):
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert client.list_shards("job") == []
-        assert client.status().jobs[0].newest_whole is None
+        assert client.status().jobs[0].newest_committed is None

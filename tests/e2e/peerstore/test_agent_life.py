@@ -101,7 +101,7 @@ def test_eight_processes_at_the_same_instant_start_one_agent_and_it_outlives_the
     wait_gone(pid)  # nobody is connected, the job's time is over
     assert log.read_text().count(" serves ") == 1
     assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock", "notes"]
-    assert [path.name for path in (directory / "notes").iterdir()] == ["forgotten.job"]
+    assert [path.name for path in (directory / "notes").iterdir()] == ["expired.job"]
 
 
 def test_an_agent_ends_by_itself_when_its_last_writer_died(directory):
@@ -233,8 +233,8 @@ def test_status_for_people_and_for_programs(directory):
             "epoch": 1,
             "clients": 1,
             "versions": 1,
-            "newest_whole": 1,
-            "settled": None,
+            "newest_committed": 1,
+            "newest_replicated": None,
             "expires_in_s": None,
         }
         assert told["counters"]["sealed"] == 2

@@ -51,8 +51,8 @@ def test_new_work_is_refused_and_what_has_begun_is_finished(agent):
         assert load(client, key(1)) == content(key(1), MIB)
         save(client, key(3))
         status = client.status()
-        assert (status.counters["refused_busy"], status.counters["files_limit"]) == (2, HARD)
-        assert status.damages == ()
+        assert (status.counters["rejected_busy"], status.counters["files_limit"]) == (2, HARD)
+        assert status.damage_reports == ()
 
 
 def test_restarting_it_again_and_again_leaves_files_and_threads_flat():

@@ -105,30 +105,32 @@ def chunk_of(record, number):
 
 
 def offer(line, record, **more):
-    return line.call("offer", OfferReplica(record, **{"holders": ("n1", "n2"), "whole": False, **more}), OfferReply)
+    return line.call(
+        "offer_replica", OfferReplica(record, **{"holders": ("n1", "n2"), "committed": False, **more}), OfferReply
+    )
 
 
 def send(line, wanted, number, data):
-    line.send("chunk", ReplicaChunk(wanted.transfer, number), [memoryview(data)])
+    line.send("replica_chunk", ReplicaChunk(wanted.transfer, number), [memoryview(data)])
 
 
 def send_and_flush(line, wanted, number, data):
     send(line, wanted, number, data)
-    return line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...])
+    return line.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...])
 
 
 def lives_on(nodes):
     """The agent serves an honest member, has what it had, and holds nothing for anybody who left."""
     n2 = nodes["n2"]
     with connected(nodes, me="n3", via="n3") as line:
-        found = line.call("look", GetNodeInventory(), NodeInventory)
-        assert HERE in {fact.key for fact in found.facts}
+        found = line.call("node_inventory", GetNodeInventory(), NodeInventory)
+        assert HERE in {fact.key for fact in found.shards}
         record = record_of(key(77, 1))  # the other part never comes, so nothing becomes superfluous
         wanted = offer(line, record)
         for number in range(CHUNKS):
             send(line, wanted, number, chunk_of(record, number))
-        assert line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
-        line.call("commit", CommitReplica(wanted.transfer), type(None))
+        assert line.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+        line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert n2.is_good(HERE)
     assert n2.is_good(key(77, 1))
     until(lambda: not n2.neighbourhood.server.replica_receiver._transfers, "no transfer is left")
@@ -157,17 +159,17 @@ READ = ReadRanges(FOREIGN, 0, ((0, 10),))
 @pytest.mark.parametrize(
     ("op", "body"),
     [
-        ("read", READ),
-        ("suspect", VerifyChunks(FOREIGN, ((0, 1),))),
-        ("relist", UpdateHolders(FOREIGN, ("n1",))),
-        ("offer", OfferReplica(record_of(key(5, job="other")), ("n1", "n2"), whole=True)),
+        ("read_ranges", READ),
+        ("verify_chunks", VerifyChunks(FOREIGN, ((0, 1),))),
+        ("update_holders", UpdateHolders(FOREIGN, ("n1",))),
+        ("offer_replica", OfferReplica(record_of(key(5, job="other")), ("n1", "n2"), committed=True)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_member_of_one_job_cannot_name_what_belongs_to_another(nodes, line, op, body):
     with pytest.raises(RequestError, match="on a connection of job job"):
         line.call(op, body, object)
-    records = line.call("records", GetShardRecords(FOREIGN.version_id), list[ShardRecord])
+    records = line.call("shard_records", GetShardRecords(FOREIGN.version_id), list[ShardRecord])
     assert {record.key.job for record in records} == {JOB}
     lives_on(nodes)
 
@@ -267,7 +269,7 @@ def test_a_chunk_of_another_length_ends_the_connection(nodes, line, number, size
 def test_a_commit_without_chunks_is_refused(nodes, line):
     wanted = offer(line, record_of())
     with pytest.raises(ShardDamagedError, match="chunks are missing"):
-        line.call("commit", CommitReplica(wanted.transfer), type(None))
+        line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert not nodes["n2"].holds(key(2))
     line.close()
     lives_on(nodes)
@@ -280,9 +282,9 @@ def test_wrong_bytes_are_named_and_never_sealed(nodes, line):
         data = bytearray(chunk_of(record, number))
         data[0] ^= number == 2
         send(line, wanted, number, data)
-    assert line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == (2,)
+    assert line.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...]) == (2,)
     with pytest.raises(ShardDamagedError, match="1 chunks are missing or damaged"):
-        line.call("commit", CommitReplica(wanted.transfer), type(None))
+        line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert not nodes["n2"].holds(record.key)
     line.close()
     lives_on(nodes)
@@ -294,8 +296,8 @@ def test_chunks_backwards_and_twice_make_one_good_copy(nodes, line):
     for number in [3, 2, 2, 1, 3, 0, 0]:
         send(line, wanted, number, chunk_of(record, number))
     send(line, wanted, 1, bytes(CHUNK_BYTES))  # after the right one: nobody looks at it
-    assert line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
-    line.call("commit", CommitReplica(wanted.transfer), type(None))
+    assert line.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+    line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert load(nodes["n2"].store, record.key) == content(record.key, SIZE)
     lives_on(nodes)
 
@@ -308,9 +310,9 @@ def test_a_chunk_that_comes_twice_at_the_same_time_cannot_change_what_was_compar
         rubbish = halfway(nodes, slow, wanted)
         for number in range(CHUNKS):
             send(line, wanted, number, chunk_of(record, number))
-        line.call("flush", FlushChunks(wanted.transfer), tuple[int, ...])
+        line.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...])
         with contextlib.suppress(ShardDamagedError):  # not while somebody else is at it
-            line.call("commit", CommitReplica(wanted.transfer), type(None))
+            line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
         finish(nodes, slow, rubbish)
     if nodes["n2"].holds(record.key):
         assert nodes["n2"].is_good(record.key)
@@ -323,7 +325,7 @@ def test_a_slot_is_not_given_to_others_while_somebody_still_writes_into_it(nodes
     wanted = offer(line, record)
     with connected(nodes, via="n1b") as slow:
         rubbish = halfway(nodes, slow, wanted)
-        line.call("abort", AbortReplica(wanted.transfer), type(None))
+        line.call("abort_replica", AbortReplica(wanted.transfer), type(None))
         n2 = nodes["n2"]
         for part, version in ((0, 3), (0, 4)):
             with contextlib.suppress(PeerStoreError):
@@ -352,7 +354,7 @@ def finish(nodes, line, sending):
     nodes.network.heal("n1b", "n2")
     sending.join()
     with contextlib.suppress(PeerStoreError):
-        line.call("look", GetNodeInventory(), NodeInventory)
+        line.call("node_inventory", GetNodeInventory(), NodeInventory)
 
 
 def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
@@ -361,13 +363,13 @@ def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
     with connected(nodes, me="n5", via="n5") as other:
         for number in range(CHUNKS):
             send(other, wanted, number, bytes(len(chunk_of(record, number))))
-        assert other.call("flush", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
+        assert other.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
         with pytest.raises(LeaseLostError):
-            other.call("commit", CommitReplica(wanted.transfer), type(None))
-        other.call("abort", AbortReplica(wanted.transfer), type(None))
+            other.call("commit_replica", CommitReplica(wanted.transfer), type(None))
+        other.call("abort_replica", AbortReplica(wanted.transfer), type(None))
     for number in range(CHUNKS):
         send(line, wanted, number, chunk_of(record, number))
-    line.call("commit", CommitReplica(wanted.transfer), type(None))
+    line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert nodes["n2"].is_good(record.key)
     lives_on(nodes)
 
@@ -378,7 +380,10 @@ def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
 def read(line, nodes, ranges, into=()):
     (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
     return line.call(
-        "read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), tuple(ranges)), RangeDigests, into=into
+        "read_ranges",
+        ReadRanges(HERE, checksums.chunk_checksum(record.checksums), tuple(ranges)),
+        RangeDigests,
+        into=into,
     )
 
 
@@ -414,7 +419,7 @@ def test_ranges_that_overlap_are_answered_one_by_one(nodes, line):
 def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
     with connected(nodes) as line:
         (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
-        line.send("read", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
+        line.send("read_ranges", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
     until(lambda: nodes["n2"].store.status().arena.pins == 0, "the shard is not pinned any more")
     lives_on(nodes)
 
@@ -422,7 +427,9 @@ def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["", "no such thing", "__init__", "offer", "ping", "settling", "forget", "x" * 100_000])
+@pytest.mark.parametrize(
+    "op", ["", "no such thing", "__init__", "offer_replica", "ping", "report_parts", "seal", "x" * 100_000]
+)
 def test_nonsense_ends_at_most_its_own_connection(nodes, line, op):
     with pytest.raises(PeerStoreError):
         line.call(op, {"nonsense": [1, 2, 3]}, object)
@@ -431,7 +438,7 @@ def test_nonsense_ends_at_most_its_own_connection(nodes, line, op):
 
 def test_bytes_that_belong_to_nothing_end_the_connection(nodes, line):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
-        line.call("look", GetNodeInventory(), NodeInventory, payload=[memoryview(bytes(MIB))])
+        line.call("node_inventory", GetNodeInventory(), NodeInventory, payload=[memoryview(bytes(MIB))])
     lives_on(nodes)
 
 
@@ -454,10 +461,12 @@ def test_requests_are_frames_of_this_protocol():
     """What the tests here send by hand is what agents send."""
     assert (
         message_codec.decode_message(
-            message_codec.encode_message(PeerRequest("look", message_codec.encode_raw_message(GetNodeInventory()))),
+            message_codec.encode_message(
+                PeerRequest("node_inventory", message_codec.encode_raw_message(GetNodeInventory()))
+            ),
             PeerRequest,
         ).op
-        == "look"
+        == "node_inventory"
     )
 
 
@@ -519,7 +528,7 @@ def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
     with pytest.raises(RequestError, match="cannot have come so far"):
         offer(line, record_of(key(9, epoch=LAST, name="z")))
     base = ResumePoint(LAST, "z", 0, VersionId(1, 1, 0, "z"))
-    line.call("ping", PingMessage(GossipMessage((), None, (LAST, "z")), base=base), PingMessage)
+    line.call("ping", PingMessage(GossipMessage((), None, (LAST, "z")), resume_point=base), PingMessage)
     assert store.replicas.resume_point(JOB) is None
     assert store.replicas.current_incarnation(JOB) == (before, "a")
     assert store.claim(JOB, "b") == before + 1
@@ -529,5 +538,5 @@ def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
 @pytest.mark.parametrize("number", [1 << 62, (1 << 64) - 1, -1])
 def test_a_number_that_is_too_large_is_no_message(nodes, line, number):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
-        line.call("records", {"group": [number, 1, 0, "a"], "parts": []}, object)
+        line.call("shard_records", {"version_id": [number, 1, 0, "a"], "parts": []}, object)
     lives_on(nodes)

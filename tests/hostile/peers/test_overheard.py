@@ -97,9 +97,9 @@ def test_a_list_of_nodes_that_was_changed_on_its_way_is_refused():
     invitation = told(peer, "n1", "n2")
     assert invitation.secret == b""
     assert _agreed(invitation, peer, "job") == SECRET.encode()
-    changed = member_list(invitation.roster.version, [node("n1"), node("n9")])
+    changed = member_list(invitation.member_list.version, [node("n1"), node("n9")])
     for wrong in (
-        msgspec.structs.replace(invitation, roster=changed),
+        msgspec.structs.replace(invitation, member_list=changed),
         msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to somebody"),
         msgspec.structs.replace(told(PeerSettings(secret=OTHER), "n1", "n2")),
     ):

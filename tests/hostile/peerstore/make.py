@@ -55,12 +55,12 @@ def _greetings() -> Iterator[tuple[str, Case]]:
     yield "greeting-of-the-far-future", Case(frame({"protocol": 1 << 63, "job": ""}), refused)
     yield "greeting-protocol-as-text", Case(frame({"protocol": "1", "job": ""}), refused)
     yield "greeting-without-protocol", Case(frame({"job": ""}), refused)
-    yield "greeting-job-with-slash", Case(frame({"protocol": 2, "job": "../../etc"}), refused)
-    yield "greeting-job-with-nul", Case(frame({"protocol": 2, "job": "a\0b"}), refused)
-    yield "greeting-job-endless", Case(frame({"protocol": 2, "job": "x" * 4000}), refused)
+    yield "greeting-job-with-slash", Case(frame({"protocol": 3, "job": "../../etc"}), refused)
+    yield "greeting-job-with-nul", Case(frame({"protocol": 3, "job": "a\0b"}), refused)
+    yield "greeting-job-endless", Case(frame({"protocol": 3, "job": "x" * 4000}), refused)
     yield "greeting-nested", Case(frame(nested(4000)), refused)
     yield "greeting-cut-length", Case(b"\0\0", CLOSED)
-    yield "greeting-cut-body", Case(frame({"protocol": 2, "job": ""})[:-3], CLOSED)
+    yield "greeting-cut-body", Case(frame({"protocol": 3, "job": ""})[:-3], CLOSED)
 
 
 def _frames() -> Iterator[tuple[str, Case]]:
@@ -102,13 +102,13 @@ def _bodies() -> Iterator[tuple[str, Case]]:
         "lease-job-number": ("lease", key(job=7)),
         "lease-job-bytes": ("lease", key(job=b"victim")),
         "lease-epoch-infinite": ("lease", key(epoch=float("inf"))),
-        "inventory-list": ("inventory", {"job": ["victim"]}),
+        "inventory-list": ("list_shards", {"job": ["victim"]}),
         "verify-three-chunks": ("verify", {"key": KEY, "chunks": [1, 2, 3]}),
-        "forget-map": ("forget", {"job": "victim", "groups": {}}),
-        "forget-short-group": ("forget", {"job": "victim", "groups": [[1, 2]]}),
-        "mark-group-text": ("mark_whole", {"job": "victim", "group": "newest"}),
-        "left-out-part-negative": ("leave_out", {"job": "victim", "group": [1, 1, 0, "a"], "part": -1}),
-        "left-out-group-short": ("leave_out", {"job": "victim", "group": [1, 1], "part": 0}),
+        "forget-map": ("delete_versions", {"job": "victim", "versions": {}}),
+        "forget-short-group": ("delete_versions", {"job": "victim", "versions": [[1, 2]]}),
+        "mark-group-text": ("mark_committed", {"job": "victim", "version_id": "newest"}),
+        "left-out-part-negative": ("abort_part", {"job": "victim", "version_id": [1, 1, 0, "a"], "part": -1}),
+        "left-out-group-short": ("abort_part", {"job": "victim", "version_id": [1, 1], "part": 0}),
         "blob-data-text": ("put_blob", {"job": "victim", "name": "a", "data": [1]}),
     }
     for name, (op, body) in wrong.items():
@@ -139,8 +139,8 @@ def _bodies() -> Iterator[tuple[str, Case]]:
         "blob-path": ("get_blob", {"job": "victim", "name": "../../../etc/passwd"}, "InvalidNameError"),
         "blob-nul": ("put_blob", {"job": "victim", "name": "a\0b", "data": b""}, "InvalidNameError"),
         "blob-of-nobody": ("get_blob", {"job": "nobody", "name": "a"}, "ShardNotFoundError"),
-        "mark-of-no-job": ("mark_whole", {"job": "", "group": [1, 1, 0, "a"]}, "InvalidNameError"),
-        "left-out-of-no-job": ("leave_out", {"job": "", "group": [1, 1, 0, "a"], "part": 0}, "InvalidNameError"),
+        "mark-of-no-job": ("mark_committed", {"job": "", "version_id": [1, 1, 0, "a"]}, "InvalidNameError"),
+        "left-out-of-no-job": ("abort_part", {"job": "", "version_id": [1, 1, 0, "a"], "part": 0}, "InvalidNameError"),
     }
     for name, (op, body, error) in refused.items():
         yield f"request-{name}", Case(request(op, body), error)

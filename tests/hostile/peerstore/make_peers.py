@@ -22,7 +22,7 @@ CLOSED = "closed"
 """The agent ends the connection and says nothing."""
 REFUSED = "refused"
 """It says why first."""
-HELLO = {"protocol": 1, "job": "victim", "node": "n1", "nonce": NONCE, "version": "1"}
+HELLO = {"protocol": 2, "job": "victim", "node": "n1", "nonce": NONCE, "version": "1"}
 
 
 class Case(NamedTuple):
@@ -92,7 +92,7 @@ def _strangers() -> Iterator[tuple[str, Case]]:
         "stranger-pickle",
         no_protocol(message(b"\x80\x04\x95\x1d\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93.")),
     )
-    yield "stranger-job-missing", no_protocol(message({"protocol": 1, "node": "n1", "nonce": NONCE}))
+    yield "stranger-job-missing", no_protocol(message({"protocol": 2, "node": "n1", "nonce": NONCE}))
     yield "stranger-job-number", no_protocol(message(hello(job=7)))
     yield "stranger-job-not-utf8", no_protocol(message(b"\x81\xa3job\xa2\xff\xfe"))
     yield "stranger-nonce-as-text", no_protocol(message(hello(nonce="n" * 31)))
@@ -109,7 +109,7 @@ def _strangers() -> Iterator[tuple[str, Case]]:
     }.items():
         yield name, Case(data, CLOSED, "PeerUnreachableError")
     for name, wrong, error in (
-        ("protocol-2", hello(protocol=2), "ProtocolError"),
+        ("protocol-1", hello(protocol=1), "ProtocolError"),
         ("protocol-negative", hello(protocol=-1), "ProtocolError"),
         ("protocol-huge", hello(protocol=(1 << 63) - 1), "ProtocolError"),
         ("job-path", hello(job="../../etc/passwd"), "InvalidNameError"),

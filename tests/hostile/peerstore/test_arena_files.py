@@ -32,7 +32,7 @@ def sealed(**changes):
 
 def leased(**changes):
     fields = {"id": "x", "key": VICTIM, "parts": 1, "size_bytes": 10, "slot": "slot.job.0.of-another"}
-    lease = Lease(**{**fields, "generation": 1, "warm_bytes": 0, **changes})
+    lease = Lease(**{**fields, "generation": 1, "prefaulted_bytes": 0, **changes})
     as_before = {**msgspec.to_builtins(lease), "path": "/etc/passwd"}  # what the first release noted
     return msgspec.msgpack.encode(
         {**msgspec.to_builtins(LeaseMetadata(lease, tuple(current_process()))), "lease": as_before}
@@ -89,8 +89,8 @@ def test_a_note_that_is_intact_but_wrong_is_damage(directory, name):
     arena.create(SLOT, 4096)
     arena.put_metadata(f"{kind}.{SLOT}", data)
     with opened(directory) as store:
-        assert len(store.status().damages) == 1
-        assert store.status().jobs[0].newest_whole == 1
+        assert len(store.status().damage_reports) == 1
+        assert store.status().jobs[0].newest_committed == 1
         with pytest.raises(ShardNotFoundError):
             store.pin(VICTIM)
         assert not (directory / "notes" / f"{kind}.{SLOT}").exists()
@@ -103,8 +103,8 @@ def test_a_note_that_another_version_may_have_written_is_kept(directory, name):
     arena.create(SLOT, 4096)
     arena.put_metadata(f"{kind}.{SLOT}", data)
     with opened(directory) as store:
-        assert [(one.name, one.size_bytes) for one in store.status().aside] == [(SLOT, 4096)]
-        assert store.status().damages == ()
+        assert [(one.name, one.size_bytes) for one in store.status().unrecognized] == [(SLOT, 4096)]
+        assert store.status().damage_reports == ()
         assert (directory / "notes" / f"{kind}.{SLOT}").exists()
         assert (directory / "slots" / SLOT).exists()
 
@@ -143,10 +143,10 @@ def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("claim.we@ird", b"\xc0"),
-        ("claim.job2", b"\xc1"),
-        ("claim.job2", b""),
-        ("claim.job2", b"\xdd\xff\xff\xff\xff"),
+        ("job.we@ird", b"\xc0"),
+        ("job.job2", b"\xc1"),
+        ("job.job2", b""),
+        ("job.job2", b"\xdd\xff\xff\xff\xff"),
         ("seal.slot.nowhere", b"\xc1"),
         ("lease.slot.nowhere", sealed()),
         ("blob.job/strange", b"\xff"),
@@ -163,7 +163,7 @@ def test_damage_to_who_owns_a_job_does_not_let_the_past_write(directory):
     """The claim is lost; the sealed shards still say which incarnation was there last."""
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         save(store, key(5, epoch=9, name="ninth"))
-    (directory / "notes" / "claim.job").write_bytes(b"damaged")
+    (directory / "notes" / "job.job").write_bytes(b"damaged")
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         assert store.epoch("job") == 9
         assert load(store, GOOD) == content(GOOD, MIB)
@@ -173,10 +173,10 @@ def test_things_that_are_not_files_are_left_alone(directory):
     for place in ("slots", "notes", "folders", "fresh"):
         (directory / place / "slot.folder").mkdir()
         (directory / place / "slot.link").symlink_to("/etc/passwd")
-        os.mkfifo(directory / place / "claim.fifo")
+        os.mkfifo(directory / place / "job.fifo")
         (directory / place / "slot file").write_bytes(b"a stranger's")
     with opened(directory) as store:
-        assert store.status().damages == ()
+        assert store.status().damage_reports == ()
     for place in ("slots", "notes", "folders", "fresh"):
         assert (directory / place / "slot.link").is_symlink()
         assert (directory / place / "slot.folder").is_dir()

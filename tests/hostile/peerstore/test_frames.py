@@ -47,7 +47,7 @@ def knock(agent):
 def still_serves(agent):
     with agent.client(retry_s=0) as client:
         status = client.status()
-        assert status.damages == ()
+        assert status.damage_reports == ()
         assert (status.arena.leases, status.arena.slots, status.arena.pins) == (0, 1, 0)
         assert [job.job for job in status.jobs] == ["victim"]
         assert status.jobs[0].epoch == 1
@@ -128,7 +128,7 @@ def test_more_connections_than_allowed_are_turned_away_and_come_back_later(agent
 def test_a_client_that_never_reads_does_not_stop_the_others(agent, knock):
     deaf = knock()
     deaf.settimeout(0.2)
-    ask = AgentRequest("inventory", message_codec.encode_raw_message({"job": None}))
+    ask = AgentRequest("list_shards", message_codec.encode_raw_message({"job": None}))
     with contextlib.suppress(TimeoutError):
         while True:
             message_codec.send_frame(deaf, ask)

@@ -175,7 +175,7 @@ def test_a_damaged_shard_is_no_answer_and_leaves_the_step_out_of_the_list(served
     served.damage(6, at=1000)
     assert ask(served.address, "GET", PUT.format(6)).status == 404
     assert ask(served.address, "GET", "/v1/cp/checkpoints/a/latest").json == [5]
-    assert served.store.status().damages
+    assert served.store.status().damage_reports
 
 
 def test_who_reads_a_shard_gets_all_of_it_while_it_is_deleted(served: Served) -> None:

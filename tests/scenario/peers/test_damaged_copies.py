@@ -37,8 +37,8 @@ def test_a_flipped_byte_of_a_copy_is_refused_by_the_reader_dropped_reported_and_
     assert alone.failed.keys() == {V1}
     assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
     is_mended(nodes["n2"])
-    assert any("changed after it was sealed" in reason for reason in nodes["n2"].damages())
-    assert nodes["n3"].damages() == nodes["n1"].damages() == []
+    assert any("changed after it was sealed" in reason for reason in nodes["n2"].damage_reports())
+    assert nodes["n3"].damage_reports() == nodes["n1"].damage_reports() == []
     # It is the copy it was before: the node that wrote the shard still answers for it.
     assert nodes["n2"].facts()[V1].holders == nodes["n3"].facts()[V1].holders
     assert nodes["n2"].facts()[V1].holders[0] == "n1"
@@ -96,7 +96,7 @@ def test_a_bit_that_turns_on_the_wire_is_asked_for_again_and_the_copy_stays(node
     assert pulled.failed == {}
     assert pulled.rejected_replicas == []
     assert nodes["n2"].is_good(V1)
-    assert nodes["n2"].damages() == []
+    assert nodes["n2"].damage_reports() == []
 
 
 def test_a_way_that_damages_all_it_carries_is_not_asked_for_ever(nodes):
@@ -106,7 +106,7 @@ def test_a_way_that_damages_all_it_carries_is_not_asked_for_ever(nodes):
     assert alone.failed.keys() == {V1}
     assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
     assert nodes["n2"].is_good(V1)
-    assert nodes["n2"].damages() == []
+    assert nodes["n2"].damage_reports() == []
 
 
 def test_a_connection_that_was_kept_and_ended_meanwhile_is_made_again(nodes):

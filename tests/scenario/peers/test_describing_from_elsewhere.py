@@ -60,7 +60,7 @@ def asked(nodes, monkeypatch):
             address = found.address
 
             def call(self, op, body, *args, **options):
-                asked[op, node] += op in ("blobs", "records")
+                asked[op, node] += op in ("blobs", "shard_records")
                 return found.call(op, body, *args, **options)
 
         return Counted()
@@ -155,7 +155,7 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
     }
     found = others.records(JOB, GROUP, sources)
     assert {part: record.key for part, record in found.items()} == {part: key(1, part) for part in range(len(WRITERS))}
-    assert +asked == Counter({("records", name): 1 for name in WRITERS})
+    assert +asked == Counter({("shard_records", name): 1 for name in WRITERS})
     team, honest = nodes["n1"].team, nodes["n1"].team.fetch_records
 
     def records(node, group, parts):

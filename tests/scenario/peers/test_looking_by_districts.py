@@ -70,7 +70,7 @@ def sees_everything(nodes, asker=ASKER):
     assert sight.unreachable == {}
     assert set(sight.nodes) == set(NAMES)
     for name in NAMES:
-        assert {fact.key: fact.holders for fact in sight.nodes[name].facts} == {
+        assert {fact.key: fact.holders for fact in sight.nodes[name].shards} == {
             fact.key: fact.holders for fact in nodes[name].facts().values()
         }
     return sight
@@ -152,7 +152,7 @@ def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
     peer = nodes[ASKER].team.membership.client_for(lookout)
 
     def ask():
-        found.append(peer.call("look_for", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
+        found.append(peer.call("partition_inventory", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
 
     asking = [threading.Thread(target=ask) for _ in range(30)]
     for thread in asking:
@@ -163,7 +163,7 @@ def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
     for thread in asking:
         thread.join(60)
     assert len(found) == 30
-    assert all(set(answer.nodes) == set(FAR) and answer.silent == {} for answer in found)
+    assert all(set(answer.nodes) == set(FAR) and answer.unreachable == {} for answer in found)
     assert 2 <= len(looks) <= 4, "30 have asked"
 
 
@@ -236,7 +236,7 @@ def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
     def lie(asked, honest):
         answer = honest(asked)
         return PartitionInventory(
-            answer.nodes | dict.fromkeys(["stranger", *others], NOTHING), {"nobody": "made up", **answer.silent}
+            answer.nodes | dict.fromkeys(["stranger", *others], NOTHING), {"nobody": "made up", **answer.unreachable}
         )
 
     answers_with(nodes, FAR[0], lie)
@@ -265,7 +265,7 @@ def ask(nodes, names, lookout=FAR[0]):
     return (
         nodes[ASKER]
         .team.membership.client_for(lookout)
-        .call("look_for", GetPartitionInventory(tuple(names)), PartitionInventory)
+        .call("partition_inventory", GetPartitionInventory(tuple(names)), PartitionInventory)
     )
 
 
@@ -274,19 +274,19 @@ def test_nodes_of_other_districts_and_strangers_are_not_looked_for(nodes):
     looks = [counted(nodes, name) for name in NAMES]
     answer = ask(nodes, [*others, "stranger", "", "../n01"])
     assert answer.nodes == {}
-    assert set(answer.silent) == {*others, "stranger", "", "../n01"}
-    assert set(answer.silent.values()) == {f"{FAR[0]} does not look at it: it is in another district"}
+    assert set(answer.unreachable) == {*others, "stranger", "", "../n01"}
+    assert set(answer.unreachable.values()) == {f"{FAR[0]} does not look at it: it is in another district"}
     assert not any(looks), "nobody was looked at for that"
 
 
 def test_of_those_that_are_named_only_the_districts_own_are_looked_for(nodes):
     answer = ask(nodes, [FAR[1], "stranger", FAR[1], ASKER])
     assert set(answer.nodes) == {FAR[1]}
-    assert set(answer.silent) == {"stranger", ASKER}
+    assert set(answer.unreachable) == {"stranger", ASKER}
 
 
 def test_too_many_names_are_refused(nodes):
-    assert set(ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST)]).silent) != set()
+    assert set(ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST)]).unreachable) != set()
     with pytest.raises(ProtocolError):
         ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST + 1)])
     with pytest.raises(ProtocolError):
@@ -307,6 +307,6 @@ def test_what_does_not_fit_into_one_answer_is_left_to_the_asker(nodes):
     nodes.monkeypatch.setattr(nodes[big].team, "local_inventory", look)
     answer = ask(nodes, FAR)
     assert set(answer.nodes) == set(FAR) - {big}
-    assert "does not fit" in answer.silent[big]
+    assert "does not fit" in answer.unreachable[big]
     sight = sees_everything(nodes)
     assert len(sight.nodes[big].incarnation) > room

@@ -329,7 +329,9 @@ def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_perio
     slow = MembershipSettings(heartbeat_s=3600.0)
     with neighbours("n1", "n2", membership=slow) as nodes:
         without = nodes.plan()
-        alone = msgspec.structs.replace(without, roster=member_list(without.roster.version, [nodes["n1"].node]))
+        alone = msgspec.structs.replace(
+            without, member_list=member_list(without.member_list.version, [nodes["n1"].node])
+        )
         for node in nodes:
             node.join(alone)
         assert nodes["n1"].sees("n1")
@@ -355,9 +357,9 @@ def test_a_node_that_is_being_pinged_when_a_roster_comes_is_met_all_the_same():
         try:
             tending.run_period()
             assert has_come.wait(60)
-            alone = member_list(nodes.plan().roster.version, [nodes["n1"].node])
+            alone = member_list(nodes.plan().member_list.version, [nodes["n1"].node])
             for node in nodes:
-                node.join(msgspec.structs.replace(nodes.plan(), roster=alone))
+                node.join(msgspec.structs.replace(nodes.plan(), member_list=alone))
             nodes.meet()
         finally:
             tending._ping_acked = came

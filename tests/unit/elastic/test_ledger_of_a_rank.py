@@ -142,12 +142,12 @@ def test_what_survivors_give(ledger):
     record.survivors_asked(anything=True)
     with recorded.record_restore() as told:
         told.step = 6
-        told.report = RestoreReport(6, VersionId(6, 1, 0, "x"), {"peer": 8}, mode="live", lost=0)
+        told.report = RestoreReport(6, VersionId(6, 1, 0, "x"), {"peer": 8}, mode="live", steps_redone=0)
     record.step_began(7)
     assert stages(ledger)[2:] == [(0, name) for name in ("groups", "hydrate", "loader", "hydrate", "loader")]
     assert_no_gap(ledger)
     (restored,) = ledger.of(RestoreEvent)
-    assert (restored.mode, restored.lost, restored.bytes_by_tier) == ("live", 0, {"peer": 8})
+    assert (restored.mode, restored.steps_redone, restored.bytes_by_tier) == ("live", 0, {"peer": 8})
 
 
 def test_a_restore_that_fails_took_its_time(ledger):

@@ -36,7 +36,7 @@ HELD = JobMemory([group(3), group(4)], [], used=False)
         (HELD, survey(4, durable=None), "it has no durable tier"),
         (HELD, survey(4, unreachable={Tier.DURABLE: "timed out"}), "the durable tier could not be asked: timed out"),
         (HELD, survey(4, unreachable={Tier.PEER: "n2 is silent"}), ""),
-        (HELD._replace(groups=[group(3), group(7, epoch=2)]), survey(4), "step 7 is not in the durable tier"),
+        (HELD._replace(versions=[group(3), group(7, epoch=2)]), survey(4), "step 7 is not in the durable tier"),
     ],
 )
 def test_only_what_the_durable_tier_has_may_go(held, seen, why):

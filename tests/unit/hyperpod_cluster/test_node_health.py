@@ -235,7 +235,7 @@ def test_the_command_reads_and_sets(cluster):
     assert cluster("n1")[1] == "n1 UnschedulablePendingReboot\n"
     assert cluster("n1", "--set", "Schedulable")[0] == 0
     assert cluster("n3")[0] == ExitCode.NOT_FOUND
-    for wrong in ((), ("n1", "--apply"), ("n1", "--ledger", "x"), ("--set", "Schedulable"), ("n1", "--set", "Well")):
+    for wrong in ((), ("n1", "--apply"), ("n1", "--event-log", "x"), ("--set", "Schedulable"), ("n1", "--set", "Well")):
         assert cluster(*wrong)[0] == ExitCode.USAGE
 
 
@@ -248,13 +248,13 @@ def test_labels_follow_from_a_jobs_ledger(cluster, tmp_path):
                 FaultEvent(now - 900 + 100 * epoch, epoch, node, 0, "error", "CUDA error: uncorrectable ECC error")
             )
         ledger.write(FaultEvent(now - 10, 4, "n9", 0, "process", "it was killed by signal 9 (SIGKILL)"))
-    code, out, _ = cluster("--ledger", tmp_path)
+    code, out, _ = cluster("--event-log", tmp_path)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["NODE", "n2", "pod-1"]
     assert cluster.api.labels["n1"] is None
-    code, out, _ = cluster("--ledger", tmp_path, "--apply", "--called", "pod-1=n1")
+    code, out, _ = cluster("--event-log", tmp_path, "--apply", "--node-name", "pod-1=n1")
     assert code == 0
     assert cluster.api.labels["n1"] == {NODE_HEALTH_LABEL: REPLACE.value}
     assert cluster.api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
-    assert cluster("--ledger", tmp_path, "--called", "pod-1")[0] == ExitCode.USAGE
-    assert cluster("--ledger", tmp_path / "absent")[0] == ExitCode.NOT_FOUND
+    assert cluster("--event-log", tmp_path, "--node-name", "pod-1")[0] == ExitCode.USAGE
+    assert cluster("--event-log", tmp_path / "absent")[0] == ExitCode.NOT_FOUND

@@ -201,6 +201,6 @@ def test_wishes_are_kept_until_they_are_taken_back(monkeypatch, tmp_path):
         assert main(["scale", "3", "--job", "job"]) == 0
         assert main(["fault", "n1", "--job", "job"]) == 0
         assert place.load_overrides() == SimOverrides(3, {"n1": "UnschedulablePendingReplacement"})
-        assert main(["fault", "n1", "--healed", "--job", "job"]) == 0
+        assert main(["fault", "n1", "--healthy", "--job", "job"]) == 0
         assert main(["scale", "max", "--job", "job"]) == 0
         assert place.load_overrides() == SimOverrides()

@@ -127,12 +127,12 @@ def test_rules_are_what_aws_takes_and_what_a_job_here_takes(agents):
 
 
 def test_only_the_first_rank_of_a_node_says_it_and_only_when_asked():
-    assert isinstance(event_log_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "0"}), StdoutEventLog)
-    assert not isinstance(event_log_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "1"}), StdoutEventLog)
+    assert isinstance(event_log_from_environ({"TIEREDCKPT_STDOUT_EVENTS": "1", "LOCAL_RANK": "0"}), StdoutEventLog)
+    assert not isinstance(event_log_from_environ({"TIEREDCKPT_STDOUT_EVENTS": "1", "LOCAL_RANK": "1"}), StdoutEventLog)
     assert not isinstance(event_log_from_environ({"LOCAL_RANK": "0"}), StdoutEventLog)
 
 
 def test_the_switch_is_no_setting_that_is_unknown():
     from tieredckpt.settings import load_settings
 
-    load_settings({"TIEREDCKPT_SAY": "1"})
+    load_settings({"TIEREDCKPT_STDOUT_EVENTS": "1"})

@@ -108,11 +108,11 @@ def test_signals_mean_something_only_where_the_job_says_so(said, means):
 
 def test_what_users_may_change():
     assert stop_patience_s({}) == 120
-    assert stop_patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": "2.5"}) == 2.5
+    assert stop_patience_s({"ELASTIC_HYPERPOD_STOP_TIMEOUT_S": "2.5"}) == 2.5
     for wrong in ("soon", "-1", "nan", "inf"):
         with pytest.raises(PolicyError, match="no number of seconds"):
-            stop_patience_s({"ELASTIC_HYPERPOD_PATIENCE_S": wrong})
+            stop_patience_s({"ELASTIC_HYPERPOD_STOP_TIMEOUT_S": wrong})
     assert resume_from({}) is ResumeFrom.NEWEST
-    assert resume_from({"ELASTIC_HYPERPOD_PROGRESS": "told"}) is ResumeFrom.OPERATOR
+    assert resume_from({"ELASTIC_HYPERPOD_RESUME_FROM": "operator"}) is ResumeFrom.OPERATOR
     with pytest.raises(PolicyError, match="newest or told"):
-        resume_from({"ELASTIC_HYPERPOD_PROGRESS": "mine"})
+        resume_from({"ELASTIC_HYPERPOD_RESUME_FROM": "mine"})

@@ -119,7 +119,7 @@ def test_a_job_that_is_not_elastic_has_the_recipes_size():
     assert container["command"][0] == "hyperpodrun"
     assert "--inprocess-restart" in container["command"]
     environ = {one["name"]: one["value"] for one in container["env"] if "value" in one}
-    assert environ["ELASTIC_PREPARED_DIR"] == "/dev/shm/pdl_cache"
+    assert environ["ELASTIC_BATCH_CACHE_DIRECTORY"] == "/dev/shm/pdl_cache"
     assert (
         load_settings({name: value for name, value in environ.items() if name.startswith("TIEREDCKPT_")}).durable.every
         == 20

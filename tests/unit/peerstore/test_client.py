@@ -75,7 +75,7 @@ def test_calls_one_after_the_other_share_a_connection(agent):
 
 def test_an_agent_of_another_protocol_is_named(agent):
     agent.greeting = AgentHello(AGENT_PROTOCOL_VERSION + 1, "", "9.9")
-    with pytest.raises(ProtocolError, match=r"speaks protocol 3 \(version 9\.9\), this client 2: use the same release"):
+    with pytest.raises(ProtocolError, match=r"speaks protocol 4 \(version 9\.9\), this client 3: use the same release"):
         Client(agent.connect, retry_s=0)
     assert message_codec.receive_frame(agent.ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
     assert agent.ends[0].recv(1) == b"", "the refused connection was left open"

@@ -32,9 +32,9 @@ groups = st.builds(group, st.integers(0, 3), st.integers(1, 2))
 parts = st.integers(0, PARTS - 1)
 decided = st.builds(
     CommitDecision,
-    whole=st.none() | groups,
-    settled=st.none() | groups,
-    torn=st.lists(groups, max_size=3, unique=True).map(tuple),
+    committed=st.none() | groups,
+    replicated=st.none() | groups,
+    aborted=st.lists(groups, max_size=3, unique=True).map(tuple),
 )
 
 
@@ -205,10 +205,11 @@ def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
 def test_what_is_told_late_is_all_that_was_decided(one, later):
     both = one | later
     assert both == later | one
-    assert {*both.torn} == {*one.torn, *later.torn}
-    assert both.whole in (one.whole, later.whole)
+    assert {*both.aborted} == {*one.aborted, *later.aborted}
+    assert both.committed in (one.committed, later.committed)
     assert all(
-        said is None or (both.settled is not None and said <= both.settled) for said in (one.settled, later.settled)
+        said is None or (both.replicated is not None and said <= both.replicated)
+        for said in (one.replicated, later.replicated)
     )
 
 
@@ -241,18 +242,18 @@ def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story
         done = tally.newly_complete(me="a", living=NODES, life=lambda _: 1)
         told.append((torn, done))
         complete, there = len(safe) == PARTS, len(sealed | safe) == PARTS
-        assert not (done.settled and not complete)
-        assert not (done.whole and not there)
-        if done.settled:
+        assert not (done.replicated and not complete)
+        assert not (done.committed and not there)
+        if done.replicated:
             break
-    wholes = [done.whole for _, done in told if done.whole]
+    wholes = [done.committed for _, done in told if done.committed]
     torns = [torn for torn, _ in told if torn]
     if out:
         assert wholes == []
         assert torns == [(of,)]
     else:
         assert torns == []
-        assert [done.settled for _, done in told if done.settled] == [of]
+        assert [done.replicated for _, done in told if done.replicated] == [of]
         assert wholes[0] == of
 
 
@@ -263,8 +264,8 @@ def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(livin
         reports.add(PartsReport(group(1), PARTS, (part,), node, 1))
     reports.add(PartsReport(group(2), 0, (), "b", 1, (), (0,)))
     found = reports.decide(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
-    assert found.torn == (group(2),)
-    assert (found.settled == group(1)) == (quorum and {"a", *living} == {*NODES})
+    assert found.aborted == (group(2),)
+    assert (found.replicated == group(1)) == (quorum and {"a", *living} == {*NODES})
 
 
 def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():

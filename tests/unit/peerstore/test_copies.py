@@ -45,14 +45,14 @@ def test_a_damaged_part_of_the_settled_version_gets_its_slot_back():
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.replicas.apply_decision("job", CommitDecision(settled=records[1].key.version_id))
+        store.replicas.apply_decision("job", CommitDecision(replicated=records[1].key.version_id))
         store.report_damage(records[1].key, "a flipped bit")
         seal_own(store, 3)  # takes the slot that came free
         with pytest.raises(ArenaBusyError):
             seal_own(store, 4)
         take_in(store, records[1])
         assert {fact.key.version for fact in store.list_shards("job")} == {1, 2, 3}
-        store.replicas.apply_decision("job", CommitDecision(settled=records[2].key.version_id))
+        store.replicas.apply_decision("job", CommitDecision(replicated=records[2].key.version_id))
         seal_own(store, 4)
 
 
@@ -60,7 +60,7 @@ def test_what_was_mended_is_not_damaged_any_more():
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.replicas.apply_decision("job", CommitDecision(settled=records[2].key.version_id))
+        store.replicas.apply_decision("job", CommitDecision(replicated=records[2].key.version_id))
         store.report_damage(records[2].key, "a flipped bit")
         take_in(store, records[2])
         seal_own(store, 3)
@@ -74,7 +74,7 @@ def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
             store.mark_committed("job", one.key.version_id)
-        store.replicas.apply_decision("job", CommitDecision(settled=records[0].key.version_id))
+        store.replicas.apply_decision("job", CommitDecision(replicated=records[0].key.version_id))
         store.replicas.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
         seal_own(store, 2, epoch=2, incarnation="b")
@@ -87,7 +87,7 @@ def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_f
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
             store.mark_committed("job", one.key.version_id)
-        store.replicas.apply_decision("job", CommitDecision(settled=records[0].key.version_id))
+        store.replicas.apply_decision("job", CommitDecision(replicated=records[0].key.version_id))
         store.replicas.resume_from("job", records[2].key.version_id)
         seal_own(store, 3, epoch=2, incarnation="b")
         assert {fact.key.version for fact in store.list_shards("job")} == {0, 2, 3}
@@ -97,11 +97,11 @@ def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_w
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1)]
-        store.replicas.apply_decision("job", CommitDecision(settled=records[1].key.version_id))
+        store.replicas.apply_decision("job", CommitDecision(replicated=records[1].key.version_id))
         store.replicas.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
         store.replicas.apply_decision(
-            "job", CommitDecision(settled=records[1].key.version_id)
+            "job", CommitDecision(replicated=records[1].key.version_id)
         )  # by a ping from a node that was away
         assert store.replicas.newest_replicated("job") == records[0].key.version_id
         assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, records[0].key.version_id)
@@ -158,7 +158,7 @@ def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_writ
         store.replicas.set_replication_guard("job", guarded=True, permit=permit)
         store.replicas.resume_from("job", versions[0])
         assert store.replicas.resume_point("job") is None
-        store.replicas.apply_decision("job", CommitDecision(settled=versions[1]))  # by a ping from the other side
+        store.replicas.apply_decision("job", CommitDecision(replicated=versions[1]))  # by a ping from the other side
         assert store.replicas.newest_replicated("job") == versions[1]
         with pytest.raises(NoQuorumError):
             store.claim("job", "b")

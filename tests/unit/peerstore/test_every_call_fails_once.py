@@ -110,8 +110,8 @@ class Agent:
             assert self.asked(lambda of=of: self.client.verify(of)) == ()
             assert self.load(of) == content(key(1) if of == COPIED else of, SIZE)
         status = self.asked(self.client.status)
-        assert status.damages == ()
-        assert status.aside == ()
+        assert status.damage_reports == ()
+        assert status.unrecognized == ()
         assert self.unheard or status.arena.pins == 0
 
     def close(self):

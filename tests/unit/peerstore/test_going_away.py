@@ -148,7 +148,7 @@ def test_what_was_given_back_unasked_stays_noted_with_its_time_and_its_cause(clo
         clock.now += TTL + 1
         store.sweep()
         found = store.expired_job("job")
-        assert (found.job, found.newest) == ("job", key(2).version_id)
+        assert (found.job, found.newest_committed) == ("job", key(2).version_id)
         assert before <= found.at_ns <= time.time_ns()
         assert "no process had used it for 0.2 hours" in found.reason
         assert store.expired_job("torn") is None, "of which nothing was ever whole"
@@ -201,7 +201,7 @@ def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room
     assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, True, True]
     assert told == ["old0"]
     said = patient.expired_job("old0")
-    assert said.newest == key().version_id
+    assert said.newest_committed == key().version_id
     assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
     held = patient.lease(key(3), 16 * MIB, 1)  # its own older version goes first
     assert patient.list_shards("old1")

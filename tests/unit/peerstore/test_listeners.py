@@ -78,7 +78,7 @@ def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
     store.subscribe(diary)
     store.report_damage(key(1), "so they say")
     assert diary.lines == []
-    assert store.status().damages == ()
+    assert store.status().damage_reports == ()
 
 
 class NoRoom(StoreListener):

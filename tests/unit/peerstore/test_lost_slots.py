@@ -55,7 +55,7 @@ def test_under_the_newest_version(store, harm):
     with pytest.raises(ShardNotFoundError):
         store.pin(key(2))
     assert [fact.key for fact in store.list_shards("job")] == [key(1)], "offered to nobody"
-    assert any("job/2" in damage.what for damage in store.status().damages)
+    assert any("job/2" in damage.what for damage in store.status().damage_reports)
     assert load(store, key(1)) == content(key(1), MIB)
     go_on(store, range(3, 8))
 

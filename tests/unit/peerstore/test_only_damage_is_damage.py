@@ -44,8 +44,8 @@ def store(directory):
 def is_whole(store):
     assert store.verify(KEY) == ()
     assert load(store, KEY) == content(KEY, 5 * MIB // 2)
-    assert store.status().damages == ()
-    assert store.status().jobs[0].newest_whole == 1
+    assert store.status().damage_reports == ()
+    assert store.status().jobs[0].newest_committed == 1
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_kept(store, directory, call, code):
             store.verify(KEY)
         assert failed
     is_whole(store)
-    assert store.status().counters["unreadable"] == 1
+    assert store.status().counters["unreadable_reads"] == 1
 
 
 def test_a_machine_without_memory_for_a_buffer_loses_nothing(store, monkeypatch):
@@ -95,7 +95,7 @@ def test_what_is_damaged_is_dropped(store, harm, bad):
     assert store.verify(KEY) == bad
     with pytest.raises(ShardNotFoundError):
         store.pin(KEY)
-    assert [damage.what for damage in store.status().damages] == [str(KEY)]
+    assert [damage.what for damage in store.status().damage_reports] == [str(KEY)]
 
 
 @pytest.mark.parametrize("harm", [lambda path: os.truncate(path, MIB), os.unlink], ids=["short", "gone"])
@@ -105,7 +105,7 @@ def test_a_reader_hears_of_damage_once_and_of_nothing_from_then_on(store, harm):
         store.pin(KEY)
     with pytest.raises(ShardNotFoundError):
         store.pin(KEY)
-    assert [damage.what for damage in store.status().damages] == [str(KEY)]
+    assert [damage.what for damage in store.status().damage_reports] == [str(KEY)]
 
 
 @pytest.mark.parametrize("size_bytes", [5 * MIB // 2, 8 * MIB], ids=["nothing behind it", "more behind it"])
@@ -119,7 +119,7 @@ def test_what_a_reader_cannot_open_is_kept(store, directory, code):
     with failing("open", code, below=str(directory / "slots")), pytest.raises(ShardUnreadableError):
         store.pin(KEY)
     is_whole(store)
-    assert store.status().counters["unreadable"] == 1
+    assert store.status().counters["unreadable_reads"] == 1
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -136,7 +136,7 @@ def test_a_seal_that_cannot_read_is_tried_again(store, directory, call):
 
 
 def adopting(store):
-    return store.status().adopting
+    return store.status().verifying
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
@@ -179,7 +179,7 @@ def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
         for version in (2, 3, 4):
             save(store, key(version), MIB)
             store.mark_committed("job", key(version).version_id)
-        assert store.status().damages == ()
+        assert store.status().damage_reports == ()
 
 
 # -- for other nodes ----------------------------------------------------------------------------------------------

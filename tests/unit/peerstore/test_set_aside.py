@@ -61,16 +61,16 @@ def test_what_a_newer_version_left_is_kept_and_the_older_step_restores(rolled_ba
         assert [fact.key for fact in store.list_shards()] == [OLD]
         assert load(store, OLD) == content(OLD, MIB)
         status = store.status()
-        (claim, slot) = sorted(status.aside, key=lambda one: one.size_bytes)
-        assert (claim.name, slot.size_bytes) == ("claim.job", MIB)
+        (claim, slot) = sorted(status.unrecognized, key=lambda one: one.size_bytes)
+        assert (claim.name, slot.size_bytes) == ("job.job", MIB)
         assert "format 2" in slot.reason
-        assert status.arena.aside_bytes == MIB
-        assert status.damages == ()
+        assert status.arena.unrecognized_bytes == MIB
+        assert status.damage_reports == ()
         save(store, key(3))
     with newer_release(monkeypatch), opened(rolled_back) as store:
         assert sorted(fact.key.version for fact in store.list_shards()) == [1, 2, 3]
         assert load(store, NEW) == content(NEW, MIB)
-        assert store.status().aside == ()
+        assert store.status().unrecognized == ()
 
 
 def test_writers_of_the_past_stay_refused(directory, monkeypatch):
@@ -87,10 +87,10 @@ def test_it_takes_its_part_of_the_budget_and_can_be_dropped_by_hand(rolled_back)
         assert [fact.key for fact in store.list_shards()] == [OLD]
         with pytest.raises(ArenaFullError, match="1048576 bytes more are in slots that another version"):
             save(store, key(3))
-        name = next(one.name for one in store.status().aside if one.size_bytes)
+        name = next(one.name for one in store.status().unrecognized if one.size_bytes)
         assert store.drop_unrecognized(["slot.other"]) == 0
         assert store.drop_unrecognized([name]) == MIB
-        assert store.status().arena.aside_bytes == 0
+        assert store.status().arena.unrecognized_bytes == 0
         assert not [path for path in rolled_back.rglob("*") if path.name.endswith(name)]
         save(store, key(3))
 
@@ -117,7 +117,7 @@ def test_what_is_intact_and_not_understood_is_kept(directory, kind, harm):
         assert [fact.key for fact in store.list_shards()] == [OLD]
         with pytest.raises(ShardNotFoundError):
             store.pin(NEW)
-        (aside,) = store.status().aside
+        (aside,) = store.status().unrecognized
         assert aside.size_bytes == MIB
         assert place.exists()
         assert (directory / "slots" / aside.name).exists()
@@ -129,12 +129,12 @@ def test_a_note_that_cannot_be_read_is_not_one_that_is_wrong(directory):
     (place,) = (directory / "notes").glob("seal.*")
     with failing("open", errno.EIO, below=str(place)), opened(directory) as store:
         assert store.list_shards() == []
-        assert [one.size_bytes for one in store.status().aside] == [MIB]
+        assert [one.size_bytes for one in store.status().unrecognized] == [MIB]
     with opened(directory) as store:
         assert load(store, OLD) == content(OLD, MIB)
 
 
-@pytest.mark.parametrize("which", ["seal.*", "claim.*"])
+@pytest.mark.parametrize("which", ["seal.*", "job.*"])
 def test_an_agent_that_is_short_of_descriptors_does_not_start_without_its_shards(directory, which):
     with opened(directory) as store:
         save(store, OLD)

@@ -153,7 +153,7 @@ class StoreLife(RuleBasedStateMachine):
             assert self.store.verify(of) == (0,)
         else:
             self.kill_the_agent()
-        assert any(str(of) == damage.what for damage in self.store.status().damages)
+        assert any(str(of) == damage.what for damage in self.store.status().damage_reports)
         self.damaged.add(of.version_id)
         self.lose({of})
 
@@ -220,7 +220,7 @@ class StoreLife(RuleBasedStateMachine):
         if self.store is not None:
             jobs = self.store.status().jobs
             newest = max(self.whole(), default=None)
-            assert [job.newest_whole for job in jobs if job.newest_whole is not None] == (
+            assert [job.newest_committed for job in jobs if job.newest_committed is not None] == (
                 [newest.version] if newest else []
             )
 

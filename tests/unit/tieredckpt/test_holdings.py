@@ -67,14 +67,14 @@ def test_where_copies_are_missing_is_named_the_worst_first():
         UnderReplicatedParts((5,), ("n2",)),
     )
     assert only(seen).state == "torn"
-    one_node = view(node("n0", "", {7: [0]}, parts=1), roster=0)
+    one_node = view(node("n0", "", {7: [0]}, parts=1), member_list_version=0)
     assert only(one_node).under_replicated == (), "a job on one node lacks nothing"
 
 
 def test_what_is_older_than_the_settled_step_needs_no_copies():
     seen = view(
-        node("n0", "", {6: [0], 7: [0], 8: [0]}, parts=1, settled=group(7)),
-        node("n1", "", {7: [~0]}, parts=1, settled=group(6)),
+        node("n0", "", {6: [0], 7: [0], 8: [0]}, parts=1, newest_replicated=group(7)),
+        node("n1", "", {7: [~0]}, parts=1, newest_replicated=group(6)),
     )
     six, seven, eight = redundancy_by_step(seen, survey())
     assert [one.is_replicated for one in (six, seven, eight)] == [True, True, False]
@@ -83,7 +83,7 @@ def test_what_is_older_than_the_settled_step_needs_no_copies():
 
 
 def test_a_silent_node_adds_nothing_and_is_named():
-    seen = view(node("n0", "", {7: [0]}), node("n1", silent="timed out"), node("n2", verifying=3))
+    seen = view(node("n0", "", {7: [0]}), node("n1", unreachable="timed out"), node("n2", verifying=3))
     assert held_steps(seen)[group(7)].nodes == {0: ("n0",)}
     assert set(unknown_nodes(seen)) == {"n1", "n2"}
     assert unknown_nodes(seen)["n1"] == "timed out"
@@ -118,13 +118,13 @@ def test_a_step_with_an_open_number_of_parts():
 
 def test_steps_that_are_only_durable_are_there_too():
     three, seven = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), survey(durable=[3]))
-    assert (three.group.version, three.parts_in_memory, three.describe(), three.state) == (3, 0, "none", "whole")
+    assert (three.version_id.version, three.parts_in_memory, three.describe(), three.state) == (3, 0, "none", "whole")
     assert seven.parts_in_memory == 2
 
 
 def test_attempts_at_one_step_are_apart():
     again = VersionId(2, 7, 0, "b")
-    assert [one.group for one in redundancy_by_step(view(node("n0", "", {again: [0], 7: [0, 1]})), survey())] == [
+    assert [one.version_id for one in redundancy_by_step(view(node("n0", "", {again: [0], 7: [0, 1]})), survey())] == [
         group(7),
         again,
     ]
@@ -139,11 +139,11 @@ def test_what_is_durable_by_now_is_not_pending():
     drains = [
         DrainStatus(group(step), state) for step, state in ((5, "done"), (6, "waiting"), (7, "failed"), (8, "skipped"))
     ]
-    assert [one.group.version for one in pending_drains(drains, survey())] == [6, 7]
-    assert [one.group.version for one in pending_drains(drains, survey(durable=[6]))] == [7]
+    assert [one.version_id.version for one in pending_drains(drains, survey())] == [6, 7]
+    assert [one.version_id.version for one in pending_drains(drains, survey(durable=[6]))] == [7]
 
 
 def test_whole_steps_are_those_a_load_could_use():
     whole = StepStatus(group(6), 1, {0: (Tier.PEER,)})
-    bad = msgspec.structs.replace(whole, group=group(9), quarantined="NaN")
+    bad = msgspec.structs.replace(whole, version_id=group(9), quarantined="NaN")
     assert loadable_steps(survey(whole, bad, StepStatus(group(8), 2, {0: (Tier.MEMORY,)}), durable=[3])) == [3, 6]

@@ -71,7 +71,7 @@ def test_a_node_that_is_in_this_very_world_is_not_waited_for(store, slept):
     agent_discovery.join_peer_agents(session, restoring=True)
     assert slept == []
     (plan,) = session.joined
-    assert [node.id for node in plan.roster.nodes] == ["n0", "n1"]
+    assert [node.id for node in plan.member_list.nodes] == ["n0", "n1"]
 
 
 def test_one_that_is_away_is_waited_for_until_it_answers(store, slept):

@@ -14,7 +14,7 @@ def step(number, epoch=1, parts=2, found=(0, 1), where=MEMORY, base=None, covere
 
 def chosen(candidates, **kwargs):
     found = resolve_step(candidates, **kwargs).chosen
-    return None if found is None else (found.group.version, found.group.epoch)
+    return None if found is None else (found.version_id.version, found.version_id.epoch)
 
 
 def lost(number, parts=2, found=(0,)):
@@ -42,49 +42,49 @@ def test_damaged_is_not_absent(candidates, quarantined, is_damaged):
 def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
     torn = Candidate(VersionId(1, 7, 0, "a"), 12, {3: MEMORY}, saved_ns=10**18)
     never = resolve_step([torn, step(6, found=(1,))])
-    assert (never.lost, never.verdicts[torn.group]) == ((), StepVerdict.TORN)
-    known = resolve_step([torn, step(6, found=(1,))], once_whole=torn.group)
-    assert known.lost == (torn.group,)
+    assert (never.lost, never.verdicts[torn.version_id]) == ((), StepVerdict.TORN)
+    known = resolve_step([torn, step(6, found=(1,))], once_whole=torn.version_id)
+    assert known.lost == (torn.version_id,)
     assert "step 7 (epoch 1): was whole once, saved 2001-09-09 01:46:40Z, nobody has parts" in known.explain()
     assert "parts 0, 1, 2, 4, 5, 6, 7, 8 and 3 more of 12; step 6" in known.explain()
-    gone = resolve_step([], once_whole=torn.group)
+    gone = resolve_step([], once_whole=torn.version_id)
     assert "step 7 (epoch 1): was whole once, nobody has any part" in gone.explain()
-    assert resolve_step([], step=3, once_whole=torn.group).lost == ()
-    older = resolve_step([torn, step(6)], once_whole=torn.group)
+    assert resolve_step([], step=3, once_whole=torn.version_id).lost == ()
+    older = resolve_step([torn, step(6)], once_whole=torn.version_id)
     assert older.chosen is not None
-    assert older.lost == (torn.group,)
+    assert older.lost == (torn.version_id,)
 
 
 def test_what_a_tier_that_could_not_be_asked_may_complete_is_neither_torn_nor_lost():
     cut = step(7, found=(0,))
-    found = resolve_step([cut], once_whole=cut.group, unreachable={Tier.PEER: "n2 does not answer"})
-    assert (found.chosen, found.lost, found.torn, found.verdicts[cut.group]) == (None, (), (), StepVerdict.UNKNOWN)
+    found = resolve_step([cut], once_whole=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
+    assert (found.chosen, found.lost, found.torn, found.verdicts[cut.version_id]) == (None, (), (), StepVerdict.UNKNOWN)
     assert "step 7 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2" in found.explain()
-    assert resolve_step([], once_whole=cut.group, unreachable=[Tier.PEER]).lost == ()
-    given_up = resolve_step([cut], torn=[cut.group], unreachable=[Tier.PEER])
-    assert given_up.verdicts[cut.group] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
+    assert resolve_step([], once_whole=cut.version_id, unreachable=[Tier.PEER]).lost == ()
+    given_up = resolve_step([cut], torn=[cut.version_id], unreachable=[Tier.PEER])
+    assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
 
 
 def test_torn_is_what_was_begun_after_all_that_was_ever_whole():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
-    assert resolve_step([cut, newer]).torn == (cut.group, newer.group)
-    assert resolve_step([cut, newer], once_whole=cut.group).torn == (newer.group,)
-    assert resolve_step([cut, newer], once_whole=newer.group).torn == ()
-    assert resolve_step([cut, newer], step=7).torn == (cut.group,)
-    assert resolve_step([cut, newer], step=7, once_whole=newer.group).torn == (), (
+    assert resolve_step([cut, newer]).torn == (cut.version_id, newer.version_id)
+    assert resolve_step([cut, newer], once_whole=cut.version_id).torn == (newer.version_id,)
+    assert resolve_step([cut, newer], once_whole=newer.version_id).torn == ()
+    assert resolve_step([cut, newer], step=7).torn == (cut.version_id,)
+    assert resolve_step([cut, newer], step=7, once_whole=newer.version_id).torn == (), (
         "it may have been given up for that one"
     )
-    assert resolve_step([step(6), cut]).torn == (cut.group,)
+    assert resolve_step([step(6), cut]).torn == (cut.version_id,)
     assert resolve_step([step(8), cut]).torn == ()
-    assert resolve_step([], torn=[cut.group]).torn == (cut.group,)
-    assert resolve_step([], step=3, torn=[cut.group]).torn == ()
-    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve_step([], torn=[cut.group]).explain()
+    assert resolve_step([], torn=[cut.version_id]).torn == (cut.version_id,)
+    assert resolve_step([], step=3, torn=[cut.version_id]).torn == ()
+    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve_step([], torn=[cut.version_id]).explain()
 
 
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
     found = resolve_step([step(2), lost(3)])
     assert found.chosen is not None
-    assert found.chosen.group.version == 2
+    assert found.chosen.version_id.version == 2
     assert "step 3 (epoch 1): damaged" in found.explain()
 
 
@@ -168,7 +168,7 @@ def test_every_candidate_gets_a_verdict():
 
 def test_what_is_passed_over_is_the_last_to_fall_back_to():
     found = resolve_step([step(1), step(3), step(2)], reluctant=[VersionId(1, 3, 0, "a")])
-    assert [c.group.version for c in found.alternatives] == [1, 3]
+    assert [c.version_id.version for c in found.alternatives] == [1, 3]
     assert found.verdicts[VersionId(1, 3, 0, "a")] is StepVerdict.AVOIDED
     assert not found.lost
 
@@ -182,7 +182,7 @@ def test_ranks_take_a_step_that_none_is_reluctant_to_load_where_there_is_one():
 
 def test_alternatives_come_best_first():
     found = resolve_step([step(1), step(3), step(2)])
-    assert [c.group.version for c in found.alternatives] == [2, 1]
+    assert [c.version_id.version for c in found.alternatives] == [2, 1]
 
 
 candidates = st.lists(
@@ -195,20 +195,20 @@ candidates = st.lists(
         st.none() | st.integers(-1, 6),
     ),
     max_size=8,
-    unique_by=lambda c: c.group,
+    unique_by=lambda c: c.version_id,
 )
 
 
 @given(candidates)
 def test_only_whole_steps_are_chosen_and_none_is_lost_without_a_reason(found):
     result = resolve_step(found)
-    assert set(result.verdicts) == {c.group for c in found}
+    assert set(result.verdicts) == {c.version_id for c in found}
     if result.chosen is None:
         assert not any(c.is_complete for c in found)
     else:
         assert result.chosen.is_complete
-        better = [c for c in found if c.is_complete and c.group.version > result.chosen.group.version]
-        assert all(result.verdicts[c.group] is StepVerdict.SUPERSEDED for c in better)
+        better = [c for c in found if c.is_complete and c.version_id.version > result.chosen.version_id.version]
+        assert all(result.verdicts[c.version_id] is StepVerdict.SUPERSEDED for c in better)
 
 
 @given(candidates)
@@ -303,16 +303,16 @@ def test_an_explanation_names_every_candidate_newest_first():
 def one_by_one(candidates, quarantined):
     """What the job has left, by comparing each with each."""
     return {
-        one.group
+        one.version_id
         for one in candidates
         if one.is_complete
-        and one.group not in quarantined
+        and one.version_id not in quarantined
         and any(
             later.is_complete
-            and later.group not in quarantined
+            and later.version_id not in quarantined
             and later.base_step is not None
-            and later.group.epoch > one.group.epoch
-            and later.base_step < one.group.version
+            and later.version_id.epoch > one.version_id.epoch
+            and later.base_step < one.version_id.version
             for later in candidates
         )
     }
@@ -330,12 +330,12 @@ def one_by_one(candidates, quarantined):
             st.none() | st.integers(-1, 9),
         ),
         max_size=12,
-        unique_by=lambda one: one.group,
+        unique_by=lambda one: one.version_id,
     ),
     st.data(),
 )
 def test_the_past_that_was_left_is_what_comparing_each_with_each_says(candidates, data):
-    groups = [one.group for one in candidates]
+    groups = [one.version_id for one in candidates]
     quarantined = data.draw(st.sets(st.sampled_from(groups), max_size=3)) if groups else set()
     verdicts = resolve_step(candidates, quarantined=quarantined).verdicts
     left = {group for group, verdict in verdicts.items() if verdict is StepVerdict.SUPERSEDED}

@@ -74,7 +74,7 @@ def test_what_a_restore_would_choose_is_never_deleted(whole, keep_last, keep_eve
 
     def choice(groups):
         found = resolve_step([Candidate(g, 0, {}, whole[g]) for g in groups], quarantined=quarantined)
-        return found.chosen.group if found.chosen else None
+        return found.chosen.version_id if found.chosen else None
 
     left = [g for g in whole if g not in deleted]
     assert choice(left) == choice(whole)

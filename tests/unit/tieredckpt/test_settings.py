@@ -104,13 +104,18 @@ def test_switched_off_without_a_place_is_a_contradiction():
 
 
 def test_copies_and_parity_exclude_each_other():
-    assert load_settings({"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_GROUP": "7"}).peer.group == 7
+    assert (
+        load_settings(
+            {"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "7"}
+        ).peer.parity_group_size
+        == 7
+    )
     with pytest.raises(SettingsError, match=r"peer\.copies: .*peer\.mode"):
         load_settings({"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_COPIES": "3"})
     with pytest.raises(SettingsError, match=r"peer\.mode: "):
         load_settings({"TIEREDCKPT_PEER_MODE": "raid"})
     with pytest.raises(SettingsError, match=r"peer\.group: 0 is below 1"):
-        load_settings({"TIEREDCKPT_PEER_GROUP": "0"})
+        load_settings({"TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "0"})
 
 
 def test_everything_wrong_is_told_at_once():

@@ -59,7 +59,7 @@ def test_mirror_pairs(lost, step, gone):
     outcome, _ = foresee(PAIRS)(*lost)
     assert outcome.step == step
     assert outcome.step_before_loss == 7
-    assert [(one.group.version, one.parts, one.nodes) for one in outcome.lost_steps] == gone
+    assert [(one.version_id.version, one.parts, one.nodes) for one in outcome.lost_steps] == gone
     assert outcome.outlook is (ResumeOutlook.NOTHING if step is None else ResumeOutlook.RESUMES)
     assert not outcome.unknown
 
@@ -82,7 +82,7 @@ def test_the_durable_tier_is_fallen_back_to():
     assert outcome.step == 5
     assert reads == (ReadSource((), ()),)
     assert (outcome.from_memory, outcome.from_durable) == (False, True)
-    assert [one.group.version for one in outcome.lost_steps] == [7, 6]
+    assert [one.version_id.version for one in outcome.lost_steps] == [7, 6]
 
 
 def test_a_durable_step_is_read_from_both():
@@ -98,7 +98,7 @@ def test_a_plain_checkpoint_that_is_newer_is_used():
     outcome, reads = lose("node:n0", "node:n8")
     assert (outcome.step, outcome.plain_step) == (6, 6)
     assert reads == (ReadSource((), ()),)
-    assert [one.group.version for one in outcome.lost_steps] == [7]
+    assert [one.version_id.version for one in outcome.lost_steps] == [7]
     assert lose("node:n0")[0].plain_step is None
 
 
@@ -140,7 +140,7 @@ def test_a_past_that_was_left_does_not_come_back():
         node("n1", "", {left: [~0], later: [~0]}, parts=1, bases={1: -1, 2: 7}),
     )
     outcome, _ = foresee(seen)("node:n0")
-    assert outcome.resolution.chosen.group == later
+    assert outcome.resolution.chosen.version_id == later
     assert outcome.resolution.verdicts[left] is StepVerdict.SUPERSEDED
 
 
@@ -148,7 +148,7 @@ def test_a_past_that_was_left_does_not_come_back():
 
 QUIET = view(
     node("n0", "rack=r0", {6: [0, 1], 7: [0]}),
-    node("n1", "rack=r1", standing="suspect", silent="no answer within 10 s"),
+    node("n1", "rack=r1", state="suspect", unreachable="no answer within 10 s"),
 )
 """Nobody knows what n1 holds."""
 
@@ -214,7 +214,7 @@ def test_who_is_suspected_makes_no_quorum():
 
 
 def test_a_job_on_one_node_has_none():
-    assert foresee(view(node("n0", "", {7: [0]}, parts=1), roster=0))("node:n0")[0].quorum is None
+    assert foresee(view(node("n0", "", {7: [0]}, parts=1), member_list_version=0))("node:n0")[0].quorum is None
 
 
 def test_what_a_quorum_means_is_said():

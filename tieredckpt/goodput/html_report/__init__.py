@@ -70,6 +70,6 @@ def _runs(one: Analysis) -> Markup:
 
 
 def _complaints(one: Analysis) -> Markup | None:
-    if not one.complaints:
+    if not one.warnings:
         return None
-    return report_section("ledger", "The ledger", element("ul", [element("li", each) for each in one.complaints]))
+    return report_section("event-log", "The event log", element("ul", [element("li", each) for each in one.warnings]))

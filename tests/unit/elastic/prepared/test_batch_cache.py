@@ -331,7 +331,7 @@ def test_of_many_threads_one_prepares(opened):
     assert len(found) == 6
     for batch in found:
         assert_same(Prepare()(3), batch)
-    assert not list(caches[0].directory.glob("*.making"))
+    assert not list(caches[0].directory.glob("*.partial"))
 
 
 def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):

@@ -12,7 +12,7 @@ from peerstore.errors import RequestError
 
 def test_what_is_said_goes_before_the_environment(monkeypatch):
     monkeypatch.setenv("ELASTIC_ROOTLESS", "1")
-    assert [_store(said) for said in ("", "one", "rootless", "head:29500")] == [
+    assert [_store(said) for said in ("", "single", "rootless", "head:29500")] == [
         "rootless",
         "",
         "rootless",

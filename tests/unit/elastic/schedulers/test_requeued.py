@@ -12,7 +12,8 @@ from elastic.launcher import SupervisorSpec
 def task(node, *, leads=False):
     return SupervisorSpec(
         job="job", secret_file="", node=node, coordinator="n1:1", command=(), directory="", logs="", nproc=1, spares=0,
-        host="", grace_s=1.0, has_local_coordinator=leads, coordinator_node="" if leads else "n1", scheduled_job="12",
+        host="", sigterm_grace_s=1.0,
+        has_local_coordinator=leads, coordinator_node="" if leads else "n1", scheduled_job="12",
     )  # fmt: skip
 
 

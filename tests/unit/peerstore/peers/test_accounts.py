@@ -83,9 +83,11 @@ def test_a_partner_that_stays_busy_is_passed_over_so_that_the_version_is_settled
     book = accounts()
     duty = book.next_task(look())
     book.task_failed(duty, ArenaBusyError(""), 0.0)
-    assert [(note.parts, note.sealed) for note in book.pending_reports(look(MAX_BUSY_S))[1]] == [((), (0,))]
+    assert [(note.replicated_parts, note.sealed_parts) for note in book.pending_reports(look(MAX_BUSY_S))[1]] == [
+        ((), (0,))
+    ]
     book.task_failed(duty, ArenaBusyError(""), MAX_BUSY_S)
-    assert [note.parts for note in book.pending_reports(look(MAX_BUSY_S + 0.1))[1]] == [(0,)]
+    assert [note.replicated_parts for note in book.pending_reports(look(MAX_BUSY_S + 0.1))[1]] == [(0,)]
     three = {"living": ("n1", "n2", "n3")}
     assert book.next_task(look(MAX_BUSY_S + 0.1, **three)) == ReplicationTask(KEY, "n3", ("n1", "n3"))
     assert book.next_task(look(MAX_BUSY_S + REFUSED_RETRY_S + 0.1)) == duty

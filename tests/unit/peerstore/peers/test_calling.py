@@ -31,16 +31,16 @@ def test_a_call_that_has_a_second_gives_connecting_no_more():
     drops = Drops()
     peer = PeerClient(drops, "n1:1", PeerCredentials("job", NodeId("me"), b"s" * 32))
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, NodeInventory, within_s=1.0)
+        peer.call("node_inventory", None, NodeInventory, within_s=1.0)
     assert 0.0 < drops.waited[0] <= 1.0
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, NodeInventory)
+        peer.call("node_inventory", None, NodeInventory)
     assert drops.waited[1] == 5.0
     with pytest.raises(PeerUnreachableError, match="in time"):
-        peer.call("look", None, NodeInventory, within_s=0.0)
+        peer.call("node_inventory", None, NodeInventory, within_s=0.0)
     assert len(drops.waited) == 2
     with deadlines.timeout_scope(0.5), pytest.raises(PeerUnreachableError):
-        peer.call("look", None, NodeInventory)
+        peer.call("node_inventory", None, NodeInventory)
     assert 0.0 < drops.waited[2] <= 0.5
 
 
@@ -79,12 +79,12 @@ def test_a_call_that_has_a_second_gives_the_greeting_no_more():
     silent = Silent()
     peer = PeerClient(silent, "n1:1", PeerCredentials("job", NodeId("me"), b"s" * 32))
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, NodeInventory, within_s=1.0)
+        peer.call("node_inventory", None, NodeInventory, within_s=1.0)
     (channel,) = silent.channels
     assert all(0.0 < within_s <= 1.0 for within_s in [*channel.waited, channel.sent_within_s])
     assert channel.closed
     with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, NodeInventory)
+        peer.call("node_inventory", None, NodeInventory)
     assert silent.channels[1].waited[0] == pytest.approx(HANDSHAKE_TIMEOUT_S, abs=1.0)
 
 
@@ -100,7 +100,7 @@ def test_who_waits_for_a_greeting_is_woken_when_the_node_is_given_up():
 
     def call(peer):
         try:
-            peer.call("look", None, NodeInventory)
+            peer.call("node_inventory", None, NodeInventory)
         except PeerStoreError as error:
             problems.append(error)
 

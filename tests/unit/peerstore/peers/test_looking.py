@@ -60,7 +60,7 @@ class Line:
         self.watched, self.name, self.address = watched, name, f"{name}:1"
 
     def call(self, op, _body, _result, *, within_s):
-        assert op == "look"
+        assert op == "node_inventory"
         self.watched.asked.append((self.name, within_s))
         if self.name in self.watched.away:
             self.watched.now += min(within_s, self.watched.costs_s)

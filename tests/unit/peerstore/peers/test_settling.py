@@ -39,13 +39,13 @@ class Job:
         )
 
     def _decide(self, job, found):
-        self._groups[job] = found.settled
+        self._groups[job] = found.replicated
 
     def _hear(self, node, op, body):
-        assert op == "decided"
+        assert op == "commit_decision"
         assert self.may.wait(PATIENCE_S)
         with self._lock:
-            self.told.append((node, body.settled.version))
+            self.told.append((node, body.replicated.version))
             if {one for one, version in self.told if version == max(v for _, v in self.told)} == {*NODES[1:]}:
                 self.all.set()
 

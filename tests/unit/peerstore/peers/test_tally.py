@@ -12,12 +12,12 @@ NODES = ("a", "b", "c", "d")
 LIVES = {"a": 1, "b": 1, "c": 2, "d": 1}
 NOTES = st.builds(
     PartsReport,
-    group=st.integers(1, 3).map(lambda version: VersionId(1, version, 0, "i")),
-    parts_in_all=st.integers(0, 4),
-    parts=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
-    by=st.sampled_from(NODES),
-    life=st.integers(0, 3),
-    sealed=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
+    version_id=st.integers(1, 3).map(lambda version: VersionId(1, version, 0, "i")),
+    total_parts=st.integers(0, 4),
+    replicated_parts=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
+    node=st.sampled_from(NODES),
+    generation=st.integers(0, 3),
+    sealed_parts=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
 )
 
 
@@ -28,9 +28,9 @@ class Plain:
         self.boundaries = {}
 
     def add(self, note):
-        known = self.boundaries.get((note.group, note.by))
-        if known is None or note.life >= known.life:
-            self.boundaries[note.group, note.by] = note
+        known = self.boundaries.get((note.version_id, note.node))
+        if known is None or note.generation >= known.generation:
+            self.boundaries[note.version_id, note.node] = note
 
     def complete_name_digests(self, me, living):
         found = []
@@ -38,10 +38,10 @@ class Plain:
             counted = [
                 note
                 for (of, node), note in self.boundaries.items()
-                if of == group and (node == me or (node in living and LIVES[node] <= note.life))
+                if of == group and (node == me or (node in living and LIVES[node] <= note.generation))
             ]
-            in_all = max((note.parts_in_all for note in counted), default=0)
-            if in_all and set(range(in_all)) <= {part for note in counted for part in note.parts}:
+            in_all = max((note.total_parts for note in counted), default=0)
+            if in_all and set(range(in_all)) <= {part for note in counted for part in note.replicated_parts}:
                 found.append(group)
         newest = max(found, default=None)
         self.boundaries = {key: note for key, note in self.boundaries.items() if key[0] != newest}
@@ -56,7 +56,7 @@ def test_it_says_what_the_plain_rule_says(told):
         plain.add(note)
         assert tally.newly_complete(
             me="a", living=living, life=LIVES.__getitem__
-        ).settled == plain.complete_name_digests("a", living)
+        ).replicated == plain.complete_name_digests("a", living)
 
 
 def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
@@ -73,7 +73,7 @@ def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
             parts, sealed = ((part,), ()) if safe else ((), (part,))
             tally.add(PartsReport(of, len(nodes), parts, node, 1, sealed))
             said.append(tally.newly_complete(me=nodes[0], living=nodes, life=life))
-    assert [found for found in said if found] == [CommitDecision(whole=of), CommitDecision(of, of)]
+    assert [found for found in said if found] == [CommitDecision(committed=of), CommitDecision(of, of)]
     assert len(looked) <= 2 * len(nodes)
 
 

@@ -180,7 +180,7 @@ SWAPPED_CHALLENGE = Challenge(1, "n2", NONCE, b"", "0.2")
         (SECRET, "server", HELLO, CHALLENGE),
         (OTHER, "client", HELLO, CHALLENGE),
         (SECRET, "client", HELLO, msgspec.structs.replace(CHALLENGE, nonce=b"o" * 32)),
-        (SECRET, "client", HELLO, msgspec.structs.replace(CHALLENGE, protocol=2)),
+        (SECRET, "client", HELLO, msgspec.structs.replace(CHALLENGE, protocol=1)),
         (SECRET, "client", HELLO, msgspec.structs.replace(CHALLENGE, node="n3")),
         (SECRET, "client", HELLO, msgspec.structs.replace(CHALLENGE, version="0.3")),
         (SECRET, "client", msgspec.structs.replace(HELLO, nonce=b"o" * 32), CHALLENGE),
@@ -188,7 +188,7 @@ SWAPPED_CHALLENGE = Challenge(1, "n2", NONCE, b"", "0.2")
         (SECRET, "client", msgspec.structs.replace(HELLO, job="jobn", node="1"), CHALLENGE),
         (SECRET, "client", msgspec.structs.replace(HELLO, node="n1n", version=""), CHALLENGE),
         (SECRET, "client", msgspec.structs.replace(HELLO, node="n2"), msgspec.structs.replace(CHALLENGE, node="n1")),
-        (SECRET, "client", msgspec.structs.replace(HELLO, protocol=2), CHALLENGE),
+        (SECRET, "client", msgspec.structs.replace(HELLO, protocol=1), CHALLENGE),
     ],
 )
 def test_a_proof_is_good_for_exactly_what_was_said(changed):
@@ -208,7 +208,7 @@ def test_a_secret_that_is_none_opens_nothing(line, secret):
 @pytest.mark.parametrize(
     ("hello", "error", "told"),
     [
-        (msgspec.structs.replace(HELLO, protocol=2), ProtocolError, "protocol 2 is not spoken here"),
+        (msgspec.structs.replace(HELLO, protocol=1), ProtocolError, "protocol 1 is not spoken here"),
         (msgspec.structs.replace(HELLO, job="../../etc"), InvalidNameError, "job name"),
         (msgspec.structs.replace(HELLO, node="a/b"), ProtocolError, "name that no node has"),
         (msgspec.structs.replace(HELLO, node=""), ProtocolError, "name that no node has"),

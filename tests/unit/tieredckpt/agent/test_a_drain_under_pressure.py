@@ -98,7 +98,7 @@ def seal(store, step, part=0, parts=1, *, durable=False, required=False):
 
 
 def state_of(service, step):
-    return next((view for view in service.drain_status(JOB) if view.group.version == step), None)
+    return next((view for view in service.drain_status(JOB) if view.version_id.version == step), None)
 
 
 def stored(directory):

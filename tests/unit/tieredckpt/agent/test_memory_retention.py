@@ -33,7 +33,7 @@ def registry(*, ranks: int = 2, retained: int = 3, generation: int = 1) -> Regis
 
 def fact(rank: int, step: int, stamp: int, *, plan: bool = False, name: str = "a", generation: int = 1) -> ShardInfo:
     meta = encode_note(ShardNote(name, generation, None, plan))
-    return ShardInfo(namespace_shard_key(rank, step, stamp), NAMESPACE_PARTS, 1, meta, 0, marked_whole=False)
+    return ShardInfo(namespace_shard_key(rank, step, stamp), NAMESPACE_PARTS, 1, meta, 0, marked_committed=False)
 
 
 def whole(ranks: int, *facts: ShardInfo) -> list[int]:
@@ -150,7 +150,7 @@ def test_a_deleted_shard_is_outdated_until_it_is_put_again() -> None:
 
 
 def test_what_others_keep_under_the_same_job_is_left_alone() -> None:
-    strange = ShardInfo(namespace_shard_key(0, 5, 1), NAMESPACE_PARTS, 1, b"\xff not ours", 0, marked_whole=False)
-    few = ShardInfo(namespace_shard_key(0, 6, 1), 4, 1, b"", 0, marked_whole=False)
+    strange = ShardInfo(namespace_shard_key(0, 5, 1), NAMESPACE_PARTS, 1, b"\xff not ours", 0, marked_committed=False)
+    few = ShardInfo(namespace_shard_key(0, 6, 1), 4, 1, b"", 0, marked_committed=False)
     view = namespace_view({"n1": [strange, few]}, registry())
     assert (view.of("a"), view.outdated) == ({}, [])

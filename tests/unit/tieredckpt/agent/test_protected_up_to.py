@@ -27,7 +27,7 @@ OLD = NOW - UNPROTECTED_GRACE_S - 1
 )
 def test_since_when_a_job_is_not_protected(newer, left_out, since):
     found = protection_status(7, newer, left_out, now=NOW)
-    assert (found.step, found.unprotected_since, found.left_out) == (7, since, left_out[0])
+    assert (found.step, found.unprotected_since, found.missed_saves) == (7, since, left_out[0])
 
 
 def test_in_words():

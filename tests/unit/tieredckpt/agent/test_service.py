@@ -62,7 +62,7 @@ def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, m
         waiting.join()
         assert not too_soon
         assert answers[0] is not None, "the step was not known yet, so it seemed that there was none"
-        assert answers[0].group.version == 3
+        assert answers[0].version_id.version == 3
     finally:
         service.close()
         store.close()

@@ -21,9 +21,9 @@ from tieredckpt.whatif.redundancy import redundancy_by_step
 
 MIB = 1 << 20
 BUSY = view(
-    node("n0", "rack=r0,zone=a", {6: [0, ~1], 7: [0, ~1], 8: [0]}, settled=group(6)),
+    node("n0", "rack=r0,zone=a", {6: [0, ~1], 7: [0, ~1], 8: [0]}, newest_replicated=group(6)),
     node("n1", "rack=r1,zone=a", {6: [1, ~0], 7: [1], 8: []}),
-    node("n2", "rack=r2,zone=b", standing="suspect", silent="it does not answer"),
+    node("n2", "rack=r2,zone=b", state="suspect", unreachable="it does not answer"),
     sending="job/7 part 0 (epoch 1 a) to n1",
     sent_bytes=10 * MIB,
     lag_s=0.25,
@@ -62,7 +62,7 @@ def test_a_silent_node_is_no_empty_one():
     assert "1+ copies in 1+ racks" in text(looked())
     value = cluster_json(BUSY, survey(), redundancy_by_step(BUSY, survey()))
     assert value["nodes"][2]["holds"] is None
-    assert value["nodes"][2]["could_not_be_asked"] == "it does not answer"
+    assert value["nodes"][2]["unreachable"] == "it does not answer"
     assert value["nodes"][1]["holds"]["parts"] == 3
     assert not value["complete"]
 
@@ -76,7 +76,7 @@ def test_the_path_to_a_node_is_shown_where_it_was_measured():
 
 
 def test_nodes_in_trouble_are_not_left_out():
-    many = view(*(node(f"n{number:03}") for number in range(100)), node("n900", standing="dead", silent="gone"))
+    many = view(*(node(f"n{number:03}") for number in range(100)), node("n900", state="dead", unreachable="gone"))
     shown = text(looked(many), height=24)
     assert shown.splitlines()[4].startswith("n900")
     assert "more nodes" in shown
@@ -129,7 +129,7 @@ def test_durable_or_on_its_way(drain, more, cell):
 def test_old_durable_steps_are_counted_not_listed():
     steps = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), survey(durable=[1, 2, 3, 7]))
     shown, hidden = steps_to_show(steps)
-    assert ([one.group.version for one in shown], hidden) == ([3, 7], 2)
+    assert ([one.version_id.version for one in shown], hidden) == ([3, 7], 2)
 
 
 def test_who_still_verifies_may_hold_more():

@@ -25,5 +25,5 @@ def test_what_a_node_may_still_have_in_memory_stays(monkeypatch, unreachable, go
     sight = SimpleNamespace(survey=lambda job: StepInventory(views, unreachable))
     lost = [OrphanedStep(group, (ObjectInfo("a", 10, 0.0),)) for group in (ONE, TWO)]
     fates = gc._orphan_decisions(sight, None, "job", lost, 60.0, every=0, enough=9)
-    assert [one.group for one, _, goes in fates if goes] == gone
-    assert all(("n2: no answer" in why) is (not gone) for one, why, _ in fates if one.group == ONE)
+    assert [one.version_id for one, _, goes in fates if goes] == gone
+    assert all(("n2: no answer" in why) is (not gone) for one, why, _ in fates if one.version_id == ONE)

@@ -20,7 +20,7 @@ def test_memory_and_durable_views_of_one_step_are_one():
         StepInventory((NEAR,)),
         StepInventory((far, StepStatus(TWO, 0, {}, durable=True)), {Tier.MEMORY: "no agent"}, (5,)),
     )
-    assert [view.group for view in seen.views] == [ONE, TWO]
+    assert [view.version_id for view in seen.views] == [ONE, TWO]
     assert seen.views[0].found == NEAR.found
     assert seen.views[0].durable
     assert seen.views[0].quarantined == "bad"
@@ -33,7 +33,7 @@ def test_another_stores_steps_do_not_count():
     seen = without_durable_tier(
         StepInventory((here, StepStatus(TWO, 0, {}, durable=True)), {Tier.DURABLE: "away"}, (5,))
     )
-    assert [(view.group, view.durable) for view in seen.views] == [(ONE, False)]
+    assert [(view.version_id, view.durable) for view in seen.views] == [(ONE, False)]
     assert seen.unreachable == {}
     assert seen.plain == ()
 

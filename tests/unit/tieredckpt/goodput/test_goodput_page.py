@@ -71,7 +71,7 @@ def tile(source, name):
 
 def test_every_section_is_there(job):
     _, source = job
-    assert [one for one in Parsed(source).sections if one not in ("runs", "ledger")] == SECTIONS
+    assert [one for one in Parsed(source).sections if one not in ("runs", "event-log")] == SECTIONS
 
 
 def test_it_needs_nothing_else(job):
@@ -128,7 +128,7 @@ def test_what_a_ledger_says_is_no_markup():
     said.stage(EVIL, 6.5, 0.5, epoch=1).injected(6.1, EVIL, node=EVIL, words=EVIL)
     said.fault(6.3, node=EVIL, kind=EVIL, reason=EVIL).world(6.4, epoch=1, how=EVIL, reason=EVIL, nodes=(EVIL,))
     said.restored(3, at=6.6, epoch=1, bytes_by_tier={EVIL: 5}).steps(4, 2, at=8, epoch=1)
-    source = html_report(analyse(said.ended(10, how=EVIL, words=EVIL).events, complaints=[EVIL]))
+    source = html_report(analyse(said.ended(10, how=EVIL, words=EVIL).events, warnings=[EVIL]))
     parsed = Parsed(source)
     assert "script" not in parsed.tags
     assert "img" not in parsed.tags
@@ -171,8 +171,8 @@ def test_steps_that_were_undone_are_shown():
 
 
 def test_damage_of_the_ledger_is_said():
-    source = html_report(analyse(JOBS["seconds"], complaints=["3 damaged lines were passed over"]))
-    assert Parsed(source).sections[-1] == "ledger"
+    source = html_report(analyse(JOBS["seconds"], warnings=["3 damaged lines were passed over"]))
+    assert Parsed(source).sections[-1] == "event-log"
     assert "3 damaged lines" in source
 
 

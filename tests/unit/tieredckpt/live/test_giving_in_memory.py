@@ -95,7 +95,7 @@ def test_the_step_that_was_reached_is_given(job):
     assert torch.equal(job.model.weight, weight)
     assert torch.equal(job.optimizer.state[job.model.weight]["momentum_buffer"], moments)
     report = job.ckpt.last_restore
-    assert (report.mode, report.lost, set(report.bytes_by_tier)) == ("live", 0, {"memory"})
+    assert (report.mode, report.steps_redone, set(report.bytes_by_tier)) == ("live", 0, {"memory"})
     # What comes after it is saved as after every other step, and older steps are still there to fall back to.
     job.train(11)
     assert [info.step for info in job.ckpt.steps() if info.is_complete][-2:] == [8, 10]
@@ -107,7 +107,7 @@ def test_a_step_that_is_whole_already_is_not_saved_again(job):
     job.leave()
     found = job.enter()
     assert (*said(found), found.why) == ("snapshot", -1, 5, "step 5 is whole already")
-    assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.lost) == (6, "snapshot", 0)
+    assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.steps_redone) == (6, "snapshot", 0)
 
 
 def test_a_torn_boundary_costs_what_was_not_saved(job):
@@ -117,7 +117,7 @@ def test_a_torn_boundary_costs_what_was_not_saved(job):
     job.leave()
     found = job.enter()
     assert (*said(found), found.why) == ("snapshot", -1, 8, "no survivor stood between two steps")
-    assert (job.first, job.ckpt.last_restore.lost) == (6, 3)
+    assert (job.first, job.ckpt.last_restore.steps_redone) == (6, 3)
 
 
 def test_the_ledger_says_how_each_restore_came_by_its_step(job, monkeypatch, tmp_path):
@@ -237,4 +237,4 @@ def test_a_world_that_ended_well_leaves_nothing(job):
     job.held.end_world()
     job.leave()
     assert job.enter() is None
-    assert (job.first, job.ckpt.last_restore.lost) == (6, None)
+    assert (job.first, job.ckpt.last_restore.steps_redone) == (6, None)
