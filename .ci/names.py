@@ -4,9 +4,13 @@
 - A module is named by a noun. A gerund does not say what the module holds.
 - A command of ``tieredckpt`` and ``elastic`` is in the file of its name.
 - No file of ``elastic``, ``tieredckpt`` and ``peerstore`` names HyperPod. Its formats are read in ``integration``.
+- A file of ``tests/unit`` is in the folder of the module that it tests, and its name begins with the module's name. The
+  package's name may stand first, where two packages have a module of the same name. A file that tests a whole folder
+  begins with the folder's name.
+- The name of a test file is unique, except in folders that are packages.
 
-``TWICE``, ``GERUNDS``, ``ELSEWHERE`` and ``PLATFORM`` list the exceptions with their reasons. An exception that
-nothing needs fails the check.
+``TWICE``, ``GERUNDS``, ``ELSEWHERE``, ``PLATFORM`` and ``OTHER_TESTS`` list the exceptions with their reasons. An
+exception that nothing needs fails the check.
 """
 
 from __future__ import annotations
@@ -46,6 +50,10 @@ ELSEWHERE = {
 }
 PLATFORM: dict[str, str] = {}
 """Files of the lower packages that may name HyperPod."""
+MIRRORED = (*PACKAGES, "benchmarks")
+OTHER_TESTS = {
+    "repository": "tests of the checks, the tools and the test support of this repository",
+}
 
 
 def public_names(path: Path) -> set[str]:
@@ -61,6 +69,38 @@ def commands(path: Path, table: str) -> dict[str, str]:
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and one.targets[0].id == table:
             return {name: place.partition(":")[0] for name, place in ast.literal_eval(one.value).items()}
     raise LookupError(f"{path} has no table {table}")
+
+
+def mirrored_module(root: Path, test: Path) -> bool:
+    """Whether a file of ``tests/unit`` is in its module's folder and begins with its module's name."""
+    place = test.relative_to(root / "tests/unit").parent
+    folder = root / place
+    stem = test.stem.removeprefix("test_")
+    subjects = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")}
+    if (folder / "__init__.py").is_file():
+        subjects.add(folder.name)
+    starts = {start for name in subjects for start in (name, f"{place.parts[0]}_{name}")}
+    return any(stem == start or stem.startswith(f"{start}_") for start in starts)
+
+
+def test_file_findings(root: Path) -> Iterator[str]:
+    """Yield one line for each test file with a wrong name or place, and for each folder in vain in OTHER_TESTS."""
+    other: set[str] = set()
+    for path in sorted((root / "tests/unit").rglob("test_*.py")):
+        place = path.relative_to(root / "tests/unit").parts[0]
+        if place in OTHER_TESTS:
+            other.add(place)
+        elif place not in MIRRORED or not mirrored_module(root, path):
+            yield f"{path.relative_to(root)}: begin the name with a module of the mirrored folder"
+    for place in sorted(OTHER_TESTS.keys() - other):
+        yield f"OTHER_TESTS lists {place!r}, and nothing needs it"
+    names: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        if not (path.parent / "__init__.py").exists():
+            names[path.name].append(str(path.relative_to(root)))
+    for name, places in sorted(names.items()):
+        if len(places) > 1:
+            yield f"{name} is the name of {len(places)} test files: {', '.join(places)}"
 
 
 def findings(root: Path) -> Iterator[str]:
@@ -105,6 +145,7 @@ def findings(root: Path) -> Iterator[str]:
     for kind, listed, used in lists:
         for name in sorted(listed.keys() - used):
             yield f"{kind} lists {name!r}, and nothing needs it"
+    yield from test_file_findings(root)
 
 
 def main() -> int:

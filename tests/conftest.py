@@ -21,6 +21,6 @@ pytest_plugins = [
     "tests.support.clusters",
     "tests.support.fixtures_s3",
     "tests.support.hosts",
-    "tests.support.nothing_left",
+    "tests.support.leak_checks",
     "tests.support.workers",
 ]

@@ -28,7 +28,7 @@ from elastic.samples import SampleOrder, SampleSchedule
 from elastic.samples.sample_audit import verify_sample_logs
 from tests.support.agents import end_agent
 from tests.support.elastic_runs import Job
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 NODES, NOTICE_S = 4, 10.0
 TRAINER = Path(__file__).with_name("trainer.py")

@@ -45,7 +45,7 @@ class RankBlob(Protocol):
 class CheckpointStore(Protocol):
     """Where one namespace's checkpoints are.
 
-    Promises every place makes (``tests/contract/test_written_places.py`` holds it to them):
+    Promises every place makes (``tests/contract/test_aws_checkpoint_stores.py`` holds it to them):
 
     - ``CheckpointNotFoundError`` means absent, ``TierUnavailableError`` unknown, ``CheckpointDamagedError`` that the
       bytes are not what was written. An empty answer is an answer.

@@ -19,10 +19,7 @@ from elastic.errors import (
     JobFailedError,
     StaleEpochError,
 )
-from tests.support.hyperpod_double import agent_job
-from tests.support.launched_jobs import launched_job, process_level_job
-from tests.support.neighbours import until
-from tests.support.planes import (
+from tests.support.control_planes import (
     PATIENCE_S,
     Job,
     all_ready,
@@ -33,6 +30,9 @@ from tests.support.planes import (
     supervised_job,
     wants,
 )
+from tests.support.fake_hyperpod_job import agent_job
+from tests.support.launched_jobs import launched_job, process_level_job
+from tests.support.local_nodes import until
 
 Start = Callable[..., Job]
 PLANES: dict[str, Callable[..., AbstractContextManager[Job]]] = {

@@ -30,7 +30,7 @@ from peerstore.membership.topology import (
     node_from_ip,
     validate_address,
 )
-from tests.support.examples import examples
+from tests.support.example_counts import examples
 
 ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
 

@@ -18,7 +18,7 @@ from tests.support.kube_api import ImaginedApi, client_of
 from tests.support.kube_jobs import JOBS, ROOT
 from tests.support.kube_objects import job_object
 from tests.support.kube_server import control_plane, why_not
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytest.importorskip("kubernetes.client")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.workers.process_groups import close_store_connections
-from tests.support.planes import at_once, results
+from tests.support.control_planes import at_once, results
 from tests.support.store_servers import StoreServer, server_processes
 from tests.support.zygote import Zygote
 

@@ -24,8 +24,8 @@ from elastic.rendezvous.rootless_tcpstore import (
 )
 from elastic.rendezvous.store_servers import key_holders
 from elastic.workers.process_groups import ProcessGroups, close_store_connections
-from tests.support.neighbours import until
-from tests.support.planes import at_once, results
+from tests.support.control_planes import at_once, results
+from tests.support.local_nodes import until
 from tests.support.store_servers import StoreServer, server_processes
 from tests.support.zygote import Zygote
 

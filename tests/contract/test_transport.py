@@ -16,7 +16,7 @@ import pytest
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
 from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice
-from tests.support.wires import PATIENCE_S, wire, without_nixl
+from tests.support.channel_pairs import PATIENCE_S, wire, without_nixl
 
 MIB = 1 << 20
 KINDS = ["memory", "severable", "tcp", "tls", *([] if without_nixl() else ["nixl"])]

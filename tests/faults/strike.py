@@ -19,9 +19,9 @@ from tests.faults.hosts import HEAD, HostJob
 from tests.faults.job import FaultJob, Process
 from tests.faults.judge import Fault
 from tests.faults.schedule import Kind, Planned
-from tests.support.exchange import Exchange
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faults import Answer, Hang
+from tests.support.http_exchange import Exchange
 
 Undo = Callable[[], object]
 _LONG = 1_000_000

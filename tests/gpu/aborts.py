@@ -15,7 +15,7 @@ from tests.gpu.report import Check
 from tests.support import nccl_like
 
 CHECKED = (
-    "tests/e2e/elastic/test_aborted_a_hundred_times.py",
+    "tests/e2e/elastic/test_repeated_aborts.py",
     "tests/e2e/elastic/test_aborted_collectives.py",
 )
 ON_NCCL = (

@@ -8,13 +8,13 @@ from tests.gpu.checked import run_tests
 
 CHECKED = (
     "tests/contract/test_device.py",
-    "tests/unit/tieredckpt/test_staging_on_devices.py",
-    "tests/unit/tieredckpt/test_loading_on_devices.py",
-    "tests/unit/tieredckpt/test_slot_memory.py",
-    "tests/unit/tieredckpt/live/test_captured_steps.py",
+    "tests/unit/tieredckpt/tensors/test_slot_copy_devices.py",
+    "tests/unit/tieredckpt/restore/test_read_executor_devices.py",
+    "tests/unit/tieredckpt/tensors/test_slot_copy_registration.py",
+    "tests/unit/tieredckpt/live/test_boundary_recorder_captured_steps.py",
     "tests/unit/tieredckpt/cli/test_device_checks.py",
-    "tests/unit/elastic/samples/test_sample_seeds.py",
-    "tests/unit/elastic/test_nccl_like.py",
+    "tests/unit/elastic/samples/test_rng.py",
+    "tests/unit/repository/test_nccl_like.py",
 )
 _TEST_S = 40.0
 

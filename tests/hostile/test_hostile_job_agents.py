@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.hyperpod.operator.elastic_agent_client import AgentReply, ElasticAgentClient
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 MIB = 1 << 20
 HEAD = b"HTTP/1.1 200 OK\r\n"

@@ -25,9 +25,9 @@ from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
 from peerstore.transport.authentication import authenticate_client, authenticate_to_server
 from peerstore.transport.tcp import ConnectionAdmission, TcpTransport
+from tests.support.control_planes import SECRET
+from tests.support.local_nodes import until
 from tests.support.memory_servers import our_service
-from tests.support.neighbours import until
-from tests.support.planes import SECRET
 from tests.support.tls import node_files
 from tieredckpt.agent import agent_http as metrics
 from tieredckpt.agent.agent_service import NodeAgentService

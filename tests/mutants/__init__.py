@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
-_STAGING = "tests/unit/tieredckpt/test_staging_on_devices.py::"
-_LOADING = "tests/unit/tieredckpt/test_loading_on_devices.py::test_what_was_saved_is_on_the_devices_after_a_restore"
+_STAGING = "tests/unit/tieredckpt/tensors/test_slot_copy_devices.py::"
+_LOADING = (
+    "tests/unit/tieredckpt/restore/test_read_executor_devices.py::test_what_was_saved_is_on_the_devices_after_a_restore"
+)
 _STAGED = f"{_STAGING}test_state_is_staged_as_it_was_whatever_the_devices_do_later"
-_FENCE = "tests/unit/tieredckpt/live/test_fence.py::"
-_NCCL = "tests/unit/elastic/test_nccl_like.py::"
+_FENCE = "tests/unit/tieredckpt/live/test_abort_fence.py::"
+_NCCL = "tests/unit/repository/test_nccl_like.py::"
 
 
 class Mutant(NamedTuple):
@@ -79,7 +81,7 @@ MUTANTS = (
         "tieredckpt/tensors/slot_copy.py",
         "            for stream in self._streams.values():\n                stack.callback(stream.synchronize)\n",
         "",
-        "tests/unit/tieredckpt/test_loading_on_devices.py::"
+        "tests/unit/tieredckpt/restore/test_read_executor_devices.py::"
         "test_mutant_that_unregisters_buffers_of_a_load_that_has_failed",
     ),
     Mutant(
@@ -109,7 +111,7 @@ MUTANTS = (
         "elastic/workers/train_loop.py",
         "                self._fence.close()",
         "                pass",
-        "tests/unit/elastic/test_between_worlds.py::test_what_devices_have_completed_is_asked_before_anything_is_aborted",
+        "tests/unit/elastic/workers/test_in_process_restart.py::test_completed_device_work_is_queried_before_the_abort",
     ),
     Mutant(
         "what completes after the abort is believed",
@@ -137,14 +139,14 @@ MUTANTS = (
         "tieredckpt/live/survivor_state.py",
         "        self.replays = True\n",
         "        pass\n",
-        "tests/unit/tieredckpt/live/test_captured_steps.py::test_a_state_that_a_replayed_graph_has_changed_is_not_kept",
+        "tests/unit/tieredckpt/live/test_boundary_recorder_captured_steps.py::test_a_state_that_a_replayed_graph_has_changed_is_not_kept",
     ),
     Mutant(
         "a step is believed that one survivor had not completed",
         "tieredckpt/live/survivor_choice.py",
         "return {job: min(",
         "return {job: max(",
-        "tests/unit/tieredckpt/live/test_choosing_survivors.py::"
+        "tests/unit/tieredckpt/live/test_survivor_choice.py::"
         "test_no_step_is_believed_that_a_survivor_had_not_completed_before_its_abort",
     ),
     Mutant(
@@ -152,22 +154,21 @@ MUTANTS = (
         "tieredckpt/live/survivor_choice.py",
         "elif here.digest != there.digest:",
         "elif False:",
-        "tests/unit/tieredckpt/live/test_choosing_survivors.py::"
-        "test_replicas_of_which_one_holds_something_else_are_named",
+        "tests/unit/tieredckpt/live/test_survivor_choice.py::test_replicas_of_which_one_holds_something_else_are_named",
     ),
     Mutant(
         "the health check asks the first device",
         "elastic/workers/in_process_restart.py",
         "place = device.current()",
         'place = __import__("torch").device(device.type, 0)',
-        "tests/unit/elastic/test_between_worlds.py::test_the_rank_s_own_device_is_looked_at_not_the_first_one",
+        "tests/unit/elastic/workers/test_in_process_restart.py::test_health_check_uses_the_device_of_the_rank",
     ),
     Mutant(
         "groups give up before a hang is found",
         "elastic/workers/process_groups.py",
         "timedelta(seconds=min(_LONGER * hang_s, _MOST_S))",
         "timedelta(seconds=0.5 * hang_s)",
-        "tests/unit/elastic/test_hang_limits.py::test_groups_wait_longer_than_a_hang_takes_to_be_found",
+        "tests/unit/elastic/control/test_hang_detector.py::test_groups_wait_longer_than_a_hang_takes_to_be_found",
     ),
     Mutant(
         "the doctor keeps memory registered after an error",

@@ -20,7 +20,7 @@ from peerstore.transport.tcp import TcpTransport
 from tests.support.agents import end_agent
 from tests.support.clusters import Host
 from tests.support.leaks import own_name
-from tests.support.neighbours import SECRET, until
+from tests.support.local_nodes import SECRET, until
 from tests.support.stores import MIB, client_of, content, key, load, save
 
 SIZE = 3 * MIB + 17

@@ -21,7 +21,7 @@ from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ControlPlaneUnavailableError
 from peerstore.daemon_process import process_start_time
 from tests.support.agents import end_agent
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 ROOT = Path(__file__).parents[2]
 RANK = ROOT / "tests/e2e/control/rank.py"

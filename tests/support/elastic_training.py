@@ -44,7 +44,7 @@ def undisturbed(steps: int, ranks: int) -> list[float]:
 def train(say: Callable[[str], None], address: str, job: str, total: int, limit: str) -> str:
     """Takes part until the job ends; says every world, restore and committed step."""
     from elastic.workers.train_loop import run
-    from tests.support.bridged import BridgedPlane
+    from tests.support.socket_control_plane import BridgedPlane
 
     return str(
         run(lambda world: _train(say, world, job, total, Path(limit)), plane=BridgedPlane(address)).outcome.value

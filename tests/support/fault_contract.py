@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.exchange import Exchange
 from tests.support.faults import (
     Answer,
     CutResponse,
@@ -20,6 +19,7 @@ from tests.support.faults import (
     ResetRequest,
     Trickle,
 )
+from tests.support.http_exchange import Exchange
 from tests.support.upload_contract import ALL, MIB, Scene, part
 from tieredckpt.durable.retrying_store import RetryingStore
 from tieredckpt.errors import DurableRefusedError, StoreBusyError, TierUnavailableError

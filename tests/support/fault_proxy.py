@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from tests.support.exchange import Exchange, Hangup, Reader, Seen, pump
 from tests.support.faults import Hold
+from tests.support.http_exchange import Exchange, Hangup, Reader, Seen, pump
 
 Fault = Callable[["Exchange"], None]
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from tests.support.exchange import WAIT_S, Exchange, Hangup
+from tests.support.http_exchange import WAIT_S, Exchange, Hangup
 
 
 @dataclass(frozen=True)

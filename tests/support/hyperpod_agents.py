@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.ports import free_port, free_ports
 
 ROOT = Path(__file__).parents[2]

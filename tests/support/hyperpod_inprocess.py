@@ -51,7 +51,7 @@ def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from tests.support.elastic_training import batch_of, build, optimizer_of
-    from tests.support.recovering import digest
+    from tests.support.recovery_training import digest
     from tieredckpt import Checkpointer
 
     say(f"world {world.restarts}")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from tests.support.imagined_kubernetes import merged
+from tests.support.fake_cluster import merged
 
 _LOOK_S = 0.05
 _PATH = re.compile(

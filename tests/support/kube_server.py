@@ -19,7 +19,7 @@ from typing import Any
 import urllib3
 import yaml
 
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.ports import free_port
 from tests.support.s3 import running
 

@@ -19,7 +19,7 @@ from elastic.workers.store_control_plane import StoreControlPlane
 from integration.hyperpod.elastic_agent.environment import launched_worker
 from integration.hyperpod.elastic_agent.process_mode import ProcessControlPlane
 from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
-from tests.support.planes import PATIENCE_S, at_once, results
+from tests.support.control_planes import PATIENCE_S, at_once, results
 from tests.support.ports import free_port
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.resizable import digest, whole
+from tests.support.resizable_training import digest, whole
 
 EVERY = 5
 Death = tuple[int, str, set[int]]
@@ -101,7 +101,7 @@ def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, t
     ``STEP PLACE 1,2`` has ranks 1 and 2 die.
     """
     from elastic.workers.train_loop import run
-    from tests.support.bridged import BridgedPlane
+    from tests.support.socket_control_plane import BridgedPlane
 
     deaths = [_death(*one.split()) for one in at.split(";")]
     return str(

@@ -20,7 +20,7 @@ from peerstore.settings import AgentPaths
 from peerstore.shard_records import ShardInfo
 from tests.support.agents import end_agent
 from tests.support.leaks import own_name
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.ports import free_ports
 from tieredckpt.agent.agent_client import agent_command
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB

@@ -1,7 +1,7 @@
 """A backend that does to a training what NCCL does when its world breaks, over gloo and without a device.
 
 ``register()`` makes it known to torch as ``nccl-like``, for ``init_process_group`` and
-``RecoveryPolicy(backend="nccl-like")``. What it has of NCCL (``tests/unit/elastic/test_nccl_like.py`` holds it to
+``RecoveryPolicy(backend="nccl-like")``. What it has of NCCL (``tests/unit/repository/test_nccl_like.py`` holds it to
 that):
 
 - A collective whose peer is lost hangs. It raises nothing: the error is seen by the watchdog alone.

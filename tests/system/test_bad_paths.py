@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from tests.support.separated import JOB, separated, until
+from tests.support.partitioned_hosts import JOB, separated, until
 from tests.support.stores import MIB, content, key
 from tests.system.test_hosts import retransmitted
 from tieredckpt.checkpointer.save_handle import describe_replication

@@ -15,7 +15,7 @@ from elastic.fault_injection import FaultPlan
 from tests.faults.job import mount, unmount
 from tests.support.elastic_runs import kill
 from tests.support.golden_runs import Golden, assert_same_bits, assert_worlds_hold, quiet_run
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")]
 STEPS = 100

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.bits import assert_same, zeroed
-from tests.support.separated import JOB, separated, until
+from tests.support.partitioned_hosts import JOB, separated, until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import PeersLostError
 

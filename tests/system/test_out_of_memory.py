@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic_runs import elastic_job
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = pytest.mark.system
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from tests.support.elastic_runs import ROOT
+from tests.support.local_nodes import until
 from tests.support.machines import on_machine, write_names
-from tests.support.neighbours import until
 
 pytestmark = pytest.mark.system
 RANK = ROOT / "tests/e2e/control/rank.py"

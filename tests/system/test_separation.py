@@ -3,7 +3,7 @@
 import pytest
 
 from peerstore.errors import ArenaBusyError, FencedError, LeaseLostError, NoQuorumError
-from tests.support.separated import separated, until
+from tests.support.partitioned_hosts import separated, until
 from tests.support.stores import MIB
 
 pytestmark = pytest.mark.system

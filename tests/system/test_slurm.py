@@ -15,7 +15,7 @@ import pytest
 from elastic.schedulers.slurm import parse_host_list
 from tests.support.elastic_runs import ROOT
 from tests.support.slurm import slurm_cluster
-from tests.support.stories import Story, story, undisturbed
+from tests.support.training_runs import Story, story, undisturbed
 
 __all__ = ["story", "undisturbed"]
 
@@ -35,7 +35,7 @@ def slurm(tmp_path_factory):
 
 
 class Training(Story):
-    """The trainer of :mod:`tests.support.whole_training`, submitted as the example says."""
+    """The trainer of :mod:`tests.support.full_training`, submitted as the example says."""
 
     def __init__(self, slurm, name: str, *, durable: bool = True) -> None:
         folder = slurm.directory / name
@@ -48,7 +48,7 @@ class Training(Story):
         self.job = ""
 
     def submit(self, *options: str) -> None:
-        words = ("-v", "--shrink-after", "0", *options, "-m", "tests.support.whole_training")
+        words = ("-v", "--shrink-after", "0", *options, "-m", "tests.support.full_training")
         self.job = self.slurm.submit(EXAMPLE, *words, self.diary, self.total, "tree", **self.own)
 
     @property

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.clusters import cluster_of
 from tests.support.jobs import Job
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tieredckpt import Checkpointer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]

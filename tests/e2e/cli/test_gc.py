@@ -12,9 +12,9 @@ from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.store.slots import METADATA_FORMAT
 from tests.support.jobs import Job, on_server
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.s3 import BUCKET
-from tests.unit.tieredckpt.agent.test_service import seal
+from tests.unit.tieredckpt.agent.test_agent_service import seal
 from tieredckpt.agent import drain
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.session.session import close_sessions

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.ledgers import Told
+from tests.support.event_logs import Told
 from tieredckpt.cli.goodput import prometheus_text
 from tieredckpt.event_log import EVENT_LOG_ENV, EventLogWriter
 from tieredckpt.goodput import analyse

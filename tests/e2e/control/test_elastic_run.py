@@ -9,7 +9,7 @@ import pytest
 
 from peerstore.daemon_process import process_start_time
 from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = pytest.mark.e2e
 

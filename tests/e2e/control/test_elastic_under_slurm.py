@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from tests.support.elastic_runs import elastic_job, kill
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.e2e

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
 from tests.support.bits import assert_same, zeroed
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.oldest_torch import without_collectives, without_first_rank
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.session.session import open_session

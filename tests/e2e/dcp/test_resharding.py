@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from peerstore.shard_records import ShardKey
 from tests.support.bits import raw
-from tests.support.examples import examples
+from tests.support.example_counts import examples
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.format.manifest import StateTable, TableTensor
 from tieredckpt.format.shard_layout import TensorEntry, build_layout

@@ -9,7 +9,7 @@ import pytest
 from tests.support import hyperpod_inprocess
 from tests.support.hyperpod_inprocess import TOTAL, done, processes
 from tests.support.launched import run_torchrun
-from tests.support.operated_stories import RANKS, undisturbed
+from tests.support.operated_jobs import RANKS, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

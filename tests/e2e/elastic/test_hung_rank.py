@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from elastic.workers.train_loop import RecoveryPolicy, run
-from tests.support.bridged import BridgedPlane, bridged
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
+from tests.support.socket_control_plane import BridgedPlane, bridged
 
 pytestmark = pytest.mark.e2e
 

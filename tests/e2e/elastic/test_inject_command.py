@@ -7,7 +7,7 @@ import pytest
 from elastic.fault_injection import FaultPlan, InjectionPhase
 from tests.support.golden_runs import golden  # noqa: F401 - a fixture
 from tests.support.injections import injected_faults
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = pytest.mark.e2e
 TOTAL = 1_000_000

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.bridged import bridged
 from tests.support.clusters import cluster_of
 from tests.support.elastic_training import train, undisturbed
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
+from tests.support.socket_control_plane import bridged
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # what test_whole_story.py does in every run, on another plane
+# Every run has test_elastic_run_end_to_end.py, which does the same on another control plane.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TOTAL = 24
 NODES = ("n1", "n2", "n3", "n4")

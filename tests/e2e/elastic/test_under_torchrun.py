@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support import launched
 from tests.support.launched import asking, restoring, run_script, run_torchrun, start_ranks
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = pytest.mark.e2e
 

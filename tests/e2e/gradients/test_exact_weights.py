@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic.errors import PolicyError
 from elastic.gradients import ExactGradients, MicrobatchShare
-from tests.support.resizable import MICROBATCHES, Model, Worlds, loss_sum, whole, wrap
+from tests.support.resizable_training import MICROBATCHES, Model, Worlds, loss_sum, whole, wrap
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

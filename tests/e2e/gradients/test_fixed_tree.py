@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from elastic.gradients import reduction
-from tests.support.resizable import Seen, Worlds, train
+from tests.support.resizable_training import Seen, Worlds, train
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

@@ -20,7 +20,7 @@ from integration.hyperpod.elastic_agent.ipc import FrameDecoder, encode_agent_fr
 from integration.hyperpod.elastic_agent.worker_client import AgentWorker
 from integration.hyperpod.operator.sim_loop import SimOverrides
 from tests.support.hyperpod_inprocess import TOTAL, done
-from tests.support.operated_stories import operated, undisturbed
+from tests.support.operated_jobs import operated, undisturbed
 from tests.support.zygote import Zygote, has_ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

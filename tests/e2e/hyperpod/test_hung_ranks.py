@@ -8,7 +8,7 @@ import pytest
 
 from integration.hyperpod.operator import JobPhase
 from tests.support.hyperpod_inprocess import TOTAL, done
-from tests.support.operated_stories import RANKS, operated, undisturbed
+from tests.support.operated_jobs import RANKS, operated, undisturbed
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -11,8 +11,8 @@ import pytest
 
 from peerstore.settings import parse_budget
 from tests.support.agents import agent_pid
+from tests.support.local_nodes import until
 from tests.support.manifest_agent import agent_command, config_map, plugged
-from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 

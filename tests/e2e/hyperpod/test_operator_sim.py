@@ -18,7 +18,7 @@ from integration.hyperpod.operator import AgentRestartMode, JobPhase
 from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory, StoredSimulation
 from integration.hyperpod.operator.sim_pods import kill_pod_processes
 from tests.support.hyperpod_agents import ROOT, agents, wait
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 pytest.importorskip("hyperpod_elastic_agent")

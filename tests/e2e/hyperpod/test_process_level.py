@@ -21,7 +21,7 @@ from tests.support.agents import end_agent
 from tests.support.hyperpod_agents import ROOT, Pod, agents, start, wait
 from tests.support.hyperpod_processes import ACT, JOB, LIMIT
 from tests.support.leaks import own_name
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,7 @@ from tests.support.agent_numbers import OnSocket, asked
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.jobs import Job, state_at
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.cli import main

@@ -9,7 +9,7 @@ from peerstore.failpoints import FAILPOINTS
 from peerstore.membership.topology import PeerNode, validate_node_id
 from peerstore.replication.replica_placement import place_replicas
 from tests.support.agent_jobs import SIZE, agent_job
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.stores import MIB, content, flip
 
 pytestmark = pytest.mark.e2e

@@ -11,8 +11,8 @@ from peerstore.replication.replica_placement import place_replicas
 from peerstore.transport.tcp import TcpTransport
 from tests.support.agent_jobs import agent_job
 from tests.support.agent_numbers import asked
-from tests.support.cut_line import CutLine
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
+from tests.support.severable_line import CutLine
 from tests.support.stores import MIB, content
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.support.bits import assert_same, zeroed
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import CheckpointLostError
 

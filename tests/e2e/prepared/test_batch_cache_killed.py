@@ -8,8 +8,7 @@ import time
 import pytest
 
 from peerstore.daemon_process import process_start_time
-from tests.support.crashes import crash_at
-from tests.support.preparing import (
+from tests.support.batch_reader import (
     Logged,
     batch_of,
     hang_in_prepare,
@@ -22,6 +21,7 @@ from tests.support.preparing import (
     read_tensors,
     work_beside_another_child,
 )
+from tests.support.crashes import crash_at
 
 pytestmark = pytest.mark.e2e
 

@@ -12,8 +12,8 @@ import torch
 from elastic.batch_cache import BatchCache
 from elastic.batch_cache.cache_directory import batch_file_name, partial_file_name
 from tests.hostile.elastic.make import FILES, FINGERPRINT, INDEX, batch, cases
+from tests.support.batch_reader import names
 from tests.support.bits import assert_same
-from tests.support.preparing import names
 
 HOSTILE = sorted(FILES.iterdir())
 """In loops, not as so many tests: each would be looked over for what it leaves behind."""

@@ -8,7 +8,7 @@ import pytest
 from peerstore.errors import UnavailableError
 from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
 from peerstore.shard_records import CHUNK_BYTES
-from tests.support.neighbours import neighbours, until
+from tests.support.local_nodes import neighbours, until
 from tests.support.stores import MIB, content, flip, key
 
 SIZE = 6 * MIB + 1234

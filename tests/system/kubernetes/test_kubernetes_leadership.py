@@ -27,7 +27,7 @@ from tests.support.golden_runs import (
 )
 from tests.support.kube_jobs import ROOT
 from tests.support.kube_server import Kube, Refused
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 
 pytestmark = pytest.mark.system
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.cut_line import CutLine
 from tests.support.kube_jobs import JOBS, PODS, ControllerProcess
 from tests.support.kube_objects import job_object
 from tests.support.kube_server import Kube
-from tests.support.neighbours import until
+from tests.support.local_nodes import until
 from tests.support.ports import free_port
+from tests.support.severable_line import CutLine
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

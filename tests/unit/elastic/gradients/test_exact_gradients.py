@@ -86,7 +86,7 @@ def test_clipping_is_after_the_sum_and_says_what_was_clipped() -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_what_is_not_finite_is_told_once(tree: bool) -> None:
+def test_nonfinite_sum_is_reported_once(tree: bool) -> None:
     told: list[StepTotal] = []
     run(Weights(), [1.0, 2.0], tree=tree, on_nonfinite=told.append)
     assert told == []

@@ -119,7 +119,7 @@ def test_gpus_that_are_seen_are_counted():
     assert found({"PET_NPROC_PER_NODE": "gpu"}, accelerators=4).nproc == 4
 
 
-def test_whoever_has_the_address_leads():
+def test_node_with_the_address_leads():
     own = {"n2": "10.0.0.2"}
     for node in ("n1", "n2", "n3"):
         there = place(step(node), coordinator="10.0.0.2:7", is_mine=lambda ip, node=node: own.get(node) == ip)
@@ -226,7 +226,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("environ", "options", "words"), REFUSED)
-def test_what_contradicts_itself_is_refused_with_words_that_name_both(environ, options, words):
+def test_contradictory_options_are_refused_by_name(environ, options, words):
     with pytest.raises(PolicyError) as refused:
         place(environ, **options)
     for word in words:

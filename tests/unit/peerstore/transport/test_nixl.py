@@ -12,7 +12,7 @@ from peerstore.testing import MemoryNetwork
 from peerstore.transport import nixl
 from peerstore.transport.authentication import authenticate_client, authenticate_to_server
 from peerstore.transport.nixl import NixlTransport, PayloadOffer, PayloadPiece, RegisteredMemory
-from tests.support.wires import PATIENCE_S, Wire, nixl_wire, without_nixl
+from tests.support.channel_pairs import PATIENCE_S, Wire, nixl_wire, without_nixl
 
 if without_nixl():
     pytest.skip(without_nixl(), allow_module_level=True)
@@ -89,7 +89,7 @@ def free_in_the_end(memory):
     return count
 
 
-def test_what_was_sent_can_be_read_after_its_sender_has_closed(line):
+def test_sent_payload_is_readable_after_its_sender_closed(line):
     near, far = line.meet()
     data = bytes(range(256)) * (3 * MIB // 256)
     near.send(b"", [memoryview(data)])

@@ -14,8 +14,8 @@ from peerstore.transport.base import FileSlice
 from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX
 from peerstore.transport.tcp import TcpTransport
 from peerstore.transport.tls import TlsStream
+from tests.support.channel_pairs import PATIENCE_S, Wire
 from tests.support.tls import Authority, node_files
-from tests.support.wires import PATIENCE_S, Wire
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def raw(opened):
         (prefix(0, 1 << 63), "payload of 9223372036854775808 bytes, the limit is 1073741824"),
     ],
 )
-def test_what_is_no_message_of_ours_ends_the_channel(raw, data, message):
+def test_unknown_bytes_close_the_channel(raw, data, message):
     sock, channel = raw()
     sock.sendall(data)
     with pytest.raises(ProtocolError, match=message):

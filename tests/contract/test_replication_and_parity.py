@@ -1,0 +1,257 @@
+"""One suite over both ways to protect shards with other nodes' memory: copies of them, and parities."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerstore.settings import ReplicationSettings
+from peerstore.shard_records import CHUNK_BYTES, VersionId
+from tests.support.local_store_nodes import JOB, PATIENT, street, until
+from tests.support.stores import MIB, content, fill, flip, key, save
+
+NAMES = ("n0", "n16", "n24", "n8")
+SETTINGS = {
+    "mirror": ReplicationSettings(copies=2, levels=("rack",)),
+    "parity": ReplicationSettings(mode="parity", parity_group_size=3, levels=("rack",)),
+}
+SIZES = (3 * MIB + 17, 5 * MIB, 1, 4 * MIB - 1)
+
+
+@pytest.fixture(params=["mirror", "parity"])
+def mode(request):
+    return request.param
+
+
+@pytest.fixture
+def nodes(mode):
+    """Four nodes in four racks."""
+    with street(SETTINGS[mode], *NAMES) as made:
+        yield made
+
+
+def save_everywhere(nodes, version, *, sizes=SIZES, epoch=1, name="a"):
+    """One part per living node."""
+    records = []
+    for part, (node, size) in enumerate(zip(nodes.living, sizes, strict=False)):
+        of = key(version, part, epoch=epoch, name=name)
+        records.append(save(node.store, of, size, parts=len(nodes.living), meta=f"meta {part}".encode()))
+    return records
+
+
+def check(nodes, records):
+    for record in records:
+        assert nodes.read(record) == content(record.key, record.size_bytes)
+
+
+def test_a_saved_version_is_settled_on_every_node(nodes):
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    for node, record in zip(nodes.living, records, strict=True):
+        assert [one.missing + one.unplaceable for one in node.team.replicator.statuses() if one.is_owner] == [0]
+        assert node.team.replicator.redundancy(record.key, "rack") == (2, 2)
+        assert node.team.replicator.last_errors(record.key) == ""
+
+
+@pytest.mark.parametrize("lost", NAMES)
+def test_any_one_node_may_be_lost(nodes, lost):
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    nodes.lose(lost)
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    check(nodes, records)
+
+
+def test_what_is_left_is_protected_again_and_survives_the_next_loss(nodes):
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    for lost in ("n8", "n0"):
+        nodes.lose(lost)
+        until(lambda: all(nodes.holders(record.key) for record in records))
+        until(nodes.quiet)
+        assert not any(
+            one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner
+        )
+    check(nodes, records)
+
+
+def test_a_lost_shard_belongs_to_one_of_the_others_from_then_on(nodes):
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    lost = records[NAMES.index("n8")].key
+
+    def owners():
+        facts = [(node.name, fact) for node in nodes.living for fact in node.store.list_shards(JOB)]
+        return [name for name, fact in facts if fact.key == lost and not fact.holders]
+
+    nodes.lose("n8")
+    until(lambda: len(owners()) == 1)
+
+
+def test_versions_that_change_little_are_settled_one_after_the_other_and_the_old_ones_go(nodes):
+    data = bytearray(content(key(), 4 * MIB))
+    for version in range(1, 6):
+        data[version * 1000] ^= 0xFF
+        records = []
+        for part, node in enumerate(nodes.living):
+            lease = node.store.lease(key(version, part), len(data), len(nodes.living), wait_s=30)
+            fill(lease, bytes(data))
+            records.append(node.store.seal(lease.id, len(data)))
+        until(lambda version=version: nodes.settled(version))
+    nodes.lose("n24")
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    assert [nodes.read(record) for record in records] == [bytes(data)] * 4
+    assert all({of.version for of in node.shards()} <= {4, 5} for node in nodes.living)
+
+
+def test_what_was_in_doubt_when_a_new_incarnation_began_is_protected_too(nodes):
+    """The settled version of a past incarnation is what the new one goes on from."""
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    nodes.lose("n16")
+    nodes.begin("b", 7)
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    until(nodes.quiet)
+    assert not any(one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner)
+    nodes.lose("n24")
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    check(nodes, records)
+
+
+def test_a_node_without_room_stops_nobody(mode):
+    room = {"mirror": 14 * MIB, "parity": 11 * MIB}[mode]  # not for what is kept for others of two versions
+    with street(SETTINGS[mode], *NAMES, budgets={"n16": str(room)}) as nodes:
+        for version in range(1, 5):
+            here = list(enumerate(nodes.living))
+            leases = [node.store.lease(key(version, part), 4 * MIB, 4, wait_s=30) for part, node in here]
+            for (_, node), lease in zip(here, leases, strict=True):
+                fill(lease, content(lease.key, 4 * MIB))
+                node.store.seal(lease.id, 4 * MIB)
+            until(lambda version=version: nodes.settled(version))
+        until(nodes.quiet)
+        short = {node.name: one for node in nodes.living for one in node.team.replicator.statuses() if one.unplaceable}
+        assert bool(short) is (mode == "parity")  # another node stands in for a mirror; a group stays as it is
+        assert all("n16" in nodes[name].team.replicator.last_errors(one.key) for name, one in short.items())
+        assert "n16" not in short
+
+
+@pytest.mark.parametrize("empty", ["n0", "n16"])
+def test_a_node_that_comes_back_empty_before_it_was_missed_gets_back_what_it_had(mode, empty):
+    with street(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
+        records = save_everywhere(nodes, 1)
+        until(lambda: nodes.settled(1))
+        until(nodes.quiet)
+        nodes[empty].lose()
+        nodes[empty].start()
+        nodes.meet()
+        until(lambda: all(nodes.holders(record.key) for record in records))
+        until(nodes.quiet)
+        until(lambda: beside(nodes[empty]))
+        assert [one.missing + one.unplaceable for node in nodes.living for one in node.team.replicator.statuses()] == [
+            0
+        ] * (8 if mode == "mirror" else 4)
+        check(nodes, records)
+
+
+@pytest.mark.parametrize("lost", ["n0", "n8"])
+def test_a_restarted_agent_goes_on_with_what_it_kept(nodes, lost):
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    nodes["n16"].stop()
+    nodes["n16"].start()
+    until(lambda: nodes["n16"].store.status().verifying == 0)
+    until(nodes.quiet)
+    nodes.lose(lost)
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    until(nodes.quiet)
+    check(nodes, records)
+
+
+def test_a_damaged_shard_is_found_and_made_good(nodes):
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    store, record = nodes["n16"].store, records[1]
+    flip(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
+    store.release_hold(record.key, "test")
+    assert store.verify(record.key) == (1,)
+    until(lambda: record.key in nodes["n16"].shards())
+    check(nodes, records)
+    assert nodes["n16"].team.repaired == 1
+
+
+def beside(node):
+    """What a node keeps for others: the keys of copies or parities."""
+    copies = [fact.key for fact in node.store.replicas.list_shards(JOB) if fact.holders]
+    return copies + [record.key for record in node.store.replicas.list_parities(JOB)]
+
+
+def test_what_is_kept_for_others_is_made_good_when_it_is_damaged(nodes):
+    records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    store = nodes["n24"].store
+    (kept,) = beside(nodes["n24"])
+    flip(store.shard_path(kept), 5)
+    assert store.verify(kept) == (0,)
+    assert [damage.what for damage in store.status().damage_reports] == [str(kept)]
+    until(lambda: beside(nodes["n24"]) == [kept])
+    until(nodes.quiet)
+    nodes.lose("n0")
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    check(nodes, records)
+
+
+def test_bytes_that_change_on_the_way_are_noticed(nodes):
+    for name in NAMES:
+        for other in NAMES:
+            for payload in range(3):
+                nodes.network.flip_bit(name, other, payload=payload, byte=0)
+    records = save_everywhere(nodes, 1)
+    until(lambda: nodes.settled(1), within_s=120)  # who sent something damaged twice is not asked again for a while
+    until(nodes.quiet)
+    for name in NAMES:
+        for other in NAMES:
+            nodes.network.heal(name, other)
+    for node in nodes.living:
+        for record in node.store.shard_records(JOB, VersionId(1, 1, 0, "a")):
+            assert node.store.verify(record.key) == ()
+    nodes.lose("n8")
+    until(lambda: all(nodes.holders(record.key) for record in records))
+    check(nodes, records)
+
+
+def test_memory_is_used_as_promised(nodes, mode):
+    save_everywhere(nodes, 1, sizes=(6 * MIB,) * 4)
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    assert nodes.sealed_bytes() == 4 * 6 * MIB * {"mirror": 2, "parity": 1 + 1 / 3}[mode]
+
+
+def test_parts_that_are_late_are_protected_too(nodes):
+    """Two parts on one node, none on another: nobody knows beforehand how many there are."""
+    first = [save(nodes[name].store, key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))]
+    until(nodes.quiet)
+    late = [save(nodes["n0"].store, key(1, 3), 3 * MIB, parts=4), save(nodes["n24"].store, key(1, 2), MIB, parts=4)]
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    nodes.lose("n0")
+    until(lambda: all(nodes.holders(record.key) for record in first + late))
+    check(nodes, first + late)
+
+
+def test_nobody_who_counts_parts_is_shown_what_is_kept_beside_them(nodes):
+    records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
+    until(lambda: nodes.settled(1))
+    until(nodes.quiet)
+    group = VersionId(1, 1, 0, "a")
+    keys = {record.key for record in records}
+    for node in nodes.living:
+        assert {fact.key for fact in node.store.list_shards(JOB)} <= keys
+        assert {record.key for record in node.store.shard_records(JOB, group)} <= keys
+        assert {fact.key for fact in node.team.local_inventory().shards} <= keys
+        assert node.store.status().jobs[0].newest_committed == 1  # as it was told: it has not all parts itself
+        shown = len(node.store.list_shards(JOB))
+        assert node.store.delete_versions(JOB, [group]) == shown
+    assert nodes.sealed_bytes() == 0

@@ -1,0 +1,139 @@
+"""A node agent is needed for as long as its node's supervisor is there, also where the node is in no world."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from elastic.fault_injection.fault_actions import kill_agent
+from elastic.supervisor.memory_tier import MemoryTierProcess
+from peerstore.daemon_process import process_start_time
+from peerstore.settings import AgentPaths
+from tests.support.agents import agent_directory, agent_pid, end_agent, wait_gone
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+
+@contextlib.contextmanager
+def started():
+    """The agent of a node without ranks, that leaves as soon as nobody needs it; and its process."""
+    with agent_directory() as directory:
+        environ = {
+            "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
+            "TIEREDCKPT_AGENT_BUDGET": "16MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "0",
+        }
+        agent = MemoryTierProcess(environ)
+        try:
+            agent.start()
+            pid = agent_pid(directory)
+            assert pid is not None
+            yield agent, pid
+        finally:
+            agent.close()
+
+
+def test_an_agent_stays_while_its_supervisor_does():
+    with started() as (agent, pid):
+        for _ in range(2):  # others that began later come to their end
+            with started() as (other, gone):
+                other.close()
+                wait_gone(gone)
+            assert process_start_time(pid) >= 0
+        agent.close()
+        wait_gone(pid)
+
+
+def test_an_agent_that_was_there_stays_for_a_second_supervisor():
+    with started() as (first, pid):
+        second = MemoryTierProcess(first._environ)
+        second.start()
+        first.close()
+        with started() as (other, gone):
+            other.close()
+            wait_gone(gone)
+        assert process_start_time(pid) >= 0
+        assert second.kept_directory is None
+        second.shut_down()  # it is not the second one's to end: it leaves because nobody needs it
+        wait_gone(pid)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
+def test_an_agent_that_nobody_calls_is_replaced(end):
+    with started() as (agent, pid):
+        os.kill(pid, end)
+        directory = agent.kept_directory
+        until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
+        wait_gone(pid)
+        agent.shut_down()
+
+
+def test_an_agent_that_was_asked_to_end_is_not_started_again(caplog):
+    with started() as (agent, _):
+        directory = agent.kept_directory
+        with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
+            end_agent(directory)
+            until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
+        assert agent_pid(directory) is None
+
+
+LOOKS_AFTER = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+
+
+def test_ranks_leave_the_agent_to_their_supervisor():
+    """Else both would start another one, and each of them not for the same reasons."""
+    with started() as (agent, _):
+        lock = AgentPaths(agent.kept_directory).watchdog_lock
+        rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
+        assert b"BlockingIOError" in rank.stderr, rank.stderr
+        agent.close()
+        rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
+        assert rank.returncode == 0, "it is theirs when the supervisor has ended"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
+    with agent_directory() as directory:
+        environ = {
+            "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
+            "TIEREDCKPT_AGENT_BUDGET": "16MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "3600",
+        }
+        with contextlib.closing(MemoryTierProcess(environ)) as killed:
+            killed.start()
+            pid = agent_pid(directory)
+            assert pid is not None
+            second = MemoryTierProcess(environ, directory.parent if own else directory.parent / "another")
+            second.start()
+        second.shut_down()
+        if own:
+            wait_gone(pid)
+        else:  # other jobs may use it
+            assert process_start_time(pid) >= 0
+
+
+def test_only_the_agent_is_ended_and_not_who_was_given_its_number():
+    """It has died, and its directory says yet which process it was."""
+    with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
+        try:
+            directory = agent.kept_directory
+            agent.close()
+            os.kill(pid, signal.SIGKILL)
+            wait_gone(pid)
+            AgentPaths(directory).lock.write_text(str(innocent.pid))
+            agent.shut_down()
+            kill_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
+        finally:
+            innocent.send_signal(signal.SIGUSR1)  # nothing else has ended it before
+        assert innocent.wait(20) == -signal.SIGUSR1

@@ -1,0 +1,64 @@
+"""What ``elastic run`` starts beside the ranks: the store that lives in no rank, and the nodes' agents."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+
+import pytest
+
+from peerstore.daemon_process import process_start_time
+from tests.support.agents import agent_pid, end_agent, wait_gone
+from tests.support.elastic_runs import Job, elastic_job, kill
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def job():
+    with elastic_job() as one:
+        yield one
+
+
+def test_the_store_lives_in_no_rank_and_outlives_the_coordinator(job: Job) -> None:
+    from torch.distributed import TCPStore
+
+    run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--store", "")
+    (one, two) = job.world(2)
+    assert one["store"] == two["store"]
+    host, _, port = one["store"].rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+    store.set("said", "before")
+    kill(job.coordinator())
+    until(lambda: job.is_("running"))
+    assert store.get("said") == b"before"
+    kill(one["pid"])
+    again = job.world(2, after=one["epoch"])
+    assert {place["store"] for place in again} == {one["store"]}
+    assert store.get("said") == b"before"
+    job.finish()
+    assert job.ended(run) == 0
+    until(lambda: not job.pids())
+
+
+def test_agents_of_simulated_nodes_end_with_success_and_stay_with_what_may_be_resumed(job: Job) -> None:
+    job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
+    before = job.world(2)
+    places = [job.folder / "run" / "job" / node / "agent" for node in ("n0", "n1")]
+    pids = until(lambda: (found := [agent_pid(place) for place in places]) and None not in found and found)
+    kill(before[0]["pid"])  # agents do not notice what happens to ranks
+    job.world(2, after=before[0]["epoch"])
+    run.send_signal(signal.SIGTERM)
+    assert job.ended(run) == 7
+    assert all(process_start_time(pid) >= 0 for pid in pids)
+    assert "stays in" in job.output()
+    end_agent(places[0])
+    again = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
+    until(lambda: len({one["pid"] for one in job.said("in", epoch=0)}) == 4)
+    own = until(lambda: (pid := agent_pid(places[0])) != pids[0] and pid)
+    job.finish()
+    assert job.ended(again) == 0
+    wait_gone(own)
+    wait_gone(pids[1])  # found, not started, by the second run: it is the job's all the same

@@ -1,0 +1,57 @@
+"""Scripts that cannot train in the world they are given, or do not hear what is wanted of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerstore.daemon_process import process_start_time
+from tests.support.elastic_runs import Job, elastic_job
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+TOO_SMALL_A_BATCH = """
+from elastic import BatchPlan, recoverable
+from elastic.workers.train_loop import RecoveryPolicy
+
+@recoverable(policy=RecoveryPolicy(backend="none"))
+def train(world):
+    BatchPlan(1, world.size)
+
+train()
+"""
+
+
+@pytest.fixture
+def job():
+    with elastic_job() as one:
+        yield one
+
+
+def test_a_batch_that_does_not_fit_the_ranks_is_said_and_given_up(job: Job) -> None:
+    script = job.folder / "train.py"
+    script.write_text(TOO_SMALL_A_BATCH)
+    quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
+    run = job.start("run", *quick, "--nproc", "2", "--max-restarts", "1", str(script))
+    assert job.ended(run) == 8
+    said = " ".join(job.output().split())
+    assert "gave up after 1 restarts in all (job_max_retry_count)" in said
+    assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
+    for log in (job.folder / "logs").glob("*/*.log"):
+        assert "JobFailedError" in log.read_text()  # from the PolicyError, with where it was raised
+        assert "BatchPlan(1, world.size)" in log.read_text()
+
+
+def test_a_rank_that_ignores_a_resize_past_its_time_is_ended_and_the_job_goes_on(job: Job) -> None:
+    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--shrink-after", "0", "--pause-timeout", "0.5")
+    before = job.world(3)
+    job.make("ignore-n1")
+    job.ask("resize", "--nodes", "2")
+    ignorant = next(one["pid"] for one in before if one["node"] == "n1")
+    until(lambda: process_start_time(ignorant) < 0)
+    after = job.world(2, after=before[0]["epoch"])
+    assert after[0]["epoch"] > before[0]["epoch"]
+    assert ignorant not in {one["pid"] for one in after}
+    assert {one["pid"] for one in after} & {one["pid"] for one in before}
+    job.finish()
+    assert job.ended(run) == 0

@@ -1,0 +1,208 @@
+"""Jobs any of whose machines may lead: the one that does is lost, gives up the lead, or is stopped for a while."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic.control.leader_election import LeaderRecord, open_leader_record
+from tests.support.elastic_runs import Job, elastic_job, kill
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+LEASE_S = 3
+
+
+@pytest.fixture
+def job():
+    with elastic_job() as one:
+        yield one
+
+
+class Machines:
+    """Several launchers that know of each other only what is noted in a file."""
+
+    def __init__(self, job: Job, url: str, *options: str) -> None:
+        self.job, self.url = job, url
+        secret = job.folder / "secret"
+        secret.write_text("a secret that three machines know")
+        secret.chmod(0o600)
+        self.options = ("--coordinator", url, "--listen", "127.0.0.1:0", "--secret", f"file:{secret}", *options)
+        self.runs: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.runs[name] = self.job.run("--node", name, *self.options)
+
+    def record(self) -> LeaderRecord | None:
+        return open_leader_record(self.url).read()
+
+    def leader(self, *, but: str = "") -> str:
+        """The machine that leads, once another one than ``but`` does."""
+
+        def leads() -> str:
+            record = self.record()
+            name = "" if record is None else record.holder.rpartition("-")[0]
+            return name if name in self.runs and name != but else ""
+
+        try:
+            return until(leads, "somebody leads")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.record()}\n{self.job.output()}") from None
+
+    def lose(self, name: str) -> None:
+        """The machine is gone: its launcher, supervisor, coordinator and ranks."""
+        run = self.runs.pop(name)
+        gone = [run.pid, *self.job.pids(f'"node":"{name}"'), *self.job.pids(f'"candidate":"{name}-')]
+        for pid in gone:
+            kill(pid, signal.SIGSTOP)
+        for pid in gone:
+            kill(pid)
+        run.wait(60)
+
+
+def machines(job: Job, *options: str) -> Machines:
+    folder: Path = job.folder / "shared"
+    folder.mkdir(mode=0o700)
+    return Machines(job, f"file://{folder}/leader?lease={LEASE_S}", *options)
+
+
+def test_the_leaders_machine_is_lost_and_another_one_takes_over(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "1:3", "--grow-after", "0.3", "--shrink-after", "0")
+    all_of_them.start("m1", "m2", "m3")
+    before = job.world(3)
+    first = all_of_them.leader()
+    term = all_of_them.record().term
+    all_of_them.lose(first)
+    assert all_of_them.leader(but=first) in all_of_them.runs
+    after = job.world(2, after=before[0]["epoch"])
+    assert {one["pid"] for one in after} == {one["pid"] for one in before if one["node"] != first}
+    record = all_of_them.record()
+    assert record.term > term
+    assert record.epoch >= after[0]["epoch"]
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    record = all_of_them.record()
+    assert (record.holder, record.over) == ("", "finished")
+
+
+def test_a_coordinator_that_is_killed_alone_is_followed_by_its_supervisors_next_one_in_the_same_world(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "2")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    leader, record = all_of_them.leader(), all_of_them.record()
+    kill(job.coordinator_of(leader))
+    until(lambda: all_of_them.record().term > record.term)
+    until(lambda: job.is_("running"))
+    assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
+    assert job.said("notice") == []
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+
+
+def test_a_leader_that_is_stopped_comes_back_to_another_one_and_steps_back(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "2")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    leader, record = all_of_them.leader(), all_of_them.record()
+    stopped = job.coordinator_of(leader)
+    kill(stopped, signal.SIGSTOP)
+    other = all_of_them.leader(but=leader)
+    until(lambda: job.is_("running"))
+    assert all_of_them.record().term > record.term
+    kill(stopped, signal.SIGCONT)
+    until(lambda: stopped not in job.pids('"type":"coordinator"'))
+    assert all_of_them.leader() == other
+    assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
+    assert job.said("notice") == []
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+
+
+def test_a_leaders_machine_that_is_asked_back_hands_over(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    leader = all_of_them.leader()
+    run = all_of_them.runs.pop(leader)
+    run.send_signal(signal.SIGTERM)
+    assert job.ended(run) == 0
+    after = job.world(1, after=before[0]["epoch"])
+    assert (after[0]["restarts"], after[0]["node"]) == (0, all_of_them.leader(but=leader))
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0]
+
+
+@pytest.mark.nightly
+def test_a_record_that_is_deleted_is_made_again_and_the_world_goes_on(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "2")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    all_of_them.leader()
+    record = all_of_them.record()
+    (job.folder / "shared" / "leader").unlink()
+    until(lambda: all_of_them.record() is not None)
+    all_of_them.leader()  # the same one, unless a candidate was quicker
+    assert all_of_them.record().term >= record.term
+    until(lambda: job.is_("running"))
+    assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
+    assert job.said("notice") == []
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+
+
+def test_a_stopped_job_is_resumed_by_the_same_command_and_a_finished_one_is_not_run_again(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "2")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    job.ask("stop")
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [7, 7]
+    assert all_of_them.record().over == "stopped"
+    all_of_them.start("m1", "m2")
+    after = job.world(2, after=before[0]["epoch"])
+    assert after[0]["epoch"] > before[0]["epoch"]
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    all_of_them.start("m1")
+    assert job.ended(all_of_them.runs["m1"]) == 0
+    assert len(job.said("in")) == 4
+    assert "job job has finished; to run it again, delete the record of file:" in job.output()
+
+
+@pytest.mark.nightly
+def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    leader = all_of_them.leader()
+    (secret,) = (word for word in all_of_them.options if word.endswith("/secret"))
+    standby = job.start(
+        "coordinator", "--listen", "127.0.0.1:0", "--job", "job", "--nnodes", "1:2", "--store", "nowhere:1",
+        "--shrink-after", "0", "--secret", secret, "--leadership", all_of_them.url,
+    )  # fmt: skip
+    all_of_them.lose(leader)
+    job.world(1, after=before[0]["epoch"])
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0]
+    assert job.ended(standby) == 0
+
+
+@pytest.mark.nightly
+def test_where_nobody_can_be_asked_who_leads_the_world_trains_on(job: Job) -> None:
+    all_of_them = machines(job, "--nnodes", "2")
+    all_of_them.start("m1", "m2")
+    before = job.world(2)
+    shared, away = job.folder / "shared", job.folder / "away"
+    shared.rename(away)
+    until(lambda: job.output().count("the coordinator has said nothing for") == 2, "both have been without a word")
+    assert job.status() is None
+    away.rename(shared)
+    until(lambda: job.is_("running"))
+    assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
+    assert job.said("notice") == []
+    job.finish()
+    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]

@@ -1,0 +1,144 @@
+"""What a job that has succeeded has in memory is given back when it is in the durable tier, and not otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from elastic.supervisor.memory_tier import MemoryTierProcess
+from tests.support.agents import agent_directory, agent_pid, wait_gone
+from tests.support.local_nodes import until
+from tieredckpt import Checkpointer
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import settings_from_mapping
+
+pytestmark = pytest.mark.e2e
+JOB = "tiered://given-back"
+
+
+@contextlib.contextmanager
+def node():
+    """A node's agent as its supervisor has it, and the settings of a rank there."""
+    with agent_directory() as directory:
+        environ = {
+            "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
+            "TIEREDCKPT_AGENT_BUDGET": "64MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "3600",
+        }
+        with contextlib.closing(MemoryTierProcess(environ, directory.parent)) as agent:
+            agent.start()
+            yield agent, directory, settings_from_mapping({"agent": {"directory": str(directory), "budget": "64MiB"}})
+
+
+def state_of(step):
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+def train(settings, url, steps, *, durable, **last):
+    """A process that ends when it has done these steps, of which ``durable`` ones are brought to the durable tier."""
+    with Checkpointer(JOB, durable=url, durable_every=10**6, settings=settings) as ckpt:
+        assert ckpt.restore(state_of(0)) == steps.start - 1
+        for step in steps:
+            saved = ckpt.save(state_of(step), step, durable=step in durable, **(last if step == steps[-1] else {}))
+            saved.wait("durable" if step in durable else "memory", timeout_s=60)
+    close_sessions()
+
+
+def slots(directory):
+    return list((directory / "slots").iterdir())
+
+
+def finish(agent, directory):
+    """The job has succeeded; what is in memory then."""
+    pid = agent_pid(directory)
+    agent.shut_down()
+    wait_gone(pid)
+    return slots(directory)
+
+
+def test_what_is_durable_goes(tmp_path):
+    with node() as (agent, directory, settings):
+        train(settings, str(tmp_path), range(4), durable={3})
+        assert slots(directory)
+        assert finish(agent, directory) == []
+
+
+def test_it_goes_from_an_agent_that_was_there_before_and_stays_for_others(tmp_path):
+    with node() as (first, directory, settings), contextlib.closing(MemoryTierProcess(first._environ)) as agent:
+        agent.start()
+        train(settings, str(tmp_path), range(4), durable={3})
+        agent.shut_down()
+        with contextlib.closing(NodeAgentClient(settings, "")) as asked:
+            assert asked.store.status().arena.sealed_bytes == 0
+        assert agent_pid(directory) is not None
+
+
+def test_what_an_earlier_supervisor_of_the_job_saw_goes_too(tmp_path):
+    """One that was killed: nothing was saved here under the one that came after it."""
+    with node() as (killed, directory, settings):
+        train(settings, str(tmp_path), range(4), durable={3})
+        with contextlib.closing(MemoryTierProcess(killed._environ, directory.parent)) as agent:
+            agent.start()
+            assert finish(agent, directory) == []
+
+
+def test_a_step_that_is_nowhere_else_stays(tmp_path, caplog):
+    with node() as (agent, directory, settings):
+        train(settings, str(tmp_path), range(5), durable={3})
+        assert finish(agent, directory)
+    assert "step 4" in caplog.text
+    assert "in memory" in caplog.text
+
+
+def test_everything_stays_without_a_durable_tier():
+    with node() as (agent, directory, settings):
+        with Checkpointer(JOB, settings=settings) as ckpt:
+            ckpt.save(state_of(0), 0).wait()
+        close_sessions()
+        assert finish(agent, directory)
+
+
+def test_what_somebody_pinned_stays(tmp_path, caplog):
+    with node() as (agent, directory, settings):
+        train(settings, str(tmp_path), range(4), durable={3}, keep=True)
+        assert finish(agent, directory)
+    assert "pinned" in caplog.text
+
+
+def test_a_durable_tier_that_cannot_be_asked_is_no_word_that_it_is_there(tmp_path):
+    folder = tmp_path / "durable"
+    with node() as (agent, directory, settings):
+        train(settings, str(folder), range(4), durable={3})
+        folder.rename(tmp_path / "away")
+        folder.touch()
+        assert finish(agent, directory)
+
+
+def test_an_upload_is_waited_for(tmp_path, monkeypatch):
+    with node() as (agent, directory, settings):
+        with Checkpointer(JOB, durable=str(tmp_path), durable_every=1, settings=settings) as ckpt:
+            ckpt.save(state_of(0), 0)
+        close_sessions()
+        assert finish(agent, directory) == []
+    assert list(tmp_path.rglob("*"))
+
+
+def test_a_job_that_was_started_again_meanwhile_keeps_what_it_has(tmp_path):
+    """It is there while uploads are waited for, and saves what is newer."""
+    with node() as (agent, directory, settings):
+        train(settings, str(tmp_path), range(4), durable={3})
+        with Checkpointer(JOB, durable=str(tmp_path), durable_every=10**6, settings=settings) as ckpt:
+            assert ckpt.restore(state_of(0)) == 3
+            ending = threading.Thread(target=agent.shut_down)
+            ending.start()
+            ckpt.save(state_of(4), 4).wait()
+            ending.join()
+            pid = agent_pid(directory)
+            assert pid is not None, "somebody needs the agent"
+            assert ckpt.save(state_of(5), 5).wait().name == "SEALED"
+        close_sessions()
+        until(lambda: slots(directory), "it is still there")

@@ -1,0 +1,72 @@
+"""A job all of whose processes are stopped for a while and continued (``scontrol suspend``, ``docker pause``)."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.support.elastic_runs import Job, elastic_job, kill
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+_SUSPENDED_S = 13.0
+"""Longer than a node may be silent, and than ranks may take for a step here."""
+
+
+@pytest.fixture
+def job():
+    with elastic_job() as one:
+        yield one
+
+
+def suspend(job: Job, seconds: float) -> None:
+    """Nobody of the job runs for so long."""
+    stopped = job.pids()
+    for pid in stopped:
+        kill(pid, signal.SIGSTOP)
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(left_s)
+    for pid in stopped:
+        kill(pid, signal.SIGCONT)
+
+
+def test_a_suspended_job_goes_on_in_the_same_world_and_blames_nobody(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--hang-timeout", "6")
+    before = job.world(4)
+    steps = {node.node: node.step for node in until(lambda: _status_with_steps(job)).nodes}
+    suspend(job, _SUSPENDED_S)
+    status = until(lambda: _further(job, steps), "steps after it was suspended")
+    assert (status.epoch, status.restarts, status.phase.value) == (before[0]["epoch"], 0, "running")
+    assert job.said("notice") == []
+    assert job.said("stale") == []
+    job.finish()
+    assert job.ended(run) == 0
+    assert {one["pid"] for one in job.said("finished")} == {one["pid"] for one in before}
+
+
+def test_who_alone_was_suspended_is_lost_as_ever(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--grow-after", "600")
+    before = job.world(2)
+    stopped = [job.supervisor("n1"), next(one["pid"] for one in before if one["node"] == "n1")]
+    for pid in stopped:
+        kill(pid, signal.SIGSTOP)
+    job.world(1, after=before[0]["epoch"])
+    for pid in stopped:
+        kill(pid, signal.SIGCONT)
+    until(lambda: len(job.status().nodes) == 2)
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def _status_with_steps(job: Job):
+    status = job.status()
+    return status if status is not None and all(node.step > 0 for node in status.nodes) else None
+
+
+def _further(job: Job, steps: dict[str, int]):
+    status = job.status()
+    return status if status is not None and all(node.step > steps[node.node] + 50 for node in status.nodes) else None

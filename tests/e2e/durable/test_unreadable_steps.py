@@ -1,0 +1,82 @@
+"""What a load may say of a step that it could not read: deleted, lost and damaged are three findings."""
+
+import pytest
+
+from tests.support.bits import assert_same, zeroed
+from tests.support.jobs import Job, state_at
+from tests.support.local_nodes import until
+from tieredckpt import CheckpointDamagedError
+from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.restore.read_executor import ReadExecutor
+from tieredckpt.settings import DurableSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def job(agent_dir, tmp_path):
+    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
+    job.save(1, 2)
+    job.lose_memory()
+    return job
+
+
+@pytest.fixture
+def marks(job, tmp_path):
+    return lambda: list((tmp_path / "durable" / job.name / "manifests").glob("*.quarantine"))
+
+
+def before_reading(monkeypatch, act):
+    """Once, when a load has decided what to read and has read nothing yet."""
+    run = ReadExecutor.run
+
+    def late(reading, items):
+        monkeypatch.setattr(ReadExecutor, "run", run)
+        act(reading)
+        run(reading, items)
+
+    monkeypatch.setattr(ReadExecutor, "run", late)
+
+
+def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, marks, monkeypatch):
+    def delete(reading):
+        durable = job.settings.durable
+        delete_step(DurableCatalog(open_store(durable.url, durable), job.name), job.name, reading._step.version_id)
+
+    before_reading(monkeypatch, delete)
+    with job.checkpointer() as ckpt:
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == 1, "the rest was looked at again"
+        assert_same(state_at(1), found)
+        assert [info.quarantined for info in ckpt.steps()] == [""]
+    assert not marks()
+
+
+def test_an_object_that_is_lost_while_its_manifest_stands_is_damage(job, marks, monkeypatch, tmp_path):
+    def lose(reading):
+        for shard in reading._step.shards.values():
+            (tmp_path / "durable" / job.name / shard.object.removeprefix(f"{job.name}/")).unlink()
+
+    before_reading(monkeypatch, lose)
+    with job.checkpointer() as ckpt:
+        assert ckpt.restore(zeroed(state_at(0))) == 1
+        assert [bool(info.quarantined) for info in ckpt.steps()] == [False, True]
+    assert not marks(), "who only reads has written something durable"
+
+
+def test_the_store_is_told_of_damage_by_the_next_save_that_writes_there(job, marks, tmp_path):
+    (shard,) = (tmp_path / "durable" / job.name / "steps" / f"{2:012d}").rglob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 4
+    shard.write_bytes(data)
+    job.expect(1, tiers={"durable"})
+    assert not marks()
+    job.save(3)
+    until(marks, "a mark")  # a step is durable before the older ones are looked at
+    assert [mark.name[:12] for mark in marks()] == [f"{2:012d}"]
+    job.lose_memory()
+    with job.checkpointer() as ckpt:
+        assert [info.quarantined for info in ckpt.steps()] == ["", "marked in the durable tier", ""]
+        with pytest.raises(CheckpointDamagedError):
+            ckpt.restore(zeroed(state_at(0)), 2)

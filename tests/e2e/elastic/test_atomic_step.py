@@ -1,0 +1,67 @@
+"""A step is done by all ranks or by none, and everything with a state comes back with it, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.clusters import cluster_of
+from tests.support.recovery_training import draws, tears
+from tests.support.socket_control_plane import bridged
+
+pytestmark = pytest.mark.e2e
+
+TOTAL = 6
+RANKS = 3
+
+
+def trained(zygote, ranks, torn):
+    """The last that every rank said of every step, and the first step of each world."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with cluster_of(ranks, "n1") as cluster, bridged(RANKS, f"127.0.0.1:{store.port}") as bridge:
+        environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1"}
+        running = [
+            zygote.start(tears, bridge.address_of(seat), cluster.job, TOTAL, torn, environ=environ)
+            for seat in bridge.plane.planes
+        ]
+        try:
+            ends = [one.wait() for one in running]
+        finally:
+            for one in running:
+                one.kill_if_alive()
+        assert bridge.plane.restarts == bool(torn)
+    said = [line.split() for end in ends for line in end.lines]
+    steps = {(int(step), int(rank)): rest for kind, step, rank, *rest in said if kind == "step"}
+    return steps, {(int(epoch), int(first)) for kind, epoch, first, *_ in said if kind == "world"}
+
+
+def test_some_optimizers_fail_in_the_middle_of_their_step_and_all_ranks_go_back_before_it(zygote, ranks):
+    undisturbed, worlds = trained(zygote, ranks, ())
+    assert worlds == {(0, 0)}
+    assert set(undisturbed) == {(step, rank) for step in range(TOTAL) for rank in range(RANKS)}
+    assert len({words[-1] for words in undisturbed.values()}) == len(undisturbed)
+    torn, worlds = trained(zygote, ranks, (0, 2))
+    assert worlds <= {(0, 0), (1, 2), (1, 3)}  # some rank may not have sealed step 2 when another one failed
+    assert len(worlds) == 2
+    assert torn == undisturbed
+
+
+def test_generators_go_on_at_any_number_of_ranks(zygote, ranks):
+    with cluster_of(ranks, "n1") as cluster:
+        environ = cluster["n1"].environ
+
+        def world(size, save, before):
+            running = zygote.start_world(
+                size, draws, cluster.job, save, before, environ=dict.fromkeys(range(size), environ)
+            )
+            return [one.wait().result for one in running]
+
+        saved = world(2, True, 3)
+        same = world(2, False, 0)
+        more, again = world(3, False, 0), world(3, False, 7)
+        (fewer,) = world(1, False, 1)
+    assert same == saved
+    assert more == again
+    assert more[:2] == saved
+    assert more[2] not in saved
+    assert fewer == saved[0]

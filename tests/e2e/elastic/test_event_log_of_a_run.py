@@ -1,0 +1,147 @@
+"""``elastic run`` with a rank that is killed: its ledger says so, exactly."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.support.agents import end_agent
+from tests.support.elastic_runs import ROOT, elastic_job, kill
+from tests.support.local_nodes import until
+from tieredckpt.event_log import EventLogWriter, read_event_log
+from tieredckpt.event_log.event_types import (
+    FaultInjected,
+    ProcessBegan,
+    ProcessEnded,
+    RestoreEvent,
+    SaveEvent,
+    StageEvent,
+    WorldFormed,
+)
+from tieredckpt.goodput import TimeCategory, analyse
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = ROOT / "tests/support/event_log_training.py"
+TOTAL, KILLED_AT = 12, 5
+WAYS_IN = {"rendezvous", "groups", "hydrate", "loader", "first_step"}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A job of two ranks whose second one is killed inside step 5; what its ledger says, and when it was killed."""
+    with elastic_job() as job:
+        job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "64MiB"}
+        job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
+        try:
+            yield trained(job)
+        finally:
+            for one in job.started:
+                one.send_signal(signal.SIGKILL)
+                one.wait()
+            until(lambda: not job.pids("ledger_training"))
+            for place in {path.parent for path in job.folder.rglob("agent.lock")}:
+                end_agent(place)
+
+
+def trained(job):
+    limit = job.folder / "limit"
+    limit.write_text(str(KILLED_AT))
+    running = job.start(
+        "run", "--nproc", "2", "--job", "told", "--log-dir", str(job.folder / "logs"), "--node", "n0",
+        str(SCRIPT), str(job.folder), str(TOTAL),
+    )  # fmt: skip
+    at = until(lambda: job.said("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
+    until(lambda: job.said("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
+    killed_at = time.time()
+    told = EventLogWriter(job.folder / "logs" / "event-log", name="injector")
+    told.write(FaultInjected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))
+    told.close()
+    kill(at[0]["pid"])
+    limit.write_text(str(TOTAL))  # the other rank goes on to meet it, and cannot
+    assert job.ended(running) == 0, job.output()
+    assert job.said("in", epoch=1)[0]["first"] == KILLED_AT
+    read = read_event_log(job.folder / "logs" / "event-log")
+    return read, analyse(read.events, warnings=read.warnings), killed_at
+
+
+def test_its_steps_are_those_that_were_done(run):
+    read, found, _ = run
+    assert [one.step for one in found.step_views] == [*range(TOTAL)]
+    assert all(one.counts for one in found.step_views)
+    assert {one.epoch for one in found.step_views if one.step < KILLED_AT} == {0}
+    assert {one.epoch for one in found.step_views if one.step >= KILLED_AT} == {1}
+    assert [one.loss for one in found.step_views] == [16.0 * step for step in range(TOTAL)]
+    assert found.tokens == TOTAL * 32
+    assert not read.warnings
+
+
+def test_one_fault_is_told_as_it_was(run):
+    _, found, killed_at = run
+    (recovery,) = [one for one in found.recoveries if one.faults]
+    (fault,) = recovery.faults
+    assert (fault.epoch, fault.node, fault.local_rank, fault.kind) == (0, "n0", 1, "process")
+    assert "SIGKILL" in fault.reason
+    assert (fault.injected, fault.at_us) == ("sigkill", round(killed_at * 1e6))
+    assert fault.at_us < fault.noticed_us
+    assert recovery.known_us is not None
+    assert recovery.known_us > fault.at_us
+    assert (recovery.category, recovery.how, recovery.resumed, recovery.steps_lost) == (
+        TimeCategory.RECOVERY,
+        "respawn",
+        True,
+        0,
+    )
+    assert found.faults == 1
+
+
+def test_every_rank_says_every_stage(run):
+    read, found, _ = run
+    told = {}
+    for stage in read.events:
+        if isinstance(stage, StageEvent):
+            told.setdefault((stage.epoch, stage.rank), set()).add(stage.name)
+    assert told == {
+        (0, 0): WAYS_IN | {"launch", "detect", "abort"},
+        (0, 1): WAYS_IN | {"launch"},
+        (1, 0): WAYS_IN,
+        (1, 1): WAYS_IN | {"launch"},
+    }
+    (recovery,) = [one for one in found.recoveries if one.faults]
+    assert {"detect", "abort", "launch", "groups", "hydrate"} <= {*recovery.stages}
+    assert sum(recovery.stages.values()) == pytest.approx(recovery.seconds)
+
+
+def test_its_time_is_accounted_for(run):
+    _, found, _ = run
+    assert sum(found.wall.by.values()) == found.wall.total == found.end_us - found.start_us
+    assert sum(found.capacity.by.values()) == found.capacity.total == 2 * found.wall.total
+    assert found.unattributed_us <= 0.02 * found.wall.total
+    assert 0 < found.ettr < 1
+    assert found.ettr == pytest.approx(found.goodput)
+    assert (found.worlds, found.ranks, found.runs[0].how) == (2, 2, "finished")
+
+
+def test_saves_and_restores_are_told_by_every_rank(run):
+    read, found, _ = run
+    assert {(one.epoch, one.rank, one.step) for one in read.events if isinstance(one, RestoreEvent)} == {
+        (epoch, rank, step) for epoch, step in ((0, -1), (1, KILLED_AT - 1)) for rank in (0, 1)
+    }
+    assert found.restores["nothing"] == 2
+    assert sum(found.restores.values()) == 4
+    assert {tier for tier, size in found.restored_bytes.items() if size} == {"memory"}
+    saved = [(one.rank, one.step) for one in read.events if isinstance(one, SaveEvent)]
+    assert sorted(saved) == [(rank, step) for rank in (0, 1) for step in range(TOTAL)]
+
+
+def test_who_took_part_and_how_it_ended(run):
+    read, _, _ = run
+    assert [one.who for one in read.events if isinstance(one, ProcessBegan)].count("rank") == 3
+    ended = [(one.who, one.how) for one in read.events if isinstance(one, ProcessEnded)]
+    assert sorted(ended) == [("coordinator", "finished"), ("rank", "finished"), ("rank", "finished")]
+    assert [(one.epoch, one.ranks, one.nodes, one.how) for one in read.events if isinstance(one, WorldFormed)] == [
+        (0, 2, ("n0",), "start"),
+        (1, 2, ("n0",), "respawn"),
+    ]

@@ -1,0 +1,67 @@
+"""A node gone without a word, one that comes, and one asked back with 10 s notice: nothing of it shows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from tests.support.local_nodes import until
+from tests.support.training_runs import assert_each_sample_once, assert_same_bits, committed
+
+pytestmark = pytest.mark.e2e
+
+TOTAL = 16
+
+
+def test_nodes_lost_and_come_and_asked_back_leave_no_trace(story, undisturbed) -> None:
+    job = story("preempted", "tree", TOTAL)
+    job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
+    job.allow(0)
+    run = job.begin(3)
+    job.gathered(3)
+    job.allow(4)
+    three = job.in_world(3, 3)
+
+    job.lose_node("n1")
+    job.allow(8)
+    two = job.in_world(2, 7)
+    assert {one["pid"] for one in two} < {one["pid"] for one in three}
+    assert done_again(job) in ([], [3])
+
+    again = job.start("join", "preempted", "--node", "n1")
+    job.asked_to_stop()
+    job.allow(12)
+    more = job.in_world(3, 11)
+    assert {one["pid"] for one in more} > {one["pid"] for one in two}
+
+    job.ask("drain", "n2", "--deadline", "10")
+    job.asked_to_stop()
+    job.allow(TOTAL)
+    until(lambda: not job.pids('"node":"n2"'), "n2 is given back")
+    job.lose_memory("n2")  # the machine is switched off
+    assert "dismissed after" in job.printed("n2")  # of its own accord: at the deadline it would have been ended
+
+    job.finished(run)
+    assert job.ended(again) == 0
+    assert sizes_after(job, three[0]["epoch"]) == [2, 3, 2]
+    assert done_again(job) in ([], [3])
+    moved = committed(job)
+    assert moved[-1]["size"] == 2
+    assert_same_bits(moved, undisturbed)
+    assert_each_sample_once(moved)
+    tiers = {tier for one in job.lines("world") for tier, count in one["tiers"].items() if count}
+    assert tiers == {"memory", "peer"}
+
+
+def sizes_after(job, epoch):
+    """Of the worlds after that one."""
+    return [size for at, size in sorted({(one["epoch"], one["size"]) for one in job.lines("world")}) if at > epoch]
+
+
+def done_again(job):
+    """Steps that more than one world did."""
+    epochs = defaultdict(set)
+    for one in job.lines("step"):
+        epochs[one["step"]].add(one["epoch"])
+    return [step for step, those in sorted(epochs.items()) if len(those) > 1]

@@ -1,0 +1,99 @@
+"""``elastic run`` and ranks that fail in every way and at every stage; in the end one for which there is no cure."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+
+from tests.support.agents import end_agent
+from tests.support.elastic_runs import ROOT, elastic_job
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = ROOT / "tests/support/faulty_rank.py"
+RANKS = 3
+
+
+def outcome(*faults, options=()):
+    """All that the ranks have said, by what it is about; the status; the output."""
+    with elastic_job() as job:
+        job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
+        job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
+        job.make("policy").write_text("abort_timeout_s: 15\nrestart_timeout_s: 200\n")
+        shape = ("--nproc", str(RANKS), "--node", "n0", "--job", "job", "--policy", str(job.folder / "policy"))
+        logs = ("--log-dir", str(job.folder / "logs"))
+        try:
+            running = job.start("run", *shape, *logs, *options, str(SCRIPT), str(job.folder), *faults)
+            try:
+                running.wait(900)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"it did not end\n{job.output()}") from None
+            return {what: job.said(what) for what in ("in", "fails", "step")}, running.returncode, job.output()
+        finally:
+            for one in job.started:
+                one.send_signal(signal.SIGKILL)
+                one.wait()
+            until(lambda: not job.pids("faulty_rank"))
+            for place in {path.parent for path in job.folder.rglob("agent.lock")}:
+                end_agent(place)
+
+
+def assert_only_the_faulty_were_replaced(said, faults):
+    """Who raises comes back in the same process; who dies or hangs does not; nobody else is touched."""
+    known, gone = {}, set()
+    for epoch, fault in enumerate((*faults, "")):
+        for rank, pid in pids(said, epoch).items():
+            assert rank not in known or (pid != known[rank]) is (rank in gone), (epoch, rank)
+            known[rank] = pid
+            gone.discard(rank)
+        rank, _, how = fault.partition(":")
+        if how and not how.startswith("raise"):
+            gone.add(int(rank))
+    assert known.keys() == set(range(RANKS))
+    assert not gone
+
+
+def pids(said, epoch):
+    """Of the ranks that got into this world, or failed on the way into it."""
+    return {one["rank"]: one["pid"] for what in ("in", "fails") for one in said[what] if one["epoch"] == epoch}
+
+
+def assert_ends_with_words(said, status, output):
+    done = max(one["step"] for one in said["step"])
+    assert status == 8, output
+    (words,) = [line for line in output.splitlines() if "gave up" in line and "the same command resumes it" in line]
+    assert output.splitlines()[-1] == words
+    assert f"the loss of step {done + 1} is not finite" in words
+    assert f"the last whole step is {done}" in words
+    assert f"elastic run --nproc {RANKS} --node n0" in words
+
+
+@pytest.mark.timeout(600)
+def test_a_crash_and_then_a_loss_that_is_never_finite():
+    faults = ("2:crash-step",)
+    said, status, output = outcome(*faults)
+    assert_only_the_faulty_were_replaced(said, faults)
+    assert "killed by signal 11 (SIGSEGV)" in output
+    assert_ends_with_words(said, status, output)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_every_fault_at_every_stage():
+    faults = (
+        "1:stop-restore",  # before the first step of all
+        "0:raise-first",
+        "0:loop-step",
+        "2:hold-step",
+        "0:stop-step",
+        "1:kill-groups",
+        "2:kill-restore",
+        "1:kill-step",
+        "0:raise-step",
+    )
+    said, status, output = outcome(*faults, options=("--hang-timeout", "15", "--spares", "1"))
+    assert_only_the_faulty_were_replaced(said, faults)
+    assert_ends_with_words(said, status, output)

@@ -1,0 +1,75 @@
+"""A process that has recovered many times is what it was after the first few times: nothing of an attempt stays."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.clusters import cluster_of
+from tests.support.recovery_training import recovers
+from tests.support.socket_control_plane import bridged
+
+pytestmark = pytest.mark.e2e
+
+WARM = 8
+"""After so many worlds everything has been made that is made once."""
+KIB_EACH = 8
+"""Allocated memory that a recovery may leave behind, averaged over many."""
+PAGES_EACH = 24
+"""Resident memory that a recovery may leave behind: it includes what the allocator holds back."""
+SHORT_HISTORY = {"TORCH_FR_BUFFER_SIZE": "16"}
+"""Torch's flight recorder copies up to 2,000 collectives: 70 KiB a recovery here, until its buffer is full."""
+
+
+def worlds_of(lines):
+    """Epoch, first step, threads, descriptors, allocated KiB, resident pages and time of every world."""
+    return [[float(word) for word in line.split()[1:]] for line in lines if line.startswith("world")]
+
+
+def recover(zygote, ranks, faults, size=2):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with cluster_of(ranks, "n1") as cluster, bridged(size, f"127.0.0.1:{store.port}") as bridge:
+        environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1", **SHORT_HISTORY}
+        running = [
+            zygote.start(recovers, bridge.address_of(seat), cluster.job, faults, environ=environ)
+            for seat in bridge.plane.planes
+        ]
+        try:
+            ends = [one.wait(1500.0) for one in running]
+        finally:
+            for one in running:
+                one.kill_if_alive()
+    assert [end.result for end in ends] == ["finished"] * size
+    assert bridge.plane.restarts == faults
+    return [worlds_of(end.lines) for end in ends]
+
+
+def growth(worlds, what):
+    """Return the growth per recovery between the medians of both halves."""
+    seen, half = [world[what] for world in worlds], len(worlds) // 2
+    return (statistics.median(seen[-half:]) - statistics.median(seen[:half])) / half
+
+
+def assert_nothing_stays(worlds, faults):
+    for rank in worlds:
+        assert [int(world[0]) for world in rank] == list(range(faults + 1))
+        assert rank[-1][1] >= faults  # every world got a step further
+        warm = rank[WARM:]
+        for what in (2, 3):  # some threads and descriptors of the last world may not have gone yet
+            seen = [world[what] for world in warm]
+            assert min(seen[-8:]) <= max(seen[: len(seen) // 2]), seen
+        assert growth(warm, 4) <= KIB_EACH, [world[4] for world in rank]
+        assert growth(warm, 5) <= PAGES_EACH, [world[5] for world in rank]
+
+
+@pytest.mark.timeout(600)
+def test_after_twenty_five_recoveries_a_process_is_as_it_was(zygote, ranks):
+    assert_nothing_stays(recover(zygote, ranks, 25), 25)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_after_two_hundred_recoveries_a_process_is_as_it_was(zygote, ranks):
+    assert_nothing_stays(recover(zygote, ranks, 200), 200)

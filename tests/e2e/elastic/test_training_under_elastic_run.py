@@ -1,0 +1,58 @@
+"""``elastic run`` with ranks that train: fewer nodes, then more; everything comes back from memory."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.support.agents import end_agent
+from tests.support.elastic_runs import ROOT, elastic_job
+from tests.support.local_nodes import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # test_elastic_run_end_to_end.py shrinks and grows in every run
+
+SCRIPT = ROOT / "tests/support/training_rank.py"
+
+
+def test_a_job_trains_on_with_fewer_nodes_and_with_more(tmp_path):
+    with elastic_job() as job:
+        job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
+        try:
+            trained = train(job)
+        finally:
+            for one in job.started:
+                one.send_signal(signal.SIGKILL)
+                one.wait()
+            until(lambda: not job.pids("training_rank"))
+            for place in {path.parent for path in job.folder.rglob("agent.lock")}:
+                end_agent(place)
+    assert trained
+
+
+def train(job):
+    options = ("--simulate-nodes", "2", "--nnodes", "1:2", "--grow-after", "0.2", "--shrink-after", "0", "--job", "job")
+    logs = ("--log-dir", str(job.folder / "logs"))
+    running = job.start("run", *options, *logs, str(SCRIPT), str(job.folder))
+
+    both = job.world(2)
+    until(lambda: job.said("step", epoch=both[0]["epoch"], rank=1, step=both[0]["restored"] + 2))
+    assert job.ask("resize", "--nodes", "1")["cap"] == 1
+    (alone,) = job.world(1, after=both[0]["epoch"])
+    assert alone["pid"] in [one["pid"] for one in both]
+    assert_goes_on(job, both, [alone])
+
+    job.ask("resize", "--nodes", "max")
+    more = job.world(2, after=alone["epoch"])
+    assert alone["pid"] in [one["pid"] for one in more]
+    assert_goes_on(job, [alone], more)
+    job.finish()
+    assert job.ended(running) == 0, job.output()
+    return job.said("ended", how="finished")
+
+
+def assert_goes_on(job, before, after):
+    """All stopped after one step, and from that one, in memory, all go on."""
+    done = [max(one["step"] for one in job.said("step", epoch=one["epoch"], rank=one["rank"])) for one in before]
+    assert {one["restored"] for one in after} == set(done)
+    assert {tier for one in after for tier in one["tiers"]} <= {"memory", "peer"}

@@ -1,0 +1,169 @@
+"""Real elastic agents and an unchanged script: faults of every kind, in the same processes as far as they live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import hyperpod_inprocess
+from tests.support.hyperpod_agents import Pod, agents, start, stop, wait
+from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes
+from tests.support.local_nodes import until
+from tests.support.operated_jobs import undisturbed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+PATIENCE_S = 240.0
+RANKS = 4
+
+
+class Story:
+    """A job of two pods with two ranks each and a spare one, and what its operator does."""
+
+    def __init__(self, pods: list[Pod], folder: Path) -> None:
+        self.pods, self.spares, self.folder = pods[:2], pods[2:], folder
+        self.count = 0
+        start(self.pods)
+
+    def let(self, limit: int) -> None:
+        path = self.folder / "limit.new"
+        path.write_text(str(limit))
+        path.replace(self.folder / "limit")
+
+    def breaks(self, kind: str, rank: int, step: int) -> None:
+        (self.folder / f"break-{kind}").write_text(f"{rank} {step}")
+        self.let(step + 1)
+
+    def until_done(self, step: int) -> list[Process]:
+        """All ranks have done this step since the newest start; who they are."""
+
+        def there() -> list[Process]:
+            at = [one for one in processes(self.folder) if one.newest == (self.count, step)]
+            return at if len(at) == RANKS else []
+
+        try:
+            return until(there, f"step {step} of start {self.count}", PATIENCE_S)
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n" + "\n".join(pod.printed()[-3000:] for pod in self.pods)) from None
+
+    def fault(self) -> dict[str, Any]:
+        """What the agent says that was the first to be at fault."""
+        wait(self.pods, "faulted", any_of=True, timeout_s=PATIENCE_S)
+        return next(found for pod in self.pods if (found := pod.status())["status"] == "faulted")
+
+    def again(self) -> None:
+        stop(self.pods, mode="in_process_restart")
+        self.count += 1
+        start(self.pods, fault_count=self.count)
+
+    def until_stopped(self, step: int) -> dict[str, Any]:
+        """Steps are done one after the other until the ranks have stopped; what the agent of one of them says."""
+
+        def stops() -> bool:
+            return any(pod.status()["status"] == "faulted" for pod in self.pods)
+
+        def done_by_all() -> bool:
+            return sum(one.newest == (self.count, step) for one in processes(self.folder)) == RANKS
+
+        while not stops():
+            self.let(step + 1)
+            until(lambda: stops() or done_by_all(), f"step {step} is done, or left", PATIENCE_S)
+            step += 1
+        return self.fault()
+
+    def lose(self, number: int, step: int) -> None:
+        """A pod is gone before it has done this step, and a spare takes its place."""
+        lost = self.pods[number]
+        lost.kill()
+        self.let(step + 1)
+        others = [pod for pod in self.pods if pod is not lost]
+        for pod in others:
+            pod.stop(mode="in_process_restart")
+        self.pods[number] = self.spares.pop()
+        wait(self.pods, "ready", timeout_s=PATIENCE_S)
+        self.count += 1
+        start(self.pods, fault_count=self.count)
+
+
+@contextlib.contextmanager
+def story(folder: Path, agent_dir: Path, **options: Any) -> Iterator[Story]:
+    environ = {
+        "STORY": str(folder),
+        "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir),
+        "TIEREDCKPT_AGENT_BUDGET": "2GiB",
+        "TEST_HANGS": "hangs",  # in each pod's folder
+    }
+    (folder / "limit").write_text("0")
+    script = hyperpod_inprocess.__file__
+    options = {"folder": folder / "pods", "nproc": 2, "inprocess": True, "environ": environ, **options}
+    with agents(3, script, **options, launcher="tests.support.patient_agent") as pods:
+        yield Story(pods, folder)
+
+
+def pids(found: list[Process], pod: str = "") -> set[int]:
+    return {one.pid for one in found if pod in ("", one.pod)}
+
+
+def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
+    with story(tmp_path, agent_dir, inprocess_timeout_s=5) as job:
+        job.let(2)
+        first = job.until_done(1)
+
+        # A rank raises, twice: all processes go on, and the operator is told of whom that was.
+        job.breaks("raise", rank=1, step=2)
+        assert "ZeroDivisionError" in job.fault()["message"]
+        job.again()
+        assert pids(job.until_done(2)) == pids(first)
+        job.breaks("raise", rank=1, step=3)
+        assert job.fault()["rank_labels"] == {"elastic-repeat-offender": "2"}
+        job.again()
+        assert pids(job.until_done(3)) == pids(first)
+
+        # A rank is asked for a change: all stop at one step, and nobody does one again.
+        os.kill(max(pids(first)), signal.SIGUSR1)
+        asked = job.until_stopped(4)
+        assert (asked["reason"], asked["restartMode"]) == ("ElasticWorld", "in_process_restart")
+        job.again()
+        at = 1 + max(one.steps[-1] for one in job.until_done(-1))
+        job.let(at + 1)
+        calm = job.until_done(at)
+        assert pids(calm) == pids(first)
+        assert all(one.steps[-(at - 3) :] == list(range(4, at + 1)) for one in calm)
+
+        # A rank is killed: those of the other pod go on.
+        job.breaks("kill", rank=2, step=at + 1)
+        assert job.fault()["reason"] == "WorkerCrash"
+        job.again()
+        second = job.until_done(at + 1)
+        assert pids(second, "pod0") == pids(first, "pod0")
+        assert not pids(second, "pod1") & pids(first)
+
+        # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
+        job.breaks("hang", rank=1, step=at + 2)
+        until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
+        hangs = job.pods[0].folder / "hangs"
+        hangs.touch()
+        job.again()
+        hangs.unlink()
+        third = job.until_done(at + 2)
+        assert not pids(third, "pod0") & pids(second)
+        assert pids(third, "pod1") == pids(second, "pod1")
+
+        # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
+        waiting = job.spares[0].ranks()
+        job.lose(0, step=at + 3)
+        fourth = job.until_done(at + 3)
+        assert pids(fourth, "pod1") == pids(second, "pod1")
+        assert pids(fourth, "pod2") <= set(waiting)
+        assert not pids(fourth, "pod0")
+
+        job.let(TOTAL)
+        wait(job.pods, "completed", timeout_s=PATIENCE_S)
+        said = [line for one in processes(tmp_path) for line in one.lines]
+    assert said.count(["ended", "finished"]) == RANKS
+    assert done(said) == undisturbed(zygote)

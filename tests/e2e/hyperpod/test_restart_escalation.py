@@ -1,0 +1,85 @@
+"""Real agents, real ranks and an operator: from the same processes to new ones, to new pods, and to an end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration.hyperpod.operator import JobPhase
+from tests.support.hyperpod_inprocess import Process, done
+from tests.support.operated_jobs import Operated, operated, undisturbed
+from tests.support.zygote import Zygote
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytest.importorskip("hyperpod_elastic_agent")
+
+IN_PROCESS, PROCESS, JOB = "in_process_restart", "process_level_restart", "job_level_restart"
+
+
+@pytest.mark.nightly
+def test_each_budget_that_is_exhausted_leads_to_the_next_level_and_then_to_an_end(
+    tmp_path: Path, zygote: Zygote
+) -> None:
+    """One start may be gone through in a process, and two restarts of the job with pods that stay; none with others."""
+    limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 0}
+    with operated(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
+        to_new_processes(job)
+        job.breaks("raise", rank=3, step=4)
+        gives_up(job)
+        assert job.restarts() == [IN_PROCESS, PROCESS]
+        said = job.said()
+    assert_given_up(job, 0)
+    assert done(said) == {key: value for key, value in undisturbed(zygote).items() if key[1] < 4}
+
+
+@pytest.mark.nightly
+def test_new_pods_go_on_where_the_old_ones_were_and_a_rank_may_ask_for_them(tmp_path: Path, zygote: Zygote) -> None:
+    """And the whole job may be started anew once."""
+    limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 1}
+    with operated(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
+        pods = {one.pod for one in to_new_processes(job)}
+        job.breaks("raise", rank=3, step=4)  # the processes would go on; the operator has had enough of these pods
+        fourth = job.until_done(4, 4)
+        assert not {one.pod for one in fourth} & pods
+        assert all(one.steps == [4] for one in fourth)
+        job.breaks("nan", rank=1, step=5)  # at every attempt: the second asks for a restart of the job
+        gives_up(job)
+        assert job.restarts() == [IN_PROCESS, PROCESS, JOB, IN_PROCESS]
+        said = job.said()
+    assert_given_up(job, 1)
+    assert "the loss of step 5 is not finite (nan), in 2 attempts" in job.state.fault.message
+    assert done(said) == {key: value for key, value in undisturbed(zygote).items() if key[1] < 5}
+
+
+def to_new_processes(job: Operated) -> list[Process]:
+    """A fault that the processes live through, and one after which they ask for others in their pods."""
+    job.let(2)
+    first = job.until_done(1, 1)
+    pods = job.state.members
+    job.breaks("raise", rank=1, step=2)
+    second = job.until_done(2, 2)
+    assert {one.pid for one in second} == {one.pid for one in first}
+    job.breaks("raise", rank=2, step=3)
+    third = job.until_done(3, 3)
+    assert not {one.pid for one in third} & {one.pid for one in second}
+    assert job.state.members == pods
+    assert all(one.steps == [3] for one in third), "new processes go on where the old ones were"
+    return third
+
+
+def gives_up(job: Operated) -> None:
+    job.until(lambda: job.state.phase.is_final, "the job has ended")
+    job.until(lambda: all(job.heard(pod, "/shutdown") for pod in job.state.members), "all agents are told to end")
+
+
+def assert_given_up(job: Operated, full: int) -> None:
+    assert job.state.phase is JobPhase.FAILED
+    failed = next(one for one in job.state.conditions if one.type == "Failed")
+    assert failed.reason == "RestartLimitExceeded"
+    first = {
+        "WorkerFault",
+        "ElasticWorld",
+    }  # of whose agent is seen first: the rank's at fault, or one that heard of it
+    ends = {f"gave up after {why}: more than {full} restarts of the whole job within 3600 s" for why in first}
+    assert failed.message.removesuffix(" (maxFullJobRestarts)") in ends

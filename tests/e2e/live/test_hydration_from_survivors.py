@@ -1,0 +1,149 @@
+"""A rank dies between two saves: with replicas nothing is lost, and no bit is different."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.clusters import cluster_of
+from tests.support.crashes import crash_at
+from tests.support.live_training import train, undisturbed
+from tests.support.local_nodes import until
+from tests.support.socket_control_plane import bridged
+
+pytestmark = pytest.mark.e2e
+
+TOTAL = 11
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def started(zygote, store, size, kind, optimizer, at, environs):
+    """The ranks of a job, and those that wait to take the place of one that is lost."""
+    with bridged(size, f"127.0.0.1:{store.port}") as bridge:
+        plane = bridge.plane
+        seats = [*plane.planes, *(plane.add_rank() for _ in environs[size:])]
+        args = (kind, optimizer, TOTAL, at)
+        running = []
+
+        def start(seat, **environ):
+            environ = {"OMP_NUM_THREADS": "1", **environ}
+            running.append(zygote.start(train, bridge.address_of(seat), *args, environ=environ))
+
+        try:
+            for number, (seat, environ) in enumerate(zip(seats, environs, strict=True)):
+                if number == size:  # else one that is to wait could be the first to be there, and be given a place
+                    for one in running:
+                        one.wait_lines(1)
+                start(seat, **environ)
+            yield plane, running, start
+        finally:
+            for one in running:
+                one.kill_if_alive()
+
+
+def trained(zygote, store, size, kind, optimizer, at, environs=None):
+    """What the ranks of a job said that came to its end, one spare for each that dies."""
+    environs = environs or [{}] * (size + 1)
+    with started(zygote, store, size, kind, optimizer, at, environs) as (plane, running, _):
+        ends = [one.wait() for one in running]
+        assert plane.succeeded
+    lost = len(environs) - size
+    assert sorted(end.status for end in ends) == [-signal.SIGKILL] * lost + [0] * size
+    return ends
+
+
+def assert_same_bits(ends, expected):
+    for end in ends:
+        for line in end.lines:
+            kind, number, *seen = line.split()
+            if kind == "step":
+                assert " ".join(seen) == expected[int(number)], f"step {number}"
+
+
+def worlds(ends, epoch):
+    """What every rank of a world said when it had restored: step, mode, lost, and what the world says."""
+    found = [line.split()[2:] for end in ends for line in end.lines if line.startswith(f"world {epoch} ")]
+    assert len({tuple(one) for one in found}) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "optimizer", "at", "expected"),
+    [
+        (2, "ddp", "adamw", "8 forward", "7 live 0 live"),
+        (2, "ddp", "fused", "8 optimizer", "8 live 0 live"),
+        (2, "norm", "sgd", "8 forward", "7 live 0 live"),
+        (4, "hsdp", "adamw", "8 backward", "7 live 0 live"),
+        (2, "fsdp", "adamw", "8 forward", "5 snapshot 2 snapshot"),
+    ],
+)
+def test_a_rank_dies(zygote, agent_dir, store, size, kind, optimizer, at, expected):
+    ends = trained(zygote, store, size, kind, optimizer, at)
+    assert worlds(ends, 1) == expected.split()
+    assert_same_bits(ends, zygote.run_world(size, undisturbed, kind, optimizer, TOTAL)[0])
+
+
+def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
+    """What survivors have stays with them until a world has it."""
+    environs = [{}, {}, crash_at("live.chosen")]
+    with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
+        until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
+        start(plane.add_rank())
+        ends = [one.wait() for one in running]
+        assert plane.succeeded
+    assert sorted(end.status for end in ends) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+    assert not [line for end in ends for line in end.lines if line.startswith("world 1 ")]
+    assert worlds(ends, 2) == ["7", "live", "0", "live"]
+    assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "adamw", TOTAL)[0])
+
+
+def test_one_fault_after_the_other(zygote, agent_dir, store):
+    """The second one finds what the first one left, and the steps after it."""
+    ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
+    assert worlds(ends, 1) == ["2", "live", "0", "live"]
+    assert worlds(ends, 2) == ["7", "live", "0", "live"]
+    assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "sgd", TOTAL)[0])
+
+
+@pytest.mark.parametrize(
+    ("at", "crash", "step"),
+    [
+        ("8 forward 1,2", "", 7),  # step 5 was whole, and is lost
+        ("", "seal.asked", 0),  # in the first save of all: no step was ever whole
+    ],
+)
+def test_two_of_three_nodes_are_lost_at_once_and_the_replica_that_is_left_goes_on(
+    zygote, ranks, store, at, crash, step
+):
+    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+        environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
+        environs[1:] = [{**environ, **crash_at(crash)} for environ in environs[1:]]
+        with started(zygote, store, 3, "ddp", "fused", at or "99 never", environs) as (plane, running, _):
+            for lost in running[1:]:
+                assert lost.wait().status == -signal.SIGKILL
+            for name in ("n2", "n3"):
+                cluster[name].lose()
+            plane.resize(1, "there is no other one")
+            end = running[0].wait()
+            assert plane.succeeded
+        assert worlds([end], 1) == [str(step), "live", "0", "live"]
+
+
+def test_fewer_ranks_on_nodes_of_their_own_go_on(zygote, ranks, store):
+    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+        environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
+        with started(zygote, store, 3, "ddp", "fused", "8 forward", environs) as (plane, running, _):
+            lost = running[1].wait()
+            plane.resize(2, "there is no other one")
+            ends = [running[0].wait(), running[2].wait()]
+            assert plane.succeeded
+        assert lost.status == -signal.SIGKILL
+        assert worlds(ends, 1) == ["7", "live", "0", "live"]

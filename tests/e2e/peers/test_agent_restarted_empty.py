@@ -1,0 +1,30 @@
+"""An agent that is started again at once, with nothing of what it kept: nobody has missed it, and it has lost all."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerstore.settings import ReplicationSettings
+from tests.support.agent_jobs import SIZE, agent_job
+from tests.support.local_nodes import until
+from tests.support.stores import content
+
+pytestmark = pytest.mark.e2e
+
+NAMES = ("n1", "n2", "n3", "n4")
+
+
+def test_what_an_agent_lost_before_it_was_missed_is_made_again_from_parity():
+    parity = ReplicationSettings(mode="parity", parity_group_size=3)
+    with agent_job(*NAMES, settings=parity, quick=False) as job:  # who is away for 8 s is dead, and not before
+        keys = job.save(1, parts=4)
+        job.settle(1)
+        assert [job.holders(of) for of in keys] == [(name,) for name in NAMES]
+        job["n2"].lose()
+        job["n2"].start()
+        job.meet()
+        for of in keys:
+            until(lambda of=of: job.holders(of), f"{of} is there again", timeout_s=60)
+            data, pulled = job.read(of, job.holders(of))
+            assert data == content(of, SIZE)
+            assert pulled.failed == {}

@@ -1,0 +1,87 @@
+"""What the command line says while a node does not answer: nothing that it may hold is lost, torn or absent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.peers.test_export_from_peers import ONCE, spoil
+from tests.e2e.peers.test_node_lost import save
+from tests.support.local_nodes import until
+from tieredckpt.cli import main
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.session.session import close_sessions
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def halves(cluster, monkeypatch):
+    """A step of which each of two nodes has one half; this process is on the first."""
+    cluster.run(["n1", "n2"], save, [7], 1, environ=ONCE)
+    for name, value in cluster["n1"].environ.items():
+        monkeypatch.setenv(name, value)
+    yield cluster
+    close_sessions()
+
+
+@pytest.fixture
+def said(capsys):
+    def run(*words):
+        code = main([*words, "--json"])
+        out = capsys.readouterr()
+        return code, json.loads(out.out) if out.out else None, out.err
+
+    return run
+
+
+def test_a_silent_node_is_neither_lost_nor_torn(halves, said, capsys):
+    job = halves.job
+    code, found, _ = said("ls", job)
+    assert (code, [step["state"] for step in found["steps"]]) == (0, ["whole"])
+    halves["n2"].freeze()
+
+    code, found, _ = said("ls", job)
+    assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
+    assert "n2" in found["unreachable"]["peer"]
+    main(["ls", job])
+    assert "1 of 2 parts are not in what could be asked" in " ".join(capsys.readouterr().out.split())
+
+    code, found, _ = said("status", job, "--cluster")
+    assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
+
+    code, found, _ = said("whatif", job, "--lose", "node:n1")
+    assert code == ExitCode.UNAVAILABLE
+    assert "n2" in found["unknown"]
+
+    code, _, error = said("inspect", job)
+    assert code == ExitCode.UNAVAILABLE
+    assert "n2" in error
+    assert "was whole once" not in error
+
+    halves["n2"].thaw()
+    until(lambda: said("ls", job)[0] == 0, "it answers again")
+    assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
+
+
+def test_verify_looks_at_all_nodes_and_says_which_it_could_not_ask(halves, said, capsys):
+    job = halves.job
+    code, found, _ = said("verify", job)
+    assert (code, found["good"]) == (0, True)
+    assert {(one["part"], one["tier"], one["node"], one["result"]) for one in found["checks"]} == {
+        (0, "memory", "n1", "good"),
+        (1, "peer", "n2", "good"),
+    }
+    spoil(halves["n2"], job)
+    code, found, _ = said("verify", job)
+    assert code == ExitCode.DAMAGED
+    assert [one["node"] for one in found["checks"] if one["result"] == "damaged"] == ["n2"]
+
+    halves["n2"].freeze()
+    code, found, _ = said("verify", job)
+    assert (code, found["good"]) == (ExitCode.UNAVAILABLE, False)
+    assert [one["node"] for one in found["checks"] if one["result"] == "good"] == ["n1"]
+    assert "n2" in found["not_asked"]
+    main(["verify", job])
+    assert "n2 could not be asked" in " ".join(capsys.readouterr().out.split())

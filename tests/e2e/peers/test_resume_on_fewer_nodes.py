@@ -1,0 +1,96 @@
+"""A job goes on with fewer nodes: what only those that leave have in memory is read from them before they are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from elastic.supervisor.memory_tier import MemoryTierProcess
+from tests.e2e.peers.test_node_lost import restore, save
+from tests.support.clusters import cluster_of
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.e2e
+
+NAMES = ["n1", "n2", "n3", "n4"]
+
+
+def test_half_of_the_nodes_leave_at_once(ranks):
+    with cluster_of(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(NAMES, save, [5, 6]) == ["2 copies in 2 racks"] * 4
+        stay = ["n4", "n1"]  # n2 and n3 keep each other's copies
+        for tiers, _ in cluster.run(stay, restore, 6):
+            assert set(tiers) == {"memory", "peer"}
+        assert cluster.run(stay, save, [7]) == ["2 copies in 2 racks"] * 2
+        for name in ("n2", "n3"):  # nothing hangs on them any more
+            cluster[name].lose()
+        assert cluster.run(stay, save, [8]) == ["2 copies in 2 racks"] * 2
+        assert cluster.run(["n1"], save, [9], 1) == ["1 copy"]
+
+
+@pytest.mark.parametrize("left", ["n1", "n2"])
+def test_the_only_node_that_a_fault_has_left_saves_whether_or_not_its_name_is_the_lowest(ranks, left):
+    (lost,) = {"n1", "n2"} - {left}
+    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
+        cluster[lost].lose()
+        until(lambda: standing(cluster, left, lost) == "dead", "its death is known")
+        cluster.run([left], restore, 6)
+        assert cluster.run([left], save, [7, 8], 1) == ["1 copy"]
+        cluster.run([left], restore, 8)
+
+
+def test_the_node_that_the_job_went_on_with_is_waited_for_by_one_that_it_went_on_without(ranks):
+    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
+        cluster.run(["n1"], save, [7, 8], 1)
+        until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
+        cluster["n1"].freeze()
+        until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
+        with ThreadPoolExecutor(1) as aside:
+            restored = aside.submit(cluster.run, ["n2"], restore, 8)
+            until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
+            cluster["n1"].thaw()
+            ((tiers, _),) = restored.result()
+        assert "peer" in tiers
+
+
+def roster(cluster, name):
+    with cluster[name].agent(cluster.job) as agent:
+        return agent.cluster_status(cluster.job).member_list_version
+
+
+def at_work(cluster, name):
+    with cluster[name].agent() as agent:
+        return next(job.clients for job in agent.store.status().jobs if job.job == cluster.job)
+
+
+def standing(cluster, asked, node):
+    with cluster[asked].agent(cluster.job) as agent:
+        return next(view.state for view in agent.cluster_status(cluster.job).nodes if view.node.id == node)
+
+
+@contextlib.contextmanager
+def supervised(cluster, *names):
+    """The supervisors' part of these nodes, in this process."""
+    agents = [MemoryTierProcess({**os.environ, **cluster[name].environ}) for name in names]
+    try:
+        for agent in agents:
+            agent.start()
+        yield
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def test_the_agents_of_both_nodes_that_leave_die_before_what_they_have_was_read(ranks):
+    with cluster_of(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(["n1", "n2", "n3"], save, [5, 6]) == ["2 copies in 2 racks"] * 3
+        with supervised(cluster, "n2", "n3"):
+            for name in ("n2", "n3"):
+                os.kill(cluster[name].pid, signal.SIGKILL)
+            cluster.run(["n1"], restore, 6)

@@ -1,0 +1,41 @@
+"""A step that is dropped while another node uploads its part of it does not come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.clusters import cluster_of
+from tests.support.jobs import objects, on_server
+from tests.support.local_nodes import until
+from tieredckpt import Checkpointer
+from tieredckpt.settings import DurableSettings, load_settings, override_settings
+
+pytestmark = pytest.mark.e2e
+
+
+def save(job, durable):
+    rank = dist.get_rank()
+    with Checkpointer(job, settings=override_settings(load_settings(), durable=durable), on_sigterm="ignore") as ckpt:
+        ckpt.save({f"own{rank}": torch.full((100_000,), float(rank))}, 1).wait()
+        dist.barrier()
+
+
+def test_a_step_that_is_dropped_while_another_node_uploads_its_part_does_not_come_back(ranks, rclone, rclone_proxy):
+    settings = on_server(rclone, timeout_s=120.0)
+    behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
+    held = rclone_proxy.on("PUT", r"000001\.safetensors").hold()
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        cluster.run(["n1", "n2"], save, vars(behind), environ={"TIEREDCKPT_PEER_COPIES": "1"})
+        with cluster["n1"].agent(cluster.job) as one, cluster["n2"].agent(cluster.job) as two:
+            rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"000001\.safetensors"))
+            until(lambda: "other parts" in one.drain_status(cluster.job)[0].error)
+            one.drop_steps(cluster.job, [one.drain_status(cluster.job)[0].version_id])
+            held.release()
+            (after,) = until(
+                lambda: [view for view in two.drain_status(cluster.job) if view.state in ("done", "skipped")]
+            )
+            assert after.state == "skipped"
+            assert two.list_steps(cluster.job, fresh=True).views == ()
+    assert [name for name in objects(rclone, settings) if name.endswith((".manifest", ".index"))] == []

@@ -1,0 +1,160 @@
+"""Nothing was ever saved, a save never came to be whole, what was whole is lost: three answers of a restore."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.e2e.peers.test_node_lost import restore, save, sharded
+from tests.support.bits import zeroed
+from tests.support.clusters import cluster_of
+from tests.support.local_nodes import until
+from tieredckpt import Checkpointer, TieredReader
+from tieredckpt.cli import main
+from tieredckpt.dcp.rank_group import unwrap_load_error
+from tieredckpt.errors import CheckpointLostError, CheckpointNotFoundError, CheckpointTornError, StoreBusyError
+from tieredckpt.session.session import Session
+
+pytestmark = pytest.mark.e2e
+
+
+def killed_in_its_first_save(job, step):
+    """The second rank ends before it has sealed anything, the first one once it has sealed its part."""
+    stage = Session.lease_slot
+
+    def dies(*args, **more):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Session.lease_slot = dies if dist.get_rank() == 1 else stage
+    ckpt = Checkpointer(job, on_sigterm="ignore")
+    assert ckpt.restore(zeroed(sharded(0))) == -1
+    assert ckpt.last_restore is None
+    ckpt.save(sharded(step), step).wait(timeout_s=60)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sealed_on(host, job):
+    with host.agent(job) as agent:
+        return [fact.key.version for fact in agent.store.list_shards(job)]
+
+
+def begin(job, step=None):
+    """What a restore answers, what it says about it, and what those say who name a step."""
+    state = zeroed(sharded(0))
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        found = ckpt.restore(state)
+        report = ckpt.last_restore
+        named = other = ""
+        if step is not None:
+            with pytest.raises(CheckpointTornError) as error:
+                ckpt.restore(state, step)
+            named = str(error.value)
+        with pytest.raises(CheckpointNotFoundError) as absent:
+            ckpt.restore(state, 99)
+        assert not isinstance(absent.value, CheckpointTornError)
+        try:
+            dcp.load(state, storage_reader=TieredReader(job))
+        except CheckpointException as error:
+            other = type(unwrap_load_error(error)).__name__
+    return found, None if report is None else (report.step, report.mode, report.refused), named, other
+
+
+def test_a_job_killed_in_its_first_save_begins_again_and_says_what_was_torn(ranks, capsys):
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        where = ["n1", "n2"]
+        for found, report, _, other in cluster.run(where, begin):
+            assert (found, report, other) == (-1, None, "CheckpointNotFoundError")
+        with pytest.raises(AssertionError, match="died"):
+            cluster.run(where, killed_in_its_first_save, 3)
+        until(lambda: sealed_on(cluster["n1"], cluster.job) == [3])
+        for name in where:  # and what they know of it survives them
+            cluster[name].kill_agent()
+            cluster[name].start()
+        for found, report, named, other in cluster.run(where, begin, 3):
+            assert found == -1
+            step, mode, refused = report
+            assert (step, mode, other) == (-1, "torn", "CheckpointTornError")
+            for said in (*refused, named):
+                assert "step 3" in said
+                assert "nobody has part 1 of 2" in said
+                assert "saved 20" in said
+        with cluster["n1"].agent(cluster.job) as agent:
+            assert [view.version_id.version for view in agent.list_steps(cluster.job).views] == [3]
+        directory = ["--agent-dir", str(cluster["n1"].directory)]
+        assert main(["ls", cluster.job, *directory]) == 0
+        assert re.search(r"3 +torn", capsys.readouterr().out)
+        cluster.run(where, save, [3, 4])  # nobody had to allow anything
+        cluster.run(where, restore, 4)
+
+
+def leaves_out(job, step):
+    """One rank has no room for its part, so that what the others have of the step is given up."""
+    stage = Session.lease_slot
+
+    def busy(*args, **more):
+        raise StoreBusyError("no room just now")
+
+    Session.lease_slot = busy if dist.get_rank() == 1 else stage
+    try:
+        with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
+            assert ckpt.restore(zeroed(sharded(0))) == -1
+            ckpt.save(sharded(step), step)
+            ckpt.wait()
+    finally:
+        Session.lease_slot = stage
+
+
+def test_a_torn_step_that_was_given_up_everywhere_is_not_nothing(ranks):
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        where = ["n1", "n2"]
+        cluster.run(where, leaves_out, 3)
+        until(lambda: [sealed_on(cluster[name], cluster.job) for name in where] == [[], []])
+        for found, report, named, other in cluster.run(where, begin, 3):
+            step, mode, refused = report
+            assert (found, step, mode, other) == (-1, -1, "torn", "CheckpointTornError")
+            assert "step 3" in str(refused)
+            assert "step 3" in named
+
+
+def lost(job):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        state = zeroed(sharded(0))
+        with pytest.raises(CheckpointLostError) as error:
+            ckpt.restore(state)
+        assert ckpt.restore(state, on_lost="start_fresh") == -1
+        report = ckpt.last_restore
+        return str(error.value), (report.step, report.mode, report.refused)
+
+
+def test_what_was_whole_once_is_lost_also_to_agents_that_came_later(ranks, capsys):
+    """One node is lost; the agents of the others died since, and a node comes that knows nothing."""
+    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+        alone = {"TIEREDCKPT_PEER_COPIES": "1"}
+        cluster.run(["n1", "n2", "n3"], save, [5, 6], 1, environ=alone)
+        for name in ("n2", "n3"):
+            with cluster[name].agent(cluster.job) as agent:  # not what it hears from n1 when it is asked
+                until(
+                    lambda: [one.newest_committed for one in agent.store.status().jobs if one.job == cluster.job] == [6]
+                )
+        cluster["n1"].lose()
+        for name in ("n2", "n3"):
+            cluster[name].kill_agent()
+            cluster[name].start()
+        with cluster["n3"].agent(cluster.job) as agent:
+            until(lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"])
+        cluster.add("n4")
+        for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
+            assert "step 6" in said
+            assert "was whole once, saved 20" in said
+            assert "nobody has part" in said
+            assert (step, mode) == (-1, "lost")
+            assert "step 6" in str(refused)
+        capsys.readouterr()
+        assert main(["ls", cluster.job, "--agent-dir", str(cluster["n2"].directory)]) == 0
+        assert re.search(r"6 +lost", capsys.readouterr().out)

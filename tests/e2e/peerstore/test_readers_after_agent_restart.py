@@ -1,0 +1,110 @@
+"""Who reads a pinned shard reads on, whatever becomes of the agent and whatever its successor writes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peerstore.errors import PeerStoreError
+from tests.support.local_nodes import until
+from tests.support.stores import MIB, content, key, load, save, store_agent, store_directory
+
+BUDGET = ("--budget", "64MiB")
+SIZE = 4 * MIB
+
+READER = """
+import sys
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.store.arena import FileMapping
+from peerstore.settings import AgentPaths
+from pathlib import Path
+from tests.support.stores import content, key
+
+of = key(int(sys.argv[2]))
+client = Client(lambda: connect_to_agent(AgentPaths(Path(sys.argv[1])).socket), job="reader")
+pin = client.pin(of)
+if "cut off" in sys.argv:
+    client.close()
+expected = content(of, pin.record.size_bytes)
+half = len(expected) // 2
+with FileMapping(pin.fd, len(expected)) as mapping, mapping.view as view:
+    assert bytes(view[:half]) == expected[:half]
+    print("half", flush=True)
+    sys.stdin.readline()
+    right = bytes(view[half:]) == expected[half:]
+held = "cut off" not in sys.argv and client.unpin(pin.id)
+print("right" if right else "wrong", "held" if held else "lost", flush=True)
+client.close()
+"""
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        yield place
+
+
+class Reader:
+    """A process in the middle of reading a shard."""
+
+    def __init__(self, directory, version, *how):
+        command = [sys.executable, "-c", READER, str(directory), str(version), *how]
+        root = Path(__file__).resolve().parents[3]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self.process.stdout.readline() == "half\n"
+
+    def finish(self):
+        """What it says it has read; a process that was ended by a signal says so instead."""
+        said, _ = self.process.communicate("go on\n", timeout=60)
+        return said.strip() if self.process.returncode == 0 else f"exit {self.process.returncode}"
+
+
+@pytest.mark.parametrize("size", [MIB, SIZE, SIZE + MIB], ids=["smaller", "as large", "larger"])
+def test_a_successor_never_writes_what_a_reader_of_the_killed_agent_reads(directory, size):
+    """Every slot that the successor could take is written, several times."""
+    with store_agent(directory, *BUDGET) as agent:
+        with agent.client(retry_s=20) as client:
+            for version in (1, 2):
+                save(client, key(version), SIZE)
+        readers = [Reader(directory, version) for version in (1, 2)]
+        agent.kill()
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        for version in range(3, 9):
+            save(client, key(version), size)
+            assert load(client, key(version)) == content(key(version), size)
+        assert [reader.finish() for reader in readers] == ["right lost"] * 2
+        assert client.status().arena.allocated_bytes <= 64 * MIB
+
+
+def test_memory_that_a_reader_keeps_counts_until_it_is_done(directory):
+    """A slot was given up under a reader: what it takes is not promised to anybody else."""
+    with store_agent(directory, "--budget", "12MiB") as agent:
+        with agent.client(retry_s=20) as client:
+            save(client, key(1), SIZE)
+        reader = Reader(directory, 1)
+        agent.kill()
+    with store_agent(directory, "--budget", "12MiB") as agent, agent.client(retry_s=20) as client:
+        client.delete_versions("job", [key(1).version_id])
+        assert client.list_shards("job") == []
+        assert client.status().arena.allocated_bytes == SIZE
+        with pytest.raises(PeerStoreError):
+            client.lease(key(2), 3 * SIZE, 1)
+        assert reader.finish() == "right lost"
+        assert client.status().arena.allocated_bytes == 0
+        client.lease(key(2), 3 * SIZE, 1)
+
+
+def test_a_reader_that_is_alive_and_lost_its_pin_keeps_its_bytes(directory):
+    """Its connection is gone for longer than it is waited for; the process still reads."""
+    with (
+        store_agent(directory, *BUDGET, "--lease-grace-s", "0.1") as agent,
+        agent.client(retry_s=20) as client,
+    ):
+        save(client, key(1), SIZE)
+        reader = Reader(directory, 1, "cut off")
+        until(lambda: client.status().arena.pins == 0, "the pin is taken back")
+        for version in range(2, 6):
+            save(client, key(version), SIZE)
+        assert key(1) not in {fact.key for fact in client.list_shards("job")}
+        assert reader.finish() == "right lost"

@@ -1,0 +1,339 @@
+"""Who comes to a coordinator or a supervisor without belonging there is refused, and they live on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+import msgspec
+import pytest
+
+from elastic.control.control_messages import (
+    RANK_PROTOCOL,
+    ExitReason,
+    NodeCodec,
+    NodeDesired,
+    NodeStatus,
+    RankDesired,
+    RankHello,
+    RankPhase,
+    StatusRequest,
+    SupervisorEndpoint,
+    WorldSpec,
+)
+from elastic.control.control_plane import NoticeKind
+from elastic.control.coordinator_client import call_coordinator, connect_to_coordinator
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
+from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore import message_codec
+from peerstore.errors import PeerRefusedError, PeerStoreError
+from peerstore.membership.topology import NodeId
+from peerstore.message_codec import decode_message
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
+from tests.support.control_planes import PATIENCE_S, SECRET, all_ready, supervised_job, wants
+from tests.support.local_nodes import until
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+@pytest.fixture
+def coordinator():
+    settings = CoordinatorSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1")
+    one = Coordinator(settings, SECRET, farewell_s=1.0)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    yield one
+    one.request_stop()
+    thread.join()
+
+
+def lives(coordinator) -> bool:
+    return call_coordinator(coordinator.address, StatusRequest(), job="job", secret=SECRET).job == "job"
+
+
+def dial(coordinator) -> socket.socket:
+    host, _, port = coordinator.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+GARBAGE = {
+    "nothing": b"",
+    "a web browser": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "another version": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION + 1, 4, 0) + b"abcd",
+    "a huge header": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 0xFFFFFFFF, 0),
+    "a huge payload": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 1, 1 << 60) + b"\x80",
+    "no message": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 5, 0) + b"\xc1\xc1\xc1\xc1\xc1",
+    "a message of another kind": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 1, 0) + b"\x80",
+    "half a message": FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 100, 0) + b"abc",
+}
+
+
+@pytest.mark.parametrize("bytes_sent", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_at_the_coordinators_door(coordinator, bytes_sent):
+    with dial(coordinator) as sock:
+        sock.sendall(bytes_sent)
+        with contextlib.suppress(OSError):  # it may have hung up by now
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    assert lives(coordinator)
+
+
+SAID = {
+    "no map": [1, 2, 3],
+    "no such kind": {"type": "king", "number": 1},
+    "a field too many": {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "more": 1},
+    "a number that is none": {"type": "node", "number": "one", "node": "n1", "generation": 1, "local_ranks": 1},
+    "another node's name": {"type": "node", "number": 1, "node": "n2", "generation": 1, "local_ranks": 1},
+    "deep nesting": {"type": "node", "number": [[[[[[[[[[1]]]]]]]]]]},
+}
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_nonsense_of_one_who_knows_the_secret(coordinator, said):
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(said))
+    with contextlib.suppress(PeerStoreError):
+        assert channel.receive(within_s=10) is None
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.reconciler.nodes == {}
+
+
+def test_another_secret_and_another_job(coordinator):
+    for job, secret in (("job", b"quite another secret, long enough"), ("jobs", SECRET)):
+        with pytest.raises(ControlPlaneRefusedError):
+            call_coordinator(coordinator.address, StatusRequest(), job=job, secret=secret)
+        with pytest.raises(PeerRefusedError):
+            connect_to_coordinator(coordinator.address, job=job, me=NodeId("n1"), secret=secret)
+    assert lives(coordinator)
+
+
+def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
+    def say(life):
+        channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+        channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
+        end = NodeCodec()
+        return channel, end, end.decode(channel.receive(within_s=10).header)
+
+    first, end, heard = say(5)
+    assert heard.exit is None
+    second, _, heard = say(6)
+    assert heard.exit is None
+    assert end.decode(first.receive(within_s=10).header).exit is ExitReason.REFUSED
+    third, _, heard = say(4)
+    assert (heard.exit, "newer supervisor" in heard.reason) == (ExitReason.REFUSED, True)
+    for channel in (first, second, third):
+        channel.close()
+    assert lives(coordinator)
+
+
+CHANGED = {
+    "a world that it was not told": {"type": "changed", "number": 2, "world": {"type": "told", "number": 7}},
+    "another node's name": {"type": "changed", "number": 2, "node": "n2"},
+    "a field too many": {"type": "changed", "number": 2, "more": 1},
+    "another whole report": {"type": "node", "number": 2, "node": "n1", "generation": 1, "local_ranks": 1},
+    "a number that is none": {"type": "changed", "number": "two"},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
+def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, changed):
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1)))
+    channel.send(encode(changed))
+    with contextlib.suppress(PeerStoreError):
+        while channel.receive(within_s=10) is not None:
+            pass
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.reconciler.nodes.keys() <= {"n1"}
+
+
+def test_changes_without_a_report_that_they_are_of(coordinator):
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode({"type": "changed", "number": 2}))
+    with contextlib.suppress(PeerStoreError):
+        assert channel.receive(within_s=10) is None
+    channel.close()
+    assert lives(coordinator)
+
+
+def test_a_supervisor_whose_clock_went_back_is_told_after_which_life_it_begins(coordinator):
+    def say(channel, life):
+        channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
+        return decode_message(channel.receive(within_s=10).header, NodeDesired)
+
+    def connect():
+        return connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+
+    first = connect()
+    assert say(first, 3_600_000).exit is None
+    first.close()
+    until(lambda: not coordinator.reconciler.nodes.get("n1") or not coordinator.reconciler.nodes["n1"].connected)
+    second = connect()
+    heard = say(second, 5)
+    assert (heard.exit, heard.superseded, heard.min_generation) == (None, True, 3_600_000)
+    third = connect()
+    heard = say(third, heard.min_generation + 1)
+    assert (heard.exit, heard.superseded, heard.generation) == (None, False, 3_600_001)
+    second.close()
+    third.close()
+    assert lives(coordinator)
+
+
+def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
+    settings = SupervisorSettings("job", "n1", "127.0.0.1:1", ("true",), tmp_path / "n1", tmp_path / "logs")
+    one = Supervisor(settings, SECRET)
+    try:
+        one.state.start()
+        later = one.state.generation + 3_600_000
+        one._ordered(NodeDesired("c", one.state.generation, superseded=True, min_generation=later))
+        assert one.state.generation == later + 1
+    finally:
+        one._door.close()
+
+
+@pytest.mark.parametrize(
+    "formed",
+    [
+        {"epoch": 1 << 62, "ranked_nodes": [], "restarts": 0, "reason": ""},
+        {"epoch": 1, "ranked_nodes": [], "restarts": (1 << 64) - 1, "reason": ""},
+    ],
+    ids=["epoch", "restarts"],
+)
+def test_a_number_that_nobody_counts_to_ends_its_own_connection(coordinator, formed):
+    said = {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "world": formed}
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(said))
+    with contextlib.suppress(PeerStoreError):
+        assert channel.receive(within_s=10) is None
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.reconciler.nodes == {}
+
+
+def test_a_world_that_cannot_have_been_is_refused(coordinator):
+    """Its number would be the last one, and no world could follow it."""
+    channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    formed = WorldSpec((1 << 62) - 1, ("n1",), 0, "")
+    channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, world=formed)))
+    heard = decode_message(channel.receive(within_s=10).header, NodeDesired)
+    assert (heard.exit, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.reconciler.world.epoch < 10
+
+
+def test_a_coordinator_that_cannot_note_a_world_waits_and_goes_on(tmp_path):
+    """Its disk is full, or it has too many open files: nobody hears of a world whose number could come again."""
+    note = tmp_path / "later" / "epoch"
+    settings = CoordinatorSettings("job", ScalingPolicy(max_replicas=1), 1, store="nowhere:1")
+    one = Coordinator(settings, SECRET, farewell_s=1.0, epoch_file=note)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    channel = connect_to_coordinator(one.address, job="job", me=NodeId("n1"), secret=SECRET)
+    try:
+        channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, ready=True)))
+        until(lambda: one._silent)
+        assert lives(one)
+        note.parent.mkdir()
+        until(note.exists)
+        assert decode_message(channel.receive(within_s=10).header, NodeDesired).world is not None
+    finally:
+        channel.close()
+        one.request_stop()
+        thread.join()
+
+
+# -- at a supervisor's door ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job():
+    with supervised_job(1) as one:
+        yield one
+
+
+def door(job) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(str(job.planes[0].supervisor.settings.directory / "rank.sock"))
+    return sock
+
+
+def test_the_socket_is_this_users_alone(job):
+    path = job.planes[0].supervisor.settings.directory / "rank.sock"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        RankHello(RANK_PROTOCOL, "a token of nobody"),
+        RankHello(RANK_PROTOCOL + 1, "a token of nobody"),
+    ],
+)
+def test_a_process_that_was_not_started_here(job, greeting):
+    with door(job) as sock:
+        message_codec.send_frame(sock, greeting)
+        assert message_codec.receive_frame(sock, RankDesired).exit is ExitReason.REFUSED
+    assert all_ready(job.planes)[0].world_size == 1
+
+
+def test_the_same_rank_twice(job):
+    seat = job.planes[0]
+    all_ready(job.planes)
+    supervisor = seat.supervisor
+    (token,) = supervisor.state.processes
+    other = SupervisorClient(SupervisorEndpoint(supervisor.settings.directory / "rank.sock", token))
+    with pytest.raises((ControlPlaneRefusedError, ControlPlaneUnavailableError)):
+        other.wait_for_assignment(timeout_s=PATIENCE_S)
+    other.close()
+    assert seat.notice() is None
+    job.resize(1)
+    job.stop()
+    until(lambda: wants(seat) is NoticeKind.STOP)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        struct.pack(">I", 0xFFFFFFFF),
+        struct.pack(">I", 3) + b"\xc1\xc1\xc1",
+        struct.pack(">I", 9) + b"abc",
+        struct.pack(">I", 1) + b"\x80",
+    ],
+)
+def test_garbage_at_a_supervisors_door(job, sent):
+    with door(job) as sock:
+        sock.sendall(sent)
+        with contextlib.suppress(OSError):  # it may have hung up by now
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    assert all_ready(job.planes)[0].world_size == 1
+
+
+def test_what_is_said_of_a_world_of_the_past_counts_for_nothing(job):
+    seat = job.planes[0]
+    (before,) = all_ready(job.planes)
+    seat.report_fault("a fault")
+    until(lambda: wants(seat) is NoticeKind.RESTART)
+    (after,) = all_ready(job.planes)
+    with seat._changed:  # as one that has not heard of it would
+        seat._say(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
+        number = seat._sent
+    until(lambda: seat._hears.acknowledged >= number)
+    nodes = job.coordinator.reconciler.nodes
+    until(lambda: nodes["n0"].status is not None and nodes["n0"].status.world.epoch == after.epoch)
+    assert (nodes["n0"].status.paused, nodes["n0"].status.sealed) == (None, None)
+    assert seat.notice() is None

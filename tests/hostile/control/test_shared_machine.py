@@ -1,0 +1,234 @@
+"""``elastic run`` where others have accounts: what listens, what is imported and believed, what others can read."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic.cli import main, run
+from elastic.cli.common import ElasticExit
+from elastic.control import child_processes
+from elastic.control.child_processes import python_module_command, with_import_path
+from elastic.control.run_directory import LocalRun, RunDirectory, list_runs
+from elastic.errors import ControlPlaneUnavailableError
+from tests.support.elastic_runs import ROOT, elastic_job
+from tests.support.local_nodes import until
+from tieredckpt.agent.peer_config import peer_secret
+from tieredckpt.settings import load_settings
+
+SECRET = "everybody who lists processes reads this"
+
+TRAINING = """
+import pathlib, sys, time
+import torch.distributed as dist
+import elastic
+
+FOLDER = pathlib.Path(sys.argv[1])
+
+@elastic.recoverable
+def train(world):
+    dist.barrier()
+    (FOLDER / f"in-{world.rank}").touch()
+    while not (FOLDER / "finish").exists():
+        time.sleep(0.02)
+
+train()
+"""
+
+PLANTED = """
+import pathlib, sys
+with open({told!r}, "a") as told:
+    print({name!r}, *sys.argv[1:2], file=told)
+"""
+
+
+@pytest.fixture
+def job():
+    with elastic_job() as one:
+        yield one
+
+
+def listens(folder: Path) -> dict[str, str]:
+    """Where the processes of a job listen, each with its command."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"ELASTIC_RUN_DIRECTORY={folder / 'run'}".encode() not in (process / "environ").read_bytes():
+                continue
+            sockets = {os.readlink(fd) for fd in (process / "fd").iterdir()}  # noqa: PTH115 - it is no path
+            for table in ("tcp", "tcp6"):
+                for line in (process / "net" / table).read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                        found[address(fields[1])] = command[:200]
+    return found
+
+
+def address(raw: str) -> str:
+    digits, _, port = raw.partition(":")
+    words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
+    return f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("store", ["one", "rootless"])
+def test_on_one_machine_nothing_listens_where_others_reach_it(job, store):
+    script = job.folder / "train.py"
+    script.write_text(TRAINING)
+    run = job.start("run", "--no-agent", "--simulate-nodes", "2", "--nnodes", "2", "--store", store, "--log-dir",
+                    str(job.folder / "logs"), str(script), str(job.folder))  # fmt: skip
+    until(lambda: (job.folder / "in-0").exists() and (job.folder / "in-1").exists(), timeout_s=60)
+    found = listens(job.folder)
+    job.finish()
+    assert job.ended(run) == 0, job.output()
+    assert len(found) >= 4  # the coordinator, the store, and the ranks' groups
+    elsewhere = {
+        where: what
+        for where, what in found.items()
+        if not (ip := ipaddress.ip_address(where.split()[0])).is_loopback
+        and not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+    }
+    assert elsewhere == {}
+
+
+@pytest.mark.e2e
+def test_nothing_is_imported_from_the_folder_it_is_run_in(job, tmp_path):
+    told = tmp_path / "told"
+    for name in ("msgspec", "torch", "queue", "tieredckpt", "elastic"):
+        (job.folder / f"{name}.py").write_text(PLANTED.format(told=str(told), name=name))
+    script, command = tmp_path / "train.py", tmp_path / "bin" / "elastic"
+    script.write_text(TRAINING)
+    command.parent.mkdir()
+    command.write_text("import sys\nfrom elastic.cli import main\nsys.exit(main(sys.argv[1:]))\n")  # as it is installed
+    job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(tmp_path / "agent")
+    words = ["run", "--nproc", "2", "--log-dir", str(tmp_path / "logs"), str(script), str(job.folder)]
+    with (tmp_path / "output").open("wb") as out:
+        run = subprocess.Popen(
+            [sys.executable, str(command), *words], cwd=job.folder, env=job.environ, stdout=out, stderr=out
+        )
+    job.started.append(run)
+    until(lambda: (job.folder / "in-0").exists() or run.poll() is not None or told.exists(), timeout_s=60)
+    job.finish()
+    assert not told.exists(), told.read_text()
+    assert job.ended(run) == 0, (tmp_path / "output").read_text()
+
+
+def test_a_module_is_run_by_hand_as_it_is_by_python(tmp_path, monkeypatch):
+    """Python 3.10 cannot leave the folder out by itself."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from here')")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "shown.py").write_text("import sys, msgspec; print(__name__, sys.argv[1:], sys.path[0])")
+    environ = with_import_path({**os.environ, "PYTHONPATH": f"{tmp_path / 'package'}{os.pathsep}"})
+    commands = (
+        python_module_command("shown", "a", "b"),
+        [sys.executable, "-c", child_processes._BY_HAND, "shown", "a", "b"],
+    )
+    told = [
+        subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        for command in commands
+    ]
+    assert [one.stdout for one in told] == [f"__main__ ['a', 'b'] {ROOT}\n"] * 2, told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--coordinator", "127.0.0.1:1", "--secret", SECRET, "train.py"),
+        ("coordinator", "--listen", "127.0.0.1:0", "--job", "j", "--secret", SECRET),
+        ("status", "--job", "j", "--coordinator", "127.0.0.1:1", "--secret", SECRET),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_secret_on_a_command_line_is_refused_and_not_said_again(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(list(words)) == ElasticExit.USAGE
+    said = capsys.readouterr()
+    assert SECRET not in said.out + said.err
+    assert "file:/path" in said.err
+    assert not (tmp_path / "run").exists()
+
+
+# -- what is believed -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path):
+    one = RunDirectory(tmp_path / "run", "job")
+    one.prepare()
+    one.write(LocalRun("job", "127.0.0.1:1", str(one.write_secret(None)), 1, 0, ("true",), "/", "/", 1.0))
+    return one
+
+
+def test_what_a_job_left_is_believed_where_only_this_user_can_have_written_it(place):
+    assert place.read().job == "job"
+    for folder in (place.root, place.directory):
+        folder.chmod(0o777)
+        with pytest.raises(ControlPlaneUnavailableError, match="that nobody else can write to"):
+            place.read()
+        folder.chmod(0o700)
+    assert [run.job for run in list_runs(place.root)] == ["job"]
+    place.root.chmod(0o777)
+    with pytest.raises(ControlPlaneUnavailableError, match=r"ELASTIC_RUN_DIRECTORY"):
+        list_runs(place.root)
+
+
+def test_what_another_user_left_is_not_believed(place):
+    if os.getuid() != 0:
+        pytest.skip("only root can make what belongs to another user")
+    os.chown(place.root, 54321, 54321)
+    with pytest.raises(ControlPlaneUnavailableError, match="belongs to user 54321"):
+        place.read()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "socket", "folder"])
+def test_what_is_no_file_is_not_waited_for(place, kind, tmp_path):
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_bytes(msgspec.json.encode(place.read()))
+    place.file.unlink()
+    if kind == "fifo":
+        os.mkfifo(place.file)
+    elif kind == "link":
+        place.file.symlink_to(elsewhere)
+    elif kind == "folder":
+        place.file.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(place.file))
+    found = []
+
+    def read():
+        with pytest.raises(ControlPlaneUnavailableError, match="cannot be read"):
+            place.read()
+        found.append(True)
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(20)
+    assert found == [True]
+
+
+# -- what agents prove ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configured", ["", "a secret of the agents' own"])
+def test_agents_of_several_machines_prove_the_jobs_secret(place, monkeypatch, configured):
+    """Else their nodes would tell each other one where ranks meet, and that asks nobody who he is."""
+    monkeypatch.setattr(run, "node_address", lambda *_: "10.0.0.7")
+    if configured:
+        monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
+    options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}
+    task = run._node_task(place, place.read(), "n1", {**options, "node": "", "verbose": 0})
+    settings = load_settings({**os.environ, **task.environ})
+    assert peer_secret(settings.peer) == (configured.encode() or place.secret_file.read_bytes())

@@ -1,0 +1,116 @@
+"""Which bytes move, and from whom: what did not change is not sent again, and a source that dies is replaced."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
+from peerstore.server.peer_server import _PeerSession
+from peerstore.shard_records import CHUNK_BYTES
+from tests.support.local_nodes import neighbours, until
+from tests.support.stores import MIB, content, fill, flip, key, load
+
+CHUNKS = 6
+SIZE = CHUNKS * CHUNK_BYTES
+
+
+def write(node, of, changed):
+    """A version of which only these chunks differ from the one before; what was written."""
+    data = bytearray(content(key(0), SIZE))
+    for chunk in changed:
+        data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES] = content(of, CHUNK_BYTES)
+    lease = node.store.lease(of, SIZE, 1, wait_s=60)
+    fill(lease, bytes(data))
+    node.store.seal(lease.id, SIZE)
+    return bytes(data)
+
+
+def test_chunks_that_did_not_change_are_not_sent_again():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        n1, totals = nodes["n1"], nodes["n1"].team.replicator.totals
+        write(n1, key(1), ())
+        nodes.settle(1)
+        assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE, 0)
+        data = write(n1, key(2), (1, 4))
+        nodes.settle(2)
+        assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE + 2 * CHUNK_BYTES, SIZE - 2 * CHUNK_BYTES)
+        assert load(nodes["n2"].store, key(2)) == data
+        assert nodes["n2"].store.verify(key(2)) == ()
+        write(n1, key(3), (1, 4))  # of another version: none of the two is as before
+        nodes.settle(3)
+        assert totals.sent_bytes == SIZE + 4 * CHUNK_BYTES
+
+
+def test_damage_of_an_older_version_does_not_get_into_the_next():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].team.replicator.totals
+        write(n1, key(1), ())
+        nodes.settle(1)
+        flip(n2.path(key(1)), 3 * CHUNK_BYTES + 5)
+        data = write(n1, key(2), (0,))
+        nodes.settle(2)
+        assert load(n2.store, key(2)) == data
+        assert n2.store.verify(key(2)) == ()
+        assert totals.sent_bytes == SIZE + 2 * CHUNK_BYTES  # what changed, and what was damaged there
+
+
+def test_a_source_dies_in_the_middle_and_the_other_one_serves_the_rest():
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        nodes["n1"].write(key(1), 32 * MIB + 5)
+        nodes.settle(1)
+        (other,) = nodes.holders(key(1)) - {"n1"}
+        reader = next(node for node in nodes if node.name not in ("n1", other))
+        nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
+        record = nodes[other].store.shard_records("job", key(1).version_id)[0]
+        data = bytearray(record.size_bytes)
+        wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
+        with ThreadPoolExecutor(1) as aside:
+            nodes.network.drop_after(other, reader.name, 6 * MIB)
+            pulling = aside.submit(RangeReader(reader.team.membership.client_for, streams=1).read, [wish])
+            until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
+            nodes.lose(other)
+            nodes.network.heal("n1", reader.name)
+            pulled = pulling.result(120)
+        assert pulled.failed == {}
+        assert data == content(key(1), 32 * MIB + 5)
+        assert pulled.bytes_from["n1"] + pulled.bytes_from[other] == len(data)
+        assert pulled.bytes_from["n1"] > pulled.bytes_from[other] > 0
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_a_reader_gets_its_ranges_and_no_more(count):
+    with neighbours("n1", "n2", copies=2) as nodes:
+        nodes["n1"].write(key(1), SIZE)
+        nodes.settle(1)
+        (record,) = nodes["n1"].store.shard_records("job", key(1).version_id)
+        step = SIZE // count
+        targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
+        buffers = [bytearray(stop - start) for start, stop in targets]
+        wish = ReadRequest(
+            record,
+            [
+                ReadTarget(start, stop, memoryview(buffer))
+                for (start, stop), buffer in zip(targets, buffers, strict=True)
+            ],
+            ["n1"],
+        )
+        before = nodes["n1"].neighbourhood.server.range_server.sent_bytes
+        pulled = RangeReader(nodes["n2"].team.membership.client_for).read([wish])
+        assert pulled.failed == {}
+        whole = content(key(1), SIZE)
+        assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
+        sent = nodes["n1"].neighbourhood.server.range_server.sent_bytes - before
+        assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
+
+
+def test_a_connection_forgets_the_copies_that_it_has_finished():
+    """One is kept for as long as the job runs: what it remembered of every copy would only grow."""
+    with neighbours("n1", "n2", copies=2) as nodes:
+        for version in range(5):
+            nodes["n1"].write(key(version), MIB)
+            nodes.settle(version)
+        teams = {id(nodes[name].team) for name in ("n1", "n2")}
+        talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in teams]
+        assert talks
+        until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")

@@ -1,0 +1,369 @@
+"""Nodes are lost, come back with what they had or without it, and lose each other: copies are made again."""
+
+import contextlib
+import threading
+
+import msgspec
+import pytest
+
+from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import member_list
+from tests.support.local_nodes import JOB, neighbours, until
+from tests.support.stores import MIB, content, fill, key
+
+SIZE = 3 * MIB + 17
+
+
+def racks(name):
+    return {"n1": "rack=r1", "n2": "rack=r1", "n3": "rack=r2", "n4": "rack=r2"}[name]
+
+
+def save(nodes, version, **options):
+    """Every node writes its part of a version."""
+    parts = sorted(node.name for node in nodes)
+    for part, name in enumerate(parts):
+        nodes[name].write(key(version, part, **options), SIZE, parts=len(parts))
+    return [key(version, part, **options) for part in range(len(parts))]
+
+
+def expect(nodes, keys, *, copies):
+    """Every shard has so many good copies, and any node can read all of it."""
+    for of in keys:
+        until(lambda of=of: len(nodes.holders(of)) >= copies, f"{of} has {copies} copies")
+        for name in nodes.holders(of):
+            assert nodes[name].is_good(of)
+    for node in nodes:
+        for of in keys:
+            if not node.holds(of):
+                data, pulled = node.read(of)
+                assert pulled.failed == {}
+                assert data == content(of, SIZE)
+
+
+def test_two_of_four_nodes_are_lost_at_once():
+    with neighbours("n1", "n2", "n3", "n4", copies=3) as nodes:
+        keys = save(nodes, 1)
+        nodes.settle(1)
+        nodes.network.kill_node("n2")
+        nodes.lose("n2")
+        nodes.lose("n3")
+        for node in nodes:
+            until(lambda node=node: node.sees("n1", "n4"), "the two that are left know it")
+        expect(nodes, keys, copies=2)
+        until(lambda: not any(node.team.replicator.has_pending for node in nodes), "nothing is left to do")
+        assert all(one.unplaceable == 1 for node in nodes for one in node.team.replicator.statuses() if one.is_owner)
+
+
+@pytest.mark.parametrize("rack", [("n1", "n2"), ("n3", "n4")])
+def test_a_rack_is_lost(rack):
+    """Two copies of everything, never both in one rack."""
+    with neighbours("n1", "n2", "n3", "n4", copies=2, labels=racks) as nodes:
+        keys = save(nodes, 1)
+        nodes.settle(1)
+        for of in keys:
+            assert len({racks(name) for name in nodes.holders(of)}) == 2
+        for name in rack:
+            nodes.lose(name)
+        expect(nodes, keys, copies=2)
+
+
+@pytest.mark.parametrize("when", ["settled", "being counted"])
+def test_the_node_that_counts_copies_is_lost(when):
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        keys = save(nodes, 1)
+        if when == "settled":
+            nodes.settle(1)
+        nodes["n1"].team.replicator.wait_until(lambda: nodes["n1"].team.replicator.totals.copies > 0, 60)
+        nodes.lose("n1")
+        for node in nodes:
+            until(lambda node=node: node.sees("n2", "n3"))
+        there = [of for of in keys if nodes.holders(of)]
+        assert there == keys
+        expect(nodes, keys, copies=2)
+        nodes.settle(1)
+        nodes["n2"].write(key(2, 0), SIZE)  # its other parts never come: all of it has its copies all the same
+        nodes.settle(2)
+
+
+def test_a_node_that_came_back_empty_before_anybody_missed_it_gets_its_copies_again():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        of = key(1)
+        nodes["n1"].write(of, SIZE)
+        nodes.settle(1)
+        assert nodes.holders(of) == {"n1", "n2"}
+        nodes.restart("n2", empty=True)
+        nodes["n2"].join(nodes.plan())
+        until(lambda: nodes["n2"].holds(of), "n2 has a copy again")
+        expect(nodes, [of], copies=2)
+
+
+def test_an_agent_that_starts_again_with_its_arena_takes_part_as_before_and_nothing_is_sent_twice():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        mine, other = key(1, 0), key(1, 1)
+        nodes["n1"].write(mine, SIZE, parts=2)
+        nodes["n2"].write(other, SIZE, parts=2)
+        nodes.settle(1)
+        sent = nodes["n1"].team.replicator.totals.sent_bytes
+        nodes.restart("n2")
+        until(lambda: nodes["n2"].facts().keys() == {mine, other}, "both shards are adopted")
+        assert nodes["n2"].sees("n1", "n2") or until(lambda: nodes["n2"].sees("n1", "n2"))
+        assert nodes["n2"].facts()[mine].holders == ("n1", "n2")
+        assert nodes["n2"].facts()[other].holders == ()
+        until(lambda: "n1" in {node.id for node in nodes["n2"].team.replicator.holders(other)}, "n1's copy counts")
+        until(lambda: "n2" in {node.id for node in nodes["n1"].team.replicator.holders(mine)}, "n2's copy counts")
+        until(lambda: not any(node.team.replicator.has_pending for node in nodes))
+        assert nodes["n2"].team.replicator.totals.sent_bytes == 0
+        assert nodes["n1"].team.replicator.totals.sent_bytes == sent
+        assert nodes["n2"].settled == 1
+
+
+def test_a_node_that_returns_after_a_newer_incarnation_is_fenced_and_its_past_is_not_spread():
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        save(nodes, 1)
+        nodes.settle(1)
+        n3, past = nodes["n3"], key(9, 2)
+        for other in ("n1", "n2"):
+            nodes.network.cut("n3", other)
+        n3.write(past, SIZE, parts=3)  # a version that the others never finish
+        nodes.network.kill_node("n3")
+        n3.close()
+        until(lambda: nodes["n1"].sees("n1", "n2"))
+        epoch = nodes["n1"].store.claim(JOB, "b")
+        assert epoch == past.epoch + 1
+        newer = [key(2, part, epoch=epoch, name="b") for part in range(2)]
+        for node, of in zip(("n1", "n2"), newer, strict=True):
+            nodes[node].write(of, SIZE, parts=2)
+        nodes.settle(2, "n1", "n2")
+        for other in ("n1", "n2"):
+            nodes.network.heal("n3", other)
+        n3.open()
+        until(
+            lambda: n3.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n3 has heard of the newer incarnation"
+        )
+        with pytest.raises(FencedError, match="past incarnation"):
+            n3.store.lease(key(10, 2), SIZE, 3)
+        nodes.settle(2, "n3")
+        until(lambda: not n3.team.replicator.has_pending)
+        until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified what it kept")
+        assert not nodes.holders(key(2, 2))
+        expect(nodes, newer, copies=2)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
+    with neighbours("n1", "n2", "n3", "n4", copies=2, labels=racks) as nodes:
+        keys = save(nodes, 1)
+        nodes.settle(1)
+        for near in ("n1", "n2"):
+            for far in ("n3", "n4"):
+                nodes.network.cut(near, far, both=both)
+        until(lambda: not nodes["n3"].team.membership.has_quorum and not nodes["n4"].team.membership.has_quorum)
+        until(lambda: nodes["n1"].sees("n1", "n2") and nodes["n2"].sees("n1", "n2"))
+        for name in ("n3", "n4"):
+            with pytest.raises(NoQuorumError, match="no quorum"):
+                nodes[name].store.claim(JOB, "wrong")
+        until(lambda: nodes["n1"].team.membership.has_quorum)
+        epoch = nodes["n1"].store.claim(JOB, "b")
+        newer = [key(2, part, epoch=epoch, name="b") for part in range(2)]
+        for node, of in zip(("n1", "n2"), newer, strict=True):
+            nodes[node].write(of, SIZE, parts=2)
+        nodes.settle(2, "n1", "n2")
+        # The other half goes on writing for the past; it cannot finish anything, and keeps what it can go back to.
+        for version in (2, 3, 4, 5):
+            for part, name in ((2, "n3"), (3, "n4")):
+                with contextlib.suppress(ArenaBusyError):
+                    nodes[name].write(key(version, part), SIZE, parts=4)
+        assert nodes["n3"].settled == nodes["n4"].settled == 1
+        assert {of for of in keys if nodes["n3"].holds(of) or nodes["n4"].holds(of)} == set(keys)
+        for near in ("n1", "n2"):
+            for far in ("n3", "n4"):
+                nodes.network.heal(near, far)
+        for name in ("n3", "n4"):
+            until(
+                lambda name=name: nodes[name].store.replicas.current_incarnation(JOB) == (epoch, "b"),
+                f"{name} is fenced",
+            )
+            with pytest.raises(FencedError):
+                nodes[name].store.lease(key(6, 3), SIZE, 4)
+        nodes.settle(2)
+        expect(nodes, newer, copies=2)
+
+
+def test_the_smaller_side_of_a_partition_gives_up_nothing_also_where_it_has_all_parts():
+    """A job on one node, which is cut off: it could settle what it writes all by itself."""
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        n1 = nodes["n1"]
+        n1.write(key(1), SIZE)
+        nodes.settle(1)
+        for other in ("n2", "n3"):
+            nodes.network.cut("n1", other)
+        until(lambda: not n1.team.membership.has_quorum and n1.sees("n1"), "n1 knows that it is alone")
+        until(lambda: nodes["n2"].sees("n2", "n3") and nodes["n3"].sees("n2", "n3"))
+        epoch = nodes["n2"].store.claim(JOB, "b")
+        for version in (2, 3):
+            nodes["n2"].write(key(version, epoch=epoch, name="b"), SIZE)
+            nodes.settle(version, "n2", "n3")
+        for version in (2, 3):  # it has two slots, and one more
+            n1.write(key(version), SIZE)
+        until(lambda: not n1.team.replicator.has_pending)
+        with pytest.raises(ArenaBusyError, match="not yet whole"):
+            n1.store.lease(key(4), SIZE, 1)
+        assert n1.settled == 1
+        assert n1.is_good(key(1))
+        for other in ("n2", "n3"):
+            nodes.network.heal("n1", other)
+        until(lambda: n1.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n1 is fenced")
+        nodes.settle(3)
+        expect(nodes, [key(3, epoch=epoch, name="b")], copies=2)
+
+
+def test_a_node_that_is_left_alone_goes_on_with_one_copy_and_says_so():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        nodes["n1"].write(key(1), SIZE)
+        nodes.settle(1)
+        nodes.lose("n2")
+        n1 = nodes["n1"]
+        until(lambda: n1.sees("n1"))
+        for version in range(2, 8):
+            lease_within(n1, key(version))
+            nodes.settle(version)
+        (newest,) = [one for one in n1.team.replicator.statuses() if one.key == key(7)]
+        assert (newest.copies, newest.missing, newest.unplaceable) == (1, 0, 1)
+        assert n1.is_good(key(7))
+
+
+def lease_within(node, of):
+    """Written as soon as a slot comes free."""
+    lease = node.store.lease(of, SIZE, 1, wait_s=60)
+    fill(lease, content(of, SIZE))
+    node.store.seal(lease.id, SIZE)
+
+
+def test_while_copies_are_still_to_be_made_nothing_settled_is_given_up():
+    """The partner has no slot for a while: the writer may fill its own, and then has to wait."""
+    with neighbours("n1", "n2", copies=2) as nodes:
+        n1, receiving = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
+        n1.write(key(1), SIZE)
+        nodes.settle(1)
+        offer, receiving.handle_offer = receiving.handle_offer, busy
+        for version in (2, 3):  # two slots for a writer, and one more
+            n1.write(key(version), SIZE)
+        with pytest.raises(ArenaBusyError, match="with its copies"):
+            n1.write(key(4), SIZE)
+        assert n1.is_good(key(1))
+        assert n1.settled == 1
+        assert nodes["n2"].holds(key(1))
+        until(lambda: "every slot is in use" in n1.team.replicator.last_errors(key(2)), "it says why")
+        receiving.handle_offer = offer
+        lease_within(n1, key(4))
+        nodes.settle(4)
+        expect(nodes, [key(4)], copies=2)
+
+
+@pytest.mark.parametrize("end", ["n1", "n2", "n3"])
+def test_one_bad_path_holds_up_no_version(end):
+    """The third node reaches both ends, so both live: it takes the copies, and tells the scribe what it cannot hear."""
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        (partner,) = nodes[end].team.replicator.partners
+        nodes.network.cut(end, partner)
+        for near, far in (end, partner), (partner, end):  # where TCP would give up connections after half a minute
+            for line in list(nodes[near].team.membership.client_for(far)._idle):
+                line.close()
+        keys = [key(1, part) for part in range(3)]
+        for node, of in zip(nodes, keys, strict=True):
+            node.write(of, SIZE, parts=3)
+        nodes.settle(1)
+        for of in keys:
+            assert len(nodes.holders(of)) >= 2
+            assert all(nodes[name].is_good(of) for name in nodes.holders(of))
+        for node in nodes:
+            assert node.team.membership.state_of(end) != "dead"
+            assert node.team.membership.state_of(partner) != "dead"
+
+
+def busy(*_):
+    raise ArenaBusyError("every slot is in use")
+
+
+def test_an_agent_that_starts_again_does_not_take_nodes_for_dead_that_it_has_not_met_yet():
+    """Neither are their shards its own, nor is anything settled because nobody else is there."""
+    patient = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=100.0)
+    with neighbours("n1", "n2", copies=2, membership=patient) as nodes:
+        mine, other = key(1, 0), key(1, 1)
+        nodes["n1"].write(mine, SIZE, parts=2)
+        nodes["n2"].write(other, SIZE, parts=2)
+        nodes.settle(1)
+        nodes.network.cut("n1", "n2")
+        nodes["n1"].write(key(2), SIZE)
+        n1 = nodes.restart("n1")
+        until(lambda: n1.facts().keys() == {mine, other, key(2)}, "its shards are adopted")
+        n1.team._changed()  # as whenever a node comes or goes
+        n1.team.replicator._report_to_leader()
+        assert n1.team.taken_over == 0
+        assert n1.facts()[other].holders == ("n2", "n1")
+        assert n1.settled == 1
+        nodes.network.heal("n1", "n2")
+        nodes.settle(2)
+        assert nodes.holders(key(2)) == {"n1", "n2"}
+        assert n1.team.taken_over == 0
+
+
+def test_a_node_that_was_cut_off_on_purpose_catches_up():
+    with neighbours("n1", "n2", "n3") as nodes:
+        save(nodes, 1)
+        nodes.settle(1)
+        nodes["n1"].neighbourhood.partition(3600.0)
+        until(lambda: not nodes["n1"].team.membership.has_quorum, "n1 is alone")
+        until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
+        keys = save(nodes, 2)
+        until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
+        assert [node.settled for node in nodes] == [1, 1, 1]
+        nodes["n1"].neighbourhood.partition(0.0)
+        nodes.settle(2)
+        expect(nodes, keys, copies=2)
+
+
+def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_period():
+    """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
+    slow = MembershipSettings(heartbeat_s=3600.0)
+    with neighbours("n1", "n2", membership=slow) as nodes:
+        without = nodes.plan()
+        alone = msgspec.structs.replace(
+            without, member_list=member_list(without.member_list.version, [nodes["n1"].node])
+        )
+        for node in nodes:
+            node.join(alone)
+        assert nodes["n1"].sees("n1")
+        nodes.meet()
+        nodes["n1"].write(key(1, 0), parts=2)
+        nodes["n2"].write(key(1, 1), parts=2)
+        nodes.settle(1)
+
+
+def test_a_node_that_is_being_pinged_when_a_roster_comes_is_met_all_the_same():
+    """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
+    slow = MembershipSettings(heartbeat_s=3600.0)
+    with neighbours("n1", "n2", membership=slow) as nodes:
+        tending = nodes["n1"].team.membership
+        came, has_come, go_on = tending._ping_acked, threading.Event(), threading.Event()
+
+        def and_then_hangs(node, answer):
+            came(node, answer)
+            has_come.set()
+            assert go_on.wait(60)
+
+        tending._ping_acked = and_then_hangs
+        try:
+            tending.run_period()
+            assert has_come.wait(60)
+            alone = member_list(nodes.plan().member_list.version, [nodes["n1"].node])
+            for node in nodes:
+                node.join(msgspec.structs.replace(nodes.plan(), member_list=alone))
+            nodes.meet()
+        finally:
+            tending._ping_acked = came
+            go_on.set()
+        nodes["n1"].write(key(1, 0), parts=2)
+        nodes["n2"].write(key(1, 1), parts=2)
+        nodes.settle(1)

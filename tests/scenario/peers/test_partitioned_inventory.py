@@ -1,0 +1,312 @@
+"""A job that is large enough to look by districts sees what it would see by asking everybody, whatever lookouts do."""
+
+import itertools
+import threading
+
+import msgspec
+import pytest
+
+from peerstore.errors import PeerStoreError, ProtocolError, UnavailableError
+from peerstore.membership.swim import MembershipSettings
+from peerstore.membership.topology import MAX_DELEGATES, NodePartitions
+from peerstore.peers.peer_messages import (
+    MAX_NODES_PER_REQUEST,
+    GetPartitionInventory,
+    NodeInventory,
+    PartitionInventory,
+)
+from peerstore.shard_records import ShardKey
+from tests.support.local_nodes import JOB, neighbours, until
+from tests.support.stores import key
+
+NAMES = tuple(f"n{number:02d}" for number in range(12))
+SPLIT_FROM = 8
+SIZE = 4096
+STEADY = MembershipSettings(heartbeat_s=1.0, ping_timeout_s=10.0, dead_after_s=10.0)
+"""Twelve nodes share this process: one that comes to nothing for half a second would take its clock for leapt."""
+DISTRICTS = NodePartitions(NAMES, split_from=SPLIT_FROM)
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    with neighbours(*NAMES, copies=2, split_from=SPLIT_FROM, membership=STEADY) as nodes:
+        for part, node in enumerate(nodes):
+            node.write(key(1, part), SIZE, parts=len(NAMES))
+        nodes.settle(1)
+        nodes.monkeypatch = monkeypatch
+        yield nodes
+        monkeypatch.undo()  # who lies is asked again and again by those that leave
+        for one, other in itertools.combinations(NAMES, 2):  # nobody waits at the end for a way that is cut
+            nodes.network.heal(one, other)
+
+
+ASKER = next(name for name in NAMES if len(DISTRICTS.partition_of(name)) >= 2)
+FAR = max(DISTRICTS.other_partitions(ASKER), key=len)
+"""Another district, the asker's lookout first."""
+
+
+def answers_with(nodes, name, answer):
+    """From now on ``name`` answers who asks it to look with ``answer(asked, honest answer)``."""
+    looking = nodes[name].team.inventory_service
+    honest = looking.serve_partition
+    nodes.monkeypatch.setattr(looking, "serve_partition", lambda asked: answer(asked, honest))
+
+
+def counted(nodes, name):
+    """How often ``name`` is looked at by others from now on."""
+    team, looks = nodes[name].team, []
+    honest = team.local_inventory
+
+    def look():
+        looks.append(name)
+        return honest()
+
+    nodes.monkeypatch.setattr(team, "local_inventory", look)
+    return looks
+
+
+def sees_everything(nodes, asker=ASKER):
+    sight = nodes[asker].team.inventory(fresh=True)
+    assert sight.unreachable == {}
+    assert set(sight.nodes) == set(NAMES)
+    for name in NAMES:
+        assert {fact.key: fact.holders for fact in sight.nodes[name].shards} == {
+            fact.key: fact.holders for fact in nodes[name].facts().values()
+        }
+    return sight
+
+
+def test_there_are_districts_to_speak_of():
+    assert len(DISTRICTS.other_partitions(ASKER)) >= 2
+    assert len(FAR) >= 3
+
+
+def test_all_is_seen_that_everybody_says_of_itself(nodes):
+    for asker in NAMES:
+        sees_everything(nodes, asker)
+
+
+def test_who_looks_asks_one_node_of_each_other_district(nodes):
+    asked = []
+    for name in NAMES:
+        answers_with(nodes, name, lambda names, honest, name=name: asked.append(name) or honest(names))
+    sees_everything(nodes)
+    assert sorted(asked) == sorted(members[0] for members in DISTRICTS.other_partitions(ASKER))
+
+
+def test_holders_are_confirmed_by_what_lookouts_say(nodes):
+    writer = nodes[ASKER]
+    partner = writer.team.replicator.partners[0]
+    confirmed = []
+    nodes.monkeypatch.setattr(
+        writer.team.replicator, "confirm_holder", lambda of, by, _life: confirmed.append((of, by))
+    )
+    writer.team.inventory(fresh=True)
+    mine = next(of for of, fact in writer.facts().items() if not fact.holders)
+    assert (mine, partner) in confirmed
+
+
+# -- freshness and sharing --------------------------------------------------------------------------------------------
+
+
+def test_what_was_sealed_before_the_question_is_seen(nodes):
+    """Also while others ask all the time, and share what lookouts find."""
+    stop, failures = threading.Event(), []
+
+    def ask(name):
+        while not stop.is_set():
+            try:
+                nodes[name].team.inventory(fresh=True)
+            except PeerStoreError as error:
+                failures.append(error)
+
+    asking = [threading.Thread(target=ask, args=(name,)) for name in NAMES[::3]]
+    for thread in asking:
+        thread.start()
+    try:
+        for version in range(2, 12):
+            of = ShardKey(JOB, version, 1, "a", 0, version)
+            nodes[FAR[version % len(FAR)]].write(of, SIZE, parts=12)
+            assert of in nodes[ASKER].team.shard_sources(fresh=True), f"version {version} was sealed before"
+    finally:
+        stop.set()
+        for thread in asking:
+            thread.join(60)
+    assert failures == []
+
+
+def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
+    lookout, member = FAR[0], FAR[1]
+    looks = counted(nodes, member)
+    inside, go_on = threading.Semaphore(0), threading.Event()
+    honest = nodes[member].team.local_inventory
+
+    def wait_and_look():
+        inside.release()
+        assert go_on.wait(60)
+        return honest()
+
+    nodes.monkeypatch.setattr(nodes[member].team, "local_inventory", wait_and_look)
+    arrived, found = [], []
+    answers_with(nodes, lookout, lambda asked, honest: arrived.append(1) or honest(asked))
+    peer = nodes[ASKER].team.membership.client_for(lookout)
+
+    def ask():
+        found.append(peer.call("partition_inventory", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
+
+    asking = [threading.Thread(target=ask) for _ in range(30)]
+    for thread in asking:
+        thread.start()
+    assert inside.acquire(timeout=60)
+    until(lambda: len(arrived) == len(asking), "all have asked while the first look goes on")
+    go_on.set()
+    for thread in asking:
+        thread.join(60)
+    assert len(found) == 30
+    assert all(set(answer.nodes) == set(FAR) and answer.unreachable == {} for answer in found)
+    assert 2 <= len(looks) <= 4, "30 have asked"
+
+
+# -- lookouts that are no use -----------------------------------------------------------------------------------------
+
+
+def test_a_lookout_that_dies_while_it_looks_is_replaced(nodes):
+    lookout = FAR[0]
+
+    def die(asked, honest):
+        nodes.network.kill_node(lookout)
+        for name in NAMES:
+            if name != lookout:
+                nodes.network.cut(lookout, name)
+        return honest(asked)
+
+    answers_with(nodes, lookout, die)
+    sight = nodes[ASKER].team.inventory(fresh=True)
+    assert set(sight.nodes) == set(NAMES) - {lookout}
+    assert set(sight.unreachable) == {lookout}
+    assert "cannot be reached" in sight.unreachable[lookout]
+
+
+def test_a_lookout_that_says_nothing_is_not_waited_for(nodes):
+    """It is still seen itself: by the next lookout."""
+    nodes.network.stall(FAR[0], ASKER)
+    sees_everything(nodes)
+
+
+def test_where_no_lookout_answers_everybody_is_asked(nodes):
+    asked = []
+
+    def refuse(names, _honest):
+        asked.append(names)
+        raise UnavailableError("not now")
+
+    for name in FAR:
+        answers_with(nodes, name, refuse)
+    sees_everything(nodes)
+    assert len(asked) == min(MAX_DELEGATES, len(FAR))
+
+
+def test_those_that_a_lookout_does_not_reach_are_asked_once_more(nodes):
+    """Its way may be bad, and not the node."""
+    for lookout in FAR:
+        for member in FAR:
+            if lookout < member:
+                nodes.network.cut(lookout, member)
+    sees_everything(nodes)
+
+
+def test_a_node_that_nobody_reaches_is_named(nodes):
+    lost = FAR[1]
+    for name in NAMES:
+        if name != lost:
+            nodes.network.cut(lost, name)
+    sight = nodes[ASKER].team.inventory(fresh=True)
+    assert set(sight.unreachable) == {lost}
+    assert set(sight.nodes) == set(NAMES) - {lost}
+
+
+# -- lookouts that lie ------------------------------------------------------------------------------------------------
+
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(NodeInventory((), 99, "liar", None, 0)))
+
+
+def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
+    others = [name for name in NAMES if name not in FAR]
+
+    def lie(asked, honest):
+        answer = honest(asked)
+        return PartitionInventory(
+            answer.nodes | dict.fromkeys(["stranger", *others], NOTHING), {"nobody": "made up", **answer.unreachable}
+        )
+
+    answers_with(nodes, FAR[0], lie)
+    sees_everything(nodes)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda asked, _: PartitionInventory({}, {}),
+        lambda asked, _: PartitionInventory({}, dict.fromkeys(asked.nodes, "it is not there")),
+        lambda asked, _: PartitionInventory(dict.fromkeys(asked.nodes, msgspec.Raw(b"\x93\x01\x02\x03")), {}),
+        lambda asked, _: PartitionInventory(dict.fromkeys(asked.nodes, msgspec.Raw(b"\xc0")), {}),
+    ],
+    ids=["nothing", "all silent", "no such thing", "nil"],
+)
+def test_nodes_of_which_a_lookout_says_nothing_of_use_are_asked_themselves(nodes, answer):
+    answers_with(nodes, FAR[0], answer)
+    sees_everything(nodes)
+
+
+# -- what a lookout is asked ------------------------------------------------------------------------------------------
+
+
+def ask(nodes, names, lookout=FAR[0]):
+    return (
+        nodes[ASKER]
+        .team.membership.client_for(lookout)
+        .call("partition_inventory", GetPartitionInventory(tuple(names)), PartitionInventory)
+    )
+
+
+def test_nodes_of_other_districts_and_strangers_are_not_looked_for(nodes):
+    others = [name for name in NAMES if name not in FAR]
+    looks = [counted(nodes, name) for name in NAMES]
+    answer = ask(nodes, [*others, "stranger", "", "../n01"])
+    assert answer.nodes == {}
+    assert set(answer.unreachable) == {*others, "stranger", "", "../n01"}
+    assert set(answer.unreachable.values()) == {f"{FAR[0]} does not look at it: it is in another district"}
+    assert not any(looks), "nobody was looked at for that"
+
+
+def test_of_those_that_are_named_only_the_districts_own_are_looked_for(nodes):
+    answer = ask(nodes, [FAR[1], "stranger", FAR[1], ASKER])
+    assert set(answer.nodes) == {FAR[1]}
+    assert set(answer.unreachable) == {"stranger", ASKER}
+
+
+def test_too_many_names_are_refused(nodes):
+    assert set(ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST)]).unreachable) != set()
+    with pytest.raises(ProtocolError):
+        ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST + 1)])
+    with pytest.raises(ProtocolError):
+        ask(nodes, ["x" * 129])
+    sees_everything(nodes)
+
+
+def test_what_does_not_fit_into_one_answer_is_left_to_the_asker(nodes):
+    """Here because one node has very much to say; the asker gets it from that node."""
+    big, room = FAR[1], 1 << 20
+    nodes.monkeypatch.setattr("peerstore.peers.peer_inventory.MAX_PARTITION_REPLY_BYTES", room)
+    honest = nodes[big].team.local_inventory
+
+    def look():
+        looked = honest()
+        return msgspec.structs.replace(looked, incarnation="x" * (room + 1))
+
+    nodes.monkeypatch.setattr(nodes[big].team, "local_inventory", look)
+    answer = ask(nodes, FAR)
+    assert set(answer.nodes) == set(FAR) - {big}
+    assert "does not fit" in answer.unreachable[big]
+    sight = sees_everything(nodes)
+    assert len(sight.nodes[big].incarnation) > room

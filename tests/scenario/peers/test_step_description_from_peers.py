@@ -1,0 +1,176 @@
+"""What a node without any part of a step needs to describe it comes from nodes that have it, asked once each."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import xxhash
+
+from peerstore.errors import PeerUnreachableError
+from tests.support.local_nodes import JOB, neighbours, until
+from tests.support.stores import flip, key, save
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.peer_tier import PeerTier
+from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob, unpack_blob
+
+NAMES = ("n1", "n2", "n3", "n4", "n5")
+WRITERS = NAMES[1:]
+GROUP = key(1).version_id
+
+
+TEXT_OF_TABLE = b"table"
+
+
+def text(part):
+    return f"layout {part}".encode()
+
+
+def layout(part):
+    return xxhash.xxh3_128_hexdigest(text(part))
+
+
+TABLE_OF_ALL = xxhash.xxh3_128_hexdigest(TEXT_OF_TABLE)
+
+
+@pytest.fixture
+def nodes():
+    with neighbours(*NAMES, copies=1) as nodes:
+        for part, name in enumerate(WRITERS):
+            store = nodes[name].store
+            store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(part), pack_blob(text(part)))
+            store.put_blob(JOB, TABLE_BLOB_PREFIX + TABLE_OF_ALL, pack_blob(TEXT_OF_TABLE))
+            meta = encode_meta(ShardMeta(layout(part), (), table=TABLE_OF_ALL))
+            save(store, key(1, part), 4096, parts=len(WRITERS), meta=meta)
+        yield nodes
+
+
+@pytest.fixture
+def asked(nodes, monkeypatch):
+    """Who was asked for what, by n1."""
+    asked = Counter()
+    tending = nodes["n1"].team.membership
+    honest = tending.client_for
+
+    def peer(node):
+        found = honest(node)
+
+        class Counted:
+            address = found.address
+
+            def call(self, op, body, *args, **options):
+                asked[op, node] += op in ("blobs", "shard_records")
+                return found.call(op, body, *args, **options)
+
+        return Counted()
+
+    monkeypatch.setattr(tending, "client_for", peer)
+    return asked
+
+
+def test_layouts_are_asked_of_those_who_have_them_once_each(nodes, asked):
+    others = PeerTier(nodes["n1"].neighbourhood)
+    found, everybody = others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(part) for part in range(len(WRITERS))])
+    assert found == {LAYOUT_BLOB_PREFIX + layout(part): text(part) for part in range(len(WRITERS))}
+    assert everybody
+    assert +asked == Counter({("blobs", writer): 1 for writer in WRITERS})
+
+
+def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monkeypatch):
+    monkeypatch.setattr("peerstore.server.peer_server._MOST_BLOB_BYTES", 4)
+    many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
+    for name in many:
+        nodes["n2"].store.put_blob(JOB, name, name.encode())
+    found = nodes["n1"].team.fetch_blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
+    assert found == {name: name.encode() for name in many}
+
+
+def test_what_nobody_seems_to_have_is_asked_of_others_too(nodes, asked):
+    nodes["n4"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
+    others = PeerTier(nodes["n1"].neighbourhood)
+    wanted = [LAYOUT_BLOB_PREFIX + layout(7), LAYOUT_BLOB_PREFIX + layout(8)]
+    assert others.blobs(JOB, wanted) == ({wanted[0]: text(7)}, True)
+
+
+@pytest.mark.parametrize("bad", [b"not even packed", pack_blob(b"another layout")])
+def test_what_is_not_the_layout_it_is_called_is_asked_of_the_next_node(nodes, asked, bad):
+    """n2 has a shard that goes with it, so it is asked first."""
+    name = LAYOUT_BLOB_PREFIX + layout(0)
+    nodes["n2"].store.put_blob(JOB, name, bad)
+    nodes["n4"].store.put_blob(JOB, name, pack_blob(text(0)))
+    assert PeerTier(nodes["n1"].neighbourhood).blobs(JOB, [name]) == ({name: text(0)}, True)
+    assert asked["blobs", "n2"] == 1
+
+
+def test_a_layout_that_is_damaged_everywhere_is_damaged(nodes):
+    nodes["n2"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(0), pack_blob(b"another layout"))
+    node = nodes["n1"]
+    service = NodeAgentService(node.store, neighbourhood=node.neighbourhood)
+    with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
+        service.step_layouts(JOB, GROUP, [layout(0)], [])
+
+
+@pytest.mark.parametrize("what", ["layout", "table"])
+def test_where_this_nodes_own_is_damaged_another_ones_is_taken(nodes, what):
+    name, good = (
+        (LAYOUT_BLOB_PREFIX + layout(0), text(0))
+        if what == "layout"
+        else (TABLE_BLOB_PREFIX + TABLE_OF_ALL, TEXT_OF_TABLE)
+    )
+    node = nodes["n1"]
+    node.store.put_blob(JOB, name, pack_blob(good))
+    (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
+    flip(file, file.stat().st_size - 1)
+    with contextlib.closing(NodeAgentService(node.store, neighbourhood=node.neighbourhood)) as service:
+        found = service.step_layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
+    said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
+    assert unpack_blob(said) == good
+
+
+def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
+    others = PeerTier(nodes["n1"].neighbourhood)
+
+    def silent(node, names):
+        raise PeerUnreachableError(f"{node} says nothing")
+
+    monkeypatch.setattr(nodes["n1"].team, "fetch_blobs", silent)
+    assert others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(0)]) == ({}, False)
+
+
+def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
+    """Each node has its own order of the others."""
+    first = {
+        next(iter(PeerTier(node.neighbourhood)._holders(node.team, TABLE_BLOB_PREFIX + TABLE_OF_ALL))) for node in nodes
+    }
+    assert len(first) > 1
+
+
+def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes, asked, monkeypatch):
+    others = PeerTier(nodes["n1"].neighbourhood)
+    facts, sources = others.holders_of_parts(JOB, GROUP)
+    assert sorted(facts) == sorted(sources)
+    assert {part: [source.node for source in there] for part, there in sources.items()} == {
+        part: [name] for part, name in enumerate(WRITERS)
+    }
+    found = others.records(JOB, GROUP, sources)
+    assert {part: record.key for part, record in found.items()} == {part: key(1, part) for part in range(len(WRITERS))}
+    assert +asked == Counter({("shard_records", name): 1 for name in WRITERS})
+    team, honest = nodes["n1"].team, nodes["n1"].team.fetch_records
+
+    def records(node, group, parts):
+        if node == "n3":
+            raise PeerUnreachableError("n3 says nothing")
+        assert list(parts) == [WRITERS.index(node)]
+        return honest(node, group, parts)
+
+    monkeypatch.setattr(team, "fetch_records", records)
+    assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}
+
+
+def test_one_node_commits_a_step_and_the_next_one_when_it_is_gone(nodes):
+    others = [PeerTier(node.neighbourhood) for node in nodes]
+    assert {one.committer_of(JOB, GROUP) for one in others} == {WRITERS[0]}
+    nodes.network.kill_node(WRITERS[0])
+    rest = [one for one in others if one.neighbourhood.node_id != WRITERS[0]]
+    until(lambda: {one.committer_of(JOB, GROUP) for one in rest} == {WRITERS[1]})

@@ -1,0 +1,150 @@
+"""Runs of :mod:`tests.support.full_training` under ``elastic run``, told step by step how far they may go."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from elastic.samples import SampleOrder
+from tests.support.elastic_runs import ROOT, Job
+from tests.support.full_training import BATCH, SAMPLES, SEED
+from tests.support.local_nodes import until
+
+TRAINER = ROOT / "tests/support/full_training.py"
+
+
+class Story(Job):
+    """One run of the trainer, told how far it may go."""
+
+    def __init__(self, folder: Path, name: str, how: str, total: int) -> None:
+        super().__init__(folder, name)
+        self.how, self.total = how, total
+        self.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "TIEREDCKPT_AGENT_BUDGET": "256MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "1",
+            "TIEREDCKPT_AGENT_JOB_TTL_S": "1",
+        }
+        self.diary = folder / "diary"
+        self.diary.mkdir()
+        self.allow(total)
+
+    def allow(self, steps: int) -> None:
+        new = self.diary / "limit.new"
+        new.write_text(str(steps))
+        new.rename(self.diary / "limit")
+
+    def begin(self, nodes: int, *options: str):
+        words = ("--job", self.name, "--log-dir", str(self.folder / "logs"), "--nnodes", f"1:{nodes}")
+        simulated = ("--simulate-nodes", str(nodes), "--shrink-after", "0", "--grow-after", "0.2")
+        script = (str(TRAINER), str(self.diary), str(self.total), self.how)
+        return self.start("run", "-v", *words, *simulated, "--pause-timeout", "60", *options, *script)
+
+    def change(self, nodes: str) -> None:
+        """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
+        before = self.output().count("PauseWorld(")
+        self.ask("resize", "--nodes", nodes)
+        until(lambda: self.output().count("PauseWorld(") > before, "the ranks are to stop")
+
+    def gathered(self, nodes: int) -> None:
+        """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""
+
+        def there() -> bool:
+            status = self.status()
+            if status is None or [node.state for node in status.nodes if node.state != "starting"][nodes - 1 :] == []:
+                return False
+            inside = [node for node in status.nodes if node.node_rank is not None]
+            return status.pause is not None or len(inside) == min(nodes, status.max_nodes or nodes)
+
+        until(there, f"{nodes} nodes are here")
+
+    def asked_to_stop(self) -> None:
+        """Wait until the ranks know that there is to be another world."""
+        until(lambda: (status := self.status()) is not None and status.pause is not None, "a pause")
+
+    def lines(self, what: str):
+        found = []
+        for path in sorted(self.diary.glob("*.jsonl")):
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            found += [one for one in map(json.loads, lines) if one["what"] == what]
+        return found
+
+    def in_world(self, size: int, step: int):
+        """Wait until all ranks of the newest world, of ``size`` ranks, have done ``step``; what they said of it."""
+
+        def there():
+            last = max((one["epoch"] for one in self.lines("world")), default=-1)
+            done = [one for one in self.lines("step") if (one["epoch"], one["step"]) == (last, step)]
+            return done if {one["size"] for one in done} == {size} and len(done) == size else []
+
+        try:
+            return sorted(until(there, f"{size} ranks do step {step}"), key=lambda one: one["rank"])
+        except AssertionError as error:
+            logs = "\n".join(path.read_text()[-3000:] for path in (self.folder / "logs").glob("*/*.log"))
+            raise AssertionError(f"{error}\n{self.output()[-6000:]}\n{logs}") from None
+
+    def finished(self, run) -> None:
+        code = self.ended(run)
+        assert code == 0, self.output()[-6000:]
+
+
+def committed(job: Story):
+    """What each step came to in the world that did it last: the others went back to before it."""
+    worlds = defaultdict(list)
+    for one in job.lines("step"):
+        worlds[one["step"], one["epoch"]].append(one)
+    found = []
+    for step in range(job.total):
+        last = max(epoch for at, epoch in worlds if at == step)
+        ranks = sorted(worlds[step, last], key=lambda one: one["rank"])
+        assert [one["rank"] for one in ranks] == [*range(ranks[0]["size"])]
+        assert len({(one["loss"], one["norm"], one["sum"]) for one in ranks}) == 1
+        found.append({**ranks[0], "samples": [index for one in ranks for index in one["samples"]]})
+    return found
+
+
+def assert_each_sample_once(steps) -> None:
+    """In the order that the seed gives, over as many epochs of the data as it takes."""
+    taken = [index for one in steps for index in one["samples"]]
+    assert taken == [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(steps) * BATCH)]
+
+
+def assert_same_bits(moved, undisturbed) -> None:
+    """Of loss, norm of the gradients, model and optimizer, after every step of ``moved``."""
+    assert len(moved) <= len(undisturbed)
+    for one, other in zip(moved, undisturbed, strict=False):
+        assert (one["loss"], one["norm"], one["sum"]) == (other["loss"], other["norm"], other["sum"]), one["step"]
+
+
+@pytest.fixture
+def story():
+    """In a folder with a short path: there are sockets in it."""
+    made = []
+
+    with tempfile.TemporaryDirectory(prefix="story-") as folder:
+
+        def begin(name: str, how: str, total: int) -> Story:
+            (Path(folder) / name).mkdir()
+            made.append(Story(Path(folder) / name, name, how, total))
+            return made[-1]
+
+        yield begin
+        for one in made:
+            one.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """What one rank alone learns with the fixed tree, in more steps than any story has."""
+    folder = tmp_path_factory.mktemp("quiet")
+    one = Story(folder, "quiet", "tree", 24)
+    one.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(folder / "agent")  # of a job with one node: not the user's own
+    try:
+        one.finished(one.begin(1))
+        return committed(one)
+    finally:
+        one.close()

@@ -1,0 +1,173 @@
+"""Batches ahead of their reader: in order, bounded, errors at their place, and an end that leaves nothing running."""
+
+import contextlib
+import itertools
+import threading
+
+import pytest
+import torch
+
+from elastic.batch_cache import BatchCache, PrefetchIterator, PrepareError
+from elastic.batch_cache.prefetch import PrepareWorker, PrepareWorkerLostError
+from elastic.errors import PolicyError
+from tests.support.batch_reader import fragile, strange, suicidal
+from tests.support.bits import assert_same
+
+
+class Gate:
+    """A ``prepare`` that says which batches were begun, and goes on when it is let."""
+
+    def __init__(self, *, is_open=False):
+        self._changed = threading.Condition()
+        self._begun = []
+        self._open = is_open
+
+    def __call__(self, index):
+        with self._changed:
+            self._begun.append(index)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._open)
+        return index
+
+    def open(self):
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+    def wait_begun(self, count):
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._begun) >= count, 60)
+
+    @property
+    def begun(self):
+        with self._changed:
+            return list(self._begun)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared") as one:
+        yield one
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 50])
+def test_batches_come_in_their_order(cache, ahead):
+    indices = [5, 3, 8, 3, 0, *range(10, 30)]
+    with PrefetchIterator(cache, indices, lambda index: [index], ahead=ahead) as batches:
+        assert list(batches) == [[index] for index in indices]
+        assert next(batches, None) is None
+    assert cache.counts.prepared == len(set(indices))
+
+
+def test_a_batch_may_be_anything(cache):
+    values = [None, [], 0, "", torch.zeros(3)]
+    with PrefetchIterator(cache, range(5), values.__getitem__) as batches:
+        assert_same(dict(enumerate(values)), dict(enumerate(batches)))
+    assert cache.counts.prepared == 5
+
+
+def test_never_more_than_so_many_ahead(cache):
+    prepare = Gate(is_open=True)
+    with PrefetchIterator(cache, itertools.count(), prepare, ahead=3) as batches:
+        for read in range(6):
+            prepare.wait_begun(read + 3)
+            assert prepare.begun[: read + 3] == list(range(read + 3))
+            assert len(prepare.begun) == read + 3
+            assert next(batches) == read
+
+
+def test_it_ends_in_the_middle(cache):
+    prepare = Gate(is_open=True)
+    before = set(threading.enumerate())
+    batches = PrefetchIterator(cache, itertools.count(), prepare, ahead=4)
+    assert next(batches) == 0
+    batches.close()
+    batches.close()
+    assert set(threading.enumerate()) <= before
+    assert next(batches, None) is None
+
+
+def test_closing_waits_for_the_batch_that_is_being_prepared(cache):
+    prepare = Gate()
+    batches = PrefetchIterator(cache, range(9), prepare)
+    prepare.wait_begun(1)
+    closing = threading.Thread(target=batches.close)
+    closing.start()
+    assert next(batches, None) is None  # who reads is let go at once
+    prepare.open()
+    closing.join()
+    assert prepare.begun == [0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_comes_when_its_batch_would_have_come(cache, workers):
+    with PrefetchIterator(cache, range(9), fragile, workers=workers) as batches:
+        assert [next(batches) for _ in range(3)] == [0, 1, 2]
+        for _ in range(2):  # and from then on
+            with pytest.raises(PrepareError, match="batch 3 could not be prepared: ZeroDivisionError: three") as raised:
+                next(batches)
+            assert raised.value.index == 3
+            assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_an_error_in_the_order_of_batches_is_one_too(cache):
+    def indices():
+        yield 0
+        raise KeyError("order")
+
+    with PrefetchIterator(cache, indices(), fragile) as batches:
+        assert next(batches) == 0
+        with pytest.raises(PrepareError, match="the next index is not known") as raised:
+            next(batches)
+        assert isinstance(raised.value.__cause__, KeyError)
+
+
+@contextlib.contextmanager
+def worker(cache, prepare):
+    one = PrepareWorker(cache, prepare, "spawn")
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_a_worker_that_dies_is_an_error(cache):
+    with worker(cache, suicidal) as one:
+        assert [one.prepare(index, 0).is_cached for index in range(3)] == [True] * 3
+        assert one.is_up()
+        with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
+            one.prepare(3, 0)
+        with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
+            one.prepare(4, 0)
+    assert cache.cached_indices() == [0, 1, 2]
+    assert [cache.get(index, None) for index in range(3)] == [0, 1, 2]
+
+
+def test_an_error_that_cannot_travel_is_told_in_words(cache):
+    with worker(cache, strange) as one:
+        with pytest.raises(RuntimeError, match="StrangeError: quite strange") as raised:
+            one.prepare(0, 0)
+        assert "Traceback" in str(raised.value.__cause__)
+
+
+def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
+    with worker(cache, suicidal) as one:
+        one.kill()
+        with pytest.raises(PrepareWorkerLostError, match="signal 9"):
+            one.prepare(0, 0)
+        assert one.is_up()  # there is nothing to wait for
+
+
+def test_a_small_cache_does_not_slow_down_what_is_read_ahead(tmp_path):
+    """What is ahead goes before what was read: each batch is prepared once, though few are kept."""
+    with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=1500) as cache:
+        with PrefetchIterator(cache, range(40), lambda index: bytes(400), ahead=8) as batches:
+            assert len(list(batches)) == 40
+        assert cache.counts.prepared == 40
+        assert cache.used_bytes() <= 1500
+
+
+@pytest.mark.parametrize("wrong", [{"ahead": 0}, {"workers": -1}])
+def test_what_cannot_be_is_refused(cache, wrong):
+    with pytest.raises(PolicyError, match="at least one batch ahead"):
+        PrefetchIterator(cache, range(3), fragile, **wrong)

@@ -1,0 +1,39 @@
+"""Who asks Slurm to put a job back into its queue, and when: exactly one of its nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.cli import run
+from elastic.cli.common import ElasticExit
+from elastic.launcher import SupervisorSpec
+
+
+def task(node, *, leads=False):
+    return SupervisorSpec(
+        job="job", secret_file="", node=node, coordinator="n1:1", command=(), directory="", logs="", nproc=1, spares=0,
+        host="", sigterm_grace_s=1.0,
+        has_local_coordinator=leads, coordinator_node="" if leads else "n1", scheduled_job="12",
+    )  # fmt: skip
+
+
+LEADER, SECOND, THIRD = task("n1", leads=True), task("n2"), task("n3")
+ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "noticed", "who"),
+    [
+        (ALL, ElasticExit.STOPPED, True, ["n1"]),
+        (ALL, ElasticExit.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
+        (ALL, ElasticExit.OK, True, []),
+        (ALL, ElasticExit.GAVE_UP, True, []),
+        (LOST, ElasticExit.GAVE_UP, False, ["n2"]),
+        ((), ElasticExit.GAVE_UP, False, []),  # Slurm does not say
+        (LOST, ElasticExit.REFUSED, False, []),
+    ],
+)
+def test_one_node_requeues_the_job(monkeypatch, left, status, noticed, who):
+    monkeypatch.setattr(run, "remaining_nodes", lambda job: {"12": left}[job])
+    asking = [one.node for one in (LEADER, SECOND, THIRD) if run._is_to_requeue("12", one, status, noticed=noticed)]
+    assert asking == who

@@ -1,0 +1,101 @@
+"""What a rank hears of the end of its job in the same message that says that it was heard."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from elastic.control.control_messages import (
+    MAX_RANK_MESSAGE_BYTES,
+    ExitReason,
+    RankDesired,
+    RankHello,
+    RankPhase,
+    RankStatus,
+    SupervisorEndpoint,
+)
+from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
+from peerstore import message_codec
+from tests.support.control_planes import PATIENCE_S, at_once
+
+PLACE = RankAssignment(
+    epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
+)
+STOP = ControlNotice(0, NoticeKind.STOP, "enough")
+
+
+@contextlib.contextmanager
+def supervised(tmp_path, over):
+    """A rank in a world, whose supervisor answers that it has sealed with the end of the job."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+
+        def answer():
+            line, _ = door.accept()
+            with line, contextlib.suppress(BrokenPipeError):  # the rank has gone, and waits for no answer
+                assert message_codec.receive_frame(line, RankHello).token == "token"
+                while (
+                    says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
+                ) is not None:
+                    hears = RankDesired(says.number, PLACE, STOP, 4)
+                    if says.sealed is not None or (over is ExitReason.GAVE_UP and says.phase is RankPhase.IN_WORLD):
+                        hears = RankDesired(says.number, exit=over, reason="the end")
+                    message_codec.send_frame(line, hears)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        plane = SupervisorClient(SupervisorEndpoint(tmp_path / "door", "token"))
+        try:
+            plane.wait_for_assignment(timeout_s=60)
+            yield plane
+        finally:
+            plane.close()
+            thread.join()
+
+
+@pytest.mark.parametrize("over", [ExitReason.STOPPED, ExitReason.DISMISSED])
+def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
+    with supervised(tmp_path, over) as plane:
+        assert plane.agree_on_step(4, timeout_s=60) == 4
+        plane.report_sealed(4, timeout_s=60)
+        with pytest.raises(Dismissed, match="the end"):
+            plane.wait_for_assignment(timeout_s=60)
+
+
+def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
+    with supervised(tmp_path, ExitReason.GAVE_UP) as plane:
+        with pytest.raises(StaleEpochError, match="the end"):
+            plane.report_sealed(4, timeout_s=60)
+        with pytest.raises(JobFailedError, match="the end"):
+            plane.wait_for_assignment(timeout_s=60)
+
+
+def test_a_supervisor_that_is_stopped_keeps_no_rank_waiting(tmp_path):
+    """Its socket is full: whoever has something to say holds the lock that all others want, too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+        plane = SupervisorClient(SupervisorEndpoint(tmp_path / "door", "token"))
+
+        def speak():
+            while not plane._unsent:
+                with plane._changed:
+                    plane._say()
+            with pytest.raises(ControlDeadlineError):
+                plane.wait_for_assignment(timeout_s=0.1)
+
+        (spoken,) = at_once(speak)
+        spoken.result(PATIENCE_S)
+        line, _ = door.accept()  # it goes on
+        with line:
+            assert message_codec.receive_frame(line, RankHello).token == "token"
+            says = RankStatus(0, RankPhase.IN_WORLD)
+            while says.phase is not RankPhase.READY:
+                says = message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
+        plane.close()

@@ -1,0 +1,125 @@
+"""Whom a supervisor obeys where any machine may lead, and what a coordinator does that hears of another one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import msgspec
+import pytest
+
+from elastic.control.control_messages import ExitReason, NodeCodec, NodeDesired, NodeStatus
+from elastic.control.coordinator_client import connect_to_coordinator
+from elastic.control.leader_election import LeaderRecord
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.supervisor.node_state import NodeState
+from elastic.testing import MemoryLeadership
+from elastic.world.scaling_policy import ScalingPolicy
+from peerstore.membership.topology import NodeId
+from tests.support.local_nodes import until
+
+SECRET = b"a secret of the tests, long enough"
+replace = msgspec.structs.replace
+
+
+def seats() -> NodeState:
+    return NodeState("n0", 1, iter("abcdef").__next__, iter(range(1, 9)).__next__)
+
+
+def test_message_of_an_older_term_is_refused() -> None:
+    one = seats()
+    assert one.obeys(NodeDesired("first", 1, term=4))
+    assert one.obeys(NodeDesired("second", 1, term=5))
+    assert not one.obeys(NodeDesired("first", 1, term=4))
+    assert one.obeys(NodeDesired("second", 1, term=5))
+    assert one.leader == (5, "second")
+
+
+def test_in_a_term_nobody_else_is_obeyed_not_even_by_a_node_that_begins_anew() -> None:
+    one = seats()
+    one.start()
+    assert one.obeys(NodeDesired("first", 1, term=4))
+    one.begin_generation()
+    assert not one.obeys(NodeDesired("second", 1, term=4))
+    assert one.obeys(NodeDesired("first", 1, term=4))
+
+
+def test_a_coordinator_in_one_place_for_good_is_obeyed_as_ever() -> None:
+    one = seats()
+    assert one.obeys(NodeDesired("first", 1))
+    assert one.obeys(NodeDesired("second", 1))
+
+
+@contextlib.contextmanager
+def leading(leadership: MemoryLeadership, name: str):
+    """A coordinator that seeks the lead, and how its run ends."""
+    policy = ScalingPolicy(min_replicas=1, max_replicas=2)
+    coordinator = Coordinator(
+        CoordinatorSettings("job", policy, 1), SECRET, fresh=False, leadership=leadership, candidate=name
+    )
+    ends: list[tuple[ExitReason, str]] = []
+    thread = threading.Thread(target=lambda: ends.append(coordinator.run()))
+    thread.start()
+    try:
+        yield coordinator, ends
+    finally:
+        coordinator.request_stop()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("of_its_own_term", [True, False])
+def test_who_leads_a_job_that_has_obeyed_another_one_steps_back_and_the_next_leads_above_it(of_its_own_term) -> None:
+    """A record that was deleted, and made again by a newcomer whose clock is far behind."""
+    leadership = MemoryLeadership()
+    leadership.write(LeaderRecord("", 8, epoch=3), None)
+    with leading(leadership, "b") as (coordinator, ends):
+        until(lambda: coordinator.reconciler.term)
+        term = coordinator.reconciler.term if of_its_own_term else 70
+        says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, term=term, leader="another one")
+        channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
+        channel.send(NodeCodec().encode(says))
+        ((over, why),) = until(lambda: ends)
+        channel.close()
+    assert over is ExitReason.DISMISSED
+    assert "another one has led" in why
+    assert coordinator.reconciler.nodes == {}
+    record = leadership.read()
+    assert (record.holder, record.term, record.epoch) == ("", term, 3)
+    with leading(leadership, "c") as (coordinator, _):
+        until(lambda: coordinator.reconciler.term)
+        assert (coordinator.reconciler.term, coordinator.reconciler.min_epoch) == (term + 1, 3)
+    assert leadership.read().holder == ""  # given up at its end
+
+
+def test_no_world_is_told_before_its_number_is_in_the_record() -> None:
+    class Slow(MemoryLeadership):
+        """It takes no number of a world until it may."""
+
+        may = threading.Event()
+
+        def write(self, record, over):
+            if record.epoch >= 0:
+                self.may.wait(60)
+            return super().write(record, over)
+
+    leadership = Slow()
+    leadership.write(LeaderRecord("", 1), None)
+    with leading(leadership, "b") as (coordinator, _):
+        until(lambda: coordinator.reconciler.term)
+        channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
+        end = NodeCodec()
+        says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, store="n0:1")
+        channel.send(end.encode(says))
+        until(lambda: "n0" in coordinator.reconciler.nodes)
+        desk, world = coordinator.reconciler, replace(coordinator.reconciler.world, epoch=5)
+        coordinator._post(lambda: desk.__dict__.update(gathering=False, world=world))  # at once: else world -1 is told
+        until(lambda: coordinator._elector._election.epoch == 5)
+        assert leadership.read().epoch == -1
+        channel.send(end.encode(replace(says, number=2)))
+        leadership.may.set()
+        hears = end.decode(channel.receive(within_s=60).header)
+        assert leadership.read().epoch == 5
+        assert hears.term == coordinator.reconciler.term
+        channel.close()

@@ -1,0 +1,123 @@
+"""A coordinator that did not run for a while: nobody is blamed for that, and who was silent meanwhile is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from elastic.control.control_messages import DrainRequest, NodeCodec, NodeDesired, NodeStatus
+from elastic.control.control_plane import RankProgress
+from elastic.control.coordinator_client import connect_to_coordinator
+from elastic.control.hang_detector import HangTimeouts
+from elastic.coordinator.coordinator import Coordinator
+from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import WorldPhase
+from peerstore.membership.topology import NodeId
+from peerstore.transport.base import MessageChannel
+from tests.support.local_nodes import until
+from tests.unit.elastic.control.test_running_clock import Hand
+
+SECRET = b"a secret of the tests, long enough"
+replace = msgspec.structs.replace
+
+
+class Node:
+    """One that says what a supervisor would, and is told what it would be."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self.name, self._coordinator, self._end = name, coordinator, NodeCodec()
+        self.channel: MessageChannel = connect_to_coordinator(
+            coordinator.address, job="job", me=NodeId(name), secret=SECRET
+        )
+        self.says = NodeStatus(
+            0, name, 1, 1, spawn_count=1, ready=True, store=f"{name}:1", rank_progress=(None,), silent_s=(0.0,)
+        )
+        self.hears: NodeDesired | None = None
+
+    def say(self, **changes: object) -> None:
+        """And wait until the coordinator has heard it."""
+        self.says = replace(self.says, number=self.says.number + 1, **changes)
+        self.channel.send(self._end.encode(self.says))
+        until(self._is_heard)
+
+    def _is_heard(self) -> bool:
+        self._coordinator._turn()
+        seen = self._coordinator.reconciler.nodes.get(self.name)
+        return seen is not None and seen.status.number == self.says.number
+
+    def step(self, number: int) -> None:
+        self.say(rank_progress=(RankProgress(number),), world=self._coordinator.reconciler.world_spec, ready=False)
+
+
+@contextlib.contextmanager
+def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]:
+    hand = Hand()
+    policy = ScalingPolicy(min_replicas=1, max_replicas=2, scaling_timeout_s=5.0, faulty_scale_down_timeout_s=0.0)
+    settings = CoordinatorSettings("job", policy, 1, hang=HangTimeouts(**limits))
+    with contextlib.closing(Coordinator(settings, SECRET, clock=hand)) as coordinator:
+        nodes = [Node(coordinator, name) for name in ("n0", "n1")]
+        try:
+            for node in nodes:
+                node.say()
+            assert coordinator.reconciler.world_spec is not None
+            for node in nodes:
+                node.step(1)
+            yield coordinator, hand, nodes
+        finally:
+            for node in nodes:
+                node.channel.close()
+
+
+def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
+    """Time passes in which it does run."""
+    for _ in range(int(seconds / 0.5)):
+        hand.now += 0.5
+        coordinator._turn()
+
+
+def test_paused_coordinator_loses_no_node():
+    with two_nodes() as (coordinator, hand, _nodes):
+        before = coordinator.reconciler.world.epoch
+        hand.now += 600.0
+        coordinator._turn()
+        assert coordinator.reconciler.world.phase is WorldPhase.RUNNING
+        assert (coordinator.reconciler.world.epoch, coordinator.reconciler.broken_reason) == (before, None)
+
+
+def test_node_silent_after_the_pause_is_lost():
+    with two_nodes() as (coordinator, hand, nodes):
+        hand.now += 600.0
+        coordinator._turn()
+        for number in range(2, 14):
+            run(coordinator, hand, 1.0)
+            nodes[0].step(number)
+        assert "silent" in str(coordinator.reconciler.broken_reason)
+
+
+def test_paused_coordinator_detects_no_hang():
+    with two_nodes(step_s=30.0, first_s=30.0) as (coordinator, hand, nodes):
+        hand.now += 600.0
+        for node in nodes:  # what they last said; their steps stood as long as the coordinator
+            node.say()
+        run(coordinator, hand, 5.0)
+        assert coordinator.reconciler.broken_reason is None
+        assert coordinator.reconciler.hang_detector._moved_at is not None
+
+
+def test_preempted_node_leaves_on_time_despite_the_pause():
+    with two_nodes() as (coordinator, hand, nodes):
+        coordinator.reconciler.handle_request(
+            DrainRequest(("n1",), 120.0, "the machine is asked back"), coordinator._clock()
+        )
+        hand.now += 60.0
+        coordinator._turn()
+        nodes[1].say()
+        assert coordinator.reconciler.nodes["n1"].drain_deadline == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
+        hand.now += 70.0
+        nodes[0].say(paused=1)
+        run(coordinator, hand, 1.0)
+        assert coordinator.reconciler.broken_reason is not None

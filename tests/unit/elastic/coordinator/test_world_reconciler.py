@@ -1,0 +1,279 @@
+"""Desk and seats, message by message: whatever is lost, late or repeated, the ranks end up in one world."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.control.control_messages import DrainRequest, ResizeRequest, SupervisorExited
+from elastic.coordinator.desired_state import node_desired, why_refused
+from elastic.supervisor.node_state import node_status
+from tests.support.control_simulation import Node, Table
+
+HAPPENINGS = (
+    "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
+    "deliver", "deliver", "deliver", "deliver", "deliver_together", "deliver_together", "wait",
+)  # fmt: skip
+steps = st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 11)), max_size=50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_log():
+    logger = logging.getLogger("elastic.coordinator.world_reconciler")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.setLevel(before)
+
+
+def play(table: Table, script: list[tuple[str, int]]) -> None:
+    for name, number in script:
+        if name in ("add", "restart_coordinator", "heal", "deliver_together"):
+            if name != "add" or len(table.nodes) < 6:
+                getattr(table, name)()
+        elif name == "resize":
+            table.resize(1 + number % 6)
+        else:
+            getattr(table, name)(number)
+    table.settle()
+    table.check_whole()
+
+
+@settings(max_examples=25)
+@given(steps, st.integers(1, 4), st.integers(0, 1))
+def test_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
+    table = Table(nodes, spares=spares)
+    table.settle(15)
+    play(table, script)
+
+
+@pytest.mark.nightly
+@settings(max_examples=4000)
+@given(steps, st.integers(1, 4), st.integers(0, 1))
+def test_long_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
+    table = Table(nodes, spares=spares)
+    table.settle(15)
+    play(table, script)
+
+
+def test_a_coordinator_that_starts_again_changes_nothing():
+    table = Table(3)
+    table.settle(15)
+    worlds = dict(table.places)
+    table.restart_coordinator()
+    table.settle(15)
+    assert table.places == worlds
+    assert table.desk.world.restarts == 0
+
+
+def test_request_outlives_the_coordinator():
+    table = Table(3)
+    table.settle(15)
+    table.resize(2)
+    table.deliver(0)
+    table.restart_coordinator()
+    table.settle(30)
+    assert table.desk.world.max_nodes == 2
+    assert table.desk.world.size == 2
+    assert table.desk.world.restarts == 0
+
+
+def test_a_node_that_was_given_up_comes_back_with_its_processes():
+    table = Table(2)
+    table.settle(15)
+    ranks = {token for node in table.nodes.values() for token in node.ranks}
+    table.cut(1)
+    for _ in range(20):
+        table.deliver(0)
+        table.wait(1.0)
+    assert table.desk.world.size == 1
+    table.settle(30)
+    assert table.desk.world.size == 2
+    assert {token for node in table.nodes.values() for token in node.ranks} == ranks
+
+
+def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    for _ in range(3):
+        (spare,) = table.nodes["n0"].seats.spares()
+        table.lose_rank(0)
+        table.settle(8)
+        assert spare.local_rank is not None
+        assert spare.formed_epoch == table.desk.world.epoch
+
+
+def test_a_used_spare_is_replaced_once_the_ranks_have_gone_on():
+    """Starting and importing takes the cores that the ranks need to come back."""
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    seats, before = table.nodes["n0"].seats, table.desk.world.epoch
+    table.lose_rank(0)
+    turns = 0
+    while not (
+        len(seats.rank_processes()) == 2 and all(process.stepped_epoch > before for process in seats.rank_processes())
+    ):
+        assert len(seats.spares()) == (turns == 0)
+        table.settle(1)
+        turns += 1
+    table.settle(3)
+    assert [spare.is_ready for spare in seats.spares()] == [True]
+
+
+def test_where_nobody_gets_any_further_a_used_spare_is_replaced_all_the_same():
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    seats = table.nodes["n0"].seats
+    table.lose_rank(0)
+    table.settle(1)
+    by = seats.refill_by
+    seats.refill_spares(by - 0.1)
+    assert (seats.refill_by, seats.spares()) == (by, [])
+    seats.refill_spares(by)
+    assert len(seats.spares()) == 1
+    assert seats.refill_by is None
+
+
+def test_an_older_supervisor_of_a_node_is_refused():
+    table = Table(1)
+    table.settle(5)
+    old = node_status(table.nodes["n0"].seats, table.now)
+    table.nodes["n0"].seats.generation = table.new_life()
+    table.deliver(0)
+    assert "newer supervisor" in table.desk.record_status(old, table.now)
+
+
+def test_a_report_that_comes_again_changes_nothing():
+    table = Table(2)
+    table.settle(15)
+    world = table.desk.world
+    again = node_status(table.nodes["n0"].seats, table.now)
+    for _ in range(3):
+        table.desk.record_status(again, table.now)
+        table.desk.reconcile(table.now)
+    assert table.desk.world == world
+
+
+def test_impossible_request_is_refused_with_a_reason():
+    table = Table(2)
+    table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
+    table.desk = table._desk(fresh=True)
+    table.settle(15)
+    assert "too few" in why_refused(table.desk, ResizeRequest(1, "less"))
+    assert "no node n9" in why_refused(table.desk, DrainRequest(("n9",), 1.0, "gone"))
+    assert why_refused(table.desk, ResizeRequest(3, "more")) == ""
+
+
+def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_without_it_meanwhile():
+    table = Table(2)
+    table.settle(60)
+    table.resize(1)
+    table.settle(60)
+    (alone,) = table.desk.world_spec.ranked_nodes
+    table.lose_rank(sorted(table.nodes).index(alone))
+    table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
+    table.wait(0.0)
+    assert table.desk.world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
+    table.settle(60)
+    assert table.nodes[alone].seats.broken_reason
+    table.resize(2)
+    table.settle(60)
+    assert set(table.desk.world_spec.ranked_nodes) == set(table.nodes)
+    table.check_whole()
+
+
+@pytest.mark.parametrize("away", [0, 8])
+def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
+    table = Table(2)
+    table.settle(60)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    if away:
+        table.lose_node(sorted(table.nodes).index("n1"))
+        table.settle(away)
+        assert table.desk.world_spec.ranked_nodes == ("n0",)
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)  # what ran there was killed, and heard nothing
+    table.settle(15)
+    assert table.desk.world_spec.ranked_nodes == ("n0",)
+    assert "n1" not in table.nodes
+
+
+def lost_supervisor(told_before):
+    """Node n1's connection ends, and who started its supervisor says that it has ended."""
+    table = Table(2)
+    table.settle(60)
+    desk, life = table.desk, table.nodes["n1"].seats.generation
+    if told_before:
+        desk.handle_request(SupervisorExited("n1"), table.now)
+        desk.tick(table.now)
+        assert desk.broken_reason is None
+    del table.nodes["n1"]
+    desk.connection_lost("n1", life, table.now)
+    if not told_before:
+        desk.tick(table.now)
+        assert desk.broken_reason is None  # it may come back
+        desk.handle_request(SupervisorExited("n1"), table.now)
+    desk.tick(table.now)
+    return table
+
+
+@pytest.mark.parametrize("told_before", [True, False])
+def test_a_node_whose_supervisor_was_seen_to_end_is_not_waited_for(told_before):
+    table = lost_supervisor(told_before)
+    assert table.desk.broken_reason == "n1 was lost: its supervisor has ended"
+
+
+def test_another_supervisor_of_that_node_is_not_the_one_that_ended():
+    table = lost_supervisor(told_before=True)
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    table.desk.connection_lost("n1", table.nodes["n1"].seats.generation, table.now)
+    table.desk.tick(table.now)
+    assert table.desk.broken_reason is None
+
+
+def test_of_a_node_that_nobody_knows_nothing_follows():
+    table = Table(1)
+    table.settle(15)
+    table.desk.handle_request(SupervisorExited("n9"), table.now)
+    table.desk.tick(table.now)
+    assert table.desk.broken_reason is None
+
+
+def test_a_node_that_has_left_may_come_back():
+    table = Table(2)
+    table.settle(60)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    table.settle(5)
+    assert "n1" not in table.nodes
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+
+
+def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
+    table = Table(2)
+    table.settle(60)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    table.settle(5)
+    assert "n1" not in table.nodes
+    table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    assert table.nodes["n1"].seats.exit is None
+
+
+def test_the_node_that_was_dismissed_stays_dismissed_whatever_it_says():
+    table = Table(2)
+    table.settle(60)
+    table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
+    node = table.nodes["n1"]
+    table.settle(5)
+    node.report()
+    assert node_desired(table.desk, "n1", table.now).release_reason is not None

@@ -1,0 +1,62 @@
+"""A process that is stopped says nothing and does not end: it takes nobody's seat, and keeps nobody waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.control_simulation import Rank, Table
+
+
+def rank_of(table: Table, node: str, *, spare: bool = False) -> Rank:
+    """The first one of this node, or its spare."""
+    found = table.nodes[node]
+    processes = [one for one in found.seats.processes.values() if (one.local_rank is None) == spare]
+    return found.ranks[processes[0].token]
+
+
+def test_a_stopped_spare_takes_nobodys_seat():
+    table = Table(1, spares=1)
+    table.settle(15)
+    stopped = rank_of(table, "n0", spare=True)
+    stopped.is_stopped = True
+    table.settle(12)
+    table.lose_rank(0)
+    table.settle(8)
+    table.check_whole()
+    assert all(
+        one.token != stopped.token or one.local_rank is None for one in table.nodes["n0"].seats.processes.values()
+    )
+
+
+def test_a_spare_that_goes_on_is_one_again():
+    table = Table(1, spares=1)
+    table.settle(15)
+    spare = rank_of(table, "n0", spare=True)
+    spare.is_stopped = True
+    table.settle(12)
+    assert table.desk.nodes["n0"].status.spares == 0
+    spare.is_stopped = False
+    table.settle(3)
+    assert table.desk.nodes["n0"].status.spares == 1
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_stopped_rank_of_a_broken_world_is_not_waited_for(spares):
+    """Others have half a minute here to leave what they are in: they say so every second meanwhile."""
+    table = Table(2, spares=spares)
+    table.settle(15)
+    stopped = rank_of(table, "n0")
+    stopped.is_stopped = True
+    table.lose_rank(1)
+    table.settle(20)
+    table.check_whole()
+    assert stopped.token not in table.nodes["n0"].ranks
+
+
+def test_a_stopped_rank_of_a_world_that_is_well_is_the_hang_detectors_matter():
+    table = Table(2)
+    table.settle(15)
+    stopped = rank_of(table, "n0")
+    stopped.is_stopped = True
+    table.settle(20)
+    assert stopped.token in table.nodes["n0"].ranks

@@ -1,0 +1,28 @@
+"""The store of a job is on one of its nodes: where that comes back, nobody waits for another one to be started."""
+
+from __future__ import annotations
+
+from tests.support.control_simulation import HEARTBEAT_S, Table
+
+
+def test_running_store_is_used_instead_of_a_new_one():
+    table = Table(3)
+    table.settle(15)
+    assert table.desk.store_node == "n0"
+    table.cut(0)
+    table.lose_rank(1)
+    while table.desk.store_node == "n0":
+        turn(table)
+    table.heal()
+    while table.desk.world_spec.epoch == 0:
+        turn(table)
+    assert table.desk.world_spec.store == "n0:1"
+    table.settle()
+    table.check_whole()
+    assert [node.seats.run_store for node in table.nodes.values()].count(True) == 1
+
+
+def turn(table: Table) -> None:
+    for node in list(table.nodes.values()):
+        table._exchange(node)
+    table.wait(HEARTBEAT_S)

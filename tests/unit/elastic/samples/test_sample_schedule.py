@@ -1,0 +1,202 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.errors import CursorError, PolicyError
+from elastic.samples.sample_schedule import (
+    ALLOWED_CHANGES,
+    START_POSITION,
+    DataPosition,
+    RankShare,
+    SampleOrder,
+    SampleSchedule,
+    validated_slices,
+)
+from tests.support.batch_shares import even
+
+
+@st.composite
+def courses(draw):
+    samples = draw(st.integers(1, 40))
+    epoch_end = draw(st.sampled_from(["wrap", "drop", "short"]))
+    batch = draw(st.integers(1, samples if epoch_end == "drop" else 60))
+    return SampleSchedule(SampleOrder(samples, draw(st.integers(-5, 5))), batch, epoch_end)
+
+
+def walked(course, steps):
+    """Positions of each of so many steps, and the place behind them."""
+    cursor, taken = 0, []
+    for _ in range(steps):
+        batch = course.batch_at(cursor)
+        taken.append(range(batch.first, batch.first + batch.size))
+        cursor = batch.end_cursor
+    return taken, DataPosition(steps, cursor)
+
+
+@pytest.mark.parametrize(
+    ("epoch_end", "steps"),
+    [
+        ("wrap", [range(4), range(4, 8), range(8, 12), range(12, 16)]),
+        ("drop", [range(4), range(4, 8), range(10, 14), range(14, 18)]),
+        ("short", [range(4), range(4, 8), range(8, 10), range(10, 14)]),
+    ],
+)
+def test_epoch_end_positions(epoch_end, steps):
+    assert walked(SampleSchedule(SampleOrder(10, 1), 4, epoch_end), 4)[0] == steps
+
+
+@given(courses(), st.integers(0, 50))
+def test_the_place_of_a_step_needs_no_walking(course, steps):
+    assert course.position_after_steps(steps) == walked(course, steps)[1]
+
+
+@given(courses(), st.integers(0, 50))
+def test_what_was_taken_is_what_steps_took(course, steps):
+    taken, place = walked(course, steps)
+    positions = [position for batch in taken for position in batch]
+    samples = course.order.samples
+    said = [
+        epoch * samples + first + number
+        for epoch, first, size in course.consumed_by_epoch(place.cursor)
+        for number in range(size)
+    ]
+    assert said == positions
+    if course.epoch_end != "drop":
+        assert positions == list(range(place.cursor))
+
+
+@given(courses(), st.integers(0, 50))
+def test_remaining_samples_of_an_epoch(course, steps):
+    cursor = course.position_after_steps(steps).cursor
+    epoch = course.epoch_at(cursor)
+    sizes = []
+    while course.epoch_at(cursor) == epoch:
+        batch = course.batch_at(cursor)
+        sizes.append(batch.size)
+        cursor = batch.end_cursor
+    whole, short = course.remaining_in_epoch(course.position_after_steps(steps).cursor, epoch + 1)
+    assert sizes == [course.global_batch] * whole + [short] * bool(short)
+    assert course.remaining_in_epoch(cursor, epoch + 1) == (0, 0)
+
+
+def test_a_batch_may_be_larger_than_the_dataset():
+    course = SampleSchedule(SampleOrder(3, 1), 8)
+    batch = course.batch_at(8)
+    assert (batch.first, batch.size, course.epoch_at(batch.first)) == (8, 8, 2)
+    assert SampleSchedule(SampleOrder(3, 1), 8, "short").batch_at(3).size == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "epoch_end", "words"),
+    [(0, "wrap", "at least 1"), (1, "cut", "known are wrap"), (11, "drop", "every sample out")],
+)
+def test_impossible_courses_are_refused(batch, epoch_end, words):
+    with pytest.raises(PolicyError, match=words):
+        SampleSchedule(SampleOrder(10, 1), batch, epoch_end)
+
+
+@given(courses(), st.integers(0, 50))
+def test_a_place_is_found_again(course, steps):
+    place = course.position_after_steps(steps)
+    assert course.position_from_state(course.to_state(place)) == place
+
+
+SAVED = SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4)
+OTHERS = {
+    "samples": SampleSchedule(SampleOrder(12, 1, "blocks:2"), 4),
+    "seed": SampleSchedule(SampleOrder(10, 2, "blocks:2"), 4),
+    "shuffle": SampleSchedule(SampleOrder(10, 1), 4),
+    "epoch_end": SampleSchedule(SampleOrder(10, 1, "blocks:2"), 4, "short"),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED_CHANGES)
+def test_a_cursor_of_other_samples_is_refused_unless_that_is_meant(name):
+    state = SAVED.to_state(DataPosition(3, 12))
+    with pytest.raises(CursorError, match=f"{name} was .* and is .*allow_changes=\\('{name}',\\)"):
+        OTHERS[name].position_from_state(state)
+    with pytest.raises(CursorError):
+        OTHERS[name].position_from_state(state, allow_changes=[other for other in ALLOWED_CHANGES if other != name])
+    # What the order is made of has changed: the next whole epoch; otherwise the same place.
+    expected = {"samples": 24, "seed": 20, "shuffle": 20, "epoch_end": 12}[name]
+    assert OTHERS[name].position_from_state(state, allow_changes=[name]) == (3, expected)
+    assert OTHERS[name].position_from_state(SAVED.to_state(START_POSITION), allow_changes=[name]) == START_POSITION
+
+
+def test_another_batch_size_goes_on_at_the_same_sample():
+    other = SampleSchedule(SAVED.order, 5)
+    assert other.position_from_state(SAVED.to_state(DataPosition(3, 12))) == (3, 12)
+    dropping = SampleSchedule(SampleOrder(10, 1), 4, "drop")
+    assert SampleSchedule(dropping.order, 7, "drop").position_from_state(dropping.to_state(DataPosition(1, 4))) == (
+        1,
+        10,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": 2},
+        {"version": None},
+        {"cursor": -1},
+        {"cursor": 1.5},
+        {"cursor": True},
+        {"step": "3"},
+        {"samples": 0},
+        {"seed": None},
+        {"shuffle": 4},
+        {"epoch_end": None},
+    ],
+)
+def test_invalid_cursor_is_refused(wrong):
+    with pytest.raises(CursorError):
+        SAVED.position_from_state({**SAVED.to_state(START_POSITION), **wrong}, allow_changes=ALLOWED_CHANGES)
+
+
+@pytest.mark.parametrize("missing", ["version", "step", "cursor", "samples", "seed", "shuffle", "epoch_end"])
+def test_a_cursor_has_everything(missing):
+    state = SAVED.to_state(START_POSITION)
+    del state[missing]
+    with pytest.raises(CursorError):
+        SAVED.position_from_state(state, allow_changes=ALLOWED_CHANGES)
+
+
+@given(st.integers(1, 50), st.none() | st.integers(1, 9), st.integers(1, 12), st.data())
+def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, data):
+    plan = BatchPlan(batch, world, microbatch=microbatch, max_microbatch=microbatch, allow_idle=True)
+    samples = data.draw(st.integers(1, batch))
+    slices = [piece for rank in range(world) for piece in validated_slices(RankShare(plan, rank), samples)]
+    assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
+    if microbatch:
+        assert slices == list(validated_slices(even(batch, microbatch), samples))
+
+
+def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
+    shares = [RankShare(BatchPlan(8, 4, max_microbatch=2), rank) for rank in range(4)]
+    assert [share.slices(8) for share in shares] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
+    assert [share.slices(3) for share in shares] == [[(0, 1)], [(1, 1)], [(2, 1)], []]
+
+
+class Wrong:
+    global_batch = 8
+
+    def __init__(self, *slices):
+        self._slices = slices
+
+    def slices(self, samples):
+        return self._slices
+
+
+@pytest.mark.parametrize(
+    "shares", [Wrong((4, 2), (0, 2)), Wrong((0, 3), (2, 2)), Wrong((0, 0)), Wrong((7, 2)), Wrong((-1, 2))]
+)
+def test_shares_that_cannot_be_are_refused(shares):
+    with pytest.raises(PolicyError, match="of a batch of 8"):
+        validated_slices(shares, 8)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_in_the_plan_is_refused(rank):
+    with pytest.raises(PolicyError, match="world_size is 2"):
+        even(8, 2, rank, 2)

@@ -1,0 +1,195 @@
+"""What the next start goes on from, and from whose memory; what gives the same answer again is not tried again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.cli import run
+from elastic.control.control_messages import SupervisorEndpoint
+from elastic.control.run_directory import LocalRun, RunDirectory
+from elastic.control.running_clock import since_boot
+from elastic.control.supervisor_client import SupervisorClient
+from elastic.errors import ControlPlaneUnavailableError, JobFailedError
+from elastic.launcher import CoordinatorSpec
+from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
+from elastic.workers.train_loop import run as train_loop_run
+from elastic.world.scaling_policy import ScalingPolicy
+from tieredckpt import Checkpointer
+from tieredckpt.errors import SettingsError
+
+RUN = LocalRun("job", "", "", 1, 0, ("x",), "/", "/logs", 1.0)
+
+
+class Screen:
+    argv = ("run", "train.py")
+
+    def __init__(self):
+        self.notes = []
+
+    def info(self, text):
+        self.notes.append(text)
+
+
+@pytest.fixture
+def place(tmp_path):
+    found = RunDirectory(tmp_path, "job")
+    found.prepare()
+    return found
+
+
+@pytest.mark.e2e
+def test_resumable_steps_come_from_the_agents(agent_dir):
+    began = time.time_ns()
+    with Checkpointer("tiered://old") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 90).wait()
+    middle = time.time_ns()
+    with Checkpointer("tiered://new") as ckpt:
+        for step in (7, 8):
+            ckpt.save({"w": torch.ones(3)}, step).wait()
+    assert resumable_steps([os.environ, os.environ], middle) == {"new": 8}
+    assert resumable_steps([os.environ], began) == {"new": 8, "old": 90}
+    assert resumable_steps([{**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}], began) == {}
+
+
+@pytest.mark.e2e
+def test_resumable_steps_include_seals_after_the_clock_was_set_back(agent_dir):
+    hour_ns = 3600 * 10**9
+    began = since_boot(), time.time_ns() + hour_ns  # so it said when the job began
+    with Checkpointer("tiered://new") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 7).wait()
+    assert resumable_steps([os.environ], began[1]) == {}
+    assert resumable_steps([os.environ], began_ns(*began)) == {"new": 7}
+
+
+def test_clock_set_ahead_does_not_change_the_start_of_a_job():
+    boot_s, wall_ns = since_boot(), time.time_ns()
+    assert wall_ns - 10**9 <= began_ns(boot_s, wall_ns) <= wall_ns
+    assert began_ns(boot_s, wall_ns, wall=lambda: time.time_ns() + 3600 * 10**9) == wall_ns
+
+
+def test_message_names_the_job_when_there_are_several():
+    assert describe_resumable({}) == ""
+    assert describe_resumable({"a": 3}) == "the last whole step is 3"
+    assert describe_resumable({"b": 4, "a": 3}) == "the last whole step of a is 3, the last whole step of b is 4"
+
+
+def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
+    class Launcher:
+        def __init__(self, *_, **__):
+            pass
+
+        def run(self):
+            if words:
+                place.end_file.write_text(words)
+            if raises is not None:
+                raise raises
+            return status
+
+    monkeypatch.setattr(run, "JobLauncher", Launcher)
+    monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns: steps)
+    place.write_secret(b"s" * 32)
+    leader = CoordinatorSpec("job", "", "", ScalingPolicy(), 1, True)
+    record = LocalRun("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
+    screen = Screen()
+    try:
+        run._launch(screen, place, record, [], leader)
+    except JobFailedError:
+        assert raises is not None
+    return screen.notes
+
+
+def test_the_last_words_name_what_is_there_and_not_what_was_heard(monkeypatch, place):
+    said = "stopped: SIGTERM\nthe last whole step is 4"
+    (words,) = launched(monkeypatch, place, said, steps={"a": 9})
+    assert words == "stopped: SIGTERM (the last whole step is 9); the same command resumes it: elastic run train.py"
+    (words,) = launched(monkeypatch, place, said, steps={})
+    assert "(the last whole step is 4); the same" in words
+
+
+def test_where_nobody_could_write_why_the_step_is_said_all_the_same(monkeypatch, place):
+    (words,) = launched(monkeypatch, place, "", steps={"a": 9})
+    assert words == "the last whole step is 9; the same command resumes it: elastic run train.py"
+
+
+def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, place):
+    died = JobFailedError("the coordinator ended 6 times within 60 s")
+    (words,) = launched(monkeypatch, place, "", steps={"a": 9}, raises=died)
+    assert words == (
+        "the coordinator ended 6 times within 60 s (the last whole step is 9); the same command resumes it: "
+        "elastic run train.py"
+    )
+
+
+def test_who_is_not_there_is_the_supervisor(tmp_path):
+    with pytest.raises(ControlPlaneUnavailableError, match="this node's supervisor does not answer") as caught:
+        SupervisorClient(SupervisorEndpoint(tmp_path / "rank.sock", "token"))
+    assert "agent" not in str(caught.value)
+
+
+def test_what_gives_the_same_answer_in_any_world_is_not_tried_again():
+    plane, tries = InMemoryCoordinator(1), []
+
+    def train(world):
+        tries.append(world.epoch)
+        if len(tries) < 3:
+            raise SettingsError("both are called A")
+
+    with pytest.raises(JobFailedError, match="both are called A"):
+        train_loop_run(train, plane=plane.planes[0], policy=RecoveryPolicy(backend="none"))
+    assert tries == [0]
+
+
+def test_what_does_not_fit_so_many_ranks_may_fit_others():
+    plane, tries = InMemoryCoordinator(1), []
+
+    def train(world):
+        tries.append(world.epoch)
+        if len(tries) < 2:
+            world.mesh((2, -1))
+
+    assert (
+        train_loop_run(train, plane=plane.planes[0], policy=RecoveryPolicy(backend="none")).outcome
+        is RunOutcome.FINISHED
+    )
+    assert tries == [0, 1]
+
+
+@pytest.mark.parametrize(("configured", "expected"), [("", "A"), ("pod-7", None)])
+def test_the_node_and_its_agent_have_one_name(monkeypatch, place, configured, expected):
+    monkeypatch.delenv("TIEREDCKPT_AGENT_NODE", raising=False)
+    if configured:
+        monkeypatch.setenv("TIEREDCKPT_AGENT_NODE", configured)
+    options = {"node": "A", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
+    task = run._node_task(place, RUN, "A", {**options, "verbose": 0})
+    assert task.environ.get("TIEREDCKPT_AGENT_NODE") == expected
+    assert Path(task.directory).name == "A"
+    named = run._node_task(place, RUN, os.uname().nodename, {**options, "node": "", "verbose": 0})
+    assert "TIEREDCKPT_AGENT_NODE" not in named.environ
+
+
+def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
+    monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY", raising=False)
+
+    def memory(name="here", **more):
+        options = {"node": "", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
+        task = run._node_task(place, RUN, name, {**options, "verbose": 0, **more})
+        return task.environ.get("TIEREDCKPT_AGENT_DIRECTORY"), task.environ.get("TIEREDCKPT_AGENT_NODE")
+
+    n0, n8 = place.node_directory("n0") / "agent", place.node_directory("n8") / "agent"
+    assert memory() == (None, None)
+    assert memory("n0", simulate_nodes=2) == (str(n0), "n0")
+    n0.mkdir(parents=True)
+    n8.mkdir(parents=True)
+    (n8 / "agent.sock").touch()
+    assert memory() == (str(n8), "n8")  # which is there still
+    assert memory("n0", simulate_nodes=1) == (str(n0), "n0")
+    assert memory(coordinator="10.0.0.1:7") == (None, None)
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", "/elsewhere")
+    assert memory() == (None, None)

@@ -1,0 +1,51 @@
+"""Where a launcher says this process is, in torchrun's words."""
+
+import pytest
+
+from elastic.workers.launch_environment import assignment_from_environ
+
+
+def told(rank, size, local, **more):
+    return {
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        **more,
+    }
+
+
+def nodes(environ):
+    place = assignment_from_environ(environ)
+    return place.node_rank, place.node_count
+
+
+def test_nodes_are_as_the_launcher_says():
+    assert nodes(told(5, 8, 2, GROUP_RANK="2", GROUP_WORLD_SIZE="4")) == (2, 4)
+
+
+def test_nodes_of_different_sizes_are_as_the_launcher_says():
+    """Two nodes with one rank each, and this one with six."""
+    assert nodes(told(7, 8, 6, GROUP_RANK="2", GROUP_WORLD_SIZE="3")) == (2, 3)
+
+
+def test_they_follow_from_the_ranks_where_nothing_is_said():
+    assert nodes(told(5, 8, 2)) == (2, 4)
+    assert nodes(told(0, 1, 1)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "groups"),
+    [
+        ("5", "8"),  # the number of ranks, as some launchers count there
+        ("2", "1"),
+        ("0", "1"),  # one node, which has not all of the ranks
+        ("4", "4"),
+        ("-1", "4"),
+        ("0", "0"),
+    ],
+)
+def test_impossible_environment_is_ignored(group, groups):
+    assert nodes(told(5, 8, 2, GROUP_RANK=group, GROUP_WORLD_SIZE=groups)) == (2, 4)

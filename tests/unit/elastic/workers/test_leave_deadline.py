@@ -1,0 +1,92 @@
+"""A process that does not leave a broken world in time ends, and its log names the stage."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elastic.control.control_plane import ControlNotice, NoticeKind
+from elastic.workers.leave_deadline import LeaveDeadline
+from tests.support.control_planes import PATIENCE_S
+from tests.support.control_simulation import Table
+
+
+class Plane:
+    def on_broken(self, call):
+        self.tell = call
+
+
+@pytest.fixture
+def plane():
+    return Plane()
+
+
+@pytest.fixture
+def ended():
+    return threading.Event()
+
+
+@pytest.fixture
+def deadline(plane, ended):
+    one = LeaveDeadline(plane, ended.set)
+    yield one
+    one.left()
+
+
+def broken(epoch: int, deadline_s: float | None) -> ControlNotice:
+    return ControlNotice(epoch, NoticeKind.RESTART, "rank 1 was lost", deadline_s)
+
+
+def threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "elastic-leave"]
+
+
+def test_late_process_ends_and_logs_its_stage(plane, deadline, ended, caplog, capfd):
+    deadline.enter(4)
+    deadline.at("the train function")
+    plane.tell(broken(4, 0.01))
+    assert ended.wait(PATIENCE_S)
+    for one in threads():
+        one.join(PATIENCE_S)
+    assert "epoch 4 is broken (rank 1 was lost)" in caplog.text
+    assert ": the train function. The process exits" in caplog.text
+
+
+def test_process_that_leaves_in_time_goes_on(plane, deadline, ended):
+    deadline.enter(4)
+    plane.tell(broken(4, PATIENCE_S))
+    (waits,) = threads()
+    deadline.left()
+    waits.join(PATIENCE_S)
+    assert not waits.is_alive()
+    assert not ended.is_set()
+
+
+@pytest.mark.parametrize("notice", [broken(3, 0.0), broken(4, None)], ids=["an older world", "no deadline"])
+def test_notice_that_sets_no_deadline(plane, deadline, ended, notice):
+    deadline.enter(4)
+    plane.tell(notice)
+    assert threads() == []
+    assert not ended.is_set()
+
+
+def test_second_notice_of_an_epoch_starts_no_second_deadline(plane, deadline):
+    deadline.enter(4)
+    plane.tell(broken(4, PATIENCE_S))
+    plane.tell(broken(4, PATIENCE_S))
+    assert len(threads()) == 1
+
+
+def test_ranks_receive_the_time_left_to_leave_a_broken_world():
+    table = Table(2)
+    table.settle(15)
+    given = []
+    for node in table.nodes.values():
+        for rank in node.ranks.values():
+            rank.hears = given.append
+    table.fault(0)
+    table.settle(2)
+    left_s = [one.notice.deadline_s for one in given if one.notice is not None]
+    assert left_s
+    assert all(0 < one <= table.desk.settings.policy.abort_limit_s for one in left_s)

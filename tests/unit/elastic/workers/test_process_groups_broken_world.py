@@ -1,0 +1,95 @@
+"""A world that ends while its ranks still meet leaves nothing that the next one could stumble over."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elastic.control.control_plane import RankAssignment
+from elastic.workers import process_groups
+from elastic.workers.process_groups import ProcessGroups, parse_store_address
+from tests.support.control_planes import at_once
+from tests.support.local_nodes import until
+
+
+@pytest.fixture
+def store():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield f"127.0.0.1:{server.port}"
+    del server
+
+
+def groups_of(store, epoch, size):
+    place = RankAssignment(epoch, 0, size, 0, 1, 0, size, store)
+    return ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=0.5 if size > 1 else 60))
+
+
+def name_of_a_world(store, epoch):
+    groups = groups_of(store, epoch, 1)
+    groups.initialize()
+    try:
+        return dist.group.WORLD.group_name
+    finally:
+        groups.destroy(broken=False)
+
+
+def test_its_keys_have_the_names_that_they_have_at_a_rank_that_was_not_there(store):
+    fresh = name_of_a_world(store, 0)
+    for epoch in (1, 2):
+        alone = groups_of(store, epoch, 2)
+        with pytest.raises(RuntimeError):
+            alone.initialize()
+        alone.destroy(broken=True)
+    assert name_of_a_world(store, 3) == fresh
+
+
+def test_worlds_leave_no_hook_behind(store):
+    before = sys.excepthook
+    for epoch in range(3):
+        name_of_a_world(store, epoch)
+    assert sys.excepthook is before
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one store", "rootless"])
+def test_a_name_service_that_is_gone_keeps_nobody_in_a_world_that_is_over(store, spread, monkeypatch):
+    """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
+    place = RankAssignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
+    groups = ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=120))
+    (entering,) = at_once(groups.initialize)
+    until(lambda: is_connected(store))
+    asked = asked_on_the_way_in_only(threading.current_thread(), socket.getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    until(lambda: groups.close_connections() or entering.done())  # one that is just connecting connects anew
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError):
+        entering.result()
+    groups.destroy(broken=True)
+
+
+def asked_on_the_way_in_only(cutting, ask):
+    def getaddrinfo(*args, **options):
+        if threading.current_thread() is cutting:
+            pytest.fail("a name was looked up while a world was aborted")
+        return ask(*args, **options)
+
+    return getaddrinfo
+
+
+def is_connected(store) -> bool:
+    """Whether a client of this process has a connection to the store by now, and waits there."""
+    remote = parse_store_address(store)
+    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    return any(leads_to(number, remote) for number in numbers)
+
+
+def leads_to(number, remote) -> bool:
+    with contextlib.suppress(OSError), process_groups._borrowed(number) as one:
+        return process_groups._remote(one) == remote
+    return False

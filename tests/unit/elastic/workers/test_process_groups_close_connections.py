@@ -1,0 +1,143 @@
+"""Connections are ended by number, and a number may be somebody else's a moment later."""
+
+import os
+import select
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.workers import process_groups
+from elastic.workers.process_groups import close_gloo_connections, close_store_connections
+
+
+@pytest.fixture
+def pair():
+    """Both ends of a connection over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        there, _ = server.accept()
+        with there:
+            yield here, there
+
+
+def works(pair):
+    here, there = pair
+    try:
+        here.sendall(b"x")
+    except BrokenPipeError:
+        return False
+    return there.recv(1) == b"x"
+
+
+class _TakenMeanwhile:
+    """Addresses; whoever looks one up finds that the number of its socket is somebody else's afterwards."""
+
+    def __init__(self, address, number, other):
+        self._address, self._number, self._other = address, number, other
+
+    def __contains__(self, address):
+        if address != self._address:
+            return False
+        os.dup2(self._other, self._number)
+        return True
+
+
+@pytest.fixture
+def stranger():
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+def test_a_number_that_became_somebody_else_s_is_not_cut_in_a_store_s_place(pair, stranger):
+    here, _ = pair
+    close_store_connections(_TakenMeanwhile(here.getpeername(), here.fileno(), stranger[0].fileno()))
+    assert works(stranger)
+
+
+def test_a_number_that_became_somebody_else_s_is_not_cut_in_gloo_s_place(pair, stranger, monkeypatch):
+    here, _ = pair
+    watched = process_groups._watched
+
+    def and_then_taken(poll):
+        found = watched(poll)
+        os.dup2(stranger[0].fileno(), here.fileno())
+        return found
+
+    with select.epoll() as poll:
+        poll.register(here, select.EPOLLIN)
+        monkeypatch.setattr(process_groups, "_polls", lambda: [poll.fileno()])
+        monkeypatch.setattr(process_groups, "_watched", and_then_taken)
+        assert close_gloo_connections() == 0
+    assert works(stranger)
+
+
+def test_polled_connections_are_cut(pair, stranger, monkeypatch):
+    with select.epoll() as poll:
+        poll.register(pair[0], select.EPOLLIN)
+        monkeypatch.setattr(process_groups, "_polls", lambda: [poll.fileno()])
+        assert close_gloo_connections() == 1
+    assert not works(pair)
+    assert works(stranger)
+
+
+def test_a_loop_that_is_in_another_call_is_not_taken_for_one_that_polls():
+    reading, writing = os.pipe()
+
+    def loop():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("gloo_tcp_loop")
+        named.set()
+        os.read(reading, 1)
+
+    named = threading.Event()
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        assert named.wait(60)
+        assert [*process_groups._polls()] == []
+    finally:
+        os.write(writing, b"x")
+        thread.join()
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.fixture
+def python_poll(stranger):
+    """A Python thread that waits in epoll for a connection that has nothing to do with gloo."""
+    with select.epoll() as poll:
+        poll.register(stranger[1], select.EPOLLIN)
+        thread = threading.Thread(target=poll.poll)
+        thread.start()
+        yield
+        stranger[0].sendall(b"y")
+        thread.join()
+
+
+def test_gloo_loops_without_a_name_are_cut_and_python_threads_are_not(python_poll, stranger):
+    """Torch before 2.13 does not name gloo's loops."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = {}
+
+    def make(rank):
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        groups[rank] = dist.ProcessGroupGloo(client, rank, 2, timedelta(seconds=60))
+
+    ranks = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    work = groups[0].allreduce([torch.ones(4)])
+    own = Path(f"/proc/self/task/{os.getpid()}/comm").read_text()
+    for task in process_groups._tasks():
+        (task / "comm").write_text(own)
+    assert process_groups._tasks() == []
+    assert close_gloo_connections()  # one end at least: the other loop sees it, and closes its own
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert works(stranger)

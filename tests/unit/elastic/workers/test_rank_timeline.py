@@ -1,0 +1,204 @@
+"""What a rank writes down of its way: stage after stage without a gap, whatever ends it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from elastic.control.control_plane import RankAssignment
+from elastic.errors import JobFailedError
+from elastic.settings import SOCKET_VARIABLE, TOKEN_VARIABLE
+from elastic.workers import rank_timeline as module
+from elastic.workers.rank_timeline import RankTimeline
+from peerstore.shard_records import VersionId
+from tieredckpt.checkpointer.progress_hook import SaveRestoreLog
+from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.event_log.event_types import (
+    ProcessBegan,
+    ProcessEnded,
+    RestoreEvent,
+    StageEvent,
+    StepEvent,
+    WorldFormed,
+)
+from tieredckpt.event_log.log_writer import RunPosition
+
+SUPERVISED = {SOCKET_VARIABLE: "/somewhere", TOKEN_VARIABLE: "t", "ELASTIC_NODE": "n0", "ELASTIC_JOB": "job"}
+
+
+class Written:
+    """A ledger that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.position = RunPosition()
+        self.events = []
+
+    def write(self, event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def ledger(monkeypatch):
+    """Every look at a clock is a second later than the one before."""
+    seconds = iter(range(1000, 10_000))
+    monkeypatch.setattr(module.time, "time", lambda: float(next(seconds)))
+    monkeypatch.setattr(module, "own_start_time", lambda: 990.0)
+    return Written()
+
+
+def place(epoch=0, rank=0, **more):
+    return RankAssignment(epoch, rank, 2, rank, 2, 0, 1, "h:1", **more)
+
+
+def into(record, **where):
+    record.waiting_began()
+    record.assigned(place(**where))
+    record.groups_ready()
+
+
+def stages(ledger):
+    return [(one.epoch, one.name) for one in ledger.of(StageEvent)]
+
+
+def assert_no_gap(ledger):
+    told = [one for one in ledger.of(StageEvent) if one.name not in ("detect", "first_step")]
+    assert all(after.began - (before.began + before.seconds) in (0.0, 1.0) for before, after in pairwise(told))
+
+
+def test_from_the_start_to_the_end(ledger):
+    record = RankTimeline(ledger, SUPERVISED)
+    into(record)
+    for step in (3, 4):
+        record.step_began(step)
+        record.step_metrics(0.5, 8, None)
+        record.step_ended(step)
+    record.ended("finished")
+    assert stages(ledger) == [(0, name) for name in ("launch", "rendezvous", "groups", "loader", "first_step")]
+    assert_no_gap(ledger)
+    first, second = ledger.of(StepEvent)
+    assert (first.step, first.loss, first.tokens, first.samples) == (3, 0.5, 8, None)
+    assert second.began == first.began + first.seconds, "no time is lost between two steps"
+    assert [(one.who, one.node) for one in ledger.of(ProcessBegan)] == [("rank", "n0")]
+    assert [one.how for one in ledger.of(ProcessEnded)] == ["finished"]
+
+
+def test_after_a_fault(ledger):
+    record = RankTimeline(ledger, SUPERVISED)
+    into(record)
+    record.step_began(0)
+    record.fault_detected()
+    record.fault_detected()  # it hears of it, and its collective fails
+    into(record, epoch=1)
+    assert stages(ledger)[4:] == [(0, "detect"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
+    assert ledger.of(StepEvent) == [], "a step that was not ended is none"
+
+
+def test_a_world_that_breaks_on_the_way_into_it(ledger):
+    record = RankTimeline(ledger, SUPERVISED)
+    record.waiting_began()
+    record.assigned(place())
+    record.fault_detected()
+    into(record, epoch=1)
+    assert stages(ledger)[2:] == [(0, "detect"), (0, "groups"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
+
+
+def test_a_change_that_is_wanted(ledger):
+    record = RankTimeline(ledger, SUPERVISED)
+    into(record)
+    record.step_began(0)
+    record.step_ended(0)
+    record.pause_began()
+    record.sealed()
+    into(record, epoch=1)
+    assert stages(ledger)[5:] == [(0, "seal"), (0, "leave"), (1, "rendezvous"), (1, "groups")]
+    (step,) = ledger.of(StepEvent)
+    seal = next(one for one in ledger.of(StageEvent) if one.name == "seal")
+    assert seal.began == step.began + step.seconds, "also while the ranks agree where to stop"
+
+
+def test_timeline_records_a_restore(ledger):
+    record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
+    into(record, rank=1)
+    with recorded.record_restore() as told:
+        told.step = 6
+    record.step_began(7)
+    assert stages(ledger)[3:] == [(0, "loader"), (0, "hydrate"), (0, "loader")]
+    assert_no_gap(ledger)
+    (restored,) = ledger.of(RestoreEvent)
+    assert (restored.rank, restored.step, restored.mode, restored.epoch) == (1, 6, "snapshot", 0)
+    assert record.next_step == 7
+
+
+def test_timeline_records_hydration_from_survivors(ledger):
+    record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
+    into(record)
+    record.survivors_asked(anything=True)
+    with recorded.record_restore() as told:
+        told.step = 6
+        told.report = RestoreReport(6, VersionId(6, 1, 0, "x"), {"peer": 8}, mode="live", steps_redone=0)
+    record.step_began(7)
+    assert stages(ledger)[2:] == [(0, name) for name in ("groups", "hydrate", "loader", "hydrate", "loader")]
+    assert_no_gap(ledger)
+    (restored,) = ledger.of(RestoreEvent)
+    assert (restored.mode, restored.steps_redone, restored.bytes_by_tier) == ("live", 0, {"peer": 8})
+
+
+def test_a_restore_that_fails_took_its_time(ledger):
+    record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
+    into(record)
+    with pytest.raises(OSError, match="gone"), recorded.record_restore():
+        raise OSError("gone")
+    assert stages(ledger)[-1] == (0, "hydrate")
+    assert ledger.of(RestoreEvent) == []
+
+
+def test_only_the_first_rank_tells_steps_and_is_asked_for_a_loss(ledger):
+    class Unasked:
+        def __float__(self):
+            raise AssertionError("on a device this waits for all that was started there")
+
+    record = RankTimeline(ledger, SUPERVISED)
+    into(record, rank=1)
+    record.step_began(0)
+    record.step_metrics(Unasked(), 1, 1)
+    record.step_ended(0)
+    assert ledger.of(StepEvent) == []
+    assert stages(ledger)[-1] == (0, "first_step")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_none(ledger, loss):
+    record = RankTimeline(ledger, SUPERVISED)
+    into(record)
+    record.step_began(0)
+    record.step_metrics(loss, None, None)
+    record.step_ended(0)
+    assert ledger.of(StepEvent)[0].loss is None
+
+
+def test_where_nobody_runs_the_job_its_first_rank_speaks_for_a_coordinator(ledger):
+    first, other = RankTimeline(ledger, {}), Written()
+    into(first, restarts=2)
+    into(RankTimeline(other, {}), rank=1, restarts=2)
+    first.ended("finished")
+    (world,) = ledger.of(WorldFormed)
+    assert (world.epoch, world.ranks, world.how, world.restarts) == (2, 2, "restart", 2)
+    assert [(one.who, one.again) for one in ledger.of(ProcessBegan)] == [("rank", False), ("coordinator", True)]
+    assert [one.who for one in ledger.of(ProcessEnded)] == ["rank", "coordinator"]
+    assert [one.who for one in other.of(ProcessBegan)] == ["rank"]
+    assert other.of(WorldFormed) == []
+
+
+@pytest.mark.parametrize(("error", "how"), [(JobFailedError("no more"), "gave up"), (ValueError("bad"), "failed")])
+def test_an_end_by_an_error(ledger, error, how):
+    with pytest.raises(type(error)), RankTimeline(ledger, SUPERVISED):
+        raise error
+    (ended,) = ledger.of(ProcessEnded)
+    assert (ended.how, ended.words) == (how, f"{type(error).__name__}: {error}")

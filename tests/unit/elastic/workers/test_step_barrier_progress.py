@@ -1,0 +1,69 @@
+"""What ranks say of how far they are: by it hangs are found, so what is no step must not be one."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.control.control_plane import RankProgress
+from elastic.testing import InMemoryCoordinator
+from elastic.workers.event_detector import EventDetector
+from elastic.workers.step_barrier import StepBarrier
+from elastic.workers.world_handle import World
+
+
+@pytest.fixture
+def seat():
+    (seat,) = InMemoryCoordinator(1).planes
+    yield seat
+    seat.close()
+
+
+@pytest.fixture
+def world(seat):
+    place = seat.wait_for_assignment()
+    gate = StepBarrier(seat, place.epoch)
+    yield World(place, seat, gate)
+    gate.close()
+
+
+def test_progress_before_the_first_step_is_no_step(seat, world):
+    """It compiles, restores, and looks at what it has; a step takes ten minutes at the most, this an hour."""
+    with world.pause_watchdog():
+        assert seat.last_progress == RankProgress(-1, idle=True)
+    assert seat.last_progress == RankProgress(-1)
+    steps = world.steps(100, 102)
+    next(steps)
+    with world.pause_watchdog():
+        pass
+    assert seat.last_progress == RankProgress(-1)
+    next(steps)
+    assert seat.last_progress == RankProgress(101)
+
+
+def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
+    """One that said nothing was taken for hung after an hour."""
+    assert not world.event_detected()
+    assert seat.last_progress is None or seat.last_progress.step == -1
+    assert not world.event_detected()
+    assert seat.last_progress == RankProgress(1)
+    with world.pause_watchdog():
+        assert seat.last_progress == RankProgress(1, idle=True)
+    assert not world.event_detected()
+    assert seat.last_progress == RankProgress(2)
+
+
+def test_a_world_that_is_left_before_its_first_step_has_done_none(seat, world):
+    world.run_cleanups()
+    assert seat.last_progress == RankProgress(-1)
+
+
+@pytest.mark.parametrize(("set_to", "free"), [("", True), ("60", False), ("auto", False)])
+def test_a_loop_outside_of_a_world_is_not_late_where_nobody_said_how_long_it_may_take(seat, monkeypatch, set_to, free):
+    """It cannot say that it evaluates. That its process is stopped is seen all the same."""
+    monkeypatch.setenv("ELASTIC_HANG_TIMEOUT", set_to)
+    detector = EventDetector(seat)
+    assert not detector.is_detected()
+    assert seat.last_progress == RankProgress(-1, idle=free)
+    assert not detector.is_detected()
+    assert seat.last_progress == RankProgress(1, idle=free)
+    detector.close()

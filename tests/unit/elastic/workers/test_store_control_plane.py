@@ -1,0 +1,419 @@
+"""A control plane that is nothing but a store: what it promises as every other one does, and where it ends."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import signal
+import threading
+import time
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.hang_detector import HangTimeouts
+from elastic.errors import (
+    ControlDeadlineError,
+    ControlPlaneUnavailableError,
+    JobFailedError,
+    PolicyError,
+    StaleEpochError,
+)
+from elastic.rendezvous.rootless_tcpstore import RootlessStore, StoreTimeouts
+from elastic.workers.launch_environment import connect_store, detect_control_plane, single_process_control_plane
+from elastic.workers.process_groups import close_store_connections
+from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
+from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results, wants
+from tests.support.local_nodes import until
+from tests.support.store_servers import server_processes
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def start(server):
+    """Starts the processes of one attempt: all of them, as a launcher does."""
+    with contextlib.ExitStack() as stack:
+
+        def planes(size):
+            def connect():
+                return connect_store("127.0.0.1", server.port)
+
+            places = [
+                RankAssignment(0, rank, size, 0, 1, rank, size, f"127.0.0.1:{server.port}") for rank in range(size)
+            ]
+            made = [StoreControlPlane(connect, place) for place in places]
+            stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
+            return made
+
+        yield planes
+
+
+def test_a_world_is_the_same_for_all_its_ranks(start):
+    places = all_ready(start(3))
+    assert {(place.epoch, place.world_size, place.store) for place in places} == {(0, 3, places[0].store)}
+    assert [place.rank for place in places] == [0, 1, 2]
+
+
+def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
+    """Their collectives wait longer than that."""
+    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}")
+    for number, (limits, hang_s) in enumerate(
+        [(HangTimeouts(40.0, 50.0), 50.0), (HangTimeouts(0, 50.0), None), (None, None)]
+    ):
+        plane = StoreControlPlane(
+            lambda: connect_store("127.0.0.1", server.port), place, limits=limits, prefix=f"{number}/"
+        )
+        try:
+            assert plane.wait_for_assignment(timeout_s=PATIENCE_S).hang_s == hang_s
+        finally:
+            plane.close()
+
+
+def test_an_attempt_has_nothing_of_the_one_before(start):
+    first = start(3)
+    all_ready(first)
+    first[0].request_change(NoticeKind.RESIZE, "other numbers")
+    assert results(at_once(*(lambda p=plane: p.agree_on_step(8) for plane in first))) == [8, 8, 8]
+    second = start(2)  # what the first ones said is all still in the store
+    late = at_once(lambda: second[1].wait_for_assignment(timeout_s=PATIENCE_S))
+    places = [second[0].wait_for_assignment(timeout_s=PATIENCE_S), *results(late)]
+    assert [(place.epoch, place.world_size) for place in places] == [(1, 2), (1, 2)]
+    assert [plane.notice() for plane in second] == [None, None]
+    second[1].request_change(NoticeKind.RESIZE, "once more")
+    assert results(at_once(*(lambda p=plane: p.agree_on_step(16) for plane in second))) == [16, 16]
+
+
+def test_who_is_not_there_is_not_waited_for_for_ever(start):
+    first, _ = start(2)
+    with pytest.raises(ControlDeadlineError):
+        first.wait_for_assignment(timeout_s=0.05)
+
+
+def test_one_rank_asks_and_all_stop_at_the_greatest_step_said(start):
+    planes = start(3)
+    all_ready(planes)
+    assert [plane.notice() for plane in planes] == [None] * 3
+    planes[1].request_change(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
+    until(lambda: all(wants(plane) is NoticeKind.STOP for plane in planes))
+    assert all(0 < plane.notice().deadline_s <= 60 for plane in planes)
+    said = results(
+        at_once(*(lambda p=plane, n=n: p.agree_on_step(n) for plane, n in zip(planes, (16, 8, 0), strict=True)))
+    )
+    assert said == [16, 16, 16]
+    assert planes[0].agree_on_step(17) == 16  # once is what counts
+    for plane in planes:
+        plane.report_progress(RankProgress(16))
+        plane.report_sealed(16)
+        with pytest.raises(Dismissed):
+            plane.wait_for_assignment()
+
+
+def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
+    planes = start(3)
+    all_ready(planes)
+    heard = [threading.Event() for _ in planes]
+    for plane, event in zip(planes, heard, strict=True):
+        plane.on_broken(lambda _notice, event=event: event.set())
+    planes[0].request_change(NoticeKind.STOP, "enough")
+    waiting = at_once(*(lambda p=plane: p.agree_on_step(5) for plane in planes[:2]))
+    planes[2].report_fault("its loss is not finite")
+    for one in waiting:
+        with pytest.raises(StaleEpochError):
+            one.result(PATIENCE_S)
+    assert all(event.wait(PATIENCE_S) for event in heard)
+    assert {wants(plane) for plane in planes} == {NoticeKind.RESTART}
+    with pytest.raises(JobFailedError, match="rank 2: its loss is not finite"):
+        planes[0].wait_for_assignment()
+    late = threading.Event()
+    planes[1].on_broken(lambda _notice: late.set())
+    assert late.wait(PATIENCE_S)
+    with pytest.raises(StaleEpochError):
+        planes[1].report_finished()
+
+
+def test_a_pause_ends_in_time(start):
+    planes = start(2)
+    all_ready(planes)
+    with pytest.raises(ControlDeadlineError):
+        planes[0].agree_on_step(1, timeout_s=0.01)
+
+
+def test_finished_rank_is_not_awaited(start):
+    planes = start(2)
+    all_ready(planes)
+    for plane in planes:
+        plane.report_finished()
+        with pytest.raises(Dismissed):
+            plane.wait_for_assignment()
+
+
+def test_what_is_said_before_the_beginning_is_refused(start):
+    plane = start(1)[0]
+    for call in (lambda: plane.agree_on_step(0), lambda: plane.report_sealed(0), lambda: plane.report_fault("x")):
+        with pytest.raises(StaleEpochError):
+            call()
+    with pytest.raises(ControlPlaneUnavailableError):
+        plane.request_change(NoticeKind.STOP, "too early")
+
+
+def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(start, monkeypatch):
+    """And on one that is set meanwhile: it is asked for and read on clocks an hour apart."""
+    (plane,) = start(1)
+    all_ready([plane])
+    real = time.time
+    plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    until(plane.notice)
+    assert 0 < plane.notice().deadline_s <= 50
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    assert 0 < plane.notice().deadline_s <= 50
+
+
+def test_of_two_deadlines_the_earlier_one_holds(start):
+    plane = start(1)[0]
+    plane.wait_for_assignment()
+    plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
+    until(plane.notice)
+    plane.request_change(NoticeKind.STOP, "later", deadline_s=5000.0)
+    until(lambda: plane.notice().reason == "later")
+    assert plane.notice().deadline_s <= 50
+
+
+def test_nobody_started_it():
+    plane = single_process_control_plane()
+    try:
+        place = plane.wait_for_assignment(timeout_s=PATIENCE_S)
+        assert (place.rank, place.world_size, place.node_count) == (0, 1, 1)
+    finally:
+        plane.close()
+
+
+def test_half_an_environment_is_an_error():
+    with pytest.raises(PolicyError, match="MASTER_ADDR, MASTER_PORT are not"):
+        detect_control_plane({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_a_launcher_says_where_a_rank_is(server):
+    plane = detect_control_plane(
+        {
+            "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "ELASTIC_HANG_TIMEOUT": "90",
+        }
+    )  # fmt: skip
+    assert plane._limits == HangTimeouts(step_s=90.0)
+    place = plane._place
+    assert (place.rank, place.local_rank, place.node_rank, place.node_count, place.restarts) == (9, 1, 1, 2, 2)
+    plane.close()
+
+
+def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
+    def connect():
+        return connect_store("127.0.0.1", server.port)
+
+    def world(*least):
+        places = [RankAssignment(floor, rank, len(least), 0, 1, rank, 1, "n:1") for rank, floor in enumerate(least)]
+        made = [StoreControlPlane(connect, place, last=False) for place in places]
+        epochs = {place.epoch for place in all_ready(made)}
+        results(at_once(*(plane.close for plane in made)))
+        return epochs
+
+    assert world(0, 5, 0) == {5}
+    assert world(0, 0) == {6}  # also where none of those is there any more
+    assert world(6, 7) == {7}
+
+
+def test_who_knows_that_nobody_comes_any_more_waits_no_longer(start):
+    first, _ = start(2)
+    waiting = at_once(lambda: first.wait_for_assignment(timeout_s=PATIENCE_S))
+    first.mark_broken("the other one is lost")
+    with pytest.raises(StaleEpochError, match="the other one is lost"):
+        waiting[0].result(PATIENCE_S)
+
+
+def test_another_size_is_no_stop_where_the_processes_stay(server):
+    def connect():
+        return connect_store("127.0.0.1", server.port)
+
+    plane = StoreControlPlane(connect, RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
+    plane.wait_for_assignment()
+    plane.request_change(NoticeKind.RESIZE, "other numbers")
+    until(lambda: wants(plane) is NoticeKind.RESIZE)
+    plane.mark_broken("the launcher says so")
+    assert (wants(plane), plane.notice().reason) == (NoticeKind.RESTART, "the launcher says so")
+    plane.close()
+
+
+PATIENCE = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=3.0, connect_timeout_s=5.0)
+"""Torch's own client waits for ever for the answer of a server that is stopped."""
+
+
+@pytest.fixture
+def stoppable(zygote):
+    """A store's server in a process of its own, and what makes ranks of a world that meets there."""
+    with server_processes(zygote, 1) as (server,), contextlib.ExitStack() as stack:
+
+        def planes(size, beat_s=0.05):
+            places = [RankAssignment(0, rank, size, 0, 1, rank, size, server.address) for rank in range(size)]
+
+            def connect():
+                return connect_store(server.host, server.port, patience=PATIENCE)
+
+            made = [StoreControlPlane(connect, place, limits=HangTimeouts(), beat_s=beat_s) for place in places]
+            stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
+            return made
+
+        yield server, planes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda plane: plane.request_change(NoticeKind.RESIZE, "other numbers"), id="request"),
+        pytest.param(lambda plane: plane.fault("its loss is not finite"), id="fault", marks=pytest.mark.nightly),
+        pytest.param(lambda plane: plane.pause(3), id="pause", marks=pytest.mark.nightly),
+        pytest.param(lambda plane: plane.gather("the end"), id="gather", marks=pytest.mark.nightly),
+    ],
+)
+def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
+    server, start = stoppable
+    (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
+    plane.wait_for_assignment()
+    server.stop()
+    (told,) = at_once(lambda: call(plane))
+    with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
+        told.result(PATIENCE_S)
+    (closed,) = at_once(plane.close)
+    closed.result(PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
+    server, start = stoppable
+    plane = start(2)[rank]
+    (coming,) = at_once(plane.wait_for_assignment)
+    until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
+    server.stop()
+    with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
+        coming.result(PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wait", [lambda plane: plane.agree_on_step(3), lambda plane: plane.gather("the end")], ids=["pause", "gather"]
+)
+def test_who_waits_for_others_is_told_that_the_store_is_stopped(stoppable, wait):
+    server, start = stoppable
+    planes = start(2)
+    all_ready(planes)
+    (waiting,) = at_once(lambda: wait(planes[0]))
+    came = ["elastic/plane/0/paused", "elastic/plane/0/came/the end"]
+    until(lambda: any(planes[1]._store.check([name]) for name in came))
+    server.stop()
+    with pytest.raises(StaleEpochError, match="the store that the ranks met at is gone"):
+        waiting.result(PATIENCE_S)
+    until(lambda: all(wants(plane) is NoticeKind.RESTART for plane in planes))
+    results(at_once(*(plane.close for plane in planes)))
+
+
+# -- who hangs, and what it costs to know -----------------------------------------------------------------------------
+
+
+class Counted(RootlessStore):
+    """One rank's client, and what it asks for."""
+
+    def __init__(self, port):
+        super().__init__((f"127.0.0.1:{port}",), cut=close_store_connections, copies=1)
+        self.asked = collections.Counter()
+
+
+def _counted(name):
+    def call(self, *args):
+        self.asked[name] += 1
+        return getattr(RootlessStore, name)(self, *args)
+
+    return call
+
+
+for _name in ("set", "get", "wait", "check", "add", "compare_set", "multi_get", "multi_set"):
+    setattr(Counted, _name, _counted(_name))
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_what_a_rank_asks_for_is_the_same_in_a_world_of_any_size(server, size):
+    """At rest: one request that waits. Of an event: that one is answered, and what happened is read."""
+    places = [RankAssignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
+    made = [
+        StoreControlPlane(lambda: Counted(server.port), place, limits=HangTimeouts(), beat_s=3600.0, last=False)
+        for place in places
+    ]
+    all_ready(made)
+    until(lambda: all(plane._store.asked["wait"] == 1 and plane._heartbeats._beats == 1 for plane in made))
+    until(lambda: made[0]._store.asked["multi_get"] == 2)  # of the meeting, and of the judge
+    before = [plane._store.asked.copy() for plane in made]
+    made[1].request_change(NoticeKind.RESIZE, "other numbers")
+    until(lambda: all(plane._store.asked["wait"] == 2 for plane in made))
+    after = [dict(plane._store.asked - earlier) for plane, earlier in zip(made, before, strict=True)]
+    heard = {"wait": 1, "get": 1}
+    assert after == [heard, heard | {"compare_set": 1, "multi_set": 1}, *[heard] * (size - 2)]
+    results(at_once(*(plane.close for plane in made)))
+
+
+def test_who_waits_for_others_to_come_looks_ever_more_seldom():
+    pauses = list(itertools.islice(pauses_s(), 700))
+    assert pauses[0] <= 0.02
+    assert max(pauses) == 1.0
+    assert sum(pauses) > 600.0
+
+
+def test_what_somebody_told_who_ended_before_it_woke_others_is_heard(start):
+    first, second = start(2)
+    all_ready([first, second])
+    told = msgspec.json.encode({"want": "restart", "reason": "rank 0: it is about to end", "by": "0.1"})
+    first._store.compare_set(first._name("event/0"), "", told.decode())
+    until(lambda: {wants(first), wants(second)} == {NoticeKind.RESTART})
+
+
+def test_what_no_rank_can_have_told_ends_the_world_and_is_not_passed_over(start):
+    (plane,) = start(1)
+    plane.wait_for_assignment()
+    plane._store.set(plane._name("event/0"), "no event")
+    plane._store.set(plane._name("wake/0/0"), "1")
+    until(lambda: wants(plane) is NoticeKind.RESTART)
+
+
+def _hangs(say, port, leaves):
+    """A world of one whose rank does no step."""
+    limits = HangTimeouts(step_s=0.3, first_s=0.3)
+    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1")
+    plane = StoreControlPlane(lambda: connect_store("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)
+    plane.wait_for_assignment()
+    until(plane.notice)
+    say(plane.notice().reason)
+    if leaves:
+        plane.report_progress(RankProgress(-1, idle=True))
+        threading.Event().wait(1.0)
+        return "out of it"
+    signal.pause()
+    return "never"
+
+
+def test_a_process_that_does_not_leave_a_world_in_which_somebody_hangs_ends_with_an_error(server, zygote):
+    running = zygote.start(_hangs, server.port, False)
+    until(lambda: running.has_ended)
+    assert "no rank has got on for" in running.lines()[0]
+    with pytest.raises(AssertionError):  # it ended with an error
+        running.wait()
+
+
+def test_one_that_leaves_it_takes_as_long_as_it_likes(server, zygote):
+    assert zygote.start(_hangs, server.port, True).wait().result == "out of it"

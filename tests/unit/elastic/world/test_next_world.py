@@ -1,0 +1,789 @@
+"""Each event in each phase, and the order of what is tried."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    BreakWorld,
+    EventBatch,
+    FailJob,
+    FinishJob,
+    FormationKind,
+    FormWorld,
+    HangDetected,
+    JobStopRequested,
+    NodeFinished,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeMember,
+    NodeReady,
+    NodesPreempted,
+    PauseWorld,
+    PromoteSpare,
+    RankFault,
+    RankLost,
+    ReleaseNode,
+    RequestNodes,
+    ResizeRequested,
+    RespawnRanks,
+    RespawnStragglers,
+    StopJob,
+    Tick,
+    WorldPhase,
+)
+from elastic.world.world_transition import keep_node_ranks
+from tests.worlds.told import Told
+
+FOUR = ScalingPolicy(
+    min_replicas=2,
+    max_replicas=4,
+    scaling_timeout_s=10,
+    graceful_shutdown_timeout_s=60,
+    faulty_scale_down_timeout_s=30,
+    restart_timeout_s=100,
+)
+
+
+def lost(node: str, life: int = 1) -> NodeLost:
+    return NodeLost(node, life, "no heartbeat")
+
+
+def rank_lost(node: str, local_rank: int = 0, births: int = 2) -> RankLost:
+    return RankLost(node, 1, births, local_rank, "exit 1")
+
+
+# -- the first world --------------------------------------------------------------------------------------------------
+
+
+def test_world_forms_when_all_desired_nodes_are_ready():
+    job = Told(FOUR, "abcd")
+    assert job.did(FormWorld) == FormWorld(0, ("a", "b", "c", "d"), 2, FormationKind.START, 0, "")
+    assert (job.world.phase, job.world.world_size, job.world.next_tick_s) == (WorldPhase.RUNNING, 8, None)
+
+
+def test_it_begins_with_fewer_after_the_scaling_timeout_and_with_nobody_below_the_least():
+    job = Told(FOUR, "a")
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.FORMING, None)
+    job.tell(NodeJoined("b", 1, 2), at_s=5)
+    job.tell(NodeReady("b", 1, 2), at_s=7)
+    assert job.world.next_tick_s == 17
+    job.tick()
+    assert job.did(FormWorld).nodes == ("a", "b")
+
+
+def test_world_forms_at_once_with_the_requested_replicas():
+    policy = ScalingPolicy(min_replicas=2, max_replicas=4, replicas=3)
+    assert Told(policy, "abc").did(FormWorld).nodes == ("a", "b", "c")
+
+
+def test_it_gives_up_when_too_few_come_in_the_time_for_that():
+    job = Told(ScalingPolicy(min_replicas=2, max_replicas=2, startup_timeout_s=60), "a")
+    job.tick()
+    assert "within 60 s, 1 of the 2 nodes needed were ready" in job.did(FailJob).reason
+
+
+def test_a_node_with_another_number_of_ranks_is_sent_away():
+    job = Told(FOUR, "ab")
+    assert job.tell(NodeJoined("c", 1, 8)) == (ReleaseNode("c", 1, "it runs 8 ranks, all others run 2", force=True),)
+    assert "c" not in job.world.members
+
+
+def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_go_on():
+    job = Told(FOUR, "ab")
+    job.tick()
+    job.sealed("a")
+    assert "last coordinator" in job.did(BreakWorld).reason
+    job.ready("a", "b")
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).restarts) == (("a", "b"), 0)
+
+
+# -- what is tried after a loss, in this order ------------------------------------------------------------------------
+
+
+def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
+    job = Told(FOUR, "abcd", spares=1)
+    assert job.tell(rank_lost("b")) == (
+        BreakWorld(0, "rank 0 of b was lost: exit 1", FOUR.abort_limit_s),
+        PromoteSpare("b", 1, 0),
+    )
+    job.ready("a", "c", "d")
+    assert job.world.phase is WorldPhase.FORMING
+    job.ready("b")
+    assert job.did(FormWorld) == FormWorld(
+        1, ("a", "b", "c", "d"), 2, FormationKind.RESPAWN, 1, "rank 0 of b was lost: exit 1"
+    )
+
+
+def test_a_node_that_stands_by_takes_the_place_of_a_lost_one_and_nobody_else_moves():
+    job = Told(FOUR, "abcd")
+    job.joins("e")
+    assert job.tell(lost("b")) == (BreakWorld(0, "b was lost: no heartbeat", FOUR.abort_limit_s),)
+    job.ready("a", "c", "d")
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "e", "c", "d"), FormationKind.REPLACE)
+
+
+def test_a_node_that_stands_by_is_faster_than_a_new_process():
+    job = Told(FOUR, "abcd")
+    job.joins("e")
+    assert job.tell(rank_lost("b", 1))[1:] == (RespawnRanks("b", 1, (1,)),)
+    job.ready("a", "c", "d")
+    assert job.did(FormWorld).nodes == ("a", "e", "c", "d")
+    job.ready("b")
+    assert job.world.standby == ("b",)
+
+
+TWO = ScalingPolicy(max_replicas=2, scaling_timeout_s=5, restart_timeout_s=100, faulty_scale_down_timeout_s=30)
+
+
+def test_a_node_that_knows_where_the_memory_is_is_waited_for():
+    """Those that stand by were in no world: they would find nothing, and begin anew."""
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(rank_lost("a"))
+    job.tell(lost("b"))
+    job.joins("b", life=2)
+    assert job.world.phase is not WorldPhase.RUNNING
+    job.ready("a")
+    assert job.did(FormWorld).nodes == ("a", "c")
+
+
+def test_one_that_was_in_a_world_with_it_knows_as_much():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(rank_lost("a"))
+    job.ready("b")
+    assert job.did(FormWorld).nodes == ("c", "b")
+    job.tell(rank_lost("b"))
+    job.tell(lost("c"))
+    assert job.world.phase is not WorldPhase.RUNNING
+    job.joins("c", life=2)
+    job.ready("a")  # it was in the first world, with b
+    assert set(job.did(FormWorld).nodes) == {"a", "c"}
+
+
+def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(lost("a"))
+    job.ready("b")
+    job.joins("d")
+    job.tell(rank_lost("b"))
+    job.ready("c")
+    assert set(job.did(FormWorld).nodes) == {"c", "d"}
+    job.joins("e")
+    job.tell(lost("c"))
+    job.ready("d")
+    assert set(job.did(FormWorld).nodes) == {"d", "e"}
+    job.tell(rank_lost("d"))
+    job.tell(rank_lost("e"))
+    job.joins("f")
+    job.ready("b")  # its last world was that with c
+    assert job.world.phase is not WorldPhase.RUNNING
+    job.ready("e")
+    assert "e" in job.did(FormWorld).nodes
+
+
+def test_one_that_knows_and_is_not_ready_gets_no_place():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.joins("d")
+    job.tell(rank_lost("a"))
+    job.ready("b")
+    assert job.did(FormWorld).nodes == ("c", "b")
+    job.joins("e")
+    job.tell(lost("b"))
+    job.tell(lost("c"))
+    assert set(job.did(FormWorld).nodes) == {"d", "e"}
+
+
+def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(rank_lost("a"))
+    job.tell(lost("b"))
+    job.joins("b", life=2)
+    while job.world.phase is not WorldPhase.RUNNING:
+        job.tick()
+    assert set(job.did(FormWorld).nodes) == {"b", "c"}
+    assert job.now_s >= TWO.restart_timeout_s
+    assert "a" not in job.world.members
+
+
+def test_the_only_node_of_a_job_is_not_left_for_one_that_stands_by():
+    job = Told(ScalingPolicy(max_replicas=1), "a")
+    job.joins("b")
+    job.tell(rank_lost("a"))
+    assert job.world.phase is not WorldPhase.RUNNING
+    job.ready("a")
+    assert job.did(FormWorld).nodes == ("a",)
+
+
+def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
+    job = Told(FOUR, "abcd")
+    job.joins("e")
+    job.tell(RankFault("b", 1, 0, 1, "a loss that is not finite"))
+    job.ready("a", "b", "c")
+    assert job.world.phase is WorldPhase.FORMING
+    job.ready("d")
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "b", "c", "d"), FormationKind.RESTART)
+
+
+def test_without_spares_a_process_is_started_anew_and_waited_for_beyond_the_scale_down():
+    job = Told(FOUR, "abcd")
+    assert job.tell(rank_lost("b"))[1:] == (RespawnRanks("b", 1, (0,)),)
+    job.ready("a", "c", "d")
+    job.tell(Tick(), at_s=50)
+    assert job.world.phase is WorldPhase.FORMING
+    job.ready("b")
+    assert job.did(FormWorld).kind is FormationKind.RESPAWN
+
+
+def test_a_replacement_is_waited_for_and_the_cluster_is_asked_for_one():
+    job = Told(FOUR, "abcd")
+    assert job.tell(lost("b"), at_s=100)[1:] == (RequestNodes(1, "b was lost: no heartbeat"),)
+    job.ready("a", "c", "d")
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.WAITING, 130)
+    job.joins("e")
+    assert job.did(FormWorld).nodes == ("a", "e", "c", "d")
+
+
+def test_then_the_world_becomes_as_small_as_it_has_to():
+    job = Told(FOUR, "abcd")
+    job.tell(lost("b"), at_s=100)
+    job.ready("a", "c", "d")
+    job.tick()
+    assert (job.now_s, job.did(FormWorld).nodes, job.did(FormWorld).kind) == (
+        130,
+        ("a", "c", "d"),
+        FormationKind.SHRINK,
+    )
+
+
+def test_only_to_a_size_that_is_allowed_and_who_is_left_over_stands_by():
+    job = Told(ScalingPolicy(min_replicas=2, max_replicas=4, replica_discrete_values=(2, 4)), "abcd")
+    job.tell(lost("b"))
+    job.ready("a", "c", "d")
+    job.tick()
+    assert (job.did(FormWorld).nodes, job.world.standby) == (("a", "c"), ("d",))
+
+
+def test_then_the_job_stops_and_says_why():
+    job = Told(FOUR, "ab")
+    job.tick()
+    job.tell(lost("b"))
+    job.ready("a")
+    job.tick()
+    assert job.did(StopJob).reason == "b was lost: no heartbeat; 1 nodes are left, at least 2 are needed"
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.STOPPED, None)
+    assert job.tell(NodeJoined("c", 1, 2)) == ()
+
+
+def test_it_does_not_stop_while_somebody_is_still_warming_up():
+    job = Told(FOUR, "ab")
+    job.tick()
+    job.tell(lost("b"))
+    job.ready("a")
+    job.tell(NodeJoined("c", 1, 2))
+    job.tell(Tick(), at_s=60)
+    assert job.world.phase is WorldPhase.WAITING
+    job.ready("c")
+    assert job.did(FormWorld).nodes == ("a", "c")
+
+
+# -- what is one, and what is old -------------------------------------------------------------------------------------
+
+
+def test_several_faults_in_one_transition_are_one_new_world():
+    job = Told(FOUR, "abcd")
+    job.tell(rank_lost("b"))
+    for event in (
+        rank_lost("b", 1),
+        RankFault("a", 1, 0, 0, "connection reset"),
+        HangDetected(0, "no step"),
+        rank_lost("c"),
+    ):
+        assert not [action for action in job.tell(event) if isinstance(action, (BreakWorld, FormWorld))]
+    job.ready("a", "b", "c", "d")
+    assert (job.did(FormWorld).epoch, job.did(FormWorld).restarts) == (1, 1)
+
+
+def test_simultaneous_events_form_one_world():
+    job = Told(FOUR, "abcd")
+    job.tell(EventBatch((lost("a"), rank_lost("b"), lost("c"))))
+    assert job.did(BreakWorld).epoch == 0
+    assert job.did(RespawnRanks).node == "b"
+    assert job.did(RequestNodes).nodes == 2
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        rank_lost("b"),
+        RankFault("b", 1, 0, 0, "late"),
+        HangDetected(0, "late"),
+        NodeReady("b", 1, 2, 0),
+        NodeReady("b", 1, 3, 0),
+        NodeJoined("b", 1, 2),
+        NodeLost("b", 0, "an earlier life"),
+        NodeFinished("b", 1, 0),
+        NodeLost("x", 1, "never seen"),
+        NodesPreempted(("x",), 1000.0),
+        ResizeRequested(1),
+        Tick(),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_events_of_an_older_world_change_nothing(event):
+    job = Told(FOUR, "abcd")
+    job.tell(rank_lost("b"))
+    job.ready("a", "b", "c", "d")
+    assert job.world.epoch == 1
+    assert job.tell(event) == ()
+    assert (job.world.phase, job.world.epoch) == (WorldPhase.RUNNING, 1)
+
+
+def test_a_node_is_not_ready_before_its_lost_process_has_been_replaced():
+    job = Told(FOUR, "abcd")
+    job.tell(rank_lost("b"))
+    job.ready("a", "c", "d")
+    job.ready("b", births=2)
+    assert job.world.phase is WorldPhase.FORMING
+    job.ready("b", births=3)
+    assert job.world.phase is WorldPhase.RUNNING
+
+
+def test_a_life_that_was_lost_does_not_come_back_and_the_next_one_does():
+    job = Told(FOUR, "abcd")
+    job.tell(lost("b"))
+    job.tell(NodeJoined("b", 1, 2))
+    assert "b" not in job.world.members
+    job.tell(NodeJoined("b", 2, 2))
+    assert job.world.members["b"].generation == 2
+
+
+def test_a_supervisor_that_began_again_has_lost_its_ranks():
+    job = Told(FOUR, "abcd")
+    job.tell(NodeJoined("b", 2, 2))
+    assert job.did(BreakWorld).reason == "b was lost: its supervisor began again"
+    job.ready("a", "c", "d", "b")
+    assert job.did(FormWorld).nodes == ("a", "b", "c", "d")
+
+
+def test_ranks_that_leave_without_being_asked_break_the_world():
+    job = Told(FOUR, "abcd")
+    job.ready("c")
+    assert "without being asked" in job.did(BreakWorld).reason
+
+
+def test_a_process_that_was_replaced_unasked_breaks_the_world():
+    job = Told(FOUR, "abcd")
+    job.tell(RankFault("a", 1, 0, 0, "x"))
+    job.ready("a", "b", "c", "d")
+    job.tell(NodeReady("c", 1, 3, 0))
+    assert "were replaced" in job.did(BreakWorld).reason
+
+
+# -- hangs, and ranks that do not come --------------------------------------------------------------------------------
+
+
+def test_the_process_that_is_known_to_hang_is_replaced():
+    job = Told(FOUR, "abcd")
+    assert job.tell(HangDetected(0, "no step for 300 s", "c", 1)) == (
+        BreakWorld(0, "rank 1 of c hangs: no step for 300 s", FOUR.leave_hang_s),
+        RespawnRanks("c", 1, (1,)),
+    )
+    assert job.tell(RankLost("c", 1, 2, 1, "killed")) == ()
+
+
+def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_and_then_given_up():
+    job = Told(FOUR, "abcd")
+    job.tell(HangDetected(0, "no step for 300 s"), at_s=10)
+    job.ready("a", "b", "d")
+    job.tell(Tick(), at_s=13)
+    assert job.actions == ()
+    job.tell(Tick(), at_s=14)
+    assert job.actions == (RespawnStragglers("c", 1),)
+    job.tell(Tick(), at_s=114)
+    why = "its ranks did not come, nor others in their place within 100 s"
+    assert job.did(ReleaseNode) == ReleaseNode("c", 1, why, force=True)
+    job.tell(Tick(), at_s=200)
+    assert job.did(FormWorld).nodes == ("a", "b", "d")
+
+
+def test_leave_timeout_replaces_a_rank_after_a_fault():
+    job = Told(FOUR, "abcd")
+    job.tell(RankFault("a", 1, 0, 0, "x"), at_s=10)
+    job.ready("a", "b", "d")
+    assert job.tell(Tick(), at_s=19) == ()
+    assert job.tell(Tick(), at_s=20) == (RespawnStragglers("c", 1),)
+
+
+def test_a_node_beside_the_world_whose_processes_keep_ending_is_sent_away():
+    job = Told(FOUR, "abcd")
+    job.tell(NodeJoined("e", 1, 2))
+    for births in (2, 3):
+        assert job.tell(rank_lost("e", births=births)) == (RespawnRanks("e", 1, (0,)),)
+    assert "3 times before it was ready" in job.tell(rank_lost("e", births=4))[0].reason
+    assert job.world.restarts == 0
+
+
+# -- more nodes -------------------------------------------------------------------------------------------------------
+
+
+def test_world_grows_after_the_scaling_timeout():
+    job = Told(FOUR, "ab")
+    job.tick()
+    began_s = job.now_s
+    for number, node in enumerate("cde"):
+        job.tell(NodeJoined(node, 1, 2), at_s=began_s + 50 + number)
+        job.ready(node)
+    assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.RUNNING, began_s + 60)
+    job.tick()
+    assert job.did(PauseWorld) == PauseWorld(0, "4 nodes can be had", job.now_s + 60)
+    job.sealed("a", "b")
+    job.ready("a", "b")
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "b", "c", "d"), FormationKind.GROW)
+    assert job.world.restarts == 0
+
+
+def test_world_does_not_grow_during_the_snooze_after_a_fault():
+    policy = ScalingPolicy(
+        min_replicas=1, max_replicas=2, scaling_timeout_s=5, faulty_scale_down_timeout_s=10, scale_up_snooze_s=300
+    )
+    job = Told(policy, "ab")
+    job.tell(lost("b"), at_s=100)
+    job.ready("a")
+    job.tick()
+    assert job.now_s == 110
+    job.tell(NodeJoined("b", 2, 2), at_s=120)
+    job.ready("b")
+    assert job.world.next_tick_s == 410
+    job.tick()
+    assert job.did(PauseWorld).stop is False
+
+
+def test_ranks_that_do_not_come_to_a_step_in_time_are_ended_and_the_change_goes_on():
+    job = Told(FOUR, "abc")
+    job.tick()
+    job.joins("d")
+    job.tick()
+    job.ready("a", "b")
+    job.tick()
+    assert job.did(BreakWorld).reason == "4 nodes can be had, and the ranks of c did not stop in time"
+    assert job.did(RespawnStragglers).node == "c"
+    assert (job.did(FormWorld).nodes, job.world.restarts) == (("a", "b", "d"), 1)
+    job.ready("c")
+    assert job.world.standby == ("c",)
+
+
+def test_a_change_that_failed_is_tried_again_later_each_time():
+    job = Told(FOUR, "abc")
+    job.tick()
+    waits_s = []
+    for _ in range(3):
+        job.tell(NodeJoined("d", job.world.departed.get("d", 0) + 1, 2))
+        job.ready("d")
+        since_s = job.now_s
+        job.tick()
+        waits_s.append(job.now_s - since_s)
+        assert job.did(PauseWorld)
+        job.tell(NodeLeft("d", job.world.members["d"].generation))
+        job.tick()
+        job.ready("a", "b", "c")
+    assert waits_s == [10, 10 + 60, 10 + 180]
+
+
+def test_a_fault_ends_a_pause():
+    job = Told(FOUR, "abc")
+    job.tick()
+    job.joins("d")
+    job.tick()
+    job.ready("a")
+    job.tell(rank_lost("b"))
+    assert job.did(BreakWorld).epoch == 0
+    job.ready("c")
+    assert (job.did(FormWorld).nodes, job.world.epoch) == (("a", "d", "c"), 1)
+
+
+# -- fewer nodes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("deadline_s", "until_s"), [(1000.0, 60.0), (20.0, 20.0)])
+def test_a_node_asked_back_goes_when_all_have_sealed(deadline_s, until_s):
+    job = Told(FOUR, "abcd")
+    job.tell(NodesPreempted(("b",), deadline_s))
+    assert job.did(PauseWorld) == PauseWorld(0, "b asked back", until_s)
+    job.sealed("a", "b")
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back")
+    job.ready("a", "c", "d")
+    assert (job.did(FormWorld).nodes, job.world.restarts) == (("a", "c", "d"), 0)
+
+
+def test_a_node_asked_back_is_replaced_by_one_that_stands_by():
+    job = Told(FOUR, "abcd")
+    job.joins("e")
+    job.tell(NodesPreempted(("b",), 100.0))
+    job.sealed("b")
+    job.ready("a", "c", "d")
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "e", "c", "d"), FormationKind.REPLACE)
+
+
+def test_a_node_asked_back_that_has_not_sealed_by_its_deadline_is_cut():
+    job = Told(FOUR, "abcd")
+    job.tell(NodesPreempted(("b",), 20.0))
+    job.sealed("a", "c", "d")
+    job.ready("a", "c", "d")
+    job.tick()
+    assert job.now_s == 20
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back, and its time is up", force=True)
+    assert job.did(FormWorld).nodes == ("a", "c", "d")
+
+
+def test_a_deadline_nearer_than_the_first_shortens_the_pause():
+    job = Told(FOUR, "abcd")
+    job.tell(NodesPreempted(("b",), 50.0))
+    job.tell(NodesPreempted(("c",), 30.0))
+    assert job.did(PauseWorld).deadline_s == 30
+    job.tell(NodesPreempted(("c",), 40.0))
+    assert job.actions == ()
+
+
+def test_a_node_that_stands_by_goes_at_once():
+    job = Told(FOUR, "abcd")
+    job.joins("e")
+    assert job.tell(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "asked back"),)
+
+
+def test_when_too_few_are_left_others_are_asked_for_and_the_job_is_saved_at_the_last_moment():
+    job = Told(FOUR, "ab")
+    job.tick()
+    job.tell(NodesPreempted(("b",), 500.0), at_s=20)
+    assert job.actions == (RequestNodes(1, "b asked back, too few are left"),)
+    job.tick()
+    assert job.did(PauseWorld) == PauseWorld(0, "b asked back: 1 nodes are left, at least 2 are needed", 500, stop=True)
+    job.sealed("a", "b")
+    assert job.did(StopJob).reason == "b asked back: 1 nodes are left, at least 2 are needed"
+    assert job.now_s == 440
+
+
+def test_and_goes_on_when_another_comes_before_that():
+    job = Told(FOUR, "ab")
+    job.tick()
+    job.tell(NodesPreempted(("b",), 500.0))
+    job.joins("c")
+    assert job.did(PauseWorld).stop is False
+    job.sealed("b")
+    job.ready("a")
+    assert job.did(FormWorld).nodes == ("a", "c")
+
+
+def test_a_person_may_want_fewer_and_more_again():
+    job = Told(FOUR, "abcd")
+    job.tell(ResizeRequested(3))
+    assert job.did(PauseWorld).reason == "at most 3 nodes are wanted"
+    job.ready("a", "b", "c", "d")
+    assert (job.did(FormWorld).nodes, job.world.standby) == (("a", "b", "c"), ("d",))
+    job.tell(ResizeRequested(None))  # which is not put off: nobody collects nodes first
+    assert job.did(PauseWorld).reason == "4 nodes can be had"
+    job.ready("a", "b", "c")
+    assert job.did(FormWorld).nodes == ("a", "b", "c", "d")
+
+
+def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
+    job = Told(ScalingPolicy(min_replicas=1, max_replicas=2, graceful_shutdown_timeout_s=0), "ab")
+    job.tell(NodesPreempted(("b",), 100.0))
+    assert job.did(BreakWorld).reason == "b asked back"
+    job.ready("a")
+    assert (job.did(FormWorld).nodes, job.world.restarts) == (("a",), 0)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_asked_to_stop_all_seal_first():
+    job = Told(FOUR, "abcd")
+    job.tell(JobStopRequested("maintenance", 25.0))
+    assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 25.0, stop=True)
+    job.sealed("a", "b", "c")
+    job.tell(NodeFinished("d", 1, 0))
+    assert job.did(StopJob) == StopJob("maintenance")
+
+
+def test_asked_to_stop_it_stops_also_when_a_rank_is_lost_and_says_so():
+    job = Told(FOUR, "abcd")
+    job.tell(JobStopRequested("maintenance"))
+    job.tell(rank_lost("b"))
+    assert job.did(StopJob).reason == "maintenance; not all was saved: rank 0 of b was lost: exit 1"
+
+
+def test_what_ends_after_it_has_sealed_to_stop_is_not_lost():
+    job = Told(FOUR, "abcd")
+    job.tell(JobStopRequested("maintenance"))
+    job.sealed("b")
+    assert job.tell(rank_lost("b")) == ()
+    assert job.tell(NodeLeft("b", 1)) == ()
+    job.sealed("a", "c", "d")
+    assert job.did(StopJob)
+
+
+def test_stop_request_without_a_world_stops_at_once():
+    job = Told(FOUR, "abcd")
+    job.tell(lost("a"))
+    assert job.tell(JobStopRequested("maintenance")) == (StopJob("maintenance"),)
+
+
+def test_a_pause_turns_into_a_stop():
+    job = Told(FOUR, "abcd")
+    job.tell(NodesPreempted(("b",), 50.0))
+    job.tell(JobStopRequested("maintenance"))
+    assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 50.0, stop=True)
+
+
+def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
+    job = Told(FOUR, "abcd")
+    for node in "abc":
+        job.tell(NodeFinished(node, 1, 0))
+    assert job.tell(rank_lost("a")) == ()
+    assert job.tell(NodeLeft("b", 1)) == ()
+    assert job.tell(NodeFinished("d", 1, 0)) == (FinishJob(),)
+    assert job.world.phase is WorldPhase.FINISHED
+
+
+def test_it_has_finished_also_when_its_last_step_is_where_all_were_to_stop_for_another_world():
+    job = Told(FOUR, "abcd")
+    job.tell(NodesPreempted(("b",), 100.0))
+    assert job.did(PauseWorld)
+    for node in "abc":
+        assert job.tell(NodeFinished(node, 1, 0)) == ()
+    assert job.tell(NodeFinished("d", 1, 0)) == (FinishJob(),)
+    assert job.world.phase is WorldPhase.FINISHED
+
+
+# -- too often --------------------------------------------------------------------------------------------------------
+
+
+def test_after_so_many_restarts_all_processes_are_started_anew_and_after_so_many_of_these_it_gives_up():
+    policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1)
+    job = Told(policy, "a")
+    seen = []
+    while not job.world.phase.is_over:
+        job.tell(RankFault("a", 1, job.world.epoch, 0, "a loss that is not finite"))
+        seen.append(type(job.actions[-1]))
+        if not job.world.phase.is_over:
+            job.ready("a")
+    assert seen == [BreakWorld, RespawnRanks, BreakWorld, FailJob]
+    reason = job.did(FailJob).reason
+    for said in (
+        "max_full_job_restarts",
+        "within 3600 s",
+        "a loss that is not finite",
+        "started again, the job resumes",
+    ):
+        assert said in reason
+
+
+def test_old_faults_do_not_count():
+    job = Told(ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=0, eval_period_s=100), "a")
+    for at_s in (100, 250, 400):
+        job.tell(RankFault("a", 1, job.world.epoch, 0, "x"), at_s=at_s)
+        job.ready("a")
+    assert (job.world.phase, job.world.restarts) == (WorldPhase.RUNNING, 3)
+
+
+def test_in_its_whole_life_it_restarts_so_often():
+    job = Told(ScalingPolicy(job_max_retry_count=1), "a")
+    job.tell(RankFault("a", 1, 0, 0, "x"))
+    job.ready("a")
+    job.tell(RankFault("a", 1, 1, 0, "y"))
+    assert (
+        "1 restarts in all (job_max_retry_count); the last fault: rank 0 of a reported a fault: y"
+        in job.did(FailJob).reason
+    )
+
+
+def test_a_script_that_ends_before_it_is_ready_is_not_started_for_ever():
+    policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1, eval_period_s=1)
+    job = Told(policy)
+    job.tell(NodeJoined("a", 1, 2))
+    births = 2
+    while not job.world.phase.is_over:
+        actions = job.tell(RankLost("a", 1, births, 0, "ImportError"), at_s=job.now_s + 60)
+        births += sum(len(action.local_ranks) for action in actions if isinstance(action, RespawnRanks))
+    assert job.world.restarts == 4
+    assert "ImportError" in job.did(FailJob).reason
+
+
+def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
+    job = Told(ScalingPolicy(min_replicas=2, max_replicas=2, scaling_timeout_s=5), "ab")
+    for epoch in (0, 1):
+        job.tell(RankFault("a", 1, epoch, 0, "ECC error"))
+        job.ready("a", "b")
+    assert job.world.ranked_nodes == ("a", "b")
+    job.joins("c")
+    job.tick()
+    assert job.did(PauseWorld).reason == "an offender is replaced"
+    job.ready("a", "b")
+    assert job.did(FormWorld).nodes == ("c", "b")
+    job.tell(lost("b"))
+    job.ready("c")
+    assert job.did(FormWorld).nodes == ("c", "a")
+
+
+# -- who has which rank -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("places", "chosen", "nodes"),
+    [
+        ("", "abc", "abc"),
+        ("abcd", "abcd", "abcd"),
+        ("abcd", "acd", "acd"),
+        ("abcd", "acde", "aecd"),
+        ("abcd", "adef", "aefd"),
+        ("abcd", "abcdef", "abcdef"),
+        ("abcd", "be", "eb"),
+        ("abcd", "xyz", "xyz"),
+    ],
+)
+def test_who_stays_keeps_its_seat_and_who_is_new_fills_the_first_that_are_free(places, chosen, nodes):
+    members = [NodeMember(node, 1, number, has_ranks=node in places) for number, node in enumerate(chosen)]
+    assert keep_node_ranks(members, tuple(places)) == tuple(nodes)
+
+
+def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
+    job = Told(ScalingPolicy(max_replicas=2, scaling_timeout_s=5, eval_period_s=100, repeat_offender_faults=1), "a")
+    job.tick()
+    job.tell(RankFault("a", 1, 0, 0, "ECC error"))
+    job.ready("a")
+    job.joins("b")
+    job.tick()
+    job.ready("a")
+    assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("b",), FormationKind.REPLACE)
+    job.tick()
+    job.tick()
+    assert job.now_s == 110
+    job.ready("b")
+    assert job.did(FormWorld).nodes == ("b", "a")
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing):
+    job = Told(FOUR, "abcd")
+    if changing:
+        job.tell(NodesPreempted(("b",), 500.0))
+    job.tell(JobStopRequested("maintenance", -5.0), at_s=10)
+    assert job.did(PauseWorld).deadline_s == 10
+    assert "not all was saved" in job.did(StopJob).reason
+
+
+def test_a_fault_that_another_attempt_would_not_mend_is_the_end_and_nobodys_offence():
+    job = Told(FOUR, "abcd")
+    actions = job.tell(RankFault("c", 1, 0, 1, "the loss of step 7 is not finite, for the 3rd time", final=True))
+    assert [type(one) for one in actions] == [BreakWorld, FailJob]
+    for said in ("gave up", "rank 1 of c", "step 7", "the 3rd time", "resumes from its newest whole step"):
+        assert said in actions[1].reason
+    assert job.world.node_faults == ()
+    assert job.tell(RankFault("c", 1, 0, 1, "again", final=True)) == ()

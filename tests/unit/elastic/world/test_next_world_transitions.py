@@ -1,0 +1,257 @@
+"""Every kind of event in every phase: which phase follows, and what is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.world import world_state
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import (
+    EventBatch,
+    HangDetected,
+    JobStopRequested,
+    NodeFinished,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReady,
+    NodeSealed,
+    NodesPreempted,
+    RankFault,
+    RankLost,
+    ResizeRequested,
+    Tick,
+)
+from tests.worlds.told import Told
+
+POLICY = ScalingPolicy(
+    min_replicas=2,
+    max_replicas=3,
+    scaling_timeout_s=10,
+    graceful_shutdown_timeout_s=60,
+    faulty_scale_down_timeout_s=30,
+    restart_timeout_s=100,
+)
+
+
+def _first() -> Told:
+    return Told(POLICY, "b")
+
+
+def _running() -> Told:
+    return Told(POLICY, "abc")
+
+
+def _broken() -> Told:
+    job = _running()
+    job.tell(RankFault("a", 1, 0, 0, "x"))
+    return job
+
+
+def _waiting() -> Told:
+    job = _running()
+    job.tell(NodeLost("a", 1, "x"))
+    job.ready("b", "c")
+    return job
+
+
+def _changing() -> Told:
+    job = _running()
+    job.tell(NodesPreempted(("c",), 1000.0))
+    return job
+
+
+def _stopping() -> Told:
+    job = _running()
+    job.tell(JobStopRequested("x"))
+    return job
+
+
+def _over() -> Told:
+    job = _stopping()
+    job.sealed("a", "b", "c")
+    return job
+
+
+PHASES = {
+    "no world yet": _first,
+    "running": _running,
+    "forming": _broken,
+    "waiting": _waiting,
+    "changing": _changing,
+    "stopping": _stopping,
+    "over": _over,
+}
+EVENTS = {
+    "node joined": NodeJoined("d", 1, 2),
+    "node joined, other life": NodeJoined("b", 2, 2),
+    "node ready": NodeReady("b", 1, 2, 0),
+    "node sealed": NodeSealed("b", 1, 0),
+    "node finished": NodeFinished("b", 1, 0),
+    "node lost": NodeLost("b", 1, "x"),
+    "node left": NodeLeft("b", 1),
+    "rank lost": RankLost("b", 1, 2, 0, "x"),
+    "rank fault": RankFault("b", 1, 0, 0, "x"),
+    "hang of a rank": HangDetected(0, "x", "b", 1),
+    "hang": HangDetected(0, "x"),
+    "asked back": NodesPreempted(("b",), 500.0),
+    "resize": ResizeRequested(2),
+    "stop": JobStopRequested("y", 20.0),
+    "tick": Tick(),
+    "several": EventBatch((RankLost("b", 1, 2, 0, "x"), NodeLost("c", 1, "x"))),
+}
+
+
+def outcome(phase: str, event: world_state.WorldEvent) -> str:
+    job = PHASES[phase]()
+    job.tell(event)
+    return " ".join([job.world.phase.value, *(type(action).__name__ for action in job.actions)])
+
+
+TABLE = {
+    "node joined": (
+        "forming",
+        "running",
+        "forming",
+        "waiting",
+        "changing",
+        "changing",
+    ),
+    "node joined, other life": (
+        "forming",
+        "forming BreakWorld",
+        "forming",
+        "waiting RequestNodes",
+        "forming BreakWorld",
+        "stopped BreakWorld StopJob",
+    ),
+    "node ready": (
+        "forming",
+        "forming BreakWorld",
+        "forming",
+        "waiting",
+        "changing",
+        "changing",
+    ),
+    "node sealed": (
+        "forming",
+        "forming BreakWorld",
+        "forming",
+        "waiting",
+        "changing",
+        "changing",
+    ),
+    "node finished": (
+        "forming",
+        "running",
+        "forming",
+        "waiting",
+        "changing",
+        "changing",
+    ),
+    "node lost": (
+        "forming",
+        "forming BreakWorld RequestNodes",
+        "forming RequestNodes",
+        "waiting RequestNodes",
+        "forming BreakWorld RequestNodes",
+        "stopped BreakWorld StopJob",
+    ),
+    "node left": (
+        "forming",
+        "forming BreakWorld RequestNodes",
+        "forming RequestNodes",
+        "waiting RequestNodes",
+        "forming BreakWorld RequestNodes",
+        "stopped BreakWorld StopJob",
+    ),
+    "rank lost": (
+        "forming RespawnRanks",
+        "forming BreakWorld RespawnRanks",
+        "forming RespawnRanks",
+        "forming RespawnRanks",
+        "forming BreakWorld RespawnRanks",
+        "stopped BreakWorld StopJob",
+    ),
+    "rank fault": (
+        "forming",
+        "forming BreakWorld",
+        "forming",
+        "waiting",
+        "forming BreakWorld",
+        "stopped BreakWorld StopJob",
+    ),
+    "hang of a rank": (
+        "forming",
+        "forming BreakWorld RespawnRanks",
+        "forming",
+        "waiting",
+        "forming BreakWorld RespawnRanks",
+        "stopped BreakWorld StopJob",
+    ),
+    "hang": (
+        "forming",
+        "forming BreakWorld",
+        "forming",
+        "waiting",
+        "forming BreakWorld",
+        "stopped BreakWorld StopJob",
+    ),
+    "asked back": (
+        "forming ReleaseNode",
+        "changing PauseWorld",
+        "forming",
+        "waiting",
+        "changing",
+        "changing",
+    ),
+    "resize": (
+        "forming",
+        "changing PauseWorld",
+        "forming",
+        "running FormWorld",
+        "changing",
+        "changing",
+    ),
+    "stop": (
+        "stopped StopJob",
+        "changing PauseWorld",
+        "stopped StopJob",
+        "stopped StopJob",
+        "changing PauseWorld",
+        "changing PauseWorld",
+    ),
+    "tick": (
+        "forming",
+        "running",
+        "forming",
+        "waiting",
+        "changing",
+        "changing",
+    ),
+    "several": (
+        "forming RespawnRanks",
+        "forming BreakWorld RespawnRanks RequestNodes",
+        "forming RespawnRanks RequestNodes",
+        "waiting RespawnRanks RequestNodes",
+        "forming BreakWorld RespawnRanks",
+        "stopped BreakWorld StopJob",
+    ),
+}
+"""One column per phase, in the order above; when the job is over, nothing follows from anything."""
+
+CELLS = [(name, phase, TABLE[name][number]) for name in EVENTS for number, phase in enumerate(list(PHASES)[:-1])]
+
+
+@pytest.mark.parametrize(("name", "phase", "expected"), CELLS, ids=lambda value: value.replace(" ", "-"))
+def test_event_leads_to_the_listed_phase_and_actions(name, phase, expected):
+    assert outcome(phase, EVENTS[name]) == expected
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_nothing_follows_when_the_job_is_over(name):
+    assert outcome("over", EVENTS[name]) == "stopped"
+
+
+def test_the_table_has_every_kind_of_event():
+    assert {type(event) for event in EVENTS.values()} == set(world_state.WorldEvent.__args__)

@@ -1,0 +1,279 @@
+"""What the agent is told of whole steps, and what its answer means for where a job begins."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from elastic.errors import ControlDeadlineError, ControlPlaneUnavailableError
+from integration.hyperpod.elastic_agent.checkpoint_reporter import CheckpointReporter, expected_step_from_path
+from integration.hyperpod.elastic_agent.environment import ResumeFrom
+from peerstore.errors import UnavailableError
+from peerstore.shard_records import VersionId
+from tests.support.example_counts import examples
+from tests.support.local_nodes import until
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.checkpointer.progress_hook import (
+    ExpectedStep,
+    check_restored_step,
+    gather_expected_step,
+    newest_complete_step,
+    newest_expected_step,
+    notify_progress_hook,
+    use_progress_hook,
+)
+from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.resolve_step import Tier
+
+
+class Agent:
+    """The agent's end of a channel: what it was told, and what it answers."""
+
+    def __init__(self, path: object = None, error: Exception | None = None) -> None:
+        self.path, self.error = path, error
+        self.heard: list[tuple[str, dict]] = []
+
+    def connect(self) -> Agent:
+        if self.error is not None and "no elastic agent" in str(self.error):
+            raise self.error
+        return self
+
+    def send(self, kind: str, /, **fields: object) -> None:
+        self.heard.append((kind, fields))
+
+    def request(self, kind: str, /, timeout_s: float, **fields: object) -> dict:
+        if self.error is not None:
+            raise self.error
+        return {"type": kind, "path": self.path}
+
+    def flush(self, timeout_s: float) -> None: ...
+
+    @property
+    def steps(self) -> list[object]:
+        return [fields["step"] for kind, fields in self.heard if kind == "ckpt_info_update"]
+
+
+def whole(step: int, epoch: int = 1) -> StepStatus:
+    return StepStatus(VersionId(epoch, step, 0, f"i{epoch}"), 1, {0: (Tier.MEMORY,)})
+
+
+def torn(step: int) -> StepStatus:
+    return StepStatus(VersionId(1, step, 0, "i1"), 2, {0: (Tier.MEMORY,)})
+
+
+class Session:
+    """As much of a session as an account looks at."""
+
+    def __init__(self, job: str = "job", *views: StepStatus, sealed: int = -1, committed: int | None = None) -> None:
+        self.job, self.views, self.sealed_step = job, views, sealed
+        self.committed = None if committed is None else VersionId(1, committed, 0, "i1")
+        self.surveys = 0
+        self.agent = SimpleNamespace(list_steps=self._survey)
+        self.away = False
+
+    def newest_complete_step(self) -> int:
+        return -1 if self.committed is None else self.committed.version
+
+    def _survey(self, job: str, *, fresh: bool = False) -> StepInventory:
+        self.surveys += 1
+        if self.away:
+            raise UnavailableError("the node agent does not answer")
+        return StepInventory(self.views)
+
+
+@pytest.fixture
+def made():
+    accounts: list[CheckpointReporter] = []
+
+    def make(agent: Agent, **options: object) -> CheckpointReporter:
+        accounts.append(CheckpointReporter(agent.connect, **options))  # type: ignore[arg-type]
+        return accounts[-1]
+
+    yield make
+    for one in accounts:
+        one.close()
+
+
+# -- what is reported -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_all_ranks_have_sealed_is_reported_once_with_its_address(made):
+    agent = Agent()
+    mine = made(agent)
+    session = Session(sealed=7, committed=7)
+    for _ in range(3):
+        mine.on_sealed(session)
+    until(lambda: agent.steps)
+    mine.flush()
+    assert agent.heard == [
+        ("ckpt_init", {"prefix": "tiered://job", "checkpoint_types": {"model_checkpoint": 1}}),
+        ("ckpt_info_update", {"step": 7, "path": "tiered://job/step-7", "checkpoint_type": "model_checkpoint"}),
+    ]
+
+
+def test_on_one_node_its_agent_is_asked_which_step_is_whole(made):
+    agent = Agent()
+    mine = made(agent, alone=lambda: True)
+    session = Session("job", whole(3), whole(5), torn(6), sealed=6)
+    mine.on_sealed(session)
+    until(lambda: agent.steps == [5])
+    session.views = (*session.views, whole(6, epoch=2))
+    until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
+
+
+def test_what_is_not_known_to_be_whole_is_not_reported(made):
+    agent = Agent()
+    mine = made(agent)
+    session = Session(sealed=7)
+    mine.on_sealed(session)
+    mine.flush()
+    assert agent.steps == []
+    session.away = True
+    mine.flush()
+    assert agent.steps == []
+
+
+def test_a_rank_that_does_not_speak_says_nothing_and_is_told_nothing(made):
+    agent = Agent("tiered://job/step-3")
+    mine = made(agent, speaks=False)
+    mine.on_sealed(Session(sealed=7, committed=7))
+    mine.flush()
+    assert mine.expected_step("job") is None
+    assert agent.heard == []
+
+
+def test_the_agent_has_room_for_one_job(made):
+    agent = Agent()
+    mine = made(agent)
+    assert mine.expected_step("job") is None
+    assert mine.expected_step("another") is None
+    mine.on_sealed(Session("another", sealed=7, committed=7))
+    mine.flush()
+    assert [kind for kind, _ in agent.heard] == ["ckpt_init"]
+
+
+def test_after_going_back_an_older_step_is_what_there_is(made):
+    agent = Agent()
+    mine = made(agent)
+    mine.on_sealed(Session(sealed=7, committed=7))
+    until(lambda: agent.steps == [7])
+    mine.on_sealed(Session(sealed=5, committed=5))
+    until(lambda: agent.steps == [7, 5])
+
+
+# -- what was told ----------------------------------------------------------------------------------------------------
+
+
+def test_the_operators_step_is_expected(made):
+    found = made(Agent("tiered://job/step-240")).expected_step("job")
+    assert (found.step, found.is_required) == (240, False)
+    assert made(Agent("tiered://job/step-240"), how=ResumeFrom.OPERATOR).expected_step("job").is_required
+    assert made(Agent(None)).expected_step("job") is None
+
+
+@pytest.mark.parametrize("path", ["s3://b/step_240", "tiered://other/step-240", "tiered://job", 7, ["x"], "tiered://"])
+def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
+    found = expected_step_from_path("job", path, ResumeFrom.NEWEST)
+    assert found is not None
+    assert found.step is None
+    assert "is no step of this job" in found.source
+
+
+@hypothesis.given(st.none() | st.text() | st.integers() | st.dictionaries(st.text(), st.text()))
+@hypothesis.settings(max_examples=examples(60))
+def test_whatever_the_agent_answers_is_understood_or_unknown(path):
+    found = expected_step_from_path("job", path, ResumeFrom.NEWEST)
+    assert found is None or found.step is None or found.step >= 0
+    assert (found is None) == (path is None or path == "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ControlDeadlineError("the agent said no ckpt_info_get"), ControlPlaneUnavailableError("no elastic agent answers")],
+)
+def test_an_agent_that_cannot_be_asked_is_unknown(made, error):
+    mine = made(Agent(error=error))
+    found = mine.expected_step("job")
+    assert found.step is None
+    with pytest.raises(TierUnavailableError, match="could not be asked"):
+        check_restored_step("job", found, -1)
+    mine.on_sealed(Session(sealed=7, committed=7))  # training does not end for it
+    mine.flush()
+
+
+# -- where a job begins -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_was_somewhere_never_begins_from_nothing():
+    with pytest.raises(CheckpointNotFoundError, match="would throw away 241 steps"):
+        check_restored_step("job", ExpectedStep(240, "the agent says 240"), -1)
+
+
+def test_where_tiers_and_operator_differ_it_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    check_restored_step("job", ExpectedStep(240, "it says 240"), 240)
+    check_restored_step("job", None, -1)
+    assert not caplog.records
+    check_restored_step("job", ExpectedStep(240, "it says 240"), 250)
+    check_restored_step("job", ExpectedStep(240, "it says 240"), 200)
+    check_restored_step("job", ExpectedStep(None, "it says what is no step"), 7)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
+    assert "step 250 is newer and whole" in caplog.messages[0]
+    assert "going on from step 200, 40 steps are done again" in caplog.messages[1]
+    assert "going on from step 7, the newest whole one" in caplog.messages[2]
+
+
+def test_ranks_that_were_told_different_steps_agree_on_the_newest():
+    some = [
+        None,
+        ExpectedStep(3, "three"),
+        ExpectedStep(None, "something"),
+        ExpectedStep(8, "eight"),
+        ExpectedStep(8, "eight", True),
+    ]
+    assert newest_expected_step(some) == ExpectedStep(8, "eight", True)
+    assert newest_expected_step(some[:3]) == ExpectedStep(3, "three")
+    assert newest_expected_step([None, ExpectedStep(None, "something")]) == ExpectedStep(None, "something")
+    assert newest_expected_step([None, None]) is None
+
+
+def test_all_ranks_hear_what_one_was_told(made):
+    mine = made(Agent("tiered://job/step-4"))
+
+    def from_all(text: str) -> list[str]:
+        return ["null", text]
+
+    assert gather_expected_step("job", from_all) is None
+    with use_progress_hook(mine):
+        assert gather_expected_step("job", from_all).step == 4
+        notify_progress_hook(Session(sealed=5, committed=5))
+    assert gather_expected_step("job", from_all) is None
+
+
+def test_the_newest_whole_step_is_the_one_that_a_restore_would_take():
+    spoilt = StepStatus(VersionId(1, 9, 0, "i1"), 1, {0: (Tier.MEMORY,)}, quarantined="damaged")
+    session = Session("job", whole(3), torn(8), spoilt, sealed=9)
+    assert newest_complete_step(session, ask=False) == -1  # type: ignore[arg-type]
+    assert newest_complete_step(session, ask=True) == 3  # type: ignore[arg-type]
+    session.committed = VersionId(1, 9, 0, "i1")
+    session.surveys = 0
+    assert newest_complete_step(session, ask=True) == 9  # type: ignore[arg-type]
+    assert session.surveys == 0
+    assert newest_complete_step(session, ask=True, fresh=True) == 9  # type: ignore[arg-type]
+    assert session.surveys == 1
+
+
+def test_an_account_that_was_closed_says_nothing_more():
+    agent = Agent()
+    mine = CheckpointReporter(agent.connect)  # type: ignore[arg-type]
+    mine.on_sealed(Session(sealed=7, committed=7))
+    until(lambda: agent.steps)
+    mine.close()
+    mine.on_sealed(Session(sealed=8, committed=8))
+    assert agent.steps == [7]
+    assert not [one for one in threading.enumerate() if one.name == "hyperpod-progress"]

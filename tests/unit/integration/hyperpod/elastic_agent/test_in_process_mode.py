@@ -1,0 +1,244 @@
+"""What a rank under an agent does beyond what every control plane promises."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from elastic.control.control_plane import NoticeKind
+from elastic.errors import ControlDeadlineError, ControlPlaneUnavailableError, JobFailedError, StaleEpochError
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_agent import in_process_mode, ipc
+from integration.hyperpod.elastic_agent.in_process_mode import InProcessControlPlane, RendezvousStore
+from integration.hyperpod.elastic_agent.worker_client import AgentWorker
+from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results, wants
+from tests.support.fake_hyperpod_job import agent_job, envs
+from tests.support.hyperpod_socket import listening
+from tests.support.local_nodes import until
+from tests.support.ports import free_port
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+        yield lambda *args: stack.enter_context(agent_job(*args))
+
+
+@pytest.fixture
+def alone():
+    """One rank, and a test that is its agent."""
+    from integration.hyperpod.elastic_agent.ipc import AgentConnection
+
+    with listening() as listener:
+        connection = AgentConnection(listener.path, 0)
+        environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        policy = ScalingPolicy(num_restart_before_full_job_restart=1, repeat_offender_faults=2)
+        plane = InProcessControlPlane(AgentWorker(connection), environ=environ, policy=policy)
+        agent = listener.accept()
+        assert agent.hear()["type"] == ipc.MSG_INIT
+        yield plane, agent, environ
+        plane.close()
+        connection.close()
+        agent.close()
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+def begin(plane, agent, port, count=0, **more):
+    """Through the barrier, into a world of one."""
+    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
+    assert until(lambda: agent.hear()["type"] == ipc.MSG_AT_BARRIER)
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, count, **more))
+    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    return coming
+
+
+def said(job, kind):
+    return [message for node in job.nodes for message in node.heard if message["type"] == kind]
+
+
+def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
+    job = start(2)
+    all_ready(job.planes)
+    job.planes[1].report_fault("ValueError: no such sample")
+    until(lambda: said(job, ipc.MSG_JOB_FAULT))
+    first = said(job, ipc.MSG_JOB_FAULT)[0]
+    assert (first["rank"], first["restart_mode"]) == (1, "in_process_restart")
+    assert (first["reason"], first["message"]) == ("WorkerFault", "ValueError: no such sample")
+
+
+def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(start):
+    job = start(2)
+    before = all_ready(job.planes)
+    job.planes[0].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
+    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
+    assert results(
+        at_once(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (3, 4), strict=True)))
+    ) == [
+        4,
+        4,
+    ]
+    job.planes[0].report_sealed(4)
+    coming = at_once(lambda: job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S))
+    with pytest.raises(TimeoutError):  # the other one is on its way to the common step, and is not to be stopped there
+        coming[0].result(0.3)
+    assert said(job, ipc.MSG_JOB_FAULT) == []
+    job.planes[1].report_sealed(4)
+    after = results([*coming, *at_once(lambda: job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S))])
+    assert after[0].epoch == before[0].epoch + 1
+    assert {message["reason"] for message in said(job, ipc.MSG_JOB_FAULT)} == {"ElasticWorld"}
+    assert "half is enough" in said(job, ipc.MSG_JOB_FAULT)[0]["message"]
+
+
+def test_who_could_not_seal_is_not_waited_for(start):
+    job = start(2)
+    all_ready(job.planes)
+    job.planes[0].request_change(NoticeKind.RESIZE, "asked back")
+    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
+    results(at_once(*(lambda s=seat: s.agree_on_step(4) for seat in job.planes)))
+    job.planes[0].report_sealed(4)
+    assert {place.restarts for place in all_ready(job.planes)} == {1}
+
+
+def test_all_have_finished_before_any_of_them_goes(start):
+    job = start(2)
+    all_ready(job.planes)
+    first = at_once(job.planes[0].report_finished)[0]
+    with pytest.raises(TimeoutError):
+        first.result(0.3)
+    job.planes[1].report_finished()
+    first.result(PATIENCE_S)
+    for seat in job.planes:
+        at_once(seat.close)
+
+
+def test_who_has_finished_is_told_when_another_one_is_lost_on_its_last_steps(start):
+    job = start(2)
+    all_ready(job.planes)
+    first = at_once(job.planes[1].report_finished)[0]
+    job.lose_rank(job.planes[0])
+    with pytest.raises((StaleEpochError, ControlPlaneUnavailableError)):
+        first.result(PATIENCE_S)
+    assert job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
+
+
+def test_ranks_are_in_the_environment_and_nodes_are_counted_by_ranks(alone, port):
+    plane, agent, environ = alone
+    (coming,) = begin(plane, agent, port, count=5)
+    place = coming.result(PATIENCE_S)
+    assert (place.epoch, place.restarts, place.node_count, place.world_size) == (5, 5, 1, 1)
+    assert environ["JOB_RESTART_COUNT"] == "5"
+
+
+def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, port):
+    plane, agent, environ = alone
+    environ["LOCAL_WORLD_SIZE"] = "2"
+    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=0.5))
+    agent.hear()
+    agent.say(ipc.MSG_JOB_START, worker_envs={**envs(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"})
+    with pytest.raises(ControlDeadlineError):  # three others are not there
+        coming[0].result(PATIENCE_S)
+    assert plane._inner is not None
+    assert plane._inner._place.node_count == 2
+
+
+def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, port):
+    plane, agent, _ = alone
+    (coming,) = begin(plane, agent, port, count=3)
+    assert coming.result(PATIENCE_S).epoch == 3
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=3)
+    until(lambda: wants(plane) is NoticeKind.RESTART)
+    (coming,) = begin(plane, agent, port, count=3)
+    assert coming.result(PATIENCE_S).epoch == 4
+
+
+def test_a_spare_waits_until_it_is_needed(alone, port):
+    plane, agent, _ = alone
+    (coming,) = begin(plane, agent, port, spare=True)
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    assert not coming.done()
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
+    assert coming.result(PATIENCE_S).restarts == 1
+
+
+def test_a_start_that_is_taken_back_is_waited_for_anew(alone, port):
+    plane, agent, _ = alone
+    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
+    agent.hear()
+    agent.say(
+        ipc.MSG_JOB_START, worker_envs=envs(1, 2, port, 0)
+    )  # the first rank, which is to keep the store, never comes
+    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
+    assert coming[0].result(PATIENCE_S).epoch == 1
+
+
+def test_too_many_restarts_in_one_process_ask_for_new_processes_and_label_the_rank(alone, port):
+    plane, agent, _ = alone
+    begin(plane, agent, port)[0].result(PATIENCE_S)
+    plane.report_fault("once")
+    assert agent.hear()["restart_mode"] == "in_process_restart"
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+    begin(plane, agent, port, count=1)[0].result(PATIENCE_S)
+    plane.report_fault("twice")
+    assert agent.hear() | {"client_id": ""} == {
+        "type": "rank_labels", "labels": {"elastic-repeat-offender": "2"}, "local_rank": 0, "client_id": "",
+    }  # fmt: skip
+    assert agent.hear()["restart_mode"] == "process_level_restart"
+
+
+def test_what_would_fail_again_in_any_process_is_asked_for_once(alone, port):
+    plane, agent, _ = alone
+    begin(plane, agent, port)[0].result(PATIENCE_S)
+    plane.report_fault("a loss that is never finite", final=True)
+    assert agent.hear()["restart_mode"] == "job_level_restart"
+    with pytest.raises(JobFailedError, match="never finite"):
+        plane.wait_for_assignment(timeout_s=PATIENCE_S)
+
+
+def test_an_agent_that_is_gone_ends_the_world_and_the_rank(alone, port):
+    plane, agent, _ = alone
+    begin(plane, agent, port)[0].result(PATIENCE_S)
+    told = threading.Event()
+    plane.on_broken(lambda _notice: told.set())
+    agent.close()
+    assert told.wait(PATIENCE_S)
+    assert wants(plane) is NoticeKind.RESTART
+    with pytest.raises(ControlPlaneUnavailableError):
+        plane.wait_for_assignment(timeout_s=PATIENCE_S)
+
+
+def test_a_place_that_is_taken_is_met_at_all_the_same(port):
+    first, second = RendezvousStore(), RendezvousStore()
+    first.serve(f"127.0.0.1:{port}")
+    first.serve(f"127.0.0.1:{port}")
+    second.serve(f"127.0.0.1:{port}")
+    assert (first.is_serving, second.is_serving) == (True, False)
+    first.close()
+    second.serve(f"127.0.0.1:{port}")
+    assert second.is_serving
+    second.close()
+
+
+def test_a_place_that_somebody_has_who_keeps_no_store_is_left_for_another(alone, port, monkeypatch):
+    """Any connection that goes out may have that port; waiting for it would be waiting for ever."""
+    monkeypatch.setattr(in_process_mode, "_FOREIGN_STORE_TIMEOUT_S", 0.2)
+    plane, agent, _ = alone
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        (coming,) = begin(plane, agent, other.getsockname()[1])
+        told = agent.hear()
+        assert (told["type"], told["restart_mode"]) == (ipc.MSG_JOB_FAULT, "in_process_restart")
+        assert "is taken" in told["message"]
+        agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+        assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+        agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
+        assert coming.result(PATIENCE_S).restarts == 1

@@ -1,0 +1,222 @@
+"""The plane of ranks that the agent starts anew for every world: who ends when, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.errors import JobFailedError, PolicyError
+from elastic.rendezvous.rootless_tcpstore import StoreTimeouts
+from elastic.workers.launch_environment import connect_store
+from elastic.workers.store_control_plane import StoreControlPlane
+from integration.hyperpod.elastic_agent import process_mode as module
+from integration.hyperpod.elastic_agent.environment import launched_worker
+from integration.hyperpod.elastic_agent.process_mode import ProcessControlPlane
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
+from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results
+from tests.support.local_nodes import until
+from tests.support.ports import free_port
+from tests.support.store_servers import server_processes
+
+pytestmark = pytest.mark.slow
+
+
+class Asked(GroupSignalListener):
+    """An agent's signal that a test sends to one rank."""
+
+    def send(self) -> None:
+        self._hear()
+
+
+class Told:
+    """An account of which only this is looked at."""
+
+    flushed = 0
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+class Node:
+    def __init__(self, rank: int, size: int, port: int, patience_s: float) -> None:
+        self.asked = Asked()
+        self.account = Told()
+        worker = launched_worker(
+            {
+                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }
+        )  # fmt: skip
+        self.plane = ProcessControlPlane(worker, self.asked, patience_s, self.account)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+
+        def nodes(size: int, patience_s: float = PATIENCE_S) -> list[Node]:
+            port = free_port()
+            made = [Node(rank, size, port, patience_s) for rank in range(size)]
+            stack.callback(lambda: results(at_once(*(node.plane.close for node in made))))
+            all_ready([node.plane for node in made])
+            return made
+
+        yield nodes
+
+
+def sealed(nodes: list[Node], step: int = 8) -> None:
+    results(at_once(*(lambda n=node: n.plane.agree_on_step(step) for node in nodes)))
+    for node in nodes:
+        node.plane.report_sealed(step)
+
+
+def leaves(node: Node) -> None:
+    with pytest.raises(Dismissed):
+        node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
+
+
+def test_what_one_agent_asks_all_ranks_do_once(start):
+    nodes = start(3)
+    nodes[1].asked.send()
+    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    assert {node.plane.notice().kind for node in nodes} == {NoticeKind.RESIZE}  # in memory: the next start is at once
+    nodes[1].plane.request_change(NoticeKind.RESIZE, "the same, by the script's handler")
+    nodes[2].asked.send()
+    steps = results(at_once(*(lambda p=node.plane, at=at: p.agree_on_step(at) for at, node in enumerate(nodes, 5))))
+    assert steps == [7, 7, 7]
+
+
+def test_nobody_ends_well_before_its_own_agent_has_asked(start):
+    nodes = start(2)
+    nodes[0].asked.send()
+    sealed(nodes)
+    first, second = at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1]))
+    first.result(PATIENCE_S)
+    nodes[0].plane.close()  # the store, with the process that kept it
+    assert not second.done()
+    nodes[1].asked.send()
+    second.result(PATIENCE_S)
+    assert [node.account.flushed for node in nodes] == [1, 1]
+
+
+def test_rank_without_a_stop_signal_fails(start):
+    nodes = start(2, patience_s=0.0)
+    nodes[0].asked.send()
+    sealed(nodes)
+    done = at_once(lambda: leaves(nodes[0]), lambda: nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S))
+    done[0].result(PATIENCE_S)
+    with pytest.raises(JobFailedError, match="was not asked to stop: ending with an error"):
+        done[1].result(PATIENCE_S)
+
+
+def test_a_pod_that_goes_away_need_not_be_asked_by_its_agent(start):
+    nodes = start(2)
+    nodes[1].plane.request_change(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
+    sealed(nodes)
+    nodes[0].asked.send()
+    results(at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
+
+
+def test_an_agent_that_asks_before_the_ranks_have_met_is_heard(start, monkeypatch):
+    asked = Asked()
+    asked.send()
+    monkeypatch.setattr(Node, "__init__", _with(asked, Node.__init__))
+    nodes = start(2)
+    until(lambda: all(node.plane.notice() is not None for node in nodes))
+
+
+def _with(asked, init):
+    def made(self, rank, size, port, patience_s):
+        init(self, rank, size, port, patience_s)
+        if rank == 0:
+            self.plane._asked = asked
+
+    return made
+
+
+def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
+    nodes = start(2)
+    for node in nodes:
+        node.plane.report_progress(RankProgress(9))
+    nodes[0].plane.report_finished()
+    closing = at_once(nodes[0].plane.close)[0]
+    assert not closing.done()
+    nodes[1].plane.report_finished()  # over the store that the first one keeps
+    nodes[1].plane.close()
+    closing.result(PATIENCE_S)
+
+
+def test_who_is_asked_after_the_last_step_does_not_wait_for_those_that_have_finished(start):
+    nodes = start(2)
+    for node in nodes:
+        node.plane.report_progress(RankProgress(9))
+    nodes[0].plane.report_finished()
+    nodes[1].asked.send()
+    assert nodes[1].plane.agree_on_step(9, timeout_s=PATIENCE_S) == 9
+    nodes[1].plane.report_finished()
+
+
+def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
+    nodes = start(2)
+    nodes[1].plane.report_fault("out of luck")
+    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    for node in nodes:
+        with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
+            node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
+    assert [node.account.flushed for node in nodes] == [0, 0]
+
+
+def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
+    nodes = start(2)
+    nodes[0].asked.send()
+    results(at_once(*(lambda n=node: n.plane.agree_on_step(8) for node in nodes)))
+    nodes[0].plane.report_sealed(8)
+    with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
+        nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S)
+    assert (
+        nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1
+    )  # who keeps the store waits for all to say so
+    leaves(nodes[0])
+
+
+def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start):
+    port = free_port()
+    theirs = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
+    node = Node(0, 1, port, 0.0)
+    try:
+        assert node.plane.wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
+        theirs.set("of the script", "there")
+        assert isinstance(node.plane, StoreControlPlane)
+    finally:
+        node.plane.close()
+
+
+def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monkeypatch):
+    """The first rank's, which keeps it, hangs when all have sealed."""
+    patience = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=1.0, connect_timeout_s=10.0)
+    monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, patience=patience))
+    with server_processes(zygote, 1) as (server,):
+        place = RankAssignment(0, 0, 2, 0, 1, 0, 2, server.address)
+        first = StoreControlPlane(lambda: connect_store(server.host, server.port, patience=patience), place, last=False)
+        second = Node(1, 2, server.port, PATIENCE_S)
+        all_ready([first, second.plane])
+        second.asked.send()
+        results(at_once(lambda: first.agree_on_step(8), lambda: second.plane.agree_on_step(8)))
+        for plane in (first, second.plane):
+            plane.report_sealed(8)
+        server.stop()
+        (leaving,) = at_once(lambda: leaves(second))
+        leaving.result(PATIENCE_S)
+        results(at_once(second.plane.close, first.close))
+        assert second.account.flushed == 1
+
+
+def test_a_place_that_cannot_be_is_refused_before_anything_is_made():
+    with pytest.raises(PolicyError, match="is not a HyperPod worker's"):
+        module.process_control_plane({"RANK": "0"})
+    assert not [one for one in threading.enumerate() if one.name == "elastic-store"]

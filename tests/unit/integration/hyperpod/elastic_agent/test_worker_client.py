@@ -1,0 +1,338 @@
+"""What a worker hears from its agent, in every order in which it can come."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.errors import ControlDeadlineError, ControlPlaneUnavailableError, PolicyError
+from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.elastic_agent import ipc
+from integration.hyperpod.elastic_agent import ipc as connection_module
+from integration.hyperpod.elastic_agent import worker_client as worker_module
+from integration.hyperpod.elastic_agent.environment import AGENT_MODE_ENV, AGENT_SOCKET_ENV, AgentMode, agent_mode
+from integration.hyperpod.elastic_agent.ipc import (
+    AgentConnection,
+    DamagedFrameError,
+    RequestedRestart,
+    encode_agent_frame,
+)
+from integration.hyperpod.elastic_agent.worker_client import (
+    REPEAT_OFFENDER_LABEL,
+    AgentWorker,
+    choose_restart_mode,
+    parse_job_start,
+    repeat_offender_labels,
+    wait_rank,
+)
+from tests.support.control_planes import at_once
+from tests.support.hyperpod_socket import listening
+from tests.support.local_nodes import until
+
+PATIENCE_S = 60.0
+
+
+def envs(count=0, rank=8):
+    return {"RANK": rank, "WORLD_SIZE": 16, "MASTER_ADDR": "n0", "MASTER_PORT": "1", "JOB_RESTART_COUNT": count}
+
+
+@pytest.fixture
+def both():
+    with listening() as listener:
+        worker = AgentWorker(AgentConnection(listener.path, 0))
+        agent = listener.accept()
+        assert agent.hear()["type"] == ipc.MSG_INIT
+        yield worker, agent
+        worker.close()
+        agent.close()
+
+
+def start(agent, count=0):
+    agent.say(ipc.MSG_JOB_START, worker_envs=envs(count), aggregate_worker_data={"rank_ips": []})
+
+
+def test_a_worker_says_that_it_is_there_and_that_it_went_on(both):
+    worker, agent = both
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
+    waiting.start()
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    start(agent, count=3)
+    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    waiting.join()
+    ((begun, faults),) = found
+    assert (begun.restart_count, begun.environ["RANK"], begun.data, faults) == (3, "8", {"rank_ips": []}, 0)
+
+
+def test_a_start_that_a_fault_overtook_is_not_begun(both):
+    worker, agent = both
+    with pytest.raises(ControlDeadlineError):
+        worker.wait_at_barrier(timeout_s=0.01)
+    start(agent)
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+    until(lambda: worker.fault_count == 1)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
+    waiting.start()
+    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_AT_BARRIER] * 2
+    start(agent, count=1)
+    waiting.join()
+    assert found[0][0].restart_count == 1
+    assert found[0][1] == 1
+
+
+def test_a_start_that_is_said_again_to_another_user_of_the_connection_is_begun_once(both):
+    """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
+    worker, agent = both
+    other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
+    begun = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
+    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
+    start(agent, count=1)
+    assert begun[0].result(PATIENCE_S)[0].restart_count == 1
+    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    agent.say(ipc.MSG_JOB_START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
+    agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(2))
+    until(lambda: worker.wait_for_rank_info().restart_count == 2)
+    worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault")
+    again = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
+    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_JOB_FAULT, ipc.MSG_AT_BARRIER]
+    assert not again[0].done()
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=1)
+    start(agent, count=1)  # by an operator that does not count: after a fault it is another one
+    assert again[0].result(PATIENCE_S)[1] == 1
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(["start", "fault", "info"]), max_size=8))
+def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
+    with listening() as listener:
+        worker = AgentWorker(AgentConnection(listener.path, 0))
+        agent = listener.accept()
+        for number, kind in enumerate([*said, "start"]):
+            if kind == "fault":
+                agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
+            else:
+                agent.say(ipc.MSG_JOB_START if kind == "start" else ipc.MSG_RANK_INFO, worker_envs=envs(number))
+        until(lambda: worker._known is not None and worker._known.restart_count == len(said))
+        begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
+        assert (begun.restart_count, faults) == (len(said), said.count("fault"))
+        worker.close()
+        agent.close()
+
+
+def test_unexpected_messages_are_ignored(both):
+    worker, agent = both
+    asking = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
+    assert agent.hear()["type"] == ipc.MSG_INIT
+    agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(7))  # for a start that comes first
+    agent.say(ipc.MSG_CHECKPOINT_GET, client_id="another's", path="of another's question")
+    agent.say(ipc.MSG_JOB_FAULT, restart_count=["no number"], client_id={"no": "name"})
+    agent.say(ipc.MSG_INVALID, client_id=asking.client)
+    start(agent, count=1)
+    agent.say(ipc.MSG_PAST_BARRIER)
+    agent.say(ipc.MSG_AT_BARRIER, client_id=asking.client)
+    until(lambda: worker._known is not None and worker._known.restart_count == 1)
+    begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
+    assert (begun.restart_count, faults) == (1, 1)
+    assert asking.receive(ipc.MSG_INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
+
+
+def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
+    worker, agent = both
+    whole = encode_agent_frame({"type": ipc.MSG_JOB_START, "worker_envs": envs(3)})
+    waiting = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    agent.sock.sendall(whole[:-5])
+    agent.close()
+    with pytest.raises(ControlPlaneUnavailableError, match="within a frame"):
+        waiting[0].result(PATIENCE_S)
+
+
+def test_every_fault_is_told_and_none_twice(both):
+    worker, agent = both
+    told = []
+    worker.add_fault_callback(told.append)
+    for number in range(5):
+        agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
+    until(lambda: len(told) == 5)
+    assert [reason[-2] for reason in told] == ["0", "1", "2", "3", "4"]
+
+
+def test_waiting_worker_fails_when_the_agent_is_gone(both):
+    worker, agent = both
+    told = []
+    worker.add_fault_callback(told.append)
+    going = threading.Thread(target=agent.close)
+    going.start()
+    with pytest.raises(ControlPlaneUnavailableError):
+        worker.wait_at_barrier(timeout_s=PATIENCE_S)
+    going.join()
+    until(lambda: told)
+    assert "lost" in told[0]
+
+
+def test_who_waits_for_an_agent_that_does_not_read_ends_with_words(both, monkeypatch):
+    worker, agent = both
+    monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.2)
+    with pytest.raises(ControlPlaneUnavailableError, match=r"has not read for 0\.2 s"):
+        worker.wait_at_barrier(timeout_s=PATIENCE_S)
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+
+
+def test_an_agent_that_has_read_and_says_nothing_is_waited_for(both, monkeypatch):
+    worker, agent = both
+    with pytest.raises(ControlDeadlineError):
+        worker.wait_at_barrier(timeout_s=0.01)
+    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.1)
+    with pytest.raises(ControlDeadlineError):
+        worker.wait_at_barrier(timeout_s=0.5)
+
+
+def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both):
+    worker, agent = both
+    worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault", "x" * 100_000)
+    said = agent.hear()
+    assert (said["type"], said["rank"], said["restart_mode"]) == ("job_fault", 8, "process_level_restart")
+    assert len(said["message"]) < 10_000
+
+
+def test_labels_are_passed_on(both):
+    worker, agent = both
+    worker.set_health_labels({"health": "good"})
+    labels = agent.hear()
+    assert (labels["type"], labels["labels"]) == ("rank_labels", {"health": "good"})
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    monkeypatch.setattr(worker_module, "_workers", [])
+    monkeypatch.setattr(connection_module, "_shared", [])
+    with listening() as listener:
+        environ = {AGENT_SOCKET_ENV: str(listener.path), "LOCAL_RANK": "0", "RANK": "-2", "MASTER_ADDR": ""}
+        yield environ, listener
+        for worker in worker_module._workers:
+            worker.close()
+
+
+def test_a_rank_is_waited_for_and_is_in_the_environment_then(environ):
+    environ, listener = environ
+    waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
+    waiting.start()
+    agent = listener.accept()
+    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
+    agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(rank=8))
+    waiting.join()
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("8", "16", "n0")
+    agent.close()
+
+
+def test_a_start_says_the_rank_too_and_is_not_lost(environ):
+    environ, listener = environ
+    waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
+    waiting.start()
+    agent = listener.accept()
+    start(agent, count=2)
+    waiting.join()
+    assert environ["JOB_RESTART_COUNT"] == "2"
+    assert worker_module.this_agent_worker(environ).wait_at_barrier(timeout_s=PATIENCE_S)[0].restart_count == 2
+    agent.close()
+
+
+def test_a_rank_that_nobody_gives_is_said_to_be_missing(environ):
+    environ, listener = environ
+    with pytest.raises(ControlDeadlineError, match="gave no rank"):
+        wait_rank(environ, timeout_s=0.05)
+    listener.accept().close()
+
+
+def test_worker_does_not_wait_without_an_agent():
+    wait_rank({})
+    wait_rank({AGENT_SOCKET_ENV: "/nowhere", AGENT_MODE_ENV: "process", "RANK": "0", "MASTER_ADDR": "n0"})
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_a_rank_has_started_is_no_rank():
+    child = multiprocessing.get_context("fork").Process(
+        target=wait_rank, args=({AGENT_SOCKET_ENV: "/nowhere", "RANK": "-2"},)
+    )
+    child.start()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+    with pytest.raises(ControlPlaneUnavailableError, match="/nowhere"):
+        wait_rank({AGENT_SOCKET_ENV: "/nowhere", "RANK": "-2"})
+
+
+def started_by(tmp_path, pid, *words):
+    (tmp_path / pid).mkdir()
+    (tmp_path / pid / "cmdline").write_bytes(b"\0".join(word.encode() for word in words))
+    return {AGENT_SOCKET_ENV: f"/tmp/hyperpod_elastic_agent_{pid}.sock", "RANK": "8", "MASTER_ADDR": "n0"}
+
+
+def test_the_mode_is_read_from_who_started_this_process(tmp_path):
+    in_process = started_by(tmp_path, "17", "python", "hyperpodrun", "--inprocess-restart", "train.py")
+    process = started_by(tmp_path, "18", "python", "hyperpodrun", "--inprocess-timeout=3", "train.py")
+    assert agent_mode(in_process, tmp_path) is AgentMode.IN_PROCESS
+    assert agent_mode(process, tmp_path) is AgentMode.PROCESS
+    assert agent_mode({**process, "RANK": "-2"}, tmp_path) is AgentMode.IN_PROCESS
+    assert agent_mode({**process, "MASTER_ADDR": ""}, tmp_path) is AgentMode.IN_PROCESS
+    assert agent_mode({**in_process, AGENT_MODE_ENV: "process"}, tmp_path) is AgentMode.PROCESS
+    assert agent_mode({"RANK": "8"}, tmp_path) is AgentMode.NONE
+
+
+def test_a_mode_that_cannot_be_known_is_no_guess(tmp_path):
+    hidden = {AGENT_SOCKET_ENV: "/tmp/hyperpod_elastic_agent_19.sock", "RANK": "8", "MASTER_ADDR": "n0"}
+    with pytest.raises(PolicyError, match=AGENT_MODE_ENV):
+        agent_mode(hidden, tmp_path)
+    with pytest.raises(PolicyError, match="in-process, process"):
+        agent_mode({**hidden, AGENT_MODE_ENV: "both"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"worker_envs": None},
+        {"worker_envs": [1]},
+        {"worker_envs": {"RANK": 0}},
+        {"worker_envs": envs("x")},
+        {"worker_envs": envs(rank=[8])},
+        {"worker_envs": envs(rank={"of": 8})},
+        {"worker_envs": envs(rank=-1)},
+        {"worker_envs": envs(rank=16)},
+        {"worker_envs": envs(rank="8" * 5000)},
+        {"worker_envs": {**envs(), "MASTER_PORT": 0}},
+        {"worker_envs": {**envs(), "MASTER_PORT": 65536}},
+    ],
+)
+def test_a_start_that_names_no_place_is_damaged(said):
+    with pytest.raises(DamagedFrameError, match="job_start with"):
+        parse_job_start({"type": ipc.MSG_JOB_START, **said})
+
+
+def test_a_spares_rank_is_behind_the_last_one():
+    assert parse_job_start({"type": ipc.MSG_RANK_INFO, "worker_envs": envs(rank=16)}).environ["RANK"] == "16"
+    assert parse_job_start({"type": ipc.MSG_JOB_START, "worker_envs": {**envs(rank=17), "SPARE": "True"}}).is_spare
+
+
+def test_what_is_asked_for_becomes_more_with_every_start_that_did_not_help():
+    policy = ScalingPolicy(num_restart_before_full_job_restart=3, eval_period_s=100)
+    asked = [choose_restart_mode(policy, range(count), 10.0) for count in range(5)]
+    assert asked == [RequestedRestart.IN_PROCESS] * 3 + [RequestedRestart.PROCESS] * 2
+    assert choose_restart_mode(policy, range(5), 104.5) is RequestedRestart.IN_PROCESS  # long ago
+    assert choose_restart_mode(policy, [], 0.0, final=True) is RequestedRestart.JOB
+    assert (
+        choose_restart_mode(ScalingPolicy(num_restart_before_full_job_restart=None), range(99), 99)
+        is RequestedRestart.IN_PROCESS
+    )
+
+
+def test_a_node_is_labelled_when_its_rank_is_at_fault_again():
+    policy = ScalingPolicy(repeat_offender_faults=2, eval_period_s=100)
+    assert repeat_offender_labels(policy, [0.0], 1.0) == {}
+    assert repeat_offender_labels(policy, [0.0, 1.0], 2.0) == {REPEAT_OFFENDER_LABEL: "2"}
+    assert repeat_offender_labels(policy, [0.0, 1.0], 100.5) == {}

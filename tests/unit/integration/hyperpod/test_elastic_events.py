@@ -1,0 +1,41 @@
+"""With which status a process ends that was told to stop, and when asking means anything."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from integration.hyperpod import elastic_events
+from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
+from integration.hyperpod.elastic_events import NOT_RELEASED, ExitAfterStop, elastic_event_detected
+
+
+def test_who_was_not_told_to_stop_ends_as_it_does():
+    assert ExitAfterStop(GroupSignalListener(), 0.0).status() is None
+
+
+def test_who_has_stopped_ends_well_only_when_its_agent_has_asked():
+    asked = GroupSignalListener()
+    leaving = ExitAfterStop(asked, 0.0)
+    leaving.stopped = True
+    assert leaving.status() == NOT_RELEASED != 0
+    asked.received.set()
+    assert leaving.status() is None
+
+
+def test_importing_it_without_an_agent_does_nothing():
+    assert elastic_events._leaving == []
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("mode", ["", "disabled", "wrong"])
+def test_no_event_is_detected_without_signal_coordination(monkeypatch, mode):
+    monkeypatch.setenv("HYPERPOD_SIGNAL_COORDINATION", mode)
+    assert not elastic_event_detected()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_other_signals_are_no_elastic_events(monkeypatch):
+    monkeypatch.setenv("HYPERPOD_SIGNAL_COORDINATION", "distributed")
+    assert not elastic_event_detected(signal.SIGUSR2)

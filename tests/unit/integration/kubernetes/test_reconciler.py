@@ -1,0 +1,316 @@
+"""Jobs from creation to their end, pass by pass, with controllers that are killed at any write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from integration.hyperpod.operator import AgentState, JobPhase
+from integration.kubernetes.errors import ApiServerUnreachableError, ResourceConflictError
+from integration.kubernetes.reconciler import JobReconciler
+from integration.kubernetes.resource_status import load_job_state
+from tests.support.example_counts import examples
+from tests.support.fake_cluster import ImaginedKubernetes, Killed
+from tests.support.kube_objects import TEMPLATE, job_object
+
+ELASTIC = {
+    "replicaSpecs": [{"name": "workers", "replicas": 2, "maxReplicas": 3, "template": TEMPLATE}],
+    # Longer than all controllers of a story are killed: one that waited so long would rightly begin with fewer pods.
+    "elasticPolicy": {"minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 30},
+}
+
+
+class Story:
+    """A cluster, and a controller that has no memory: each pass is another one's."""
+
+    def __init__(self, nodes: int = 4, **spec: Any) -> None:
+        self.kube = ImaginedKubernetes(job_object(**spec), nodes=nodes)
+        self.killed = 0
+
+    def one_pass(self) -> None:
+        passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
+        try:
+            passing.reconcile("default", "llama")
+        except Killed:
+            self.killed += 1
+            self.kube.cut_at = None
+        except (ResourceConflictError, ApiServerUnreachableError):
+            pass
+
+    def until(self, holds: Callable[[], bool], *, passes: int = 400) -> None:
+        for _ in range(passes):
+            if holds():
+                return
+            self.one_pass()
+            self.kube.tick()
+        raise AssertionError(f"it did not happen: {self.kube.job_now().get('status')}")
+
+    @property
+    def phase(self) -> JobPhase | None:
+        state = load_job_state(self.kube.job_now())
+        return state.phase if state else None
+
+    def until_running(self, nodes: int) -> None:
+        self.until(lambda: self.phase is JobPhase.RUNNING and len(self.members) == nodes)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        state = load_job_state(self.kube.job_now())
+        assert state is not None
+        return state.members
+
+    def true_conditions(self) -> set[str]:
+        found = self.kube.job_now().get("status", {}).get("conditions", [])
+        return {one["type"] for one in found if one["status"] == "True"}
+
+
+def test_from_created_to_done():
+    story = Story()
+    story.until_running(2)
+    bodies = [story.kube.starts[name] for name in story.members]
+    assert [[body.rank for body in each] for each in bodies] == [[0], [1]]
+    assert {each[0].nnodes for each in bodies} == {2}
+    assert len({(each[0].master_addr, each[0].master_port, each[0].version) for each in bodies}) == 1
+    story.kube.complete()
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.names(running=False))
+    status = story.kube.job_now()["status"]
+    assert status["completionTime"]
+    assert status["restartCount"] == 0
+
+
+@pytest.mark.parametrize(("policy", "left"), [("All", 0), ("OnlyComplete", 0), ("None", 2)])
+def test_finished_job_keeps_pods_by_its_cleanup_policy(policy, left):
+    story = Story(runPolicy={"cleanPodPolicy": policy})
+    story.until_running(2)
+    story.kube.complete()
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.names())
+    for _ in range(5):
+        story.one_pass()
+        story.kube.tick()
+    assert len(story.kube.names(running=False)) == left
+
+
+def test_it_goes_itself_when_its_time_is_up():
+    story = Story(runPolicy={"ttlSecondsAfterFinished": 100})
+    story.until_running(2)
+    story.kube.complete()
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
+    before_s = story.kube.now_s
+    story.until(lambda: story.kube.is_deleted)
+    assert 90 <= story.kube.now_s - before_s <= 110
+
+
+def test_a_fault_of_a_worker_starts_all_anew_in_the_same_pods():
+    story = Story()
+    story.until_running(2)
+    pods = story.members
+    story.kube.crash(pods[1])
+    story.until(lambda: len(story.kube.starts[pods[0]]) == 2 and story.phase is JobPhase.RUNNING)
+    assert story.members == pods
+    assert story.kube.starts[pods[0]][-1].fault_count == 1
+    assert story.kube.job_now()["status"]["restartCount"] == 1
+    assert story.kube.job_now()["status"]["latestFaultyPodInstanceList"]["faultyPodList"] == [pods[1]]
+
+
+def test_a_pod_that_has_failed_is_replaced_under_another_name():
+    story = Story()
+    story.until_running(2)
+    before = story.members
+    story.kube.fail_pod(before[1])
+    story.until(lambda: before[1] not in story.members and len(story.members) == 2 and story.phase is JobPhase.RUNNING)
+    assert before[0] in story.members
+
+
+def test_a_node_that_is_said_to_be_unhealthy_is_left():
+    story = Story()
+    story.until_running(2)
+    bad = story.kube.node_of(story.members[0])
+    story.kube.health[bad] = "UnschedulablePendingReplacement"
+    story.until(
+        lambda: story.phase is JobPhase.RUNNING and bad not in {story.kube.node_of(name) for name in story.members}
+    )
+    assert len(story.members) == 2
+
+
+def test_scaled_by_hand_through_the_scale_subresource():
+    story = Story(**ELASTIC)
+    story.kube.change_spec(replicas=2)
+    story.until_running(2)
+    story.kube.change_spec(replicas=3)
+    story.until_running(3)
+    story.kube.change_spec(replicas=1)
+    story.until_running(1)
+    story.kube.complete()
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
+    assert story.kube.job_now()["status"]["restartCount"] == 0, "a change of size is no fault"
+
+
+def test_suspended_and_gone_on_with():
+    story = Story()
+    story.until_running(2)
+    story.kube.change_spec(runPolicy={"suspend": True})
+    story.until(lambda: story.phase is JobPhase.SUSPENDED and not story.kube.names())
+    story.kube.change_spec(runPolicy={"suspend": False})
+    story.until_running(2)
+
+
+def test_an_impossible_change_disturbs_nothing():
+    story = Story()
+    story.until_running(2)
+    good = story.kube.job_now()["spec"]["replicaSpecs"]
+    story.kube.change_spec(replicaSpecs=[{**good[0], "maxReplicas": 1}])
+    for _ in range(3):
+        story.one_pass()
+        story.kube.tick()
+    assert "InvalidSpec" in story.true_conditions()
+    assert story.kube.events.count("InvalidSpec") == 1
+    assert {story.kube.state_of(name) for name in story.members} == {AgentState.RUNNING}
+    story.kube.change_spec(replicaSpecs=good)
+    story.kube.complete()
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
+    assert "InvalidSpec" not in story.true_conditions()
+
+
+def test_while_nobody_answers_nothing_is_forgotten():
+    story = Story()
+    story.until_running(2)
+    story.kube.unreachable = True
+    for _ in range(20):
+        story.one_pass()
+        story.kube.tick()
+    assert {story.kube.state_of(name) for name in story.members} == {AgentState.RUNNING}
+    story.kube.unreachable = False
+    story.kube.complete()
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED)
+
+
+def test_while_something_is_going_on_the_next_look_is_soon():
+    story = Story()
+    story.until_running(2)
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing.reconcile("default", "llama")
+    assert passing.reconcile("default", "llama").requeue_after_s == 1.0
+    story.kube.crash(story.members[0])
+    assert passing.reconcile("default", "llama").requeue_after_s == 0.2
+
+
+def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
+    story = Story()
+    story.kube.refusal = "exceeded quota"
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    for _ in range(5):
+        passing.reconcile("default", "llama")
+        story.kube.tick()
+    assert story.kube.events.count("PodRefused") == 1
+    story.kube.refusal = ""
+    story.until_running(2)
+
+
+def test_pods_that_are_refused_are_asked_for_less_and_less_often():
+    story = Story()
+    story.kube.refusal = "exceeded quota"
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    asked, create = [], story.kube.create_pod
+
+    def counted(pod):
+        asked.append(story.kube.now_s)
+        create(pod)
+
+    story.kube.create_pod = counted
+    for _ in range(130):
+        passing.reconcile("default", "llama")
+        story.kube.tick()
+    assert 5 <= len(asked) <= 9, asked
+    assert asked[-1] - asked[-2] >= 30
+
+
+def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
+    """A controller that is held up for a while must not start agents as it had once meant to."""
+    story = Story()
+    story.until(lambda: story.phase is JobPhase.STARTING)
+    old = story.kube.get_job("default", "llama")
+    story.until_running(2)
+    pods = story.members
+    story.kube.crash(pods[0])
+    story.until(lambda: {story.kube.state_of(name) for name in pods} == {AgentState.READY})
+    starts = {name: list(bodies) for name, bodies in story.kube.starts.items()}
+
+    class Late:
+        def __init__(self) -> None:
+            self.jobs = [old]
+
+        def __getattr__(self, name):
+            return getattr(story.kube, name)
+
+        def get_job(self, namespace, name):
+            return self.jobs.pop() if self.jobs else story.kube.get_job(namespace, name)
+
+    with pytest.raises(ResourceConflictError):
+        JobReconciler(Late(), story.kube, health={}, clock=lambda: story.kube.now_s).reconcile("default", "llama")
+    assert story.kube.starts == starts
+    story.until_running(2)
+    assert story.kube.job_now()["status"]["restartCount"] == 1
+
+
+def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
+    """A fault, a larger world, the end; the controller is killed at each of ``cuts``, in writes since the last one."""
+    story = Story(**ELASTIC)
+    story.kube.change_spec(replicas=2)
+    waiting = list(cuts)
+
+    def arm() -> bool:
+        if story.kube.cut_at is None and waiting:
+            writes, story.kube.cut_after = waiting.pop(0)
+            story.kube.cut_at = story.kube.writes + writes
+        return False
+
+    def until_running(nodes: int, restarts: int) -> None:
+        story.until(
+            lambda: (
+                arm()
+                or (
+                    story.phase is JobPhase.RUNNING
+                    and len(story.members) == nodes
+                    and story.kube.job_now()["status"]["restartCount"] == restarts
+                )
+            )
+        )
+
+    until_running(2, 0)
+    story.kube.crash(story.members[1])
+    until_running(2, 1)
+    story.kube.change_spec(replicas=3)
+    until_running(3, 1)
+    story.kube.complete()
+    story.until(lambda: arm() or (story.phase is JobPhase.SUCCEEDED and not story.kube.names(running=False)))
+    return story
+
+
+def test_what_decides_needs_neither_a_client_nor_torch():
+    names = "reconciler", "pods", "resource_status", "api_client", "kueue_admission", "cached_client"
+    imports = "; ".join(f"import integration.kubernetes.{name}" for name in names)
+    found = "{name.partition('.')[0] for name in sys.modules} & {'kubernetes', 'torch'}"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; assert not {found}, {found}"], check=True, timeout=120
+    )
+
+
+@settings(max_examples=examples(40))
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=6))
+@example([(0, True), (0, False), (0, False), (0, False), (1, False)])
+def test_killed_at_any_write_the_job_does_not_notice(cuts):
+    undisturbed, disturbed = _whole_story([]), _whole_story(cuts)
+    ours, theirs = disturbed.kube, undisturbed.kube
+    assert set(ours.starts) == set(theirs.starts), "the same pods, and none more"
+    for name, bodies in theirs.starts.items():
+        found = ours.starts[name]
+        assert [body.fault_count for body in bodies] == list(dict.fromkeys(body.fault_count for body in found))
+        for version in {body.version for body in found}:
+            assert len({str(body) for body in found if body.version == version}) == 1, "told again, told the same"
+    assert ours.job_now()["status"]["restartCount"] == theirs.job_now()["status"]["restartCount"] == 1

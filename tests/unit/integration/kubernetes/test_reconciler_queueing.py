@@ -1,0 +1,452 @@
+"""Jobs that wait in a queue, pass by pass: admitted, asked back, and given back, by controllers that are killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from integration.hyperpod.operator import AgentState, JobPhase
+from integration.kubernetes.errors import ApiServerUnreachableError, ResourceConflictError, ResourceNotFoundError
+from integration.kubernetes.reconciler import JobReconciler
+from integration.kubernetes.resource_status import load_job_state
+from tests.support.fake_cluster import ImaginedKubernetes, Killed
+from tests.support.fake_kueue import ImaginedKueue
+from tests.support.kube_objects import TEMPLATE, job_object
+
+POLICY = {
+    "minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 5, "gracefulShutdownTimeoutInSeconds": 20,
+}  # fmt: skip
+WORKERS = {"name": "workers", "replicas": 1, "maxReplicas": 3, "template": TEMPLATE}
+QUEUE = {"kueue.x-k8s.io/queue-name": "team-a"}
+
+
+class Waiting:
+    """A job in a queue. Each pass is another controller's."""
+
+    def __init__(self, *, quota: int = 0, labels: dict[str, str] | None = None, nodes: int = 5, **spec: Any) -> None:
+        job = job_object(**{"replicaSpecs": [WORKERS], "elasticPolicy": POLICY, **spec})
+        job["metadata"]["labels"] = QUEUE if labels is None else labels
+        self.kube = ImaginedKubernetes(job, nodes=nodes)
+        self.kueue = ImaginedKueue(self.kube, quota=quota)
+        self.schedules = True
+
+    def one_pass(self) -> None:
+        passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
+        try:
+            passing.reconcile("default", "llama")
+        except Killed:
+            self.kube.cut_at = None
+        except (ResourceConflictError, ApiServerUnreachableError, ResourceNotFoundError):
+            pass
+        self.nothing_is_used_that_is_not_given()
+
+    def turn(self) -> None:
+        self.one_pass()
+        if self.schedules:
+            self.kueue.admit_what_fits()
+        self.kube.tick()
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+
+    def until(self, holds: Callable[[], Any]) -> None:
+        for _ in range(400):
+            if holds():
+                return
+            self.turn()
+        raise AssertionError(f"it did not happen: {self.kube.job_now().get('status')}")
+
+    def nothing_is_used_that_is_not_given(self) -> None:
+        """Kueue's promise to everybody else."""
+        used: dict[str, int] = {}
+        for pod in self.kube.pods_now():
+            if pod["status"].get("phase") not in ("Succeeded", "Failed"):
+                name = pod["metadata"]["labels"]["HPWorkload"]
+                used[name] = used.get(name, 0) + (not pod["metadata"].get("deletionTimestamp"))
+        for name, count in used.items():
+            assert name in self.kueue.names(), "its pods are there yet"
+            assert self.kueue.holds(name, "QuotaReserved"), "given back while it has pods"
+            assert not self.kueue.holds(name, "Finished"), "given up while it has pods"
+            assert count <= self.kueue.pods(name)
+
+    @property
+    def state(self) -> Any:
+        return load_job_state(self.kube.job_now())
+
+    def runs(self, nodes: int) -> bool:
+        return bool(self.state) and self.state.phase is JobPhase.RUNNING and len(self.state.members) == nodes
+
+    def condition(self) -> dict[str, Any]:
+        found = self.kube.job_now()["status"]["conditions"]
+        return next(one for one in found if one["type"] == "Admitted")
+
+
+def test_it_waits_until_the_least_it_needs_is_admitted():
+    story = Waiting(quota=0)
+    story.turns(5)
+    (first,) = story.kueue.names()
+    assert not story.kube.names(running=False), "no pods before"
+    story.kueue.say(first, "Pending", "insufficient quota for nvidia.com/gpu", QuotaReserved=False)
+    story.turns(2)
+    assert story.condition()["status"] == "False"
+    assert "queue team-a" in story.condition()["message"]
+    assert "insufficient quota" in story.condition()["message"]
+    story.kueue.quota = 1
+    story.until(lambda: story.runs(1))
+    assert story.condition()["status"] == "True"
+    assert story.kube.job_now()["status"]["restartCount"] == 0
+
+
+def test_each_further_step_that_is_admitted_makes_it_larger():
+    story = Waiting(quota=1)
+    story.until(lambda: story.runs(1))
+    assert len(story.kueue.names()) == 2, "the next step waits, and no other"
+    for nodes in (2, 3):
+        story.kueue.quota = nodes
+        story.until(lambda nodes=nodes: story.runs(nodes))
+    story.turns(3)
+    assert [story.kueue.pods(name) for name in story.kueue.names()] == [1, 1, 1]
+    assert all(story.kueue.holds(name, "PodsReady") for name in story.kueue.names())
+    assert story.kube.job_now()["status"]["restartCount"] == 0
+
+
+def test_one_that_is_evicted_gives_back_its_own_pods_gracefully_and_then_its_quota():
+    story = Waiting(quota=3)
+    story.until(lambda: story.runs(3))
+    last = story.kueue.names()[-1]
+    story.kueue.quota = 2
+    story.kueue.evict(last)
+    (theirs,) = [pod for pod in story.kube.pods_now() if pod["metadata"]["labels"]["HPWorkload"] == last]
+    others = set(story.kube.names()) - {theirs["metadata"]["name"]}
+    story.until(lambda: story.runs(2))
+    assert set(story.state.members) == others, "who is not asked back stays"
+    story.until(lambda: not story.kueue.holds(last, "QuotaReserved"))
+    assert story.kueue.workload(last)["status"].get("admission") is None
+    assert story.kueue.holds(last, "Requeued"), "it may be admitted again"
+    assert story.kube.job_now()["status"]["restartCount"] == 0, "no fault"
+    story.kueue.quota = 3
+    story.until(lambda: story.runs(3))
+
+
+def test_without_its_least_size_it_waits_and_lets_go_of_all():
+    story = Waiting(quota=3)
+    story.until(lambda: story.runs(3))
+    first = story.kueue.names()[0]
+    story.schedules = False
+    story.kueue.evict(first)
+    story.until(lambda: not story.kube.names(running=False) and story.kueue.used() == 0)
+    assert story.kueue.names() == [first], "further steps are of no use without it"
+    assert story.condition()["status"] == "False"
+    assert story.state.phase is JobPhase.FORMING
+    story.schedules = True
+    story.until(lambda: story.runs(3))
+
+
+def test_a_step_in_between_that_is_evicted_does_not_take_the_later_one_with_it():
+    story = Waiting(quota=3)
+    story.until(lambda: story.runs(3))
+    _, middle, last = story.kueue.names()
+    story.schedules = False
+    story.kueue.evict(middle)
+    story.until(lambda: story.runs(2) and not story.kueue.holds(middle, "QuotaReserved"))
+    assert story.kueue.holds(last, "Admitted")
+
+
+def test_deactivated_by_a_person():
+    story = Waiting(quota=2)
+    story.until(lambda: story.runs(2))
+    second = story.kueue.names()[1]
+    story.kueue.workload(second)["spec"]["active"] = False
+    story.kueue.evict(second, "Deactivated")
+    story.until(lambda: story.runs(1) and not story.kueue.holds(second, "QuotaReserved"))
+    assert not story.kueue.holds(second, "Requeued"), "Kueue says when it may be considered again"
+
+
+def test_spares_are_admitted_with_the_least_size():
+    story = Waiting(quota=2, replicaSpecs=[{**WORKERS, "spares": 1}])
+    story.until(lambda: story.runs(1))
+    assert story.kueue.pods(story.kueue.names()[0]) == 2
+    assert len(story.kube.names()) == 2
+
+
+def test_a_job_that_is_not_elastic_is_one_workload():
+    story = Waiting(quota=1, replicaSpecs=[{**WORKERS, "replicas": 2, "maxReplicas": 2}], elasticPolicy=None)
+    story.turns(5)
+    assert not story.kube.names(running=False), "half of it is of no use"
+    story.kueue.quota = 2
+    story.until(lambda: story.runs(2))
+    (only,) = story.kueue.names()
+    story.schedules = False
+    story.kueue.evict(only)
+    story.until(lambda: not story.kueue.holds(only, "QuotaReserved"))
+    assert not story.kube.names(running=False)
+    story.schedules = True
+    story.until(lambda: story.runs(2))
+
+
+def test_a_fault_fills_the_same_place_again():
+    story = Waiting(quota=2)
+    story.until(lambda: story.runs(2))
+    gone = story.state.members[1]
+    story.kube.fail_pod(gone)
+    story.until(lambda: story.runs(2) and gone not in story.state.members)
+    assert story.kube.job_now()["status"]["restartCount"] == 1
+    assert story.kueue.used() == 2
+
+
+@pytest.mark.parametrize(("ends", "reason"), [("complete", "Succeeded"), ("fail", "Failed")])
+def test_whatever_it_held_or_waited_for_is_free_when_it_has_ended(ends, reason):
+    story = Waiting(quota=2, runPolicy={"jobMaxRetryCount": 0})
+    story.until(lambda: story.runs(2))
+    story.kueue.quota = 9
+    story.schedules = False
+    if ends == "complete":
+        story.kube.complete()
+    else:
+        story.kube.crash(story.state.members[0])
+    story.until(lambda: story.kueue.used() == 0)
+    assert story.state.phase.value == reason
+    for name in story.kueue.names():
+        found = [one for one in story.kueue.workload(name)["status"]["conditions"] if one["type"] == "Finished"]
+        assert (found[0]["status"], found[0]["reason"]) == ("True", reason)
+    story.turns(3)
+    assert story.condition()["status"] == "True", "what was, not what would be"
+
+
+@pytest.mark.parametrize("policy", ["None", "OnlyComplete", "All"])
+@pytest.mark.parametrize("ends", ["complete", "crash"])
+def test_a_pod_that_never_began_holds_no_quota_for_good(policy, ends):
+    """It waits for a machine when the job ends: no agent is there that could be told to."""
+    run = {"cleanPodPolicy": policy, "jobMaxRetryCount": 0}
+    story = Waiting(quota=3, nodes=2, runPolicy=run)
+    story.until(lambda: story.runs(2) and len(story.kube.names(running=False)) == 3)
+    story.kube.nodes.clear()
+    if ends == "complete":
+        story.kube.complete()
+    else:
+        story.kube.crash(story.state.members[0])
+    story.until(lambda: story.state.phase.is_final and story.kueue.used() == 0)
+    kept = {pod["metadata"]["name"] for pod in story.kube.pods_now()}
+    assert kept <= set(story.state.members), "what has run is kept, if it is to be"
+
+
+def test_scaled_by_hand_asks_for_no_more_and_gives_back_the_rest():
+    story = Waiting(quota=9)
+    story.until(lambda: story.runs(3))
+    story.kube.change_spec(replicas=1)
+    story.until(lambda: story.runs(1) and story.kueue.used() == 1)
+    assert len(story.kueue.names()) == 1
+    story.kube.change_spec(replicas=2)
+    story.until(lambda: story.runs(2))
+    assert story.kueue.used() == 2
+
+
+def test_suspended_it_holds_nothing():
+    story = Waiting(quota=2)
+    story.until(lambda: story.runs(2))
+    story.kube.change_spec(runPolicy={"suspend": True})
+    story.until(lambda: story.state.phase is JobPhase.SUSPENDED and not story.kueue.names())
+    assert not story.kube.names(running=False)
+    story.kube.change_spec(runPolicy={"suspend": False})
+    story.until(lambda: story.runs(2))
+
+
+def test_a_workload_that_somebody_deleted_is_asked_for_again():
+    story = Waiting(quota=2)
+    story.until(lambda: story.runs(2))
+    second = story.kueue.names()[1]
+    story.kueue.workload(second)["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    story.until(lambda: story.runs(1) and len(story.kube.names(running=False)) == 1)
+    story.kueue.delete_workload(story.kueue.workload(second))
+    story.until(lambda: story.runs(2))
+
+
+def test_a_queue_that_is_changed_while_it_waits():
+    story = Waiting(quota=0)
+    story.turns(3)
+    story.kube.job_now()["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team-b"}
+    story.turns(3)
+    (only,) = story.kueue.names()
+    assert story.kueue.workload(only)["spec"]["queueName"] == "team-b"
+
+
+def test_a_priority_class_that_is_not_there_is_complained_of_once():
+    story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    for _ in range(4):
+        passing.reconcile("default", "llama")
+        story.kube.tick()
+    assert story.kube.events.count("WorkloadRefused") == 1
+    story.kueue.classes["urgent"] = 7
+    story.until(lambda: story.runs(1))
+    assert story.kueue.workload(story.kueue.names()[0])["spec"]["priority"] == 7
+
+
+def test_a_workload_that_is_refused_is_asked_for_less_and_less_often():
+    story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
+    asked: list[float] = []
+    priority = story.kueue.priority_value
+
+    def counted(named: Any) -> int:
+        asked.append(story.kube.now_s)
+        return priority(named)
+
+    story.kueue.priority_value = counted
+    passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    for _ in range(130):
+        passing.reconcile("default", "llama")
+        story.kube.tick()
+    assert 5 <= len(asked) <= 9, asked
+    assert asked[-1] - asked[-2] >= 30
+    before = len(asked)
+    story.kube.job_now()["metadata"]["labels"] = {**QUEUE, "kueue.x-k8s.io/priority-class": "high"}
+    story.kube.change_spec()
+    passing.reconcile("default", "llama")
+    assert len(asked) == before + 1, "another class is asked for at once"
+    assert len(story.kueue.names()) == 1
+
+
+def test_pods_go_where_their_quota_is():
+    story = Waiting(quota=1)
+    taint = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
+    story.kueue.flavors["spot"] = {"spec": {"nodeLabels": {"price": "spot"}, "tolerations": [taint]}}
+    story.until(lambda: story.runs(1))
+    (pod,) = story.kube.pods_now()
+    assert pod["spec"]["nodeSelector"] == {"price": "spot"}
+    assert taint in pod["spec"]["tolerations"]
+    assert not [label for label in pod["metadata"]["labels"] if label.startswith("kueue.x-k8s.io/")]
+
+
+def test_a_flavor_that_is_gone_is_complained_of():
+    story = Waiting(quota=1)
+    story.kueue.flavors["other"] = {}
+    story.turns(5)
+    assert "PodRefused" in story.kube.events
+    story.kueue.flavors["spot"] = {}
+    story.until(lambda: story.runs(1))
+
+
+def test_without_a_queue_nothing_is_asked_of_kueue():
+    story = Waiting(labels={}, replicaSpecs=[{**WORKERS, "replicas": 2}])
+    story.kueue.is_installed = False
+    _until_it_runs_anyhow(story)
+    assert not story.kueue.names()
+
+
+def test_without_kueue_pods_wait_in_the_queue_by_themselves():
+    """And a job that was begun so goes on so when Kueue comes."""
+    story = Waiting()
+    story.kueue.is_installed = False
+    _until_it_runs_anyhow(story)
+    assert {pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] for pod in story.kube.pods_now()} == {"team-a"}
+    story.kueue.is_installed = True
+    for _ in range(5):
+        _pass(story)
+    assert not story.kueue.names()
+    assert {story.kube.state_of(name) for name in story.state.members} == {AgentState.RUNNING}
+
+
+def test_kueue_that_is_taken_away_stops_nothing():
+    story = Waiting(quota=2)
+    story.until(lambda: story.runs(2))
+    story.kueue.is_installed = False
+    members = story.state.members
+    for _ in range(3):
+        _pass(story)
+    assert {story.kube.state_of(name) for name in members} == {AgentState.RUNNING}
+
+
+def _pass(story: Waiting) -> None:
+    JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s).reconcile("default", "llama")
+    story.kube.tick()
+
+
+def _until_it_runs_anyhow(story: Waiting) -> None:
+    for _ in range(40):
+        _pass(story)
+    assert story.state.phase is JobPhase.RUNNING
+
+
+class _Killed(Waiting):
+    """The controller is killed at each of ``cuts``, in writes since the last one."""
+
+    def __init__(self, cuts: list[tuple[int, bool]], **how: Any) -> None:
+        super().__init__(**how)
+        self._cuts = list(cuts)
+
+    def turn(self) -> None:
+        if self.kube.cut_at is None and self._cuts:
+            writes, self.kube.cut_after = self._cuts.pop(0)
+            self.kube.cut_at = self.kube.writes + writes
+        super().turn()
+
+
+def _whole_story(cuts: list[tuple[int, bool]]) -> _Killed:
+    story = _Killed(cuts, quota=0)
+    story.turns(3)
+    story.kueue.quota = 3
+    story.until(lambda: story.runs(3))
+    story.kueue.quota = 2
+    story.kueue.evict(story.kueue.names()[-1])
+    story.until(lambda: story.runs(2) and story.kueue.used() == 2)
+    story.kube.complete()
+    story.until(lambda: story.state.phase is JobPhase.SUCCEEDED and story.kueue.used() == 0)
+    return story
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 14), st.booleans()), max_size=6))
+def test_killed_at_any_write_the_job_does_not_notice(cuts):
+    story = _whole_story(cuts)
+    assert story.kube.job_now()["status"]["restartCount"] == 0
+    assert all(story.kueue.holds(name, "Finished") for name in story.kueue.names())
+    assert len(story.kube.starts) == 3, "three pods in all, and each of them once"
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("quota"), st.integers(0, 4)),
+            st.tuples(st.just("evict"), st.integers(0, 2)),
+            st.tuples(st.just("crash"), st.integers(0, 2)),
+            st.tuples(st.just("cut"), st.integers(0, 9)),
+            st.tuples(st.just("wait"), st.integers(1, 12)),
+            st.tuples(st.just("by hand"), st.integers(1, 3)),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_happens_no_more_is_used_than_is_given_and_in_the_end_it_runs(happens):
+    """What is asserted after every single pass is :meth:`Waiting.nothing_is_used_that_is_not_given`."""
+    story = Waiting(quota=2)
+    for what, number in happens:
+        if what == "quota":
+            story.kueue.quota = number
+            while story.kueue.used() > number:
+                held = [name for name in story.kueue.names() if story.kueue.holds(name, "QuotaReserved")]
+                asked = [name for name in held if not story.kueue.holds(name, "Evicted")]
+                if not asked:
+                    break
+                story.kueue.evict(asked[-1])
+        elif what == "evict":
+            for name in story.kueue.names()[number : number + 1]:
+                if story.kueue.holds(name, "QuotaReserved"):
+                    story.kueue.evict(name)
+        elif what == "crash":
+            for name in story.kube.names()[number : number + 1]:
+                if story.kube.state_of(name) is AgentState.RUNNING:
+                    story.kube.crash(name)
+        elif what == "cut":
+            story.kube.cut_at, story.kube.cut_after = story.kube.writes + number, bool(number % 2)
+        elif what == "by hand":
+            story.kube.change_spec(replicas=number)
+        story.turns(number if what == "wait" else 1)
+    story.kueue.quota = 3
+    story.kube.change_spec(replicas=3)
+    story.until(lambda: story.runs(3) and story.kueue.used() == 3)

@@ -1,0 +1,199 @@
+import pytest
+
+from peerstore.errors import (
+    ArenaBusyError,
+    ArenaFullError,
+    FencedError,
+    LeaseLostError,
+    PeerUnreachableError,
+    ShardDamagedError,
+    ShardPendingError,
+)
+from peerstore.membership.topology import NodeId, PeerNode
+from peerstore.replication.replication_policy import (
+    MAX_BUSY_S,
+    REFUSED_RETRY_S,
+    UNREACHABLE_AFTER,
+    ReplicationPolicy,
+    ReplicationState,
+    ReplicationTask,
+    ReplicationView,
+)
+from peerstore.shard_records import ResumePoint, ShardInfo, ShardKey, VersionId
+
+NODES = {name: PeerNode(NodeId(name), f"{name}:1") for name in ("n1", "n2", "n3")}
+KEY = ShardKey("job", 5, 1, "a", 0, 0)
+
+
+def fact(key=KEY, *, whole=False, holders=()):
+    return ShardInfo(key, 2, 100, b"", 0, whole, holders)
+
+
+def look(now=0.0, *, living=("n1", "n2"), facts=None, settled=None, epoch=1, base=None, life=lambda _: 1):
+    return ReplicationView(now, {name: NODES[name] for name in living}, facts or [fact()], settled, epoch, base, life)
+
+
+def accounts(copies=2):
+    return ReplicationState(NodeId("n1"), ReplicationPolicy(copies))
+
+
+def test_a_sealed_shard_goes_to_the_partner_and_is_then_kept():
+    book = accounts()
+    duty = book.next_task(look())
+    assert duty == ReplicationTask(KEY, "n2", ("n1", "n2"))
+    book.task_done(duty, 1, None)
+    assert not isinstance(book.next_task(look()), ReplicationTask)
+    assert book.confirmed_holders(KEY, lambda _: 1) == ("n2",)
+
+
+@pytest.mark.parametrize(
+    ("error", "again_s"),
+    [
+        (PeerUnreachableError(""), 1.0),
+        (ArenaBusyError(""), 1.0),
+        (LeaseLostError("the transfer was given up"), 1.0),
+        (OSError(""), 5.0),
+        (ArenaFullError(""), REFUSED_RETRY_S),
+        (ShardDamagedError(""), REFUSED_RETRY_S),
+        (FencedError(""), REFUSED_RETRY_S),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_failed_replication_is_retried(error, again_s):
+    book = accounts()
+    duty = book.next_task(look())
+    book.task_failed(duty, error, 0.0)
+    assert not isinstance(book.next_task(look(again_s - 0.1)), ReplicationTask)
+    assert book.next_task(look(again_s + 0.1)) == duty
+
+
+def test_a_copy_on_one_node_is_no_answer_to_what_is_wrong_with_another():
+    book, three = accounts(copies=3), {"living": ("n1", "n2", "n3")}
+    first = book.next_task(look(**three))
+    book.task_failed(first, ShardDamagedError("it arrived damaged"), 0.0)
+    second = book.next_task(look(0.1, **three))
+    assert second.target != first.target
+    book.task_done(second, 1, None)
+    assert book.last_errors(KEY) == f"{first.target}: it arrived damaged"
+    book.confirm_holder(KEY, first.target, 1)
+    assert book.last_errors(KEY) == ""
+
+
+def test_a_partner_that_stays_busy_is_passed_over_so_that_the_version_is_settled():
+    book = accounts()
+    duty = book.next_task(look())
+    book.task_failed(duty, ArenaBusyError(""), 0.0)
+    assert [(note.replicated_parts, note.sealed_parts) for note in book.pending_reports(look(MAX_BUSY_S))[1]] == [
+        ((), (0,))
+    ]
+    book.task_failed(duty, ArenaBusyError(""), MAX_BUSY_S)
+    assert [note.replicated_parts for note in book.pending_reports(look(MAX_BUSY_S + 0.1))[1]] == [(0,)]
+    three = {"living": ("n1", "n2", "n3")}
+    assert book.next_task(look(MAX_BUSY_S + 0.1, **three)) == ReplicationTask(KEY, "n3", ("n1", "n3"))
+    assert book.next_task(look(MAX_BUSY_S + REFUSED_RETRY_S + 0.1)) == duty
+
+
+@pytest.mark.parametrize("between", [ShardPendingError("not verified yet"), PeerUnreachableError("")])
+def test_a_partner_that_was_busy_now_and_then_is_asked_on(between):
+    book = accounts()
+    duty = book.next_task(look())
+    for now, error in enumerate([ArenaBusyError(""), between, between, between, between, ArenaBusyError("")]):
+        book.task_failed(duty, error, float(now))
+    assert book.next_task(look(7.0)) == duty
+
+
+def test_a_partner_that_is_not_reached_though_it_lives_is_replaced_and_asked_again_later():
+    book, living = accounts(), ("n1", "n2", "n3")
+    duty = book.next_task(look(living=living))
+    (other,) = {"n2", "n3"} - {duty.target}
+    now = 0.0
+    for _ in range(UNREACHABLE_AFTER):
+        assert book.next_task(look(now, living=living)) == duty
+        book.task_failed(duty, PeerUnreachableError("timed out"), now)
+        now += 1.5
+    assert book.next_task(look(now, living=living)) == ReplicationTask(KEY, other, ("n1", other))
+    assert book.statuses(look(now, living=living))[0].missing == 1
+    assert isinstance(book.next_task(look(now + REFUSED_RETRY_S, living=living)), ReplicationTask)
+    assert book.next_task(look(now + REFUSED_RETRY_S, living=living)).target == duty.target
+
+
+def test_the_only_partner_is_waited_for_however_long_it_is_not_reached():
+    book, now = accounts(), 0.0
+    for _ in range(2 * UNREACHABLE_AFTER):
+        duty = book.next_task(look(now))
+        assert duty.target == "n2"
+        book.task_failed(duty, PeerUnreachableError("timed out"), now)
+        assert book.statuses(look(now))[0].missing == 1
+        now += 1.5
+
+
+def test_a_partner_that_is_reached_now_and_then_is_not_replaced():
+    book, living, now = accounts(), ("n1", "n2", "n3"), 0.0
+    duty = book.next_task(look(living=living))
+    for _ in range(3):
+        for _ in range(UNREACHABLE_AFTER - 1):
+            book.task_failed(duty, PeerUnreachableError("reset"), now)
+            now += 1.5
+        book.task_done(duty, 1, None)
+        assert book.statuses(look(now, living=living))[0].missing == 0
+    assert book.partners(look(living=living).alive) == (duty.target,)
+    assert not isinstance(book.next_task(look(now, living=living)), ReplicationTask)
+
+
+def test_a_version_of_the_past_is_wanted_when_the_job_went_on_from_it():
+    book, now = accounts(), 100.0
+    assert not isinstance(book.next_task(look(now, epoch=2)), ReplicationTask)
+    assert isinstance(book.next_task(look(now, epoch=2, facts=[fact(whole=True)])), ReplicationTask)
+    assert isinstance(book.next_task(look(now, epoch=2, settled=KEY.version_id)), ReplicationTask)
+    assert not isinstance(book.next_task(look(now, settled=VersionId(1, 6, 0, "a"))), ReplicationTask)
+
+
+def test_a_partner_that_started_again_is_asked_again():
+    book = accounts()
+    duty = book.next_task(look())
+    book.task_done(duty, 1, None)
+    assert book.next_task(look(life=lambda _: 2)) == duty
+    book.task_done(duty, 2, None)
+    assert not isinstance(book.next_task(look(life=lambda _: 2)), ReplicationTask)
+
+
+def test_who_keeps_a_copy_sees_to_a_writer_that_started_again():
+    """It lives, and may have lost what it wrote; the others would take it for somebody who looks after it."""
+    book = accounts()
+    copy = [fact(holders=("n2", "n1"))]
+    book.confirm_holder(KEY, "n2", 1)
+    assert not isinstance(book.next_task(look(facts=copy)), ReplicationTask)
+    assert book.next_task(look(facts=copy, life=lambda _: 2)) == ReplicationTask(KEY, "n2", ("n2", "n1"))
+
+
+def test_of_the_past_only_what_the_job_went_on_from_is_wanted():
+    book, now = accounts(), 100.0
+    kept = fact(whole=True)
+    assert isinstance(
+        book.next_task(look(now, epoch=2, facts=[kept], base=ResumePoint(2, "b", 0, KEY.version_id))), ReplicationTask
+    )
+    assert not isinstance(
+        book.next_task(look(now, epoch=2, facts=[kept], base=ResumePoint(1, "a", 1, VersionId(1, 4, 0, "a")))),
+        ReplicationTask,
+    )
+
+
+def test_who_has_heard_since_that_the_job_went_back_is_asked_again():
+    """The other node had taken the version for superfluous; it may have given it up, or not have mended it."""
+    book = accounts()
+    duty = book.next_task(look())
+    book.task_done(duty, 1, None)
+    back = ResumePoint(1, "a", 1, KEY.version_id)
+    assert book.next_task(look(base=back)) == duty
+    book.task_done(duty, 1, None)
+    assert book.next_task(look(base=back)) == duty, "it was told of the version before it heard of the way back"
+    book.task_done(duty, 1, back)
+    assert not isinstance(book.next_task(look(base=back)), ReplicationTask)
+
+
+def test_what_was_of_the_past_is_offered_at_once_when_the_job_goes_back_to_it():
+    book = accounts()
+    duty = book.next_task(look())
+    book.task_failed(duty, FencedError("older than version 6, which has all its copies"), 0.0)
+    assert not isinstance(book.next_task(look()), ReplicationTask)
+    assert book.next_task(look(base=ResumePoint(1, "a", 1, KEY.version_id))) == duty

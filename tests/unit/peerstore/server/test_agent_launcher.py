@@ -1,0 +1,95 @@
+"""Somebody who calls an agent while nobody needs anything of it, and how that ends."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from peerstore import message_codec
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest
+from peerstore.server.agent_launcher import AgentWatchdog
+from peerstore.server.store_api import Operation
+from peerstore.server.store_client import connect_to_agent
+from peerstore.server.store_server import StoreServer
+from peerstore.settings import StoreSettings
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
+from tests.support.local_nodes import until
+
+pytestmark = pytest.mark.slow
+
+
+def greeted(ends):
+    here, there = socket.socketpair()
+    there.settimeout(30)
+    message_codec.send_frame(there, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+    ends.append(there)
+    return here
+
+
+def test_an_agent_that_says_nothing_does_not_keep_its_watch_from_ending():
+    ends = []
+    with contextlib.ExitStack() as cleanup:
+        watch = AgentWatchdog(lambda: greeted(ends), lambda: False)
+        cleanup.callback(lambda: [end.close() for end in ends])
+        until(lambda: ends)
+        assert message_codec.receive_frame(ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
+        assert message_codec.receive_frame(ends[0], AgentRequest).op == "epoch"
+        began = time.monotonic()
+        watch.close()
+        assert time.monotonic() - began < 30
+
+
+def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
+    ends, starting, go_on = [], threading.Event(), threading.Event()
+
+    def connect():
+        if ends:
+            starting.set()
+            assert go_on.wait(60)
+        return greeted(ends)
+
+    watch = AgentWatchdog(connect, lambda: False)
+    until(lambda: ends)
+    ends[0].close()  # the agent has died
+    assert starting.wait(60)
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 30
+    go_on.set()
+    watch._thread.join(60)
+    assert len(ends) == 2
+    ends[1].close()
+
+
+def test_an_agent_that_ends_takes_its_socket_along_before_anybody_hears_of_it(tmp_path):
+    arena = MemfdArena()
+    store = NodeStore(arena, StoreSettings(budget="64MiB"), threads=1)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def wait(_body, _owner):
+        asked.set()
+        assert go_on.wait(60)
+
+    server = StoreServer(store, tmp_path / "agent.sock", more={"wait": Operation(type(None), type(None), wait)})
+    server.start()
+    here = connect_to_agent(tmp_path / "agent.sock")
+    here.settimeout(30)
+    message_codec.send_frame(here, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+    assert message_codec.receive_frame(here, AgentHello).protocol == AGENT_PROTOCOL_VERSION
+    message_codec.send_frame(here, AgentRequest("wait", message_codec.encode_raw_message(None)))
+    assert asked.wait(30)
+    ending = threading.Thread(target=server.close)
+    ending.start()
+    try:
+        with contextlib.suppress(OSError):
+            assert here.recv(1) == b""  # as who looks after it hears that it ends
+        assert not (tmp_path / "agent.sock").exists()
+    finally:
+        go_on.set()
+        ending.join(60)
+        here.close()
+        store.close()
+        arena.purge()

@@ -1,0 +1,213 @@
+"""The client's connections: pooled while it is open, all closed when it is not."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from peerstore import deadlines, message_codec
+from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
+from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
+from peerstore.server.store_api import JobRequest, StoreStatusRequest
+from peerstore.server.store_client import Client, connect_to_agent
+from tests.support.local_nodes import until
+
+
+class ScriptedAgent:
+    """The other end of a client's connections, moved one step at a time by the test."""
+
+    def __init__(self):
+        self.ends = []
+        self.greeting = AgentHello(AGENT_PROTOCOL_VERSION, "", "1.0", "arena")
+
+    def connect(self):
+        here, there = socket.socketpair()
+        there.settimeout(10)
+        self.ends.append(there)
+        message_codec.send_frame(there, self.greeting)
+        return here
+
+    def request(self, end=0):
+        greeting = message_codec.receive_frame(self.ends[end], AgentHello)
+        assert greeting.protocol == AGENT_PROTOCOL_VERSION
+        return message_codec.receive_frame(self.ends[end], AgentRequest)
+
+    def answer(self, value, end=0):
+        message_codec.send_frame(self.ends[end], AgentResponse("", message_codec.encode_raw_message(value)))
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def agent():
+    one = ScriptedAgent()
+    yield one
+    one.close()
+
+
+def test_a_connection_in_the_middle_of_a_call_is_closed_with_the_client(agent):
+    client = Client(agent.connect, retry_s=0)
+    answers = []
+    caller = threading.Thread(target=lambda: answers.append(client.epoch("job")))
+    caller.start()
+    assert agent.request().op == "epoch"
+    client.close()
+    agent.answer(7)
+    caller.join(200)
+    assert answers == [7]
+    assert agent.ends[0].recv(1) == b"", "the connection was kept by a closed client"
+
+
+def test_calls_one_after_the_other_share_a_connection(agent):
+    client = Client(agent.connect, retry_s=0)
+    agent.answer(1)
+    assert client.epoch("job") == 1
+    agent.answer(2)
+    assert client.epoch("job") == 2
+    assert len(agent.ends) == 1
+    client.close()
+
+
+def test_an_agent_of_another_protocol_is_named(agent):
+    agent.greeting = AgentHello(AGENT_PROTOCOL_VERSION + 1, "", "9.9")
+    with pytest.raises(ProtocolError, match=r"speaks protocol 4 \(version 9\.9\), this client 3: use the same release"):
+        Client(agent.connect, retry_s=0)
+    assert message_codec.receive_frame(agent.ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
+    assert agent.ends[0].recv(1) == b"", "the refused connection was left open"
+
+
+def test_a_client_without_an_agent_says_so():
+    def nobody():
+        raise AgentUnreachableError("no agent answers on nowhere")
+
+    with pytest.raises(AgentUnreachableError, match="nowhere"):
+        Client(nobody, retry_s=0)
+
+
+def test_time_is_lost_once_for_an_agent_that_is_gone():
+    """Calls of a loop that goes on without its agent are tried once each, until one gets through."""
+    agent, tries = ScriptedAgent(), []
+    waiting = [agent.connect()]
+
+    def connect():
+        tries.append(1)
+        if not waiting:
+            raise AgentUnreachableError("nobody")
+        return waiting.pop()
+
+    client = Client(connect, retry_s=0.3)
+    client._idle.pop().close()
+    with pytest.raises(AgentUnreachableError):
+        client.epoch("job")
+    assert len(tries) > 3
+    for _ in range(3):
+        before = len(tries)
+        with pytest.raises(AgentUnreachableError):
+            client.epoch("job")
+        assert len(tries) == before + 1
+    waiting.append(agent.connect())
+    agent.answer(7, end=-1)
+    assert client.epoch("job") == 7
+    client.close()
+    agent.close()
+
+
+def test_a_closed_client_opens_nothing_again(agent):
+    client = Client(agent.connect, retry_s=5.0)
+    client.close()
+    with pytest.raises(RequestError, match="closed"):
+        client.status()
+    client.notify("status", StoreStatusRequest(), timeout_s=1.0)
+    client.notify("status", StoreStatusRequest(), timeout_s=1.0, seek=agent.connect)
+    assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
+
+
+def test_a_wait_that_is_nearly_over_proves_nothing_about_the_agent(agent):
+    """That would take longer than there is time."""
+    asked = []
+    client = Client(agent.connect, retry_s=0, replace=lambda: bool(asked.append(1)))
+    with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="did not answer 'epoch'"):
+        client.call("epoch", JobRequest("job"), int, within_s=3.5)
+    assert asked == []
+
+
+def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
+    def hangs():
+        raise AgentUnreachableError("it hangs")
+
+    client = Client(agent.connect, retry_s=0, replace=hangs)
+    with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="it hangs"):
+        client.call("epoch", JobRequest("job"), int, timeout_s=600)
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_says_how_long_it_is_waited_for(agent):
+    with contextlib.closing(Client(agent.connect, retry_s=0)) as client:
+        agent.answer(1)
+        client.epoch("job")
+        assert agent.request().remaining_s == 60.0
+        agent.answer(1)
+        client.call("epoch", JobRequest("job"), int, within_s=7.0)
+        agent.answer(1)
+        with deadlines.timeout_scope(3.0), deadlines.timeout_scope(50.0):
+            client.epoch("job")
+        within, budget = (message_codec.receive_frame(agent.ends[0], AgentRequest).remaining_s for _ in range(2))
+        assert 6.0 < within <= 7.0
+        assert 2.0 < budget <= 3.0
+
+
+def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(agent):
+    with contextlib.closing(Client(agent.connect)) as client:
+        answers = []
+        caller = threading.Thread(
+            target=lambda: answers.append(client.call("epoch", JobRequest("job"), int, within_s=30.0))
+        )
+        caller.start()
+        first = agent.request()
+        agent.ends[0].close()
+        until(lambda: len(agent.ends) == 2, "it tries again")
+        second = agent.request(1)
+        agent.answer(7, 1)
+        caller.join(30)
+        assert answers == [7]
+        assert 0 < second.remaining_s < first.remaining_s <= 30.0
+
+
+def test_an_agent_that_says_nothing_is_an_error_that_says_so(agent):
+    with contextlib.closing(Client(agent.connect)) as client:
+        began = time.monotonic()
+        said = rf"process {os.getpid()}\) did not answer 'epoch': nothing was heard of it for \d\.\d s"
+        with pytest.raises(AgentUnreachableError, match=said):
+            client.call("epoch", JobRequest("job"), int, within_s=0.2)
+        assert time.monotonic() - began < 20
+        with deadlines.timeout_scope(0.0), pytest.raises(AgentUnreachableError, match="no time was left"):
+            client.epoch("job")
+
+
+def test_an_agent_that_accepts_nobody_costs_no_more_than_the_time_there_is(agent_of_nobody):
+    with deadlines.timeout_scope(0.2), pytest.raises(AgentUnreachableError):
+        Client(agent_of_nobody)
+
+
+@pytest.fixture
+def agent_of_nobody(tmp_path):
+    """It listens, and its line is full."""
+    path = tmp_path / "agent.sock"
+    tmp_path.chmod(0o700)
+    with contextlib.ExitStack() as open_sockets:
+        listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                one.connect(str(path))
+        yield lambda: connect_to_agent(path)

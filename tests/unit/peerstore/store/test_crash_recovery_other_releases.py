@@ -1,0 +1,145 @@
+"""An agent that finds what another version left: it is kept, named and counted, and it is there after the way back."""
+
+import contextlib
+import errno
+
+import msgspec
+import pytest
+
+from peerstore.errors import ArenaFullError, FencedError, ShardNotFoundError, UnavailableError
+from peerstore.settings import StoreSettings
+from peerstore.store import slots
+from peerstore.store.arena import TmpfsArena, _framed
+from peerstore.store.node_store import NodeStore
+from tests.support.failing_calls import failing
+from tests.support.stores import MIB, content, key, load, save, store_directory
+
+OLD, NEW = key(1), key(2)
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        yield place
+
+
+@contextlib.contextmanager
+def opened(directory, budget="64MiB"):
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget=budget))) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def newer_release(monkeypatch):
+    """While the block runs, notes are of the next format."""
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "METADATA_FORMAT", slots.METADATA_FORMAT + 1)
+        put = slots.MetadataStore.put
+
+        def of_next(self, kind, name, note):
+            put(self, kind, name, msgspec.structs.replace(note, format=slots.METADATA_FORMAT))
+
+        patch.setattr(slots.MetadataStore, "put", of_next)
+        yield
+
+
+@pytest.fixture
+def rolled_back(directory, monkeypatch):
+    """A step of this version's, one of the next version's, and then this version again."""
+    with opened(directory) as store:
+        save(store, OLD)
+        store.mark_committed("job", OLD.version_id)
+    with newer_release(monkeypatch), opened(directory) as store:
+        assert load(store, OLD) == content(OLD, MIB), "an upgrade finds everything"
+        save(store, NEW, meta=b"of the next version")
+        store.mark_committed("job", NEW.version_id)
+    return directory
+
+
+def test_shards_of_a_newer_release_are_kept_and_the_older_step_restores(rolled_back, monkeypatch):
+    with opened(rolled_back) as store:
+        assert [fact.key for fact in store.list_shards()] == [OLD]
+        assert load(store, OLD) == content(OLD, MIB)
+        status = store.status()
+        (claim, slot) = sorted(status.unrecognized, key=lambda one: one.size_bytes)
+        assert (claim.name, slot.size_bytes) == ("job.job", MIB)
+        assert "format 2" in slot.reason
+        assert status.arena.unrecognized_bytes == MIB
+        assert status.damage_reports == ()
+        save(store, key(3))
+    with newer_release(monkeypatch), opened(rolled_back) as store:
+        assert sorted(fact.key.version for fact in store.list_shards()) == [1, 2, 3]
+        assert load(store, NEW) == content(NEW, MIB)
+        assert store.status().unrecognized == ()
+
+
+def test_writers_of_the_past_stay_refused(directory, monkeypatch):
+    with newer_release(monkeypatch), opened(directory) as store:
+        store.claim("job", "ninth", at_least=8)
+    with opened(directory) as store:
+        assert store.epoch("job") == 9
+        with pytest.raises(FencedError):
+            store.lease(key(5, epoch=8, name="eighth"), MIB, 1)
+
+
+def test_shards_set_aside_use_budget_and_can_be_dropped(rolled_back):
+    with opened(rolled_back, "2MiB") as store:
+        assert [fact.key for fact in store.list_shards()] == [OLD]
+        with pytest.raises(ArenaFullError, match="1048576 bytes more are in slots that another version"):
+            save(store, key(3))
+        name = next(one.name for one in store.status().unrecognized if one.size_bytes)
+        assert store.drop_unrecognized(["slot.other"]) == 0
+        assert store.drop_unrecognized([name]) == MIB
+        assert store.status().arena.unrecognized_bytes == 0
+        assert not [path for path in rolled_back.rglob("*") if path.name.endswith(name)]
+        save(store, key(3))
+
+
+UNKNOWN = {
+    "another frame": lambda raw: b"PSN2" + raw[4:],
+    "not ours inside": lambda _: _framed(b"\xc1\xc1\xc1"),
+    "another kind": lambda _: _framed(msgspec.msgpack.encode({"a": 1})),
+}
+
+
+@pytest.mark.parametrize("harm", UNKNOWN)
+@pytest.mark.parametrize("kind", ["seal", "lease"])
+def test_intact_unknown_metadata_is_kept(directory, kind, harm):
+    with opened(directory) as store:
+        save(store, OLD)
+        if kind == "seal":
+            save(store, NEW)
+        else:
+            store.lease(NEW, MIB, 1)
+    place = max((directory / "notes").glob(f"{kind}.*"), key=lambda path: path.stat().st_mtime_ns)
+    place.write_bytes(UNKNOWN[harm](place.read_bytes()))
+    with opened(directory) as store:
+        assert [fact.key for fact in store.list_shards()] == [OLD]
+        with pytest.raises(ShardNotFoundError):
+            store.pin(NEW)
+        (aside,) = store.status().unrecognized
+        assert aside.size_bytes == MIB
+        assert place.exists()
+        assert (directory / "slots" / aside.name).exists()
+
+
+def test_a_note_that_cannot_be_read_is_not_one_that_is_wrong(directory):
+    with opened(directory) as store:
+        save(store, OLD)
+    (place,) = (directory / "notes").glob("seal.*")
+    with failing("open", errno.EIO, below=str(place)), opened(directory) as store:
+        assert store.list_shards() == []
+        assert [one.size_bytes for one in store.status().unrecognized] == [MIB]
+    with opened(directory) as store:
+        assert load(store, OLD) == content(OLD, MIB)
+
+
+@pytest.mark.parametrize("which", ["seal.*", "job.*"])
+def test_an_agent_that_is_short_of_descriptors_does_not_start_without_its_shards(directory, which):
+    with opened(directory) as store:
+        save(store, OLD)
+    (place,) = (directory / "notes").glob(which)
+    with failing("open", errno.EMFILE, below=str(place)), pytest.raises(UnavailableError):
+        NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))
+    with opened(directory) as store:
+        assert load(store, OLD) == content(OLD, MIB)

@@ -1,0 +1,235 @@
+"""Writers, readers and jobs that went away, by a clock that the test moves."""
+
+import contextlib
+import errno
+import time
+
+import pytest
+
+from peerstore.daemon_process import ProcessIdentity, current_process
+from peerstore.errors import ArenaFullError, LeaseLostError
+from peerstore.settings import StoreSettings
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.slots import EXPIRED_JOB_METADATA
+from tests.support.failing_calls import UNKNOWN, failing
+from tests.support.stores import MIB, content, key, load, save
+
+GRACE, TTL = 30.0, 600.0
+DEAD = ProcessIdentity(current_process().pid, -7)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store(clock):
+    arena = MemfdArena()
+    settings = StoreSettings(budget="64MiB", lease_grace_s=GRACE, job_ttl_s=TTL)
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as one:
+        yield one
+    arena.purge()
+
+
+def test_a_dead_writers_slot_is_free_at_once(store):
+    lease = store.lease(key(), MIB, 1, owner=DEAD)
+    store.sweep()
+    with pytest.raises(LeaseLostError):
+        store.seal(lease.id, 10)
+    assert store.lease(key(1), MIB, 1).slot == lease.slot
+
+
+def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
+    store.client_connected(current_process(), "job")
+    lease = store.lease(key(), MIB, 1)
+    clock.now += 10 * GRACE
+    store.sweep()
+    store.client_disconnected(current_process(), "job")
+    clock.now += GRACE
+    store.sweep()
+    store.client_connected(current_process(), "job")  # it is back in time
+    store.client_disconnected(current_process(), "job")
+    clock.now += GRACE
+    store.sweep()
+    assert store.grow(lease.id, 10).id == lease.id
+    clock.now += 1
+    store.sweep()
+    with pytest.raises(LeaseLostError):
+        store.seal(lease.id, 10)
+    assert store.status().arena.slots == 0, "a slot that its writer may still have mapped is not given to others"
+
+
+@pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
+def test_process_that_cannot_be_inspected_counts_as_alive(store, code):
+    """An agent without a descriptor left cannot look into ``/proc``: its writers write on, and its readers read on."""
+    save(store, key())
+    lease, pin = store.lease(key(1), MIB, 1), store.pin(key())
+    with failing("open", code, below="/proc") as failed:
+        store.sweep()
+    assert failed
+    assert store.unpin(pin.id)
+    assert store.seal(lease.id, 10).key == key(1)
+
+
+def test_a_reader_that_went_away_holds_nothing(store, clock):
+    save(store, key())
+    gone, here = store.pin(key(), owner=DEAD), store.pin(key())
+    store.sweep()
+    assert store.status().arena.pins == 1
+    assert not store.unpin(gone.id)
+    assert store.unpin(here.id)
+
+
+def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
+    store.client_connected(current_process(), "job")
+    save(store, key())
+    store.put_blob("job", "layout", b"x")
+    clock.now += 10 * TTL
+    store.sweep()
+    store.client_disconnected(current_process(), "job")
+    clock.now += TTL
+    store.sweep()
+    assert store.status().jobs[0].expires_in_s == 0
+    assert load(store, key()) == content(key(), MIB)
+    assert store.idle_s() == 0, "an agent with shards is needed"
+    clock.now += 1
+    store.sweep()
+    assert store.list_shards() == []
+    assert store.list_blobs("job") == []
+    assert store.status().jobs == ()
+    assert store.status().arena.slots == 0
+
+
+def test_a_job_that_somebody_reads_or_uploads_is_kept(store, clock):
+    save(store, key())
+    store.hold(key(), "drain")
+    clock.now += TTL + 1
+    store.sweep()
+    assert load(store, key()) == content(key(), MIB)
+    store.release_hold(key(), "drain")
+    store.sweep()
+    assert store.list_shards() == []
+
+
+def test_how_long_nobody_needed_the_store(store, clock):
+    clock.now += 5
+    assert store.idle_s() == 5
+    store.client_connected(current_process(), "job")
+    clock.now += 5
+    assert store.idle_s() == 0
+    store.client_disconnected(current_process(), "job")
+    clock.now += 7
+    assert store.idle_s() == 7
+
+
+# -- jobs that were not told to go -------------------------------------------------------------------------------------
+
+
+def test_expired_job_stays_recorded_with_time_and_cause(clock):
+    arena = MemfdArena()
+    settings = StoreSettings(budget="64MiB", job_ttl_s=TTL)
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as store:
+        before = time.time_ns()
+        for version in (1, 2):
+            save(store, key(version))
+        save(store, key(3, part=0), parts=2)  # never whole
+        save(store, key(1, job="torn"), parts=2)
+        assert store.expired_job("job") is None
+        clock.now += TTL + 1
+        store.sweep()
+        found = store.expired_job("job")
+        assert (found.job, found.newest_committed) == ("job", key(2).version_id)
+        assert before <= found.at_ns <= time.time_ns()
+        assert "no process had used it for 0.2 hours" in found.reason
+        assert store.expired_job("torn") is None, "of which nothing was ever whole"
+        assert store.expired_job("nobody") is None
+        assert store.status().jobs == ()
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as again:
+        assert again.expired_job("job") == found
+    arena.purge(keep=EXPIRED_JOB_METADATA)  # an agent that nobody needs leaves
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
+        assert later.expired_job("job") == found
+        later.delete_versions("job")  # its owner says so
+        assert later.expired_job("job") is None
+    arena.purge()
+
+
+def test_only_so_many_ends_are_remembered(store, clock, monkeypatch):
+    monkeypatch.setattr("peerstore.store.job_table._FORGOTTEN_REMEMBERED", 3)
+    for number in range(5):
+        save(store, key(job=f"job{number}"), 100)
+        clock.now += TTL + 1
+        store.sweep()
+    assert [bool(store.expired_job(f"job{number}")) for number in range(5)] == [False, False, True, True, True]
+
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def patient(clock):
+    arena = MemfdArena()
+    settings = StoreSettings(budget="64MiB", job_ttl_s=DAY)
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as one:
+        yield one
+    arena.purge()
+
+
+def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room(patient, clock):
+    told = []
+    listener = StoreListener()
+    listener.on_job_expired = told.append
+    patient.subscribe(listener)
+    for number in range(3):
+        save(patient, key(job=f"old{number}"), 16 * MIB)
+        clock.now += 1
+    clock.now += 2 * 3600
+    save(patient, key(1), 16 * MIB)
+    assert patient.list_shards("old0"), "there is room"
+    save(patient, key(2), 16 * MIB)
+    patient.sweep()
+    assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, True, True]
+    assert told == ["old0"]
+    said = patient.expired_job("old0")
+    assert said.newest_committed == key().version_id
+    assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
+    held = patient.lease(key(3), 16 * MIB, 1)  # its own older version goes first
+    assert patient.list_shards("old1")
+    patient.grow(held.id, 20 * MIB)  # beside the slot it has: that takes both
+    assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, False, False]
+
+
+def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, clock):
+    patient.client_connected(current_process(), "running")
+    save(patient, key(job="running"), 20 * MIB)
+    save(patient, key(job="read"), 20 * MIB)
+    pin = patient.pin(key(job="read"))
+    clock.now += 2 * 3600
+    save(patient, key(job="interrupted"), 20 * MIB)
+    clock.now += 3599
+    with pytest.raises(ArenaFullError):
+        patient.lease(key(), 20 * MIB, 1)
+    assert {fact.key.job for fact in patient.list_shards()} == {"running", "read", "interrupted"}
+    clock.now += 2
+    save(patient, key(), 20 * MIB)
+    assert {fact.key.job for fact in patient.list_shards()} == {"running", "read", "job"}
+    pin.close()
+
+
+def test_nobody_gives_way_where_that_would_not_help(patient, clock):
+    save(patient, key(job="old"), 16 * MIB)
+    clock.now += 2 * 3600
+    with pytest.raises(ArenaFullError):
+        patient.lease(key(), 65 * MIB, 1)
+    assert patient.list_shards("old")
+    assert patient.expired_job("old") is None

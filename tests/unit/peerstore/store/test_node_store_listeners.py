@@ -1,0 +1,105 @@
+"""What the owner of a store's contents is told."""
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from peerstore.errors import ArenaFullError
+from peerstore.settings import StoreSettings
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore, StoreListener
+from tests.support.leaks import own_name
+from tests.support.stores import flip, key, save
+
+
+class Diary(StoreListener):
+    def __init__(self):
+        self.lines = []
+
+    def on_shard_sealed(self, record):
+        self.lines.append(("sealed", record.key))
+
+    def on_shard_damaged(self, key, record, reason):
+        assert key == record.key
+        self.lines.append(("damaged", key, reason))
+
+
+@pytest.fixture
+def place():
+    """A directory that a store is opened in, again and again."""
+    directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
+    stores = []
+
+    def open_it():
+        for store in stores:
+            store.close()
+        stores[:] = [NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))]
+        return stores[0]
+
+    yield open_it
+    for store in stores:
+        store.close()
+    TmpfsArena(directory).purge()
+    directory.rmdir()
+
+
+def test_listener_receives_damage_found_by_verification(place):
+    store, diary = place(), Diary()
+    store.subscribe(diary)
+    save(store, key(3))
+    flip(store.shard_path(key(3)), 17)
+    assert store.verify(key(3)) == (0,)
+    reason = "1 of its chunks changed after it was sealed, first: 0"
+    assert diary.lines == [("sealed", key(3)), ("damaged", key(3), reason)]
+
+
+def test_late_listener_receives_damage_found_after_a_restart(place):
+    store = place()
+    save(store, key(3, part=0), parts=3)
+    save(store, key(3, part=8), parts=9)
+    save(store, key(3, part=1), parts=3)
+    flip(store.shard_path(key(3, part=8)), 17)
+    os.truncate(store.shard_path(key(3, part=1)), 100)
+    store = place()
+    assert [fact.key.part for fact in store.list_shards()] == [0]
+    diary = Diary()
+    store.subscribe(diary)
+    assert sorted(diary.lines) == [
+        ("damaged", key(3, part=1), "100 bytes of 1048576 are left"),
+        ("damaged", key(3, part=8), "1 chunks differ after a restart, first: 0"),
+        ("sealed", key(3, part=0)),
+    ]
+
+
+def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
+    store, diary = place(), Diary()
+    store.subscribe(diary)
+    store.report_damage(key(1), "so they say")
+    assert diary.lines == []
+    assert store.status().damage_reports == ()
+
+
+class NoRoom(StoreListener):
+    """Has to note what it hears, and cannot."""
+
+    def _fail(self, *_, **__):
+        raise ArenaFullError("no room for a note")
+
+    on_shard_sealed = on_shard_damaged = on_replica_stored = on_version_decided = on_job_expired = on_client_left = (
+        _fail
+    )
+
+
+def test_failing_listener_does_not_block_the_others(place):
+    diary, store = Diary(), place()
+    save(store, key(0))
+    store.subscribe(NoRoom())
+    store.subscribe(diary)
+    save(store, key(1))
+    flip(store.shard_path(key(1)), 5)
+    assert store.verify(key(1)) == (0,)
+    store.mark_committed("job", key(0).version_id)
+    assert [line[:2] for line in diary.lines] == [("sealed", key(0)), ("sealed", key(1)), ("damaged", key(1))]
+    assert store.status().counters["listener_errors"] == 4

@@ -1,0 +1,85 @@
+"""Jobs whose owner says by name what goes: the store gives nothing of them up by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from peerstore.errors import ArenaBusyError, RequestError
+from peerstore.settings import StoreSettings
+from peerstore.shard_records import ShardKey
+from peerstore.store.arena import MemfdArena
+from peerstore.store.node_store import NodeStore
+
+PARTS = 1 << 20
+"""More than there ever are: nothing is whole."""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[NodeStore]:
+    settings = StoreSettings(budget="1MiB", slots_per_part=2, burst_slots=1, job_ttl_s=10.0)
+    with contextlib.closing(NodeStore(MemfdArena(), settings, clock=clock)) as made:
+        yield made
+
+
+def keep(store: NodeStore, job: str, version: int, size_bytes: int = 100) -> ShardKey:
+    key = ShardKey(job, version, 1, "owner", 0, 0)
+    store.seal(store.lease(key, size_bytes, PARTS).id, size_bytes)
+    return key
+
+
+def test_slots_are_bounded_by_the_budget_and_by_nothing_else(store: NodeStore) -> None:
+    store.manage_job("managed", 1, "owner")
+    kept = [keep(store, "managed", version) for version in range(10)]
+    assert [fact.key for fact in store.list_shards("managed")] == kept
+    with pytest.raises(ArenaBusyError):
+        keep(store, "managed", 10, (1 << 20) - 999)
+    assert store.delete_versions("managed", [key.version_id for key in kept[:5]]) == 5
+    keep(store, "managed", 10, (1 << 20) - 1999)
+    assert {fact.key.version for fact in store.list_shards("managed")} == {5, 6, 7, 8, 9, 10}
+
+
+def test_another_job_has_as_many_slots_as_its_writers_may_have(store: NodeStore) -> None:
+    for version in range(3):
+        keep(store, "other", version)
+    with pytest.raises(ArenaBusyError):
+        keep(store, "other", 3)
+
+
+def test_managed_job_without_processes_does_not_expire(store: NodeStore, clock: Clock) -> None:
+    store.manage_job("managed", 1, "owner")
+    keep(store, "managed", 1)
+    keep(store, "other", 1)
+    clock.now = 11.0
+    store.sweep()
+    assert [fact.key.job for fact in store.list_shards()] == ["managed"]
+
+
+def test_whose_it_is_is_known_before_anything_is_written(store: NodeStore) -> None:
+    store.manage_job("managed", 1, "owner")
+    assert store.epoch("managed") == 1
+    store.manage_job("managed", 1, "owner")
+    assert store.epoch("managed") == 1
+
+
+def test_managed_job_name_is_reserved(store: NodeStore) -> None:
+    store.manage_job("managed", 1, "owner")
+    with pytest.raises(RequestError, match="this agent's own"):
+        store.claim("managed", "trainer")
+    with pytest.raises(RequestError, match="this agent's own"):
+        store.lease(ShardKey("managed", 1, 2, "trainer", 0, 0), 100, 1)
+    keep(store, "managed", 1)

@@ -1,0 +1,87 @@
+"""A slot's file that somebody else removed or truncated costs the copy in it, and no later save."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.settings import StoreSettings
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from tests.support.stores import MIB, content, fill, key, load, save, store_directory
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        yield place
+
+
+@pytest.fixture
+def store(directory):
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as one:
+        yield one
+
+
+def cut(path):
+    os.truncate(path, 4096)
+
+
+@pytest.fixture(params=[os.unlink, cut], ids=["removed", "truncated"])
+def harm(request):
+    return request.param
+
+
+def go_on(store, versions):
+    for version in versions:
+        save(store, key(version))
+        assert load(store, key(version)) == content(key(version), MIB)
+
+
+def test_missing_file_of_a_superseded_version(store, directory, harm):
+    go_on(store, (1, 2))
+    harm(store.shard_path(key(1)))
+    go_on(store, range(3, 8))
+    assert len(list((directory / "slots").iterdir())) == store.status().arena.slots == 2
+
+
+def test_missing_file_of_the_newest_version(store, harm):
+    go_on(store, (1, 2))
+    harm(store.shard_path(key(2)))
+    with pytest.raises(ShardDamagedError):
+        store.pin(key(2))
+    with pytest.raises(ShardNotFoundError):
+        store.pin(key(2))
+    assert [fact.key for fact in store.list_shards("job")] == [key(1)], "offered to nobody"
+    assert any("job/2" in damage.what for damage in store.status().damage_reports)
+    assert load(store, key(1)) == content(key(1), MIB)
+    go_on(store, range(3, 8))
+
+
+def test_missing_file_of_a_free_slot(store, directory, harm):
+    lease = store.lease(key(1), MIB, 1)
+    store.release(lease.id)
+    harm(directory / "slots" / lease.slot)
+    go_on(store, range(1, 4))
+
+
+def test_missing_file_of_a_leased_slot(store, directory, harm):
+    """The save that was being written is lost, and says so."""
+    lease = store.lease(key(1), MIB, 1)
+    harm(directory / "slots" / lease.slot)
+    with pytest.raises(PeerStoreError):
+        store.seal(lease.id, MIB)
+    assert not Path(directory / "slots" / lease.slot).exists()
+    store.release(lease.id)
+    go_on(store, range(1, 4))
+
+
+def test_missing_file_of_a_lease_that_is_requested_again(store, directory, harm):
+    lease = store.lease(key(1), MIB, 1)
+    harm(directory / "slots" / lease.slot)
+    again = store.lease(key(1), MIB, 1)
+    fill(again, content(key(1), MIB))
+    store.seal(again.id, MIB)
+    assert load(store, key(1)) == content(key(1), MIB)

@@ -1,0 +1,258 @@
+"""Every system call of the store fails once, in every way: nothing is lost, nothing is called damaged, nothing stays
+open, and the next try works."""
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from peerstore import checksums
+from peerstore.errors import ArenaFullError, PeerStoreError, UnavailableError
+from peerstore.peers.peer_messages import ReadRanges
+from peerstore.peers.shard_server import RangeServer
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.server.store_server import StoreServer
+from peerstore.settings import StoreSettings
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore, StoreListener
+from tests.support.local_nodes import until
+from tests.support.stores import MIB, content, key, store_directory
+from tests.support.syscall_failures import CODES, EveryCall
+
+pytestmark = pytest.mark.slow
+
+SIZE = MIB + 5
+BUDGET = "12MiB"
+BLOB = b"layout" * 1000
+COPIED = key(1, part=1, job="other")
+"""Brought from another node: its bytes are those of the first version here."""
+
+
+class Told(StoreListener):
+    def __init__(self):
+        self.keys = set()
+
+    def on_shard_sealed(self, record):
+        self.keys.add(record.key)
+
+    def on_replica_stored(self, record, holders):
+        self.keys.add(record.key)
+
+
+class Agent:
+    """A store behind its socket, and what a caller does that is told "not now": it asks again."""
+
+    def __init__(self, directory, said, *, unheard=False):
+        self.said = said
+        self.unheard = unheard
+        self.store = self.own(lambda: NodeStore(TmpfsArena(directory), StoreSettings(budget=BUDGET), threads=1))
+        self.told = Told()
+        self.store.subscribe(self.told)
+        path = directory / "agent.sock"
+        self.slots = lambda: len(list((directory / "slots").iterdir()))
+        self.server = self.own(lambda: StoreServer(self.store, path))
+        self.own(self.server.start)
+        self.client = self.own(lambda: Client(lambda: connect_to_agent(path), job="job"))
+
+    def own(self, work):
+        """What a process does for itself."""
+        for left in (2, 1, 0):
+            try:
+                return work()
+            except (PeerStoreError, OSError, RuntimeError):
+                if not left:
+                    raise
+        return None
+
+    def asked(self, work):
+        """What is asked over the socket."""
+
+        def heard():
+            try:
+                return work()
+            except Exception as error:
+                self.said.append(error)
+                raise
+
+        return self.own(heard)
+
+    def leased(self, of, size=SIZE):
+        lease = self.asked(lambda: self.client.lease(of, size, 1))
+        return self.filled(lease, of)
+
+    def filled(self, lease, of):
+        written(self.asked(lambda: self.client.open_slot(lease.slot)), content(of, SIZE)[: lease.size_bytes])
+        return lease
+
+    def sealed(self, lease, of, size=SIZE):
+        self.asked(lambda: self.client.seal(lease.id, size, b"meta"))
+        self.asked(lambda: self.client.mark_committed(of.job, of.version_id))
+
+    def save(self, of):
+        self.sealed(self.leased(of), of)
+
+    def load(self, of):
+        pin = self.asked(lambda: self.client.pin(of))
+        try:
+            return os.pread(pin.fd, pin.record.size_bytes, 0)
+        finally:
+            self.own(pin.close)
+            self.asked(lambda: self.client.unpin(pin.id))
+
+    def has(self, *keys):
+        """These are here, whole and bit for bit, and nothing is said of damage."""
+        here = {fact.key for fact in self.asked(self.client.list_shards)}
+        assert set(keys) <= here, set(keys) - here
+        for of in keys:
+            assert self.asked(lambda of=of: self.client.verify(of)) == ()
+            assert self.load(of) == content(key(1) if of == COPIED else of, SIZE)
+        status = self.asked(self.client.status)
+        assert status.damage_reports == ()
+        assert status.unrecognized == ()
+        assert self.unheard or status.arena.pins == 0
+
+    def close(self):
+        self.client.close()
+        self.own(self.server.close)
+        self.own(self.store.close)
+
+
+def written(fd, data):
+    try:
+        assert os.pwrite(fd, data, 0) == len(data)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def agent(directory, calls, said):
+    with contextlib.closing(Agent(directory, said, unheard=calls.unheard)) as running:
+        yield running
+
+
+def story(directory, calls):
+    """Everything that happens to a shard, an agent that ends in the middle of it twice, and a job that is forgotten."""
+    one, two, three, four, five = (key(version) for version in range(1, 6))
+    said = []
+    directory.mkdir(mode=0o700)
+    with calls.watched():
+        with agent(directory, calls, said) as first:
+            first.asked(lambda: first.client.claim("job", "a"))
+            first.asked(lambda: first.client.reserve("job", 0, SIZE, slots=1))
+            first.save(one)
+            first.asked(lambda: first.client.retain("job", one.version_id))
+            first.asked(lambda: first.client.put_blob("job", "layout.x", BLOB))
+            first.has(one)
+            lease = first.leased(key(2, attempt=1), MIB)
+            lease = first.asked(lambda: first.client.grow(lease.id, SIZE))
+            lease = first.asked(lambda: first.client.relabel(lease.id, two))
+            first.sealed(first.filled(lease, two), two)
+            given_up = first.asked(lambda: first.client.lease(three, SIZE, 1))
+            first.asked(lambda: first.client.release(given_up.id))
+            first.has(one, two)
+            first.save(three)  # in the place of the second
+            (record,) = first.asked(lambda: first.store.shard_records("job", one.version_id))
+            take_copy(first, record)
+            lend(first, record)
+            first.asked(first.store.sweep)
+            first.has(one, three, COPIED)
+            first.save(four)
+            assert first.slots() == first.asked(first.client.status).arena.slots, "a file that nobody knows"
+            left = first.leased(five)
+            assert first.told.keys >= {one, two, three, four, COPIED}, "somebody was not told"
+        with agent(directory, calls, said) as second:
+            second.has(one, four, COPIED)
+            assert second.asked(lambda: second.client.retained("job")) == {one.version_id}
+            assert second.asked(lambda: second.client.epoch("job")) == 1
+            assert second.asked(lambda: second.client.get_blob("job", "layout.x")) == BLOB
+            second.sealed(left, five)
+            second.asked(lambda: second.store.take_ownership(COPIED))
+            second.asked(lambda: second.client.retain("job", one.version_id, kept=False))
+            second.asked(lambda: second.client.delete_versions("job", [one.version_id]))
+            second.has(five, COPIED)
+        with agent(directory, calls, said) as third:
+            third.has(five, COPIED)
+            for job in ("other", "job"):
+                third.asked(lambda job=job: third.client.delete_versions(job))
+            assert third.asked(third.client.list_shards) == []
+        with agent(directory, calls, said) as last:
+            assert last.asked(lambda: last.client.list_blobs("job")) == []
+            assert last.asked(last.client.status).arena.slots == 0, "a slot stays for ever"
+    wrong = [error for error in said if not isinstance(error, UnavailableError | ArenaFullError | OSError)]
+    assert not wrong, "told as something else"
+
+
+def take_copy(agent, record):
+    """As another node has it brought."""
+    copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
+    lease = agent.asked(lambda: agent.store.begin_replica(copy, whole=True))
+    written(agent.asked(lambda: agent.store.open_slot(lease.slot)), content(record.key, SIZE))
+    agent.asked(lambda: agent.store.seal_replica(lease.id, copy, ("n1", "n2")))
+
+
+def lend(agent, record):
+    """As another node reads it."""
+
+    def lent():
+        asked = ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ((10, 20), (MIB, SIZE)))
+        with contextlib.closing(RangeServer(agent.store).open("job", asked)) as loan:
+            loan.fill()
+            return bytes(loan.payload[0])
+
+    assert agent.asked(lent) == content(record.key, SIZE)[10:20]
+
+
+def played(directory, calls):
+    before = descriptors()
+    story(directory, calls)
+    until(lambda: descriptors() <= before, "everything that was opened is closed")
+
+
+def descriptors():
+    """What is open, by number and by what it is: what another test left may be closed meanwhile."""
+    open_ = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            open_.add((fd.name, str(fd.readlink())))
+    return open_
+
+
+@pytest.fixture(scope="module")
+def made():
+    with store_directory() as directory:
+        watching = EveryCall("peerstore")
+        played(directory, watching)
+    return watching.made
+
+
+def each_fails(calls, code):
+    wrong, unmet = [], 0
+    for call in calls:
+        with store_directory() as directory:
+            failing = EveryCall("peerstore", failing=call, code=code)
+            try:
+                played(directory, failing)
+            except Exception as error:
+                wrong.append(f"{call}: {error!r}")
+            unmet += not failing.failed
+            shutil.rmtree(directory, ignore_errors=True)
+    assert not wrong, f"{len(wrong)} of {len(calls)}\n" + "\n".join(wrong)
+    assert unmet <= len(calls) // 10, "not the same calls again"
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_nothing_is_lost_and_the_next_try_works(made, code):
+    """Every place that calls fails here with one of the errors."""
+    places = list({(call.what, call.stack[:2]): call for call in made}.values())
+    assert len(places) > 100
+    each_fails(places[CODES.index(code) :: len(CODES)], code)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_whichever_call_and_whichever_error_it_is(made, code):
+    each_fails(made, code)

@@ -1,0 +1,294 @@
+"""The commit protocol, whatever is said in whatever order: what is whole, what is torn, and what may go."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from peerstore.commit_protocol import (
+    MAX_ABORTED_VERSIONS,
+    MAX_RETAINED_VERSIONS,
+    CommitDecision,
+    CommitReports,
+    JobVersions,
+    PartsReport,
+    PartsTally,
+    TooManyRetainedError,
+    commit_leader,
+    is_abandoned,
+    is_superseded,
+)
+from peerstore.replication.replication_policy import ReplicationStatus
+from peerstore.shard_records import ResumePoint, RetentionMark, ShardKey, VersionId
+
+PARTS = 3
+NODES = ("a", "b", "c")
+
+
+def group(version, epoch=1, attempt=0):
+    return VersionId(epoch, version, attempt, f"i{epoch}")
+
+
+groups = st.builds(group, st.integers(0, 3), st.integers(1, 2))
+parts = st.integers(0, PARTS - 1)
+decided = st.builds(
+    CommitDecision,
+    committed=st.none() | groups,
+    replicated=st.none() | groups,
+    aborted=st.lists(groups, max_size=3, unique=True).map(tuple),
+)
+
+
+# -- what one node knows ----------------------------------------------------------------------------------------------
+
+events = st.one_of(
+    st.tuples(st.just("whole"), groups),
+    st.tuples(st.just("settled"), groups),
+    st.tuples(st.just("torn"), groups),
+    st.tuples(st.just("left out"), groups, parts),
+    st.tuples(st.just("lost"), groups, parts),
+    st.tuples(st.just("mended"), groups, parts),
+    st.tuples(st.just("dropped"), groups),
+    st.tuples(st.just("went on"), groups),
+)
+
+
+def happen(versions, event):
+    what, of, *part = event
+    if what == "whole":
+        versions.mark_committed(of, ())
+    elif what == "settled":
+        versions.mark_replicated(of)
+    elif what == "torn":
+        versions.mark_aborted([of])
+    elif what == "left out":
+        versions.abort_part(of, part[0], ())
+    elif what == "lost":
+        versions.lose_part(of, part[0])
+    elif what == "mended":
+        versions.repair_part(of, part[0])
+    elif what == "dropped":
+        versions.drop([of], 0)
+    else:
+        versions.resume_from(ResumePoint(of.epoch + 1, "next", 0, of), ())
+
+
+@given(st.lists(events, max_size=25))
+def test_there_are_never_two_answers_about_a_version(happened):
+    versions = JobVersions()
+    for event in happened:
+        happen(versions, event)
+        assert not versions.aborted.keys() & versions.committed.keys()
+        assert versions.replicated not in versions.aborted
+        for torn in versions.aborted:
+            assert not versions.is_needed(torn)
+            assert not versions.is_committed(torn)
+
+
+@given(st.lists(events, max_size=25), groups)
+def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, torn):
+    versions = JobVersions()
+    for event in happened:
+        happen(versions, event)
+    if torn not in versions.mark_aborted([torn]) and torn not in versions.aborted:
+        assert versions.is_committed(torn)
+        return
+    for event in happened:
+        if event[0] != "went on":
+            happen(versions, event)
+            assert torn in versions.aborted
+
+
+@given(st.lists(events, max_size=25), groups)
+def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
+    """Who says so has not heard of it: without a part here it would make older versions superfluous that are whole."""
+    versions = JobVersions()
+    versions.drop([gone], 0)
+    for event in happened:
+        if event[0] != "went on":
+            happen(versions, event)
+            assert not versions.is_committed(gone)
+
+
+@given(groups, parts, st.sets(parts), st.booleans())
+def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
+    """Its writer has not heard that it was sealed."""
+    versions = JobVersions()
+    if lost:
+        versions.lose_part(of, part)
+    news = versions.abort_part(of, part, here)
+    assert news == (part not in here and not lost)
+    assert (of in versions.aborted) == news
+    assert not versions.abort_part(of, part, here)
+
+
+@given(st.lists(st.tuples(groups, parts), max_size=20))
+def test_what_was_left_out_here_is_remembered_by_part(left):
+    versions = JobVersions()
+    for of, part in left:
+        versions.abort_part(of, part, ())
+    said = {of: {part for other, part in left if other == of} for of, _ in left}
+    assert versions.aborted == said
+
+
+def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
+    versions = JobVersions()
+    versions.mark_aborted([group(version) for version in range(3 * MAX_ABORTED_VERSIONS)])
+    assert sorted(versions.aborted) == [
+        group(version) for version in range(2 * MAX_ABORTED_VERSIONS, 3 * MAX_ABORTED_VERSIONS)
+    ]
+
+
+def test_versions_that_are_kept_are_counted_and_not_the_attempts_at_them():
+    versions = JobVersions()
+    whole = set()
+    for attempt in range(3 * MAX_RETAINED_VERSIONS):
+        versions.apply_retention(
+            [versions.new_retention_mark(group(5, attempt=attempt), kept=True, now_ns=attempt + 1)], lambda: whole
+        )
+        whole.add(group(5, attempt=attempt))
+        assert group(5, attempt=attempt) in versions.retained(whole)
+        assert len(versions.retention) <= 2 * MAX_RETAINED_VERSIONS, "more than a ping may carry"
+    for version in range(6, 5 + MAX_RETAINED_VERSIONS):
+        versions.apply_retention(
+            [versions.new_retention_mark(group(version), kept=True, now_ns=1000 + version)], lambda: whole
+        )
+    with pytest.raises(TooManyRetainedError):
+        versions.apply_retention([versions.new_retention_mark(group(1000), kept=True, now_ns=2000)], lambda: whole)
+
+
+def test_torn_version_is_not_retained():
+    versions = JobVersions()
+    for version in range(3 * MAX_RETAINED_VERSIONS):
+        versions.apply_retention([versions.new_retention_mark(group(version), kept=True, now_ns=version + 1)])
+        versions.mark_aborted([group(version)])
+
+
+@given(st.integers(0, 10), st.integers(0, 10), st.booleans())
+def test_what_is_said_here_is_later_than_what_was_heard(heard_ns, now_ns, kept):
+    versions = JobVersions()
+    versions.apply_retention([RetentionMark(group(1), not kept, heard_ns)])
+    versions.apply_retention([versions.new_retention_mark(group(1), kept=kept, now_ns=now_ns)])
+    assert versions.retention[group(1)].retained == kept
+
+
+@given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
+def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged, guarded):
+    versions = JobVersions(requires_replication=guarded, replicated=settled, damaged=damaged)
+    safe = versions.rollback_target(whole)
+    if guarded:
+        assert safe == (settled if settled not in damaged else None)
+    else:
+        assert safe == max(whole, default=None)
+    for one in {*whole, *damaged}:
+        assert is_superseded(one, safe) == (safe is not None and one < safe)
+        assert not is_superseded(one, safe, {one})
+        assert not is_abandoned(one, one.epoch, (), safe)
+        assert not is_abandoned(one, one.epoch + 1, {one}, safe)
+        assert is_abandoned(one, one.epoch + 1, (), safe) == (one != safe)
+
+
+@example(group(3), group(1))
+@given(groups, groups)
+def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
+    versions = JobVersions()
+    versions.mark_committed(left, ())
+    said = ResumePoint(base.epoch + 1, "next", 0, base)
+    versions.resume_from(said, ())
+    assert versions.is_committed(base)
+    if said.abandons(left):
+        assert not versions.mark_committed(left, ())
+        assert not versions.mark_replicated(left)
+        assert not versions.is_committed(left)
+
+
+@given(decided, decided)
+def test_what_is_told_late_is_all_that_was_decided(one, later):
+    both = one | later
+    assert both == later | one
+    assert {*both.aborted} == {*one.aborted, *later.aborted}
+    assert both.committed in (one.committed, later.committed)
+    assert all(
+        said is None or (both.replicated is not None and said <= both.replicated)
+        for said in (one.replicated, later.replicated)
+    )
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def stories(draw):
+    """What each node says of one version, one thing after the other: parts sealed, protected, left out."""
+    owners = {part: draw(st.sampled_from(NODES)) for part in range(PARTS)}
+    out = draw(st.sets(parts, max_size=1))
+    order = draw(st.permutations([(part, state) for part in range(PARTS) for state in ("sealed", "safe")]))
+    return owners, out, order
+
+
+@given(stories())
+def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story):
+    owners, out, order = story
+    of, tally = group(1), PartsTally()
+    sealed, safe, told = set(), set(), []
+    for part, state in order:
+        if part not in out:
+            (sealed if state == "sealed" else safe).add(part)
+        for node in NODES:
+            mine = {p for p in range(PARTS) if owners[p] == node}
+            left = tuple(sorted(mine & out)) if part in out else ()
+            kept, rest = tuple(sorted(mine & safe)), tuple(sorted(mine & (sealed - safe)))
+            tally.add(PartsReport(of, PARTS, kept, node, 1, rest, left))
+        torn = tally.newly_aborted()
+        done = tally.newly_complete(me="a", living=NODES, life=lambda _: 1)
+        told.append((torn, done))
+        complete, there = len(safe) == PARTS, len(sealed | safe) == PARTS
+        assert not (done.replicated and not complete)
+        assert not (done.committed and not there)
+        if done.replicated:
+            break
+    wholes = [done.committed for _, done in told if done.committed]
+    torns = [torn for torn, _ in told if torn]
+    if out:
+        assert wholes == []
+        assert torns == [(of,)]
+    else:
+        assert torns == []
+        assert [done.replicated for _, done in told if done.replicated] == [of]
+        assert wholes[0] == of
+
+
+@given(st.sets(st.sampled_from(NODES)), st.booleans())
+def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(living, quorum):
+    reports = CommitReports("a")
+    for part, node in enumerate(NODES):
+        reports.add(PartsReport(group(1), PARTS, (part,), node, 1))
+    reports.add(PartsReport(group(2), 0, (), "b", 1, (), (0,)))
+    found = reports.decide(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
+    assert found.aborted == (group(2),)
+    assert (found.replicated == group(1)) == (quorum and {"a", *living} == {*NODES})
+
+
+def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
+    reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
+    standing = [ReplicationStatus(of, is_owner=True, copies=1, missing=1, unplaceable=0)]
+
+    def said(living):
+        return reports.pending(
+            standing,
+            {of.version_id: PARTS},
+            living=dict.fromkeys(living),
+            settled=None,
+            life=1,
+            left_out={group(0): {2}},
+        )
+
+    teller, notes = said("abc")
+    assert teller == commit_leader("abc") == "a"
+    assert notes == [
+        PartsReport(group(0), 0, (), "b", 1, (), (2,)),
+        PartsReport(group(1), PARTS, (), "b", 1, (0,)),
+    ]
+    for note in notes:
+        reports.mark_reported(teller, note)
+    assert said("abc") == ("a", [])
+    assert said("bc") == ("b", notes)  # the first is gone: the next is told all of it

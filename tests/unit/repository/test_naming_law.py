@@ -1,0 +1,107 @@
+"""``.ci/names.py``: ``make check`` fails on names with two meanings, on gerunds and on misplaced test files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CHECK = ROOT / ".ci/names.py"
+
+
+def check(directory: Path) -> tuple[int, str]:
+    ran = subprocess.run([sys.executable, str(CHECK)], cwd=directory, capture_output=True, text=True, check=False)
+    return ran.returncode, ran.stderr
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """The packages as they are; the files of the benchmarks and the tests are empty."""
+    for folder in ("peerstore", "tieredckpt", "elastic", "integration", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(b"" if folder in ("benchmarks", "tests") else path.read_bytes())
+    return tmp_path
+
+
+def test_the_packages_hold_the_law(packages):
+    assert check(packages) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        (
+            "elastic/spare.py",
+            "class Checkpointer: ...",
+            "Checkpointer stands in 2 places: elastic/spare.py, tieredckpt/",
+        ),
+        ("elastic/spare.py", "def serve_store(): ...", "serve_store stands in 2 places: elastic/spare.py, peerstore/"),
+        ("elastic/heartbeat_loop.py", "", "heartbeat_loop stands in 2 places: elastic/heartbeat_loop.py, peerstore/"),
+        ("peerstore/tending.py", "", "peerstore/tending.py: name the module by a noun"),
+        ("elastic/cli/__init__.py", '_OWN = {"plan": "elastic.cli.run:plan"}', "`elastic plan` is in elastic.cli.run"),
+        ("elastic/spare.py", "# as under HyperPod", "elastic/spare.py names HyperPod; only integration may"),
+        ("peerstore/spare.py", 'FILE = "/opt/hyperpod"', "peerstore/spare.py names HyperPod; only integration may"),
+        ("integration/hyperpod/elastic_events.py", "", "TWICE lists 'elastic_event_detected', and nothing needs it"),
+    ],
+)
+def test_a_name_that_breaks_the_law_is_reported(packages, file, text, said):
+    (packages / file).write_text(text, encoding="utf-8")
+    code, printed = check(packages)
+    assert (code, said in printed) == (1, True), printed
+
+
+def add_empty(root: Path, files: list[str]) -> None:
+    for file in files:
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).touch()
+
+
+def test_test_files_that_mirror_a_module_pass(packages):
+    files = [
+        "tests/unit/peerstore/store/test_arena_sizes.py",
+        "tests/unit/peerstore/store/test_peerstore_arena.py",
+        "tests/unit/peerstore/store/test_store_threads.py",
+    ]
+    add_empty(packages, files)
+    assert check(packages) == (0, "")
+
+
+def test_test_files_that_mirror_no_module_are_reported(packages):
+    files = [
+        "tests/unit/allocator/test_allocator.py",
+        "tests/unit/peerstore/allocator/test_arena_limits.py",
+        "tests/unit/peerstore/store/test_arenas.py",
+        "tests/unit/peerstore/test_arena_sizes.py",
+        "tests/unit/test_arena_names.py",
+    ]
+    add_empty(packages, files)
+    code, printed = check(packages)
+    assert (code, printed.splitlines()) == (
+        1,
+        [f"{file}: begin the name with a module of the mirrored folder" for file in files],
+    )
+
+
+def test_test_files_of_one_name_are_reported(packages):
+    add_empty(packages, ["tests/e2e/test_swim.py"])
+    places = "tests/e2e/test_swim.py, tests/unit/peerstore/membership/test_swim.py"
+    assert check(packages) == (1, f"test_swim.py is the name of 2 test files: {places}\n")
+
+
+def test_exception_that_no_test_needs_is_reported(packages):
+    for path in (packages / "tests/unit/repository").glob("test_*.py"):
+        path.unlink()
+    assert check(packages) == (1, "OTHER_TESTS lists 'repository', and nothing needs it\n")
+
+
+def test_exception_that_no_package_needs_is_reported(packages, tmp_path):
+    law = tmp_path / "names.py"
+    text = CHECK.read_text(encoding="utf-8")
+    law.write_text(text.replace("str] = {}", 'str] = {"elastic/errors.py": "a reason"}'), encoding="utf-8")
+    ran = subprocess.run([sys.executable, str(law)], cwd=packages, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "PLATFORM lists 'elastic/errors.py', and nothing needs it\n")

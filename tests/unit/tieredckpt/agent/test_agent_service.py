@@ -1,0 +1,215 @@
+"""An agent's answers right after its start, when what another one left is still being verified."""
+
+import contextlib
+import threading
+
+import pytest
+
+from peerstore.daemon_process import current_process
+from peerstore.settings import StoreSettings
+from peerstore.shard_records import ShardKey
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.node_store import NodeStore
+from peerstore.store.shards import ShardReader
+from tests.support.local_nodes import until
+from tieredckpt.agent import drain
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
+from tieredckpt.format.shard_layout import Layout, encode_layout
+from tieredckpt.settings import DurableSettings
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def arena(tmp_path):
+    return TmpfsArena(tmp_path / "arena")
+
+
+def leave_a_durable_step(arena):
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    try:
+        store.claim("job", "incarnation")
+        lease = store.lease(ShardKey("job", 3, 1, "incarnation", 0, 0), SIZE, 1, owner=current_process())
+        meta = ShardMeta(layout="", item_sizes=(), table="", durable=True, saved_ns=0)
+        store.seal(lease.id, SIZE, encode_meta(meta))
+    finally:
+        store.close()
+
+
+def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, monkeypatch, tmp_path):
+    leave_a_durable_step(arena)
+    may_verify, real = threading.Event(), ShardReader.damaged_chunks
+
+    def slow(self, *args):
+        assert may_verify.wait(200)
+        return real(self, *args)
+
+    monkeypatch.setattr(ShardReader, "damaged_chunks", slow)
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeAgentService(store)
+    try:
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable", on_busy="wait"))
+        answers = []
+        waiting = threading.Thread(target=lambda: answers.append(service.wait_durable("job", None, 0.0)))
+        waiting.start()
+        waiting.join(0.3)
+        too_soon = not waiting.is_alive()
+        may_verify.set()
+        waiting.join()
+        assert not too_soon
+        assert answers[0] is not None, "the step was not known yet, so it seemed that there was none"
+        assert answers[0].version_id.version == 3
+    finally:
+        service.close()
+        store.close()
+
+
+def seal(store, step, part, parts):
+    lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), SIZE, parts, owner=current_process())
+    layout = Layout((), (), {})
+    store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+    meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
+    store.seal(lease.id, SIZE, encode_meta(meta))
+
+
+def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(arena, tmp_path):
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeAgentService(store)
+    try:
+        store.claim("job", "incarnation")
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
+        seal(store, 3, 0, 2)
+        assert service.wait_durable("job", None, 0.0).state in ("waiting", "running")
+        until(lambda: "other parts" in service.drain_status("job")[0].error)
+        seal(store, 6, 0, 2)
+        seal(store, 6, 1, 2)
+        assert service.wait_durable("job", None, 20.0).state == "done"
+        assert [view.state for view in service.drain_status("job")] == ["skipped", "done"]
+    finally:
+        service.close()
+        store.close()
+
+
+def test_one_node_reads_the_indexes_of_all_and_deletes_for_all(tmp_path, monkeypatch):
+    """Four nodes have a part each of three steps, of which one is kept."""
+    count, looked, deleted = 4, [], []
+    files, delete = DurableCatalog.shard_files, drain.delete_step
+
+    def shard_files(catalog, group, **options):
+        found = files(catalog, group, **options)
+        looked.extend([group.version] * bool(found))
+        return found
+
+    monkeypatch.setattr(DurableCatalog, "shard_files", shard_files)
+    monkeypatch.setattr(drain, "delete_step", lambda *what: deleted.append(what[2].version) or delete(*what))
+    stores = [NodeStore(TmpfsArena(tmp_path / f"arena{n}"), StoreSettings(budget="64MiB")) for n in range(count)]
+    services = [NodeAgentService(store) for store in stores]
+    try:
+        for number, (store, service) in enumerate(zip(stores, services, strict=True)):
+            monkeypatch.setattr(service, "is_committer", lambda *_, first=number == 0: first)
+            store.claim("job", "incarnation")
+            service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable", keep_last=1))
+        for step in range(3):
+            for part, store in enumerate(stores):
+                seal(store, step, part, count)
+            for service in services:
+                assert service.wait_durable("job", None, 60.0).state == "done"
+        assert looked == [0, 1, 2]
+        assert deleted == [0, 1]
+    finally:
+        for one in (*services, *stores):
+            one.close()
+
+
+def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_path, monkeypatch):
+    monkeypatch.setattr(drain, "_TAKE_OVER_S", 0.0)
+    other = NodeStore(TmpfsArena(tmp_path / "other"), StoreSettings(budget="64MiB"))
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    services = [NodeAgentService(one) for one in (store, other)]
+    try:
+        for part, (one, service) in enumerate(zip((store, other), services, strict=True)):
+            monkeypatch.setattr(service, "is_committer", lambda *_: False)
+            one.claim("job", "incarnation")
+            service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
+            seal(one, 3, part, 2)
+        assert services[0].wait_durable("job", None, 60.0).state == "done"
+    finally:
+        for one in (*services, store, other):
+            one.close()
+
+
+def test_where_steps_become_durable_is_kept_again_for_a_job_that_was_forgotten_and_comes_back(arena, tmp_path):
+    durable = DurableSettings(url=f"file://{tmp_path}/durable")
+    now = [0.0]
+    store = NodeStore(arena, StoreSettings(budget="64MiB", job_ttl_s=10.0), clock=lambda: now[0])
+    with contextlib.closing(store), contextlib.closing(NodeAgentService(store)) as service:
+        for epoch in (1, 2):
+            store.claim("job", "incarnation", at_least=epoch)
+            service.configure("job", durable)
+            assert service.durable_settings("job") == durable
+            if epoch == 1:
+                now[0] += 60.0
+                store.sweep()
+                assert store.jobs() == []
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    with contextlib.closing(store), contextlib.closing(NodeAgentService(store)) as service:
+        assert service.durable_settings("job") == durable
+
+
+class Opened:
+    """Opens stores: each when somebody else opens one, too, or after a moment. Which of them are open still."""
+
+    def __init__(self, parties):
+        self._together = threading.Barrier(parties)
+        self.began = threading.Event()
+        self.open = []
+
+    def __call__(self, url, settings):
+        self.began.set()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._together.wait(0.5)
+        store = open_store(url, settings)
+        close = store.close
+        store.close = lambda: (self.open.remove(store), close())
+        self.open.append(store)
+        return store
+
+
+def ask_for_catalog(service):
+    with service.catalog("job"):
+        pass
+
+
+def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
+    opened = Opened(2)
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeAgentService(store, open_durable=opened)
+    with contextlib.closing(store):
+        with contextlib.closing(service):
+            service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
+            asking = [threading.Thread(target=ask_for_catalog, args=(service,)) for _ in range(2)]
+            for one in asking:
+                one.start()
+            for one in asking:
+                one.join()
+            assert len(opened.open) == 1
+        assert opened.open == []
+
+
+def test_a_store_that_is_being_opened_when_the_job_moves_is_not_kept(arena, tmp_path):
+    opened = Opened(2)
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeAgentService(store, open_durable=opened)
+    with contextlib.closing(store), contextlib.closing(service):
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/before"))
+        asking = threading.Thread(target=ask_for_catalog, args=(service,))
+        asking.start()
+        assert opened.began.wait(200)
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/after"))
+        asking.join()
+        with service.catalog("job") as catalog:
+            assert catalog.store.url == f"file://{tmp_path}/after"

@@ -1,0 +1,51 @@
+"""SIGTERM while somebody has it for a last save: whom it interrupts, and whom it is not for."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.support.local_nodes import until
+from tieredckpt.checkpointer.preemption import PreemptionHandler
+
+
+@pytest.fixture
+def heard():
+    """What was there before is called when the last save is done."""
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append("before"))
+    yield calls
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_it_may_interrupt_whoever_starts_a_thread(heard):
+    flushed = []
+    told = PreemptionHandler(flushed.append, grace_s=0.2)
+    with threading._active_limbo_lock:
+        signal.raise_signal(signal.SIGTERM)
+    assert told.requested
+    until(lambda: heard, "the time for one more save is over")
+    assert len(flushed) == 1
+    told.close()
+
+
+def test_a_forked_child_ends_as_it_would_have(heard):
+    told = PreemptionHandler(lambda _left_s: pytest.fail("a child flushes nothing"), grace_s=60.0)
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(len(heard))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    told.close()
+    assert heard == []
+
+
+def test_who_saves_in_time_is_not_flushed_again(heard):
+    flushed = []
+    told = PreemptionHandler(flushed.append, grace_s=60.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert (told.requested, heard) == (True, [])
+    told.flush_and_exit()
+    assert (len(flushed), heard, told.requested) == (1, ["before"], False)
+    told.close()

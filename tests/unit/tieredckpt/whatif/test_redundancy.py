@@ -1,0 +1,149 @@
+"""How well each step is kept, and what is said of nodes that could not be asked."""
+
+import msgspec
+import pytest
+
+from peerstore.shard_records import VersionId
+from tests.support.cluster_views import SIZE, group, node, survey, view
+from tieredckpt.agent.agent_api import DrainStatus, StepStatus
+from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
+from tieredckpt.resolve_step import Tier
+from tieredckpt.whatif.redundancy import (
+    UnderReplicatedParts,
+    held_steps,
+    loadable_steps,
+    newest_replicated,
+    node_share,
+    pending_drains,
+    redundancy_by_step,
+    unknown_nodes,
+)
+
+
+def only(seen, said=None, drains=()):
+    (one,) = redundancy_by_step(seen, said or survey(), drains)
+    return one
+
+
+def test_copies_and_domains_are_those_of_the_weakest_part():
+    seen = view(
+        node("n0", "rack=r0", {7: [0, ~8, ~16]}, parts=17),
+        node("n8", "rack=r1", {7: [8, ~0]}, parts=17),
+        node("n16", "rack=r0", {7: [16, ~0]}, parts=17),
+    )
+    one = only(seen)
+    assert (one.copies, one.domains, one.level) == (2, 1, "rack")
+    assert one.describe() == "2 copies in 1 rack"
+    assert one.size_bytes == 3 * SIZE
+    assert one.under_replicated[0] == UnderReplicatedParts(tuple(set(range(17)) - {0, 8, 16}), ())
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (("", ""), "2 copies in 2 nodes"),
+        (("zone=a", "zone=b"), "2 copies in 2 zones"),
+        (("zone=a", "zone=a"), "2 copies in 1 zone"),
+        (("rack=r1,zone=a", "rack=r1,zone=b"), "2 copies in 2 racks"),
+        (("rack=r1", ""), "2 copies in 2 racks"),
+        (("power=x", "power=x"), "2 copies in 2 nodes"),
+    ],
+)
+def test_domains_are_those_of_the_innermost_level(labels, words):
+    seen = view(node("n0", labels[0], {7: [0]}, parts=1), node("n1", labels[1], {7: [~0]}, parts=1))
+    assert only(seen).describe() == words
+
+
+def test_where_copies_are_missing_is_named_the_worst_first():
+    seen = view(
+        node("n0", "", {7: [0, 1, ~2]}, parts=6),
+        node("n1", "", {7: [2, 3]}, parts=6),
+        node("n2", "", {7: [5]}, parts=6),
+    )
+    assert only(seen).under_replicated == (
+        UnderReplicatedParts((4,), ()),
+        UnderReplicatedParts((0, 1), ("n0",)),
+        UnderReplicatedParts((3,), ("n1",)),
+        UnderReplicatedParts((5,), ("n2",)),
+    )
+    assert only(seen).state == "torn"
+    one_node = view(node("n0", "", {7: [0]}, parts=1), member_list_version=0)
+    assert only(one_node).under_replicated == (), "a job on one node lacks nothing"
+
+
+def test_what_is_older_than_the_settled_step_needs_no_copies():
+    seen = view(
+        node("n0", "", {6: [0], 7: [0], 8: [0]}, parts=1, newest_replicated=group(7)),
+        node("n1", "", {7: [~0]}, parts=1, newest_replicated=group(6)),
+    )
+    six, seven, eight = redundancy_by_step(seen, survey())
+    assert [one.is_replicated for one in (six, seven, eight)] == [True, True, False]
+    assert [one.under_replicated for one in (six, seven, eight)] == [(), (), (UnderReplicatedParts((0,), ("n0",)),)]
+    assert newest_replicated(seen) == group(7)
+
+
+def test_a_silent_node_adds_nothing_and_is_named():
+    seen = view(node("n0", "", {7: [0]}), node("n1", unreachable="timed out"), node("n2", verifying=3))
+    assert held_steps(seen)[group(7)].nodes == {0: ("n0",)}
+    assert set(unknown_nodes(seen)) == {"n1", "n2"}
+    assert unknown_nodes(seen)["n1"] == "timed out"
+    assert only(seen).describe(or_more=True) == "1+ copies in 1+ nodes"
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "durable"),
+    [
+        (StepStatus(group(7), 2, {}), "torn", False),
+        (StepStatus(group(7), 2, {}, covered=True), "whole", False),
+        (StepStatus(group(7), 0, {}, durable=True), "whole", True),
+        (StepStatus(group(7), 2, {}, durable=True, quarantined="NaN"), "quarantined", True),
+        (StepStatus(group(7), 2, {}, damaged={1: "bit flip"}), "damaged", False),
+    ],
+)
+def test_states(said, state, durable):
+    one = only(view(node("n0", "", {7: [0]})), survey(said))
+    assert (one.state, one.durable) == (state, durable)
+    assert bool(one.under_replicated) == (not said.covered) or one.under_replicated == (
+        UnderReplicatedParts((0,), ("n0",)),
+    )
+
+
+def test_a_step_with_an_open_number_of_parts():
+    one = only(
+        view(node("n0", "", {7: [0, 5]}, parts=UNKNOWN_PART_COUNT)),
+        survey(StepStatus(group(7), UNKNOWN_PART_COUNT, {}, covered=True)),
+    )
+    assert (one.parts, one.parts_in_memory, one.state) == (2, 2, "whole")
+
+
+def test_steps_that_are_only_durable_are_there_too():
+    three, seven = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), survey(durable=[3]))
+    assert (three.version_id.version, three.parts_in_memory, three.describe(), three.state) == (3, 0, "none", "whole")
+    assert seven.parts_in_memory == 2
+
+
+def test_attempts_at_one_step_are_apart():
+    again = VersionId(2, 7, 0, "b")
+    assert [one.version_id for one in redundancy_by_step(view(node("n0", "", {again: [0], 7: [0, 1]})), survey())] == [
+        group(7),
+        again,
+    ]
+
+
+def test_own_and_copied_bytes_are_told_apart():
+    held = node_share(node("n0", "", {6: [0, ~1], 7: [0]}))
+    assert (held.steps, held.parts, held.own_bytes, held.copied_bytes) == (2, 3, 2 * SIZE, SIZE)
+
+
+def test_what_is_durable_by_now_is_not_pending():
+    drains = [
+        DrainStatus(group(step), state) for step, state in ((5, "done"), (6, "waiting"), (7, "failed"), (8, "skipped"))
+    ]
+    assert [one.version_id.version for one in pending_drains(drains, survey())] == [6, 7]
+    assert [one.version_id.version for one in pending_drains(drains, survey(durable=[6]))] == [7]
+
+
+def test_whole_steps_are_those_a_load_could_use():
+    whole = StepStatus(group(6), 1, {0: (Tier.PEER,)})
+    bad = msgspec.structs.replace(whole, version_id=group(9), quarantined="NaN")
+    assert loadable_steps(survey(whole, bad, StepStatus(group(8), 2, {0: (Tier.MEMORY,)}), durable=[3])) == [3, 6]
