@@ -96,7 +96,7 @@ def _rank(
         together.barrier(f"turn {number}", ranks, _PATIENCE)
         began = time.perf_counter()
         store = (
-            RootlessStore(spread, cut=close_store_connections, timeout=_PATIENCE)
+            RootlessStore(spread, close_connections=close_store_connections, timeout=_PATIENCE)
             if name == OURS
             else _client(spread[0])
         )

@@ -237,7 +237,7 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         candidate_name=name,
     )
     agent = MemoryTierProcess({**os.environ, **task.environ}, settings.directory.parent)
-    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.partition)
+    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, partition_agent=agent.partition)
     handle_signals(
         {
             signal.SIGTERM: lambda: supervisor.drain(f"node {task.node} was asked back (SIGTERM)"),
@@ -300,7 +300,7 @@ class JobLauncher:
         *,
         grace_s: float,
         notices: bool = False,
-        told_address: Callable[[str], None] = lambda _: None,
+        on_address: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``notices``: a signal comes to all machines of the job and means the job, SIGUSR1 too: it is to end soon."""
         self._nodes = nodes
@@ -310,7 +310,7 @@ class JobLauncher:
         self._notices = notices
         self.noticed = False
         """Whether SIGUSR1 was such a notice."""
-        self._told_address = told_address
+        self._told_address = on_address
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, ChildProcess] = {}
         self._statuses: dict[str, int] = {}
@@ -362,8 +362,8 @@ class JobLauncher:
         self._running[task.node] = ChildProcess(
             spec_command(task),
             environ=child_environ(task.environ),
-            sink=None,
-            ended=lambda status: self._inbox.put(partial(self._node_ended, task.node, status)),
+            on_line=None,
+            on_exit=lambda status: self._inbox.put(partial(self._node_ended, task.node, status)),
             name=task.node,
         )
 
@@ -371,8 +371,8 @@ class JobLauncher:
         self._leader = ChildProcess(
             spec_command(task),
             environ=child_environ(),
-            sink=None,
-            ended=lambda status: self._inbox.put(partial(self._leader_ended, status)),
+            on_line=None,
+            on_exit=lambda status: self._inbox.put(partial(self._leader_ended, status)),
             name="coordinator",
         )
 

@@ -182,7 +182,12 @@ class BatchCache:
         self._keeping.clear()
 
     def get(
-        self, index: int, prepare: PrepareFunction, *, reading: int | None = None, stop: Callable[[], bool] = _never
+        self,
+        index: int,
+        prepare: PrepareFunction,
+        *,
+        position: int | None = None,
+        should_stop: Callable[[], bool] = _never,
     ) -> Any:
         """The batch of this global index: mapped where it is kept, else out of ``prepare(index)``, and kept.
 
@@ -192,7 +197,7 @@ class BatchCache:
         found = self.lookup(index)
         if found.is_cached:
             return found.batch
-        made = self.prepare(index, prepare, reading=reading, stop=stop)
+        made = self.prepare(index, prepare, position=position, should_stop=should_stop)
         if not made.is_cached:
             return made.batch
         found = self.lookup(index)
@@ -216,13 +221,20 @@ class BatchCache:
         return CacheResult(is_cached=True, batch=batch)
 
     def prepare(
-        self, index: int, prepare: PrepareFunction, *, reading: int | None = None, stop: Callable[[], bool] = _never
+        self,
+        index: int,
+        prepare: PrepareFunction,
+        *,
+        position: int | None = None,
+        should_stop: Callable[[], bool] = _never,
     ) -> CacheResult:
         """Have the batch prepared and kept, by this process or another; where it cannot be kept, it is returned."""
         with contextlib.ExitStack() as undo:
             claim: BatchClaim | None = None
             with self._going_on():
-                claim = undo.enter_context(self._folder.claim(_checked(index), wait_s=self._wait_s, stop=stop))
+                claim = undo.enter_context(
+                    self._folder.claim(_checked(index), wait_s=self._wait_s, should_stop=should_stop)
+                )
             if claim is None:  # whoever prepares it is slow, or stopped: each for himself then
                 return CacheResult(is_cached=False, batch=self._prepared(index, prepare))
             if self._folder.has(index):
@@ -231,7 +243,7 @@ class BatchCache:
             batch = self._prepared(index, prepare)
             encoded = encode_batch(self._digest, index, batch)
             failpoint("prepared.encoded")
-            kept = self._keep(claim, encoded, index if reading is None else reading)
+            kept = self._keep(claim, encoded, index if position is None else position)
             return CacheResult(is_cached=True) if kept else CacheResult(is_cached=False, batch=batch)
 
     def mark_committed(self, index: int) -> None:
@@ -254,10 +266,10 @@ class BatchCache:
         self._add(prepared=1)
         return prepare(index)
 
-    def _keep(self, claim: BatchClaim, encoded: EncodedBatch, reading: int) -> bool:
+    def _keep(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> bool:
         kept = False
         with self._going_on():
-            self._keeping.write(claim, encoded, reading)
+            self._keeping.write(claim, encoded, position)
             kept = True
         self._add(stored=kept)
         return kept
@@ -342,20 +354,20 @@ class CacheWriter:
             tally.used_bytes = UNKNOWN_USAGE
             self._folder.remove_damaged(index, fd)
 
-    def write(self, claim: BatchClaim, encoded: EncodedBatch, reading: int) -> None:
+    def write(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> None:
         """Write and publish; :class:`CacheFullError` or ``OSError`` where that cannot be, and nothing is left."""
-        self._reserve(claim, encoded.layout.size_bytes, reading)
+        self._reserve(claim, encoded.layout.size_bytes, position)
         failpoint("prepared.reserved")
         _write(claim.fd, encoded)
         failpoint("prepared.written")
         self._folder.publish(claim)
         failpoint("prepared.published")
 
-    def _reserve(self, claim: BatchClaim, size_bytes: int, reading: int) -> None:
+    def _reserve(self, claim: BatchClaim, size_bytes: int, position: int) -> None:
         """Room for a batch: its file has its size before anybody else may count."""
         with locked_usage(self._folder.fd) as tally:
             os.ftruncate(claim.fd, 0)  # what a dead process left in it
-            cursor = reading if tally.committed == UNKNOWN_USAGE else tally.committed
+            cursor = position if tally.committed == UNKNOWN_USAGE else tally.committed
             if tally.used_bytes == UNKNOWN_USAGE or tally.used_bytes + size_bytes > self._limit_bytes:
                 self._make_room(CacheEntry(claim.index, size_bytes), cursor, tally)
             place = os.statvfs(self._folder.fd)

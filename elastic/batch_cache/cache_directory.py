@@ -135,7 +135,7 @@ class CacheDirectory:
         return bool(_is_file(batch_file_name(index), self.fd))
 
     @contextlib.contextmanager
-    def claim(self, index: int, *, wait_s: float, stop: Callable[[], bool]) -> Iterator[BatchClaim | None]:
+    def claim(self, index: int, *, wait_s: float, should_stop: Callable[[], bool]) -> Iterator[BatchClaim | None]:
         """The right to make a batch; ``None`` where another process has it for longer than ``wait_s``.
 
         A claim that was not published leaves nothing behind.
@@ -144,7 +144,7 @@ class CacheDirectory:
         while True:
             fd = self._open_making(name)
             try:
-                if not lock_file(fd, wait_s=wait_s, stop=stop):
+                if not lock_file(fd, wait_s=wait_s, should_stop=should_stop):
                     yield None
                     return
                 with unlock_at_end(fd):
@@ -426,7 +426,7 @@ _FIRST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 5e-3
 
 
-def lock_file(fd: int, *, wait_s: float, shared: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:
+def lock_file(fd: int, *, wait_s: float, shared: bool = False, should_stop: Callable[[], bool] = lambda: False) -> bool:
     """Lock an open file against all other openings of it, also in this process; False when that took too long."""
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     deadline, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
@@ -434,7 +434,7 @@ def lock_file(fd: int, *, wait_s: float, shared: bool = False, stop: Callable[[]
         try:
             fcntl.flock(fd, kind)
         except BlockingIOError:
-            if stop() or time.monotonic() >= deadline:
+            if should_stop() or time.monotonic() >= deadline:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -157,7 +157,7 @@ class PrefetchIterator(Iterator[Any]):
                 if not made.is_cached:
                     return made.batch
         with self._here:  # prepare need not know of threads
-            return self._cache.get(slot.index, self._prepare, reading=slot.reading, stop=self._is_stopped)
+            return self._cache.get(slot.index, self._prepare, position=slot.reading, should_stop=self._is_stopped)
 
     def _begin(self) -> _Slot | None:
         """The next batch to be made, when it is time; ``None`` at the end."""
@@ -294,7 +294,7 @@ def _serve(
 
 def _made(cache: BatchCache, prepare: PrepareFunction, index: int, reading: int) -> bytes:
     try:
-        made = cache.prepare(index, prepare, reading=reading)
+        made = cache.prepare(index, prepare, position=reading)
         return (
             _KEPT if made.is_cached else bytes(encode_batch(cache.fingerprint, index, made.batch).to_bytes() + _BATCH)
         )

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from elastic import settings as names
+from elastic import settings
 from elastic.cli.common import ElasticExit, ElasticScreen, job_options, pass_elastic_screen
 from elastic.control.control_messages import (
     CoordinatorRequest,
@@ -29,7 +29,7 @@ from tieredckpt.cli.command_output import format_age, text_table
 
 def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
     """The job somebody means who named ``job``, or none: then there must be exactly one on this machine."""
-    root = names.run_directory()
+    root = settings.run_directory()
     if job is not None:
         place = RunDirectory(root, job)
         return place, place.read()
@@ -43,10 +43,12 @@ def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
 
 def call_job(job: str | None, coordinator: str, secret: str, question: CoordinatorRequest) -> ElasticJobStatus:
     if coordinator:
-        known = names.load_secret(secret)
+        known = settings.load_secret(secret)
         if known is None or job is None:
             raise PolicyError("a job elsewhere needs --job, --coordinator and --secret file:/path")
-        return call_coordinator(coordinator, question, job=RunDirectory(names.run_directory(), job).job, secret=known)
+        return call_coordinator(
+            coordinator, question, job=RunDirectory(settings.run_directory(), job).job, secret=known
+        )
     _, run = find_run(job)
     return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run))
 

@@ -20,7 +20,7 @@ import click
 import msgspec
 import yaml
 
-from elastic import settings as names
+from elastic import settings
 from elastic.cli.common import ElasticExit, ElasticScreen, elastic_exit_for, pass_elastic_screen
 from elastic.control.control_messages import MAX_NODES, ExitReason
 from elastic.control.leader_election import is_leader_url, open_leader_record
@@ -140,7 +140,7 @@ def _elasticity(command: Any) -> Any:
             click.option(
                 "--hang-timeout",
                 default="auto",
-                envvar=names.HANG,
+                envvar=settings.HANG,
                 metavar="S|auto|off",
                 help="A fault when no rank gets on so long; auto: ten times the longest step, at least 600. "
                 "[$ELASTIC_HANG_TIMEOUT]",
@@ -148,7 +148,7 @@ def _elasticity(command: Any) -> Any:
             click.option(
                 "--first-step-timeout",
                 default="auto",
-                envvar=names.FIRST_STEP,
+                envvar=settings.FIRST_STEP,
                 metavar="S|auto|off",
                 help="The same until a world's first step; auto: ten times the longest so far, 3600 at first. "
                 "[$ELASTIC_FIRST_STEP_TIMEOUT]",
@@ -239,11 +239,11 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     options |= {"coordinator": scheduled.coordinator, "coordinator_here": scheduled.several and scheduled.leads}
     leads = scheduled.leads
     place = RunDirectory(
-        names.run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run)))
+        settings.run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run)))
     )
     command = _command(script, args, options)
     scheduled.refuse_more(_policy(options).min_replicas)
-    secret = names.load_secret(options["secret"])
+    secret = settings.load_secret(options["secret"])
     if scheduled.several and secret is None and not scheduled.agreement:
         raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
     if scheduled.is_given_its_coordinator:
@@ -253,7 +253,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     with contextlib.ExitStack() as held:
         held.enter_context(place.locked("lock" if leads else f"{first}.lock"))
         if scheduled.several and secret is None:
-            shared = names.shared_directory()
+            shared = settings.shared_directory()
             secret = held.enter_context(shared_secret(shared, scheduled.agreement, makes=leads))
         record = LocalRun(
             job=place.job,
@@ -265,7 +265,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
             working_directory=str(Path.cwd()),
             logs=str(logs),
             grace_s=options["grace"],
-            event_log=str(names.event_log_directory(logs)),
+            event_log=str(settings.event_log_directory(logs)),
         )
         place.end_file.unlink(missing_ok=True)
         if leads:  # another node of this machine may start after the coordinator has written its address
@@ -287,7 +287,7 @@ def _place(options: dict[str, Any]) -> NodeLaunch:
         coordinator_here=options["coordinator_here"],
         simulated=options["simulate_nodes"],
     )
-    found = names.allocation()
+    found = settings.allocation()
     if options["requeue"] and not (found is not None and found.notices):
         raise PolicyError("--requeue: this is no step of a job of Slurm's, started with srun")
     return resolve_launch(wanted, found, is_mine=lambda address: interface_with_address(address) is not None)
@@ -339,11 +339,11 @@ def coordinator_command(
     import logging
 
     split_address(listen)
-    known = names.load_secret(secret)
+    known = settings.load_secret(secret)
     if known is None:
         raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
-    place = RunDirectory(names.run_directory(), job)
+    place = RunDirectory(settings.run_directory(), job)
     if options["leadership"]:
         _try(options["leadership"])
     task = CoordinatorSpec(
@@ -355,7 +355,7 @@ def coordinator_command(
         fresh=False,
         epoch_file="" if options["leadership"] else str(place.epoch_file),
         store=_store(options["store"]),
-        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        hang=settings.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         leadership=options["leadership"],
         stands_by=True,
     )
@@ -396,7 +396,7 @@ def _launch(
         run_secret(record),
         grace_s=record.grace_s,
         notices=notices,
-        told_address=known,
+        on_address=known,
     )
     words = ""
     try:
@@ -464,7 +464,7 @@ def _coordinator_task(place: RunDirectory, record: LocalRun, options: dict[str, 
         store=_store(options["store"]),
         address_file=str(place.address_file),
         end_file=str(place.end_file),
-        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        hang=settings.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         event_log=record.event_log,
         verbose=options["verbose"],
     )
@@ -480,8 +480,8 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
     if not is_loopback_host(host):
         mine |= _peer_secret(record)
     if (interface := gloo_interface(host)) is not None:
-        mine |= names.gloo_on(interface)
-    if options["node"] and not names.has_agent_name():
+        mine |= settings.gloo_on(interface)
+    if options["node"] and not settings.has_agent_name():
         mine["TIEREDCKPT_AGENT_NODE"] = name
     if memory := _memory_of(place, name, options):
         mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(memory), "TIEREDCKPT_AGENT_NODE": memory.parent.name}
@@ -518,7 +518,7 @@ def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSp
         nproc=record.nproc,
         fresh=False,
         store=_store(options["store"]),
-        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        hang=settings.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         event_log=record.event_log,
         leadership=record.coordinator,
         verbose=options["verbose"],
@@ -545,7 +545,7 @@ def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path 
     own = place.node_directory(name) / "agent"
     if (options["simulate_nodes"] or 1) > 1 or own.exists():
         return own
-    if options["coordinator"] or names.has_agent_directory():
+    if options["coordinator"] or settings.has_agent_directory():
         return None
     left = sorted(place.directory.glob("*/agent"), key=lambda one: (not (one / "agent.sock").exists(), one))
     return left[0] if left else None
@@ -553,7 +553,7 @@ def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path 
 
 def _peer_secret(record: LocalRun) -> dict[str, str]:
     """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
-    if names.has_peer_secret():
+    if settings.has_peer_secret():
         return {}
     return {"TIEREDCKPT_PEER_SECRET": f"file:{record.secret_file}"}
 
@@ -561,7 +561,7 @@ def _peer_secret(record: LocalRun) -> dict[str, str]:
 def _store(said: str) -> str:
     """What the coordinator is told: nothing for a store that some node is to keep."""
     if not said:
-        return ROOTLESS if names.wants_rootless_store() else ""
+        return ROOTLESS if settings.wants_rootless_store() else ""
     if said in ("single", ROOTLESS):
         return said if said == ROOTLESS else ""
     split_address(said)

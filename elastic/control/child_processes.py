@@ -54,22 +54,22 @@ class ChildProcess:
         command: Sequence[str],
         *,
         environ: Mapping[str, str],
-        sink: Callable[[bytes], None] | None,
-        ended: Callable[[int], None],
+        on_line: Callable[[bytes], None] | None,
+        on_exit: Callable[[int], None],
         name: str = "rank",
     ) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - the user's own command
             die_with_parent(command),
             stdin=subprocess.DEVNULL,
-            stdout=None if sink is None else subprocess.PIPE,
-            stderr=None if sink is None else subprocess.STDOUT,
+            stdout=None if on_line is None else subprocess.PIPE,
+            stderr=None if on_line is None else subprocess.STDOUT,
             env=dict(environ),
             start_new_session=True,
         )
         self.pid = self._process.pid
-        self._ended = ended
+        self._ended = on_exit
         self._reaping = threading.Lock()
-        self._pump = threading.Thread(target=self._read, args=(sink,), name=f"elastic-log-{name}", daemon=True)
+        self._pump = threading.Thread(target=self._read, args=(on_line,), name=f"elastic-log-{name}", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name=f"elastic-wait-{name}", daemon=True)
         self._pump.start()
         self._waiter.start()
@@ -98,13 +98,13 @@ class ChildProcess:
         self._pump.join(_LAST_WORDS_S)
         self._ended(status)
 
-    def _read(self, sink: Callable[[bytes], None] | None) -> None:
+    def _read(self, on_line: Callable[[bytes], None] | None) -> None:
         stream = self._process.stdout
-        if stream is None or sink is None:
+        if stream is None or on_line is None:
             return
         with stream:
             while line := stream.readline(_LINE_BYTES):
-                sink(line)
+                on_line(line)
 
 
 class ProcessLog:

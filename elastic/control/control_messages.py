@@ -377,11 +377,11 @@ class NodeCodec:
         self._told: tuple[int, WorldSpec | None] = (0, None)
         """The world that the coordinator told last, and its number."""
 
-    def encode(self, says: NodeStatus) -> bytes:
-        before, self._said = self._said, says
+    def encode(self, status: NodeStatus) -> bytes:
+        before, self._said = self._said, status
         if before is None:
-            return _encode(says)
-        changes = _changes(before, says)
+            return _encode(status)
+        changes = _changes(before, status)
         formed = changes.get("world")
         if formed is not None:
             number, told = self._told
@@ -403,16 +403,18 @@ class CoordinatorCodec:
 
     def __init__(
         self,
-        says: NodeStatus,
-        packed: Callable[[WorldSpec], msgspec.Raw] = lambda formed: msgspec.Raw(_encode(formed)),
-        shared: Callable[[WorldSpec], WorldSpec] = lambda formed: formed,
+        status: NodeStatus,
+        encode_world: Callable[[WorldSpec], msgspec.Raw] = lambda formed: msgspec.Raw(_encode(formed)),
+        intern_world: Callable[[WorldSpec], WorldSpec] = lambda formed: formed,
     ) -> None:
-        self._packed, self._shared = packed, shared
+        self._packed, self._shared = encode_world, intern_world
         self._told: dict[int, WorldSpec] = {}
         """Worlds that the node may speak of by their number."""
         self._number = 0
         self._hears = INITIAL_DESIRED
-        self.status = says if says.world is None else msgspec.structs.replace(says, world=shared(says.world))
+        self.status = (
+            status if status.world is None else msgspec.structs.replace(status, world=intern_world(status.world))
+        )
         """The node's newest report."""
 
     def encode(self, hears: NodeDesired) -> bytes:

@@ -94,13 +94,13 @@ class CoordinatorClient:
         node: NodeId,
         secret: bytes,
         refusals: int,
-        heard: Callable[[NodeDesired], None],
-        came: Callable[[], None],
-        cut_off: Callable[[str], None],
-        refused: Callable[[str], None],
+        on_desired: Callable[[NodeDesired], None],
+        on_connected: Callable[[], None],
+        on_unreachable: Callable[[str], None],
+        on_refused: Callable[[str], None],
     ) -> None:
         self._where, self._job, self._node, self._secret = where, job, node, secret
-        self._heard, self._came, self._cut_off, self._refused = heard, came, cut_off, refused
+        self._heard, self._came, self._cut_off, self._refused = on_desired, on_connected, on_unreachable, on_refused
         self._refusals = refusals
         self._changed = threading.Condition()
         self._latest: NodeStatus | None = None
@@ -120,9 +120,9 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.start()
 
-    def send_status(self, says: NodeStatus) -> None:
+    def send_status(self, status: NodeStatus) -> None:
         with self._changed:
-            self._latest = says
+            self._latest = status
             self._changed.notify_all()
 
     def disconnect_for(self, seconds: float) -> None:

@@ -78,9 +78,9 @@ class HangDetector:
         self._look_at = float("-inf")
         self._pace = StepTimes() if pace is None else pace
 
-    def observe(self, before: NodeStatus | None, says: NodeStatus, now: float) -> None:
+    def observe(self, before: NodeStatus | None, status: NodeStatus, now: float) -> None:
         """A node's two latest reports."""
-        if before is None or not any(new > old for old, new in zip(_steps(before), _steps(says), strict=False)):
+        if before is None or not any(new > old for old, new in zip(_steps(before), _steps(status), strict=False)):
             return
         took_s = 0.0 if self._moved_at is None else now - self._moved_at
         if self._stepped:
@@ -153,5 +153,5 @@ def _behind(places: list[_Place]) -> list[_Place]:
     return behind if len(behind) == 1 < len(places) else []
 
 
-def _steps(says: NodeStatus) -> list[int]:
-    return [-1 if progress is None else progress.step for progress in says.rank_progress]
+def _steps(status: NodeStatus) -> list[int]:
+    return [-1 if progress is None else progress.step for progress in status.rank_progress]

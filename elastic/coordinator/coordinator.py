@@ -104,8 +104,8 @@ class Coordinator:
             incarnation=secrets.token_hex(8),
             now=self._clock(),
             fresh=fresh,
-            floor=floor,
-            witness=self._saw,
+            min_epoch=floor,
+            observer=self._saw,
         )
         self._epoch_file, self._epoch, self._silent = epoch_file, floor, False
         self._secret, self._farewell_s = secret, farewell_s
@@ -297,22 +297,24 @@ class Coordinator:
         self._post(answer)
         return future.result(_ANSWER_S)
 
-    def _hand_over(self, channel: MessageChannel, node: str, said: NodeStatus) -> None:
+    def _hand_over(self, channel: MessageChannel, node: str, status: NodeStatus) -> None:
         """From here on the coordinator's thread hears this node."""
-        if said.node != node:
-            raise ProtocolError(f"node {node} reports as {said.node}")
+        if status.node != node:
+            raise ProtocolError(f"node {node} reports as {status.node}")
         if not isinstance(channel, TcpChannel):
             raise RequestError(f"{channel.peer} came over something that many cannot be waited for on")
         sock = channel.detach()
-        self._post(partial(self._came, sock, channel.peer, said))
+        self._post(partial(self._came, sock, channel.peer, status))
 
     # -- on the coordinator's thread ------------------------------------------------------------------------------
 
-    def _came(self, sock: socket.socket, peer: str, said: NodeStatus) -> None:
+    def _came(self, sock: socket.socket, peer: str, status: NodeStatus) -> None:
         if self._ending.is_set() or len(self._connections) >= MAX_NODES:
             sock.close()
             return
-        connection = NodeConnection(sock, peer, said.node, CoordinatorCodec(said, self._pack, self.reconciler.interned))
+        connection = NodeConnection(
+            sock, peer, status.node, CoordinatorCodec(status, self._pack, self.reconciler.interned)
+        )
         self._connections.add(connection)
         now = self._clock()
         self._said(connection, connection.codec.status, now)
@@ -331,40 +333,40 @@ class Coordinator:
             log.info("the connection of node %s ended: %s", connection.node, error)
             self._gone(connection)
 
-    def _said(self, connection: NodeConnection, says: NodeStatus, now: float) -> None:
-        if self._elector is not None and self._is_of_another(says):
-            log.warning("node %s has obeyed another coordinator, in term %d", says.node, says.term)
-            self._elector.heard(says.term)
+    def _said(self, connection: NodeConnection, status: NodeStatus, now: float) -> None:
+        if self._elector is not None and self._is_of_another(status):
+            log.warning("node %s has obeyed another coordinator, in term %d", status.node, status.term)
+            self._elector.heard(status.term)
             return
-        refused = self.reconciler.record_status(says, now)
-        if refused and (above := self.reconciler.later_generation(says, now)):
-            log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", says.node)
+        refused = self.reconciler.record_status(status, now)
+        if refused and (above := self.reconciler.later_generation(status, now)):
+            log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", status.node)
             self._say(
                 connection,
-                NodeDesired(self.reconciler.incarnation, says.generation, superseded=True, min_generation=above),
+                NodeDesired(self.reconciler.incarnation, status.generation, superseded=True, min_generation=above),
                 now,
             )
             return
         if refused:
             log.warning("a supervisor was refused: %s", refused)
-            hears = NodeDesired(self.reconciler.incarnation, says.generation, exit=ExitReason.REFUSED, reason=refused)
+            hears = NodeDesired(self.reconciler.incarnation, status.generation, exit=ExitReason.REFUSED, reason=refused)
             self._say(connection, hears, now)
             return
-        before = self._nodes.get(says.node)
-        if before is not None and before is not connection and before.generation != says.generation:
-            reason = f"a newer supervisor runs as node {says.node}"
+        before = self._nodes.get(status.node)
+        if before is not None and before is not connection and before.generation != status.generation:
+            reason = f"a newer supervisor runs as node {status.node}"
             self._say(
                 before,
                 NodeDesired(self.reconciler.incarnation, before.generation, exit=ExitReason.REFUSED, reason=reason),
                 now,
             )
-        connection.generation = says.generation
-        self._nodes[says.node] = connection
+        connection.generation = status.generation
+        self._nodes[status.node] = connection
 
-    def _is_of_another(self, says: NodeStatus) -> bool:
+    def _is_of_another(self, status: NodeStatus) -> bool:
         """Whether another one leads, or has led, in this term or a later one."""
-        mine, its = self.reconciler.term, says.term
-        return its > mine or (its == mine > 0 and says.leader != self.reconciler.incarnation)
+        mine, its = self.reconciler.term, status.term
+        return its > mine or (its == mine > 0 and status.leader != self.reconciler.incarnation)
 
     def _gone(self, connection: NodeConnection) -> None:
         self._connections.remove(connection)

@@ -47,18 +47,18 @@ def node_desired(desk: WorldReconciler, node: str, now: float) -> NodeDesired:
     )
 
 
-def _world_of(desk: WorldReconciler, says: NodeStatus) -> tuple[WorldSpec | None, str | None]:
+def _world_of(desk: WorldReconciler, status: NodeStatus) -> tuple[WorldSpec | None, str | None]:
     """The world that a node is to know of, and why it is broken.
 
     A world may break and the next one begin without a node of it before that node hears of either: it is still told
     that its own is over. Else its ranks would go on there, and it would not come back.
     """
-    newest, own = desk.world_spec, says.world
+    newest, own = desk.world_spec, status.world
     if newest is None:
         return None, None
-    if desk.progress is not None and says.node in desk.progress.places:
+    if desk.progress is not None and status.node in desk.progress.places:
         return newest, desk.broken_reason
-    left = says.broken_reason is not None or says.sealed is not None or says.ready
+    left = status.broken_reason is not None or status.sealed is not None or status.ready
     if own is None or own.epoch >= newest.epoch or left:
         return None, None
     return own, f"world {own.epoch} is over: {newest.reason}"

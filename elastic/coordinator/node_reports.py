@@ -24,48 +24,48 @@ from elastic.world.world_state import (
 )
 
 
-def events_between(before: NodeStatus | None, says: NodeStatus, now: float) -> Iterator[WorldEvent]:
+def events_between(before: NodeStatus | None, status: NodeStatus, now: float) -> Iterator[WorldEvent]:
     """In the order in which it can have happened. ``before`` is the report before, of the same life or none."""
-    node, life, epoch = says.node, says.generation, _epoch(says.world)
+    node, life, epoch = status.node, status.generation, _epoch(status.world)
     if before is None:
-        yield NodeJoined(node, life, says.local_ranks, says.spawn_count, says.spares)
+        yield NodeJoined(node, life, status.local_ranks, status.spawn_count, status.spares)
     new = before is None or _epoch(before.world) != epoch
-    if says.sealed is not None and (new or before is None or before.sealed != says.sealed):
-        yield NodeSealed(node, life, epoch, says.sealed)
-    if says.finished and (new or before is None or not before.finished):
+    if status.sealed is not None and (new or before is None or before.sealed != status.sealed):
+        yield NodeSealed(node, life, epoch, status.sealed)
+    if status.finished and (new or before is None or not before.finished):
         yield NodeFinished(node, life, epoch)
-    if says.drain_within_s is not None and (before is None or before.drain_within_s is None):
-        yield NodesPreempted((node,), now + says.drain_within_s, says.drain_reason)
-    if before is None or (before.spawn_count, before.exited_ranks) != (says.spawn_count, says.exited_ranks):
-        for lost in says.exited_ranks:
-            yield RankLost(node, life, says.spawn_count, lost.local_rank, lost.reason)
-    if new or before is None or before.faulty_ranks != says.faulty_ranks:
-        for fault in says.faulty_ranks:
+    if status.drain_within_s is not None and (before is None or before.drain_within_s is None):
+        yield NodesPreempted((node,), now + status.drain_within_s, status.drain_reason)
+    if before is None or (before.spawn_count, before.exited_ranks) != (status.spawn_count, status.exited_ranks):
+        for lost in status.exited_ranks:
+            yield RankLost(node, life, status.spawn_count, lost.local_rank, lost.reason)
+    if new or before is None or before.faulty_ranks != status.faulty_ranks:
+        for fault in status.faulty_ranks:
             yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final)
-    if says.ready and (new or before is None or not before.ready or _stock(before) != _stock(says)):
-        yield NodeReady(node, life, says.spawn_count, epoch, says.spares)
-    if says.leave_reason:
-        yield NodeLeft(node, life, says.leave_reason)
+    if status.ready and (new or before is None or not before.ready or _stock(before) != _stock(status)):
+        yield NodeReady(node, life, status.spawn_count, epoch, status.spares)
+    if status.leave_reason:
+        yield NodeLeft(node, life, status.leave_reason)
 
 
-def requested_event(request: RankRequest, says: NodeStatus, now: float) -> WorldEvent:
+def requested_event(request: RankRequest, status: NodeStatus, now: float) -> WorldEvent:
     """What a rank's request is to the world."""
     if request.kind is NoticeKind.STOP:
         return JobStopRequested(request.reason, None if request.deadline_s is None else now + request.deadline_s)
     if request.kind is NoticeKind.RESTART:
-        return RankFault(says.node, says.generation, _epoch(says.world), 0, request.reason)
+        return RankFault(status.node, status.generation, _epoch(status.world), 0, request.reason)
     return ResizeRequested(request.nodes, request.reason)
 
 
-def rejoin_report(says: NodeStatus) -> RejoinReport:
+def rejoin_report(status: NodeStatus) -> RejoinReport:
     """What a coordinator that starts again learns from a node, but for what it is to decide upon: that comes after."""
-    formed = says.world
+    formed = status.world
     return RejoinReport(
-        node=says.node,
-        generation=says.generation,
-        local_ranks=says.local_ranks,
-        spawn_count=says.spawn_count,
-        spares=says.spares,
+        node=status.node,
+        generation=status.generation,
+        local_ranks=status.local_ranks,
+        spawn_count=status.spawn_count,
+        spares=status.spares,
         epoch=_epoch(formed),
         ranked_nodes=() if formed is None else formed.ranked_nodes,
         restarts=0 if formed is None else formed.restarts,
@@ -76,8 +76,8 @@ def _epoch(formed: WorldSpec | None) -> int:
     return -1 if formed is None else formed.epoch
 
 
-def _stock(says: NodeStatus) -> tuple[int, int]:
-    return says.spawn_count, says.spares
+def _stock(status: NodeStatus) -> tuple[int, int]:
+    return status.spawn_count, status.spares
 
 
 class _Said(NamedTuple):
@@ -120,15 +120,15 @@ class WorldProgress:
             return None
         return max(one.paused for one in self._said.values() if one.paused is not None and not one.finished)
 
-    def update(self, says: NodeStatus) -> None:
+    def update(self, status: NodeStatus) -> None:
         """A node's newest report; one that does not know of this world counts for nothing here."""
-        if says.node not in self.places:
+        if status.node not in self.places:
             return
-        self.forget(says.node)
-        if says.world is None or says.world.epoch != self.epoch:
+        self.forget(status.node)
+        if status.world is None or status.world.epoch != self.epoch:
             return
-        sealed = min((-1 if one is None else one.sealed for one in says.rank_progress), default=None)
-        self._said[says.node] = said = _Said(sealed, says.paused, says.finished)
+        sealed = min((-1 if one is None else one.sealed for one in status.rank_progress), default=None)
+        self._said[status.node] = said = _Said(sealed, status.paused, status.finished)
         self._count(said, 1)
         if sealed is not None:
             self._sealed[sealed] += 1

@@ -91,14 +91,14 @@ class WorldReconciler:
         incarnation: str,
         now: float,
         fresh: bool,
-        floor: int = -1,
-        witness: DecisionObserver | None = None,
+        min_epoch: int = -1,
+        observer: DecisionObserver | None = None,
     ) -> None:
         self.settings = settings
-        self._witness = witness
+        self._witness = observer
         self.incarnation = incarnation
         self.world: WorldState = initial_world(settings.policy, nproc=settings.nproc, now_s=now)
-        self.min_epoch = floor
+        self.min_epoch = min_epoch
         self.term = 0
         """In which its coordinator leads, where any machine's may."""
         self.nodes: dict[str, NodeRecord] = {}
@@ -134,41 +134,41 @@ class WorldReconciler:
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
-    def record_status(self, says: NodeStatus, now: float) -> str:
+    def record_status(self, status: NodeStatus, now: float) -> str:
         """A node's report; what came in together is decided on together, by ``reconcile``. The answer is why it is
         refused, or "".
         """
-        if self._epoch_of(says) > max(self.world.epoch, 0) + MAX_EPOCH_LEAD:
-            return f"it speaks of world {self._epoch_of(says)}, and this job is in world {self.world.epoch}"
-        seen = self.nodes.get(says.node)
-        if seen is not None and seen.status.generation > says.generation:
-            return f"a newer supervisor runs as node {says.node}"
-        if says.node in self._undecided_of:
+        if self._epoch_of(status) > max(self.world.epoch, 0) + MAX_EPOCH_LEAD:
+            return f"it speaks of world {self._epoch_of(status)}, and this job is in world {self.world.epoch}"
+        seen = self.nodes.get(status.node)
+        if seen is not None and seen.status.generation > status.generation:
+            return f"a newer supervisor runs as node {status.node}"
+        if status.node in self._undecided_of:
             self.reconcile(now)
-        before = seen.status if seen is not None and seen.status.generation == says.generation else None
+        before = seen.status if seen is not None and seen.status.generation == status.generation else None
         if seen is None or before is None:
-            seen = self.nodes[says.node] = _begun_again(seen, says, now)
-        seen.status, seen.last_heartbeat, seen.connected = says, now, True
-        self._connected[says.node] = None
-        self._connected.move_to_end(says.node)
-        self._cut_off.discard(says.node)
-        if says.coordinator == self.incarnation and seen.commands:
-            seen.commands = [command for command in seen.commands if command.number > says.last_command]
-        self._due.add(says.node)
+            seen = self.nodes[status.node] = _begun_again(seen, status, now)
+        seen.status, seen.last_heartbeat, seen.connected = status, now, True
+        self._connected[status.node] = None
+        self._connected.move_to_end(status.node)
+        self._cut_off.discard(status.node)
+        if status.coordinator == self.incarnation and seen.commands:
+            seen.commands = [command for command in seen.commands if command.number > status.last_command]
+        self._due.add(status.node)
         self._is_concluded = False
         if self.is_rejoining:
             return ""
         if self.progress is not None:
-            self.progress.update(says)
-        if not self.is_superseded(says):
-            self._surpass(self._epoch_of(says), now)
-            events = list(node_reports.events_between(before if self._is_member(says) else None, says, now))
+            self.progress.update(status)
+        if not self.is_superseded(status):
+            self._surpass(self._epoch_of(status), now)
+            events = list(node_reports.events_between(before if self._is_member(status) else None, status, now))
             if events:
                 self._undecided += events
-                self._undecided_of.add(says.node)
+                self._undecided_of.add(status.node)
             self._count_spares(seen)
             self._hear_requests(seen, now)
-        self.hang_detector.observe(before, says, now)
+        self.hang_detector.observe(before, status, now)
         return ""
 
     def reconcile(self, now: float) -> None:
@@ -193,10 +193,10 @@ class WorldReconciler:
             self._reported = formed
         return self._reported
 
-    def later_generation(self, says: NodeStatus, now: float) -> int:
+    def later_generation(self, status: NodeStatus, now: float) -> int:
         """The later life, by the clock it had, of a supervisor that has gone; 0 where there is none, or it is there."""
-        seen = self.nodes.get(says.node)
-        if seen is None or seen.status.generation <= says.generation:
+        seen = self.nodes.get(status.node)
+        if seen is None or seen.status.generation <= status.generation:
             return 0
         is_there = seen.connected and now - seen.last_heartbeat <= self.settings.reconnect_timeout_s
         return 0 if is_there else seen.status.generation
@@ -227,9 +227,9 @@ class WorldReconciler:
                 self.nodes[node].drain_deadline, self.nodes[node].drain_reason = until, question.reason
             self._take([world_state.NodesPreempted(question.nodes, until, question.reason)], now)
 
-    def leads(self, term: int, floor: int) -> None:
+    def leads(self, term: int, min_epoch: int) -> None:
         """From now on, and nothing has been decided yet: no world may have a number up to ``floor``."""
-        self.term, self.min_epoch = term, max(floor, self.min_epoch)
+        self.term, self.min_epoch = term, max(min_epoch, self.min_epoch)
 
     def was_away(self, seconds: float, now: float) -> None:
         """Time that the clock here does not count: a machine that is asked back goes when it was to all the same."""
@@ -407,20 +407,20 @@ class WorldReconciler:
 
     # -- who is not there ---------------------------------------------------------------------------------------------
 
-    def is_superseded(self, says: NodeStatus) -> bool:
+    def is_superseded(self, status: NodeStatus) -> bool:
         """Whether its life is over: it was given up, or is in a world that this coordinator never heard of."""
-        if self.world.departed.get(says.node, -1) >= says.generation:
+        if self.world.departed.get(status.node, -1) >= status.generation:
             return True
-        inside = says.world is not None and says.broken_reason is None
-        return inside and not self._is_member(says) and not self.is_rejoining
+        inside = status.world is not None and status.broken_reason is None
+        return inside and not self._is_member(status) and not self.is_rejoining
 
-    def _is_member(self, says: NodeStatus) -> bool:
-        member = self.world.members.get(says.node)
-        return member is not None and member.generation == says.generation
+    def _is_member(self, status: NodeStatus) -> bool:
+        member = self.world.members.get(status.node)
+        return member is not None and member.generation == status.generation
 
     @staticmethod
-    def _epoch_of(says: NodeStatus) -> int:
-        return -1 if says.world is None else says.world.epoch
+    def _epoch_of(status: NodeStatus) -> int:
+        return -1 if status.world is None else status.world.epoch
 
     def _surpass(self, epoch: int, now: float) -> None:
         """Worlds have numbers above this one: a world that was thought to be the newest is not."""
@@ -522,18 +522,18 @@ class WorldReconciler:
             self.is_rejoining = False
             self._resume(says, newest, now)
 
-    def _resume(self, says: list[NodeStatus], newest: WorldSpec | None, now: float) -> None:
+    def _resume(self, status: list[NodeStatus], newest: WorldSpec | None, now: float) -> None:
         policy = self.settings.policy
-        reports = [node_reports.rejoin_report(one) for one in says]
+        reports = [node_reports.rejoin_report(one) for one in status]
         self.world_spec = newest
         self._count_reports()
         self.world, actions = rebuild_world(reports, policy, nproc=self.settings.nproc, now_s=now)
         self.hang_detector = HangDetector(now, self.step_times)
         self._do(actions, now)
         self._surpass(self.min_epoch, now)
-        inside = [] if newest is None else [one for one in says if self._epoch_of(one) == newest.epoch]
+        inside = [] if newest is None else [one for one in status if self._epoch_of(one) == newest.epoch]
         self._resume_pause([one.pause for one in inside if one.pause is not None], now)
-        wishes = [one.size_request for one in says if one.size_request is not None]
+        wishes = [one.size_request for one in status if one.size_request is not None]
         if wishes:
             self.size_request = max(wishes, key=lambda wish: wish.number)
             self._take([world_state.ResizeRequested(self.size_request.nodes, self.size_request.reason)], now)
@@ -543,7 +543,7 @@ class WorldReconciler:
         )
         self._keep_store(now)
         events: list[world_state.WorldEvent] = []
-        for one in says:  # it has joined already
+        for one in status:  # it has joined already
             said_before = replace(
                 one, sealed=None, finished=False, ready=False, drain_within_s=None, exited_ranks=(), faulty_ranks=()
             )
@@ -578,9 +578,9 @@ class WorldReconciler:
         return due
 
 
-def _begun_again(before: NodeRecord | None, says: NodeStatus, now: float) -> NodeRecord:
+def _begun_again(before: NodeRecord | None, status: NodeStatus, now: float) -> NodeRecord:
     """A life's first report. A node that was asked back and was lost before it left is asked back still."""
-    seen = NodeRecord(says, now)
+    seen = NodeRecord(status, now)
     if before is not None and _is_to_leave(before, now):
         seen.drain_deadline, seen.drain_reason = before.drain_deadline, before.drain_reason
     return seen

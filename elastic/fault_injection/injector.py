@@ -43,7 +43,7 @@ class InjectionWorld(Protocol):
 
 
 class FaultInjector:
-    """``cut`` asks the supervisor to cut this node off for so many seconds; ``tell`` hears what is about to happen."""
+    """Faults of ``node``: ``request_partition`` cuts it off for so many seconds; ``on_fault`` comes before each."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class FaultInjector:
         record: InjectionRecord,
         node: str,
         *,
-        cut: Callable[[float], None],
-        tell: Callable[[InjectedFault], None] = lambda _: None,
+        request_partition: Callable[[float], None],
+        on_fault: Callable[[InjectedFault], None] = lambda _: None,
     ) -> None:
-        self._record, self._node, self._cut, self._tell = record, node, cut, tell
+        self._record, self._node, self._cut, self._tell = record, node, request_partition, on_fault
         self._began = record.job_started_at()
         self._world: InjectionWorld | None = None
         self._waiting: list[FaultInjection] = []

@@ -178,11 +178,13 @@ class StoreUnreachableError(Exception):
 class StoreServerClient:
     """Any thread may call; calls that wait do not stand in the way of others, each has a connection of its own."""
 
-    def __init__(self, address: str, *, cut: CloseConnections, guard: CallWatchdog, patience: StoreTimeouts) -> None:
+    def __init__(
+        self, address: str, *, close_connections: CloseConnections, guard: CallWatchdog, timeouts: StoreTimeouts
+    ) -> None:
         self.address = address
         self.host, self.port = split_address(address)
         self.state = StoreServerState.ANSWERS
-        self._cut, self._guard, self._patience = cut, guard, patience
+        self._cut, self._guard, self._patience = close_connections, guard, timeouts
         self._free: list[dist.TCPStore] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -324,17 +326,18 @@ class RootlessStore(dist.Store):
         self,
         addresses: Sequence[str],
         *,
-        cut: CloseConnections,
+        close_connections: CloseConnections,
         copies: int = KEY_COPIES,
         timeout: timedelta = timedelta(minutes=5),
-        patience: StoreTimeouts | None = None,
+        timeouts: StoreTimeouts | None = None,
     ) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self._patience = patience or StoreTimeouts()
+        self._patience = timeouts or StoreTimeouts()
         self._guard = CallWatchdog()
         self._holders = [
-            StoreServerClient(address, cut=cut, guard=self._guard, patience=self._patience) for address in addresses
+            StoreServerClient(address, close_connections=close_connections, guard=self._guard, timeouts=self._patience)
+            for address in addresses
         ]
         self._copies = copies
         self._over = ""
@@ -554,7 +557,7 @@ class RootlessStore(dist.Store):
     def _when_there(
         self,
         key: str,
-        ask: Callable[[dist.TCPStore, float], T],
+        query: Callable[[dist.TCPStore, float], T],
         within: timedelta,
         *,
         most: int | None = None,
@@ -566,7 +569,7 @@ class RootlessStore(dist.Store):
             for holder in self._in_turn(key, most):
                 left_s = min(look_s or self._patience.wait_slice_s, max(0.001, until - time.monotonic()))
                 try:
-                    return holder.call(lambda client, s=left_s: ask(client, s), within_s=left_s)  # type: ignore[misc]
+                    return holder.call(lambda client, s=left_s: query(client, s), within_s=left_s)  # type: ignore[misc]
                 except StoreUnreachableError as error:
                     self._check_open()
                     if self._is_one and holder.state is not StoreServerState.ANSWERS:
@@ -610,11 +613,13 @@ class OldKeyCleanup:
     """
 
     def __init__(
-        self, address: str, epoch: int, *, cut: CloseConnections, patience: StoreTimeouts | None = None
+        self, address: str, epoch: int, *, close_connections: CloseConnections, timeouts: StoreTimeouts | None = None
     ) -> None:
         self.deleted = 0
         self._guard = CallWatchdog()
-        self._holder = StoreServerClient(address, cut=cut, guard=self._guard, patience=patience or StoreTimeouts())
+        self._holder = StoreServerClient(
+            address, close_connections=close_connections, guard=self._guard, timeouts=timeouts or StoreTimeouts()
+        )
         self._epoch = epoch
         # A thread that is in torch's C++ when the interpreter ends aborts the process.
         atexit.register(self._end_at_exit)

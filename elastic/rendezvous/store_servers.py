@@ -76,8 +76,10 @@ for a second, and not for the ten that are usual."""
 class StoreProcess:
     """Keeps one while it is wanted; ``told`` hears where it is, and "" when it is no more."""
 
-    def __init__(self, host: str, told: Callable[[str], None], *, spawn: Callable[..., Any] = ChildProcess) -> None:
-        self._host, self._told, self._spawn = host, told, spawn
+    def __init__(
+        self, host: str, on_address: Callable[[str], None], *, spawn: Callable[..., Any] = ChildProcess
+    ) -> None:
+        self._host, self._told, self._spawn = host, on_address, spawn
         self._running: Any = None
         self._ended_at: float | None = None
 

@@ -115,14 +115,14 @@ class DataStep:
 class ElasticDataLoader:
     """Hands out each sample once per data epoch over all ranks, in an order that no world, fault or worker changes.
 
-    All ranks make one with the same ``dataset``, ``seed``, ``shuffle`` and ``epoch_end``, each with its own ``shares``.
-    Only shares change when the world does: see :meth:`set_share`. One thread uses a loader.
+    All ranks make one with the same ``dataset``, ``seed``, ``shuffle`` and ``epoch_end``, each with its own ``share``.
+    Only the share changes when the world does: see :meth:`set_share`. One thread uses a loader.
     """
 
     def __init__(
         self,
         dataset: Any,
-        shares: ShareSource,
+        share: ShareSource,
         *,
         seed: int,
         shuffle: str = "full",
@@ -145,11 +145,9 @@ class ElasticDataLoader:
         generators for each sample, which takes 8 us. ``allow_changes`` names what may differ from the checkpoint
         (``samples``, ``seed``, ``shuffle``, ``epoch_end``). The rest is as in torch.
         """
-        self.schedule = SampleSchedule(
-            SampleOrder(dataset_size(dataset), seed, shuffle), shares.global_batch, epoch_end
-        )
+        self.schedule = SampleSchedule(SampleOrder(dataset_size(dataset), seed, shuffle), share.global_batch, epoch_end)
         self._place = START_POSITION
-        self._feed = ReadTaskIterator(self.schedule, shares, START_POSITION, epochs)
+        self._feed = ReadTaskIterator(self.schedule, share, START_POSITION, epochs)
         self._allow_changes = tuple(allow_changes)
         self._generation = torch.full((1,), self._feed.generation)
         if num_workers and not _is_shared(self._generation):
@@ -180,21 +178,21 @@ class ElasticDataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where this was saved, in whatever world; what was read ahead is dropped."""
-        self._begin(self._feed.shares, self.schedule.position_from_state(state, self._allow_changes))
+        self._begin(self._feed.share, self.schedule.position_from_state(state, self._allow_changes))
 
-    def set_share(self, shares: ShareSource, at: DataPosition | None = None) -> None:
+    def set_share(self, share: ShareSource, at: DataPosition | None = None) -> None:
         """Another share of every step from here on (or from ``at``), as after a resize or a rollback.
 
         Workers stay; what they read ahead for the old share is dropped, and an open step with it.
         """
-        if at is None and shares == self._feed.shares and self._open is None:
+        if at is None and share == self._feed.share and self._open is None:
             return
-        self._begin(shares, self._place if at is None else at)
+        self._begin(share, self._place if at is None else at)
 
     def __iter__(self) -> Iterator[DataStep]:
         """From the committed place on: a step that was left open by an exception comes again."""
         if self._open is not None:
-            self._begin(self._feed.shares, self._place)
+            self._begin(self._feed.share, self._place)
         return self
 
     def __next__(self) -> DataStep:
@@ -228,13 +226,13 @@ class ElasticDataLoader:
     ) -> None:
         self.close()
 
-    def _begin(self, shares: ShareSource, place: DataPosition) -> None:
-        course = SampleSchedule(self.schedule.order, shares.global_batch, self.schedule.epoch_end)
+    def _begin(self, share: ShareSource, place: DataPosition) -> None:
+        course = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
         if place.step < 0 or place.cursor < 0:
             raise PolicyError(f"{place} is nowhere in the data")
         if self._feed.is_exhausted:  # torch's loader sends less ahead once there was nothing to send
             self._lines.close()
-        self._feed.restart(course, shares, place)
+        self._feed.restart(course, share, place)
         self.schedule, self._place, self._open = course, place, None
         self._generation.fill_(self._feed.generation)
 
@@ -258,7 +256,7 @@ class ElasticDataLoader:
                 fetched.error.reraise()
         except BaseException:
             # The step cannot be finished: it has to be asked for anew, and reading begins with it.
-            self._begin(self._feed.shares, self._place)
+            self._begin(self._feed.share, self._place)
             raise
         if (task.step, task.generation) != (step.number, self._feed.generation):
             raise AssertionError(f"{task} came back for step {step.number}")
@@ -295,16 +293,16 @@ class StepPortion(NamedTuple):
 class ReadTaskIterator:
     """Tasks from a place on, up to an epoch's end or without one."""
 
-    def __init__(self, course: SampleSchedule, shares: ShareSource, place: DataPosition, epochs: int | None) -> None:
+    def __init__(self, course: SampleSchedule, share: ShareSource, place: DataPosition, epochs: int | None) -> None:
         self.generation = 0
         self._epochs = epochs
-        self.restart(course, shares, place)
+        self.restart(course, share, place)
 
-    def restart(self, course: SampleSchedule, shares: ShareSource, place: DataPosition) -> None:
+    def restart(self, course: SampleSchedule, share: ShareSource, place: DataPosition) -> None:
         """Anew; what was handed out before is of an old generation."""
-        whole = validated_slices(shares, course.global_batch)  # before anything is changed: the plan may be impossible
+        whole = validated_slices(share, course.global_batch)  # before anything is changed: the plan may be impossible
         self.generation += 1
-        self.schedule, self.shares = course, shares
+        self.schedule, self.share = course, share
         self._cut = {course.global_batch: whole}
         self._place = place
         self._waiting: deque[ReadTask] = deque()
@@ -317,7 +315,7 @@ class ReadTaskIterator:
     def slices_of(self, samples: int) -> tuple[MicrobatchSlice, ...]:
         """This rank's part of a batch of so many."""
         if samples not in self._cut:
-            self._cut[samples] = validated_slices(self.shares, samples)
+            self._cut[samples] = validated_slices(self.share, samples)
         return self._cut[samples]
 
     def portion(self, place: DataPosition) -> StepPortion:

@@ -423,14 +423,14 @@ class RankShare:
         return replace(self.plan, global_batch=samples, allow_idle=True)
 
 
-def validated_slices(shares: ShareSource, samples: int) -> tuple[MicrobatchSlice, ...]:
+def validated_slices(share: ShareSource, samples: int) -> tuple[MicrobatchSlice, ...]:
     """What a plan says this rank computes, if it can be."""
-    slices = tuple(MicrobatchSlice(first, size) for first, size in shares.slices(samples))
+    slices = tuple(MicrobatchSlice(first, size) for first, size in share.slices(samples))
     end = 0
     for piece in slices:
         if piece.first < end or piece.size < 1 or piece.first + piece.size > samples:
             raise PolicyError(
-                f"{shares!r} has {list(slices)} of a batch of {samples} samples: slices have to ascend, not overlap,"
+                f"{share!r} has {list(slices)} of a batch of {samples} samples: slices have to ascend, not overlap,"
                 " have samples, and end with the batch"
             )
         end = piece.first + piece.size

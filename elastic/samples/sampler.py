@@ -2,7 +2,7 @@
 
 A loader asks for indices ahead of what the model has learnt from, so that only the training loop knows what is done::
 
-    sampler = ElasticSampler(dataset, shares, seed=0)
+    sampler = ElasticSampler(dataset, share, seed=0)
     for batch in DataLoader(dataset, batch_sampler=sampler.batches(), num_workers=4):
         ...
         optimizer.step()
@@ -45,7 +45,7 @@ class ElasticSampler(Sampler[int]):
     def __init__(
         self,
         dataset: Any,
-        shares: ShareSource,
+        share: ShareSource,
         *,
         seed: int,
         shuffle: str = "full",
@@ -54,9 +54,9 @@ class ElasticSampler(Sampler[int]):
     ) -> None:
         """``dataset`` may be a number of samples; the rest is as in an ``ElasticDataLoader``."""
         samples = dataset if isinstance(dataset, int) else dataset_size(dataset)
-        self.schedule = SampleSchedule(SampleOrder(samples, seed, shuffle), shares.global_batch, epoch_end)
-        self.shares = shares
-        validated_slices(shares, shares.global_batch)
+        self.schedule = SampleSchedule(SampleOrder(samples, seed, shuffle), share.global_batch, epoch_end)
+        self.share = share
+        validated_slices(share, share.global_batch)
         self.allow_changes = tuple(allow_changes)
         self._place = START_POSITION
         self._handed = START_POSITION
@@ -85,13 +85,13 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration begins where this was saved."""
-        self.set_share(self.shares, self.schedule.position_from_state(state, self.allow_changes))
+        self.set_share(self.share, self.schedule.position_from_state(state, self.allow_changes))
 
-    def set_share(self, shares: ShareSource, at: DataPosition | None = None) -> None:
+    def set_share(self, share: ShareSource, at: DataPosition | None = None) -> None:
         """The next iteration has this share of every step, and begins at the committed place, or at ``at``."""
-        course = SampleSchedule(self.schedule.order, shares.global_batch, self.schedule.epoch_end)
-        validated_slices(shares, shares.global_batch)
-        self.schedule, self.shares = course, shares
+        course = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
+        validated_slices(share, share.global_batch)
+        self.schedule, self.share = course, share
         self._place = self._handed = self._place if at is None else at
         self._exhausted = False
 
@@ -101,7 +101,7 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples left of this data epoch for this rank."""
-        return sum(self._left(lambda size: sum(piece.size for piece in validated_slices(self.shares, size))))
+        return sum(self._left(lambda size: sum(piece.size for piece in validated_slices(self.share, size))))
 
     def batches(self) -> MicrobatchSampler:
         """Microbatches, for ``batch_sampler=``."""
@@ -111,7 +111,7 @@ class ElasticSampler(Sampler[int]):
         """This rank's part of each step, until this data epoch begins."""
         while self.schedule.epoch_at(place.cursor) < until:
             batch = self.schedule.batch_at(place.cursor)
-            yield StepPortion(place, batch, validated_slices(self.shares, batch.size))
+            yield StepPortion(place, batch, validated_slices(self.share, batch.size))
             place = DataPosition(place.step + 1, batch.end_cursor)
 
     def _begin(self) -> DataPosition:
@@ -153,7 +153,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         sampler._exhausted = sampler._place == place
 
     def __len__(self) -> int:
-        return sum(self._sampler._left(lambda size: len(validated_slices(self._sampler.shares, size))))
+        return sum(self._sampler._left(lambda size: len(validated_slices(self._sampler.share, size))))
 
 
 class StatefulMicrobatchSampler(Sampler[list[int]]):

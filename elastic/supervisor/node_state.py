@@ -119,14 +119,14 @@ class RankProcess:
         """What it says, where that is about this world."""
         return self.status if self.status is not None and self.status.epoch == epoch == self.assigned_epoch else None
 
-    def note_steps(self, says: RankStatus) -> None:
-        if says.progress is None or says.epoch != self.assigned_epoch:
+    def note_steps(self, status: RankStatus) -> None:
+        if status.progress is None or status.epoch != self.assigned_epoch:
             return
-        step = says.progress.step
-        if self.first_step is None or self.first_step[0] != says.epoch or step < self.first_step[1]:
-            self.first_step = says.epoch, step
+        step = status.progress.step
+        if self.first_step is None or self.first_step[0] != status.epoch or step < self.first_step[1]:
+            self.first_step = status.epoch, step
         elif step > self.first_step[1]:
-            self.stepped_epoch = says.epoch
+            self.stepped_epoch = status.epoch
 
     def may_exit(self, *, broken: bool, stopping: bool) -> bool:
         """Whether it has nothing more to do, so that it may end."""
@@ -230,13 +230,13 @@ class NodeState:
 
     # -- from ranks ---------------------------------------------------------------------------------------------------
 
-    def handle_rank_status(self, token: str, says: RankStatus, now: float) -> None:
+    def handle_rank_status(self, token: str, status: RankStatus, now: float) -> None:
         process = self.processes.get(token)
         if process is None or process.exit_description is not None:
             return
-        process.status, process.last_heartbeat = says, now
-        process.note_steps(says)
-        for request in says.requests:
+        process.status, process.last_heartbeat = status, now
+        process.note_steps(status)
+        for request in status.requests:
             if request.number > process.requested:
                 process.requested = request.number
                 self._request(request, now)
@@ -566,16 +566,16 @@ def _greatest(steps: Iterable[int | None]) -> int | None:
     return max(known) if said and len(known) == len(said) else None
 
 
-def _is_behind(says: RankStatus, *, agreed: bool) -> bool:
-    if says.phase is RankPhase.FINISHED:
+def _is_behind(status: RankStatus, *, agreed: bool) -> bool:
+    if status.phase is RankPhase.FINISHED:
         return False
-    return (says.sealed if agreed else says.paused) is None
+    return (status.sealed if agreed else status.paused) is None
 
 
-def _fault(says: RankStatus, *, broken: bool) -> str | None:
-    if says.fault is None and not broken and says.phase is RankPhase.READY and says.sealed is None:
+def _fault(status: RankStatus, *, broken: bool) -> str | None:
+    if status.fault is None and not broken and status.phase is RankPhase.READY and status.sealed is None:
         return "it came back without being asked"
-    return says.fault
+    return status.fault
 
 
 def comparable_rank_desired(hears: RankDesired) -> RankDesired:
@@ -585,13 +585,13 @@ def comparable_rank_desired(hears: RankDesired) -> RankDesired:
     return replace(hears, notice=replace(hears.notice, deadline_s=0.0))
 
 
-def comparable_node_status(says: NodeStatus) -> NodeStatus:
+def comparable_node_status(status: NodeStatus) -> NodeStatus:
     """The same of what the coordinator is told."""
     return replace(
-        says,
+        status,
         number=0,
         rank_progress=(),
         silent_s=(),
-        drain_within_s=None if says.drain_within_s is None else 0.0,
-        pause=None if says.pause is None else replace(says.pause, within_s=0.0),
+        drain_within_s=None if status.drain_within_s is None else 0.0,
+        pause=None if status.pause is None else replace(status.pause, within_s=0.0),
     )

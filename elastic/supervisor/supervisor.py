@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from elastic import settings as names
 from elastic.control.child_processes import ChildProcess, ProcessLog, describe_exit
 from elastic.control.control_messages import (
     MAX_RANK_MESSAGE_BYTES,
@@ -50,6 +49,7 @@ from elastic.fault_injection import fault_actions
 from elastic.fault_injection.fault_actions import InjectionRecord, injected_here, log_injection
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, RankLocation
 from elastic.rendezvous.store_servers import CoordinatorKeeper, StoreProcess
+from elastic.settings import SOCKET_VARIABLE, TOKEN_VARIABLE
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
 from peerstore import message_codec
@@ -112,7 +112,7 @@ class Supervisor:
         *,
         spawn: SpawnProcess = ChildProcess,
         terminal: IO[bytes] | None = None,
-        cutting: Callable[[float], None] = lambda _seconds: None,
+        partition_agent: Callable[[float], None] = lambda _seconds: None,
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self.settings = settings
@@ -123,7 +123,7 @@ class Supervisor:
             new_generation=self._new_life,
             wanted_spares=settings.spares,
         )
-        self._spawn, self._terminal, self._cutting = spawn, terminal, cutting
+        self._spawn, self._terminal, self._cutting = spawn, terminal, partition_agent
         self._clock = RunningClock(2 * settings.heartbeat_s, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Any] = {}
@@ -152,9 +152,9 @@ class Supervisor:
         self._store = StoreProcess(settings.host, lambda address: post(partial(self._keeps, address)), spawn=spawn)
         self._door = RankServer(
             settings.directory / "rank.sock",
-            came=self._came,
-            said=lambda token, says: post(partial(self._said, token, says)),
-            left=lambda token, line: post(partial(self._left, token, line)),
+            on_connect=self._came,
+            on_status=lambda token, says: post(partial(self._said, token, says)),
+            on_disconnect=lambda token, line: post(partial(self._left, token, line)),
         )
         self._coordinator = None if settings.candidate is None else CoordinatorKeeper(settings.candidate, spawn=spawn)
         self._link = CoordinatorClient(
@@ -163,10 +163,10 @@ class Supervisor:
             node=validate_node_id(settings.node),
             secret=secret,
             refusals=_REFUSALS if is_leader_url(settings.coordinator) else 1,
-            heard=lambda orders: post(partial(self._ordered, orders)),
-            came=lambda: post(self._reached),
-            cut_off=lambda why: post(partial(self._cut_off, why)),
-            refused=lambda why: post(partial(self.state.finish, ExitReason.REFUSED, why)),
+            on_desired=lambda orders: post(partial(self._ordered, orders)),
+            on_connected=lambda: post(self._reached),
+            on_unreachable=lambda why: post(partial(self._cut_off, why)),
+            on_refused=lambda why: post(partial(self.state.finish, ExitReason.REFUSED, why)),
         )
 
     # -- from any thread ----------------------------------------------------------------------------------------------
@@ -331,8 +331,8 @@ class Supervisor:
     def _environ(self, start: StartProcess) -> dict[str, str]:
         settings = self.settings
         mine = {
-            names.SOCKET_VARIABLE: str(self._door.path),
-            names.TOKEN_VARIABLE: start.token,
+            SOCKET_VARIABLE: str(self._door.path),
+            TOKEN_VARIABLE: start.token,
             "ELASTIC_JOB": settings.job,
             "ELASTIC_NODE": settings.node,
             "LOCAL_WORLD_SIZE": str(settings.nproc),
@@ -361,8 +361,8 @@ class Supervisor:
         self._post(lambda: None)
         return ""
 
-    def _said(self, token: str, says: RankStatus) -> None:
-        self.state.handle_rank_status(token, says, self._clock())
+    def _said(self, token: str, status: RankStatus) -> None:
+        self.state.handle_rank_status(token, status, self._clock())
 
     def _left(self, token: str, line: RankConnection) -> None:
         if self._lines.get(token) is line:
@@ -506,12 +506,12 @@ class RankServer:
         self,
         path: Path,
         *,
-        came: Callable[[str, RankConnection], str],
-        said: Callable[[str, RankStatus], None],
-        left: Callable[[str, RankConnection], None],
+        on_connect: Callable[[str, RankConnection], str],
+        on_status: Callable[[str, RankStatus], None],
+        on_disconnect: Callable[[str, RankConnection], None],
     ) -> None:
         self.path = path
-        self._came, self._said, self._left = came, said, left
+        self._came, self._said, self._left = on_connect, on_status, on_disconnect
         self._lock = threading.Lock()
         self._lines: dict[threading.Thread, socket.socket] = {}
         self._stopping = False

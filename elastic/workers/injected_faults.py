@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from elastic import settings as names
+from elastic import settings
 from elastic.control.control_plane import ControlPlane
 from elastic.control.run_directory import RunDirectory
 from elastic.control.supervisor_client import SupervisorClient
@@ -90,9 +90,11 @@ class RankFaults:
         if self._injector is None:
             plane = self._plane
             assert isinstance(plane, SupervisorClient)  # noqa: S101 - only such a one is given anything
-            run = RunDirectory(names.run_directory(self._environ), self._environ["ELASTIC_JOB"])
+            run = RunDirectory(settings.run_directory(self._environ), self._environ["ELASTIC_JOB"])
             record, node = InjectionRecord(run.directory), self._environ["ELASTIC_NODE"]
-            self._injector = FaultInjector((), record, node, cut=plane.request_partition, tell=log_injection)
+            self._injector = FaultInjector(
+                (), record, node, request_partition=plane.request_partition, on_fault=log_injection
+            )
             self._hooks.enter_context(fault_hooks(self._injector))
         self._injector.add(self._given)
 

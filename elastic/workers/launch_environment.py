@@ -104,7 +104,7 @@ def start_store_server(host: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
 
 
-def connect_store(host: str, port: int, *, patience: StoreTimeouts | None = None) -> RootlessStore:
+def connect_store(host: str, port: int, *, timeouts: StoreTimeouts | None = None) -> RootlessStore:
     """A client of a ``TCPStore`` whose calls end: torch's own waits for ever where the server is stopped.
 
     To be closed. :class:`torch.distributed.DistNetworkError` where nobody comes to listen there.
@@ -119,4 +119,6 @@ def connect_store(host: str, port: int, *, patience: StoreTimeouts | None = None
                 raise dist.DistNetworkError(f"no store answers at {host}:{port}: {error}") from error
             time.sleep(_AGAIN_S)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return RootlessStore((address,), cut=close_store_connections, copies=1, timeout=_PATIENCE, patience=patience)
+    return RootlessStore(
+        (address,), close_connections=close_store_connections, copies=1, timeout=_PATIENCE, timeouts=timeouts
+    )

@@ -112,10 +112,10 @@ class RankHeartbeats:
         self._next = 0
         """From which rank on the judge reads."""
 
-    def beat(self, said: RankProgress, at: float, *, over: bool = False, stopping: bool = False) -> str | None:
+    def beat(self, progress: RankProgress, at: float, *, over: bool = False, stopping: bool = False) -> str | None:
         """To be called once a second; why the world is broken, where it is. ``over``: this rank has nothing to do."""
         self._beats += 1
-        self.write(said, over=over)
+        self.write(progress, over=over)
         if self._make_judge is not None and self._rank > 0 and self._beats % IDLE_HEARTBEATS == 0:
             self._follow(self._make_judge)
         if self._judge is None:
@@ -126,11 +126,11 @@ class RankHeartbeats:
         words = self._store.multi_get(self._keys[first : first + _MOST_KEYS])
         return self._judge.look(first, words, at, stopping=stopping)
 
-    def write(self, said: RankProgress, *, over: bool = False) -> None:
+    def write(self, progress: RankProgress, *, over: bool = False) -> None:
         """Where it is new, or has not been said for long."""
-        if self._written != (said, over) or self._beats - self._written_beat >= IDLE_HEARTBEATS:
-            self._store.set(self._keys[self._rank], _word(self._beats, said, over=over))
-            self._written, self._written_beat = (said, over), self._beats
+        if self._written != (progress, over) or self._beats - self._written_beat >= IDLE_HEARTBEATS:
+            self._store.set(self._keys[self._rank], _word(self._beats, progress, over=over))
+            self._written, self._written_beat = (progress, over), self._beats
 
     def _follow(self, judge: Callable[[], PeerHangDetector]) -> None:
         word = self._store.get(self._keys[self._rank - 1])
@@ -144,8 +144,8 @@ FIRST_HEARTBEAT = "0 -1 0 0"
 """Of a rank that has only just come."""
 
 
-def _word(beats: int, said: RankProgress, *, over: bool) -> str:
-    return f"{beats} {said.step} {said.idle:d} {over:d}"
+def _word(beats: int, progress: RankProgress, *, over: bool) -> str:
+    return f"{beats} {progress.step} {progress.idle:d} {over:d}"
 
 
 def _read(word: bytes) -> tuple[RankProgress, bool]:

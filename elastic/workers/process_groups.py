@@ -86,7 +86,7 @@ class ProcessGroups:
         self._spread: RootlessStore | None = None
         if assignment.stores:
             self._spread = RootlessStore(
-                assignment.stores, cut=close_store_connections, timeout=timeout or _STORE_PATIENCE
+                assignment.stores, close_connections=close_store_connections, timeout=timeout or _STORE_PATIENCE
             )
         self._sweeping: OldKeyCleanup | None = None
 
@@ -147,7 +147,7 @@ class ProcessGroups:
         place = self._assignment
         servers = place.stores or (place.store,)
         if place.rank < len(servers) and place.epoch > 0:
-            self._sweeping = OldKeyCleanup(servers[place.rank], place.epoch, cut=close_store_connections)
+            self._sweeping = OldKeyCleanup(servers[place.rank], place.epoch, close_connections=close_store_connections)
 
     def abort(self) -> None:
         """From any thread: whoever hangs in a collective of this epoch, or on its way in, gets an error."""

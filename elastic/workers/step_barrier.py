@@ -178,11 +178,11 @@ class NoticeWatcher:
         self,
         plane: ControlPlane,
         on_broken: Callable[[ControlNotice], None],
-        still_broken: Callable[[int], None] = lambda _epoch: None,
+        while_broken: Callable[[int], None] = lambda _epoch: None,
     ) -> None:
         self._plane = plane
         self._on_broken = on_broken
-        self._still_broken = still_broken
+        self._still_broken = while_broken
         self._aborted: tuple[int, float] = (-1, 0.0)
         """Which epoch was, and when last."""
         self._gate: StepBarrier | None = None

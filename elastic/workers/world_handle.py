@@ -210,7 +210,9 @@ class World:
         step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is read from its device, which takes
         as long as the device does.
         """
-        return self._losses.check(max(0, self.step) if step is None else step, loss, what, ask=self.raise_if_broken)
+        return self._losses.check(
+            max(0, self.step) if step is None else step, loss, what, raise_if_broken=self.raise_if_broken
+        )
 
     def raise_if_broken(self) -> None:
         """Raises :class:`WorldChanged` once this world is known to be broken: before anything of it is aborted."""
@@ -342,15 +344,15 @@ _KNOWN = ("fault", "skip", "ignore")
 class NonFiniteGuard:
     """What this process knows of losses that were not finite, in all worlds it was in."""
 
-    def __init__(self, how: NonFiniteMode, tries: int, most_left_out: int) -> None:
-        if how not in _KNOWN or tries < 1 or most_left_out < 0:
+    def __init__(self, mode: NonFiniteMode, attempts: int, max_skips: int) -> None:
+        if mode not in _KNOWN or attempts < 1 or max_skips < 0:
             raise PolicyError(
-                f"nonfinite={how!r}, nonfinite_attempts={tries}, nonfinite_max_skips={most_left_out}: the first is one "
+                f"nonfinite={mode!r}, nonfinite_attempts={attempts}, nonfinite_max_skips={max_skips}: the first is one "
                 f"of {', '.join(_KNOWN)}, the second at least 1, the third at least 0"
             )
-        self._how = how
-        self._tries = tries
-        self._most = most_left_out
+        self._how = mode
+        self._tries = attempts
+        self._most = max_skips
         self.seen: dict[int, int] = {}
         """Step, and in how many worlds its loss was not finite."""
         self._agreed: frozenset[int] = frozenset()
@@ -373,7 +375,7 @@ class NonFiniteGuard:
         loss: float | torch.Tensor,
         what: str = "the loss",
         *,
-        ask: Callable[[], None] = lambda: None,
+        raise_if_broken: Callable[[], None] = lambda: None,
     ) -> bool:
         """Whether the step's gradients are to be used: the same answer at all ranks, or a fault that says ``what``.
 
@@ -382,7 +384,7 @@ class NonFiniteGuard:
         if step in self._agreed:
             return False
         is_good = self._how == "ignore" or _is_finite(loss)
-        ask()
+        raise_if_broken()
         if is_good:
             return True
         count = self.seen[step] = self.seen.get(step, 0) + 1

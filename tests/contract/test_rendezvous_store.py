@@ -36,7 +36,7 @@ def bare(request: pytest.FixtureRequest, servers: list[StoreServer]) -> Iterator
 
     def rootless(count: int) -> RootlessStore:
         addresses = [server.address for server in servers[:count]]
-        made.append(RootlessStore(addresses, cut=close_store_connections, timeout=_LONG))
+        made.append(RootlessStore(addresses, close_connections=close_store_connections, timeout=_LONG))
         return made[-1]
 
     def tcp() -> dist.TCPStore:

@@ -48,7 +48,9 @@ def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]
 
     def new(patience: StoreTimeouts | None = None) -> RootlessStore:
         addresses = [server.address for server in servers]
-        made.append(RootlessStore(addresses, cut=close_store_connections, timeout=_LONG, patience=patience))
+        made.append(
+            RootlessStore(addresses, close_connections=close_store_connections, timeout=_LONG, timeouts=patience)
+        )
         return made[-1]
 
     yield new
@@ -210,7 +212,7 @@ def test_one_rank_s_cut_is_no_other_s(connect, servers, zygote):
 
 
 def _waits(say: Callable[[str], object], addresses: list[str], key: str) -> bytes:
-    store = RootlessStore(addresses, cut=close_store_connections, timeout=_LONG)
+    store = RootlessStore(addresses, close_connections=close_store_connections, timeout=_LONG)
     say("waiting")
     value = store.get(key)
     store.close()
@@ -316,7 +318,7 @@ def _meets(
     place = RankAssignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
     groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
     if when == "during" and rank == 0:
-        looked = RootlessStore(addresses, cut=close_store_connections, timeout=_LONG)
+        looked = RootlessStore(addresses, close_connections=close_store_connections, timeout=_LONG)
         until(lambda: len(looked.list_keys()) >= size - 1)
         looked.close()
         say("the others wait")
@@ -349,7 +351,9 @@ def test_a_store_does_not_grow_over_a_thousand_worlds(servers, connect):
         for rank in range(2):
             world.set(f"default_pg/0//cpu//{rank}", "an address")
         if epoch % 50 == 49:  # and nobody swept in between
-            sweeps = [OldKeyCleanup(server.address, epoch, cut=close_store_connections) for server in servers]
+            sweeps = [
+                OldKeyCleanup(server.address, epoch, close_connections=close_store_connections) for server in servers
+            ]
             assert all(sweep.join(60) for sweep in sweeps)
             for sweep in sweeps:
                 sweep.stop()
@@ -379,7 +383,7 @@ def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind)
 
 def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
     servers[0].stop()
-    sweep = OldKeyCleanup(servers[0].address, 5, cut=close_store_connections)
+    sweep = OldKeyCleanup(servers[0].address, 5, close_connections=close_store_connections)
     assert not sweep.join(0.05)
     sweep.stop()
     servers[0].go_on()
@@ -395,7 +399,7 @@ def test_a_sweep_that_was_ended_cuts_nobody_any_more(servers):
         return close_store_connections(addresses)
 
     servers[0].stop()
-    sweep = OldKeyCleanup(servers[0].address, 5, cut=cut)
+    sweep = OldKeyCleanup(servers[0].address, 5, close_connections=cut)
     assert not sweep.join(0.05)
     sweep.stop()
     ended.set()

@@ -147,7 +147,7 @@ class Table:
         self.desks += 1
         settings = CoordinatorSettings("job", self.policy, self.nproc, rejoin_timeout_s=3.0, hang=self.hang)
         floor = -1 if fresh else max(self.desk.min_epoch, self.desk.world.epoch)
-        return WorldReconciler(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
+        return WorldReconciler(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, min_epoch=floor)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ def test_who_waits_for_a_process_that_dies_prepares_at_once(zygote, directory, l
             return False
 
         with open_cache(directory) as cache:
-            found.append(cache.get(0, Logged(log), stop=stop))
+            found.append(cache.get(0, Logged(log), should_stop=stop))
 
     running = zygote.start(hang_in_prepare, directory, log)
     running.wait_line("preparing")

@@ -342,7 +342,7 @@ def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):
         waiting.set()
         return False
 
-    thread = threading.Thread(target=lambda: found.append(other.get(3, prepare, stop=stop)))
+    thread = threading.Thread(target=lambda: found.append(other.get(3, prepare, should_stop=stop)))
 
     def broken(index):
         thread.start()
@@ -405,7 +405,7 @@ def test_a_wait_can_be_ended(opened):
     slow, waiting, prepare = opened(), opened(), Prepare()
 
     def prepare_and_ask(index):
-        waiting.get(index, prepare, stop=lambda: True)
+        waiting.get(index, prepare, should_stop=lambda: True)
         return prepare(index)
 
     slow.get(3, prepare_and_ask)

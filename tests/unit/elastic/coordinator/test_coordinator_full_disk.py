@@ -82,7 +82,9 @@ def test_a_directory_that_lets_nobody_in_keeps_what_is_in_it_and_ends_no_job_tha
 
     place = RunDirectory(tmp_path / "run", "job")
     place.prepare()
-    door = RankServer(tmp_path / "rank.sock", came=lambda *_: "", said=lambda *_: None, left=lambda *_: None)
+    door = RankServer(
+        tmp_path / "rank.sock", on_connect=lambda *_: "", on_status=lambda *_: None, on_disconnect=lambda *_: None
+    )
     monkeypatch.setattr(Path, "unlink", forbidden)
     door.close()
     place.remove()

@@ -26,7 +26,7 @@ class Somewhere:
 
 
 def injector_of(tmp_path, faults: FaultPlan, world: Somewhere, *, node="n0", cut=lambda _: None):
-    one = FaultInjector(faults.injections, InjectionRecord(tmp_path), node, cut=cut)
+    one = FaultInjector(faults.injections, InjectionRecord(tmp_path), node, request_partition=cut)
     one.enter_world(world)
     return one
 

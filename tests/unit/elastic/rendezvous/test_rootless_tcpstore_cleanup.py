@@ -39,7 +39,7 @@ def test_a_sweep_that_was_ended_cuts_nothing_any_more():
             again.set()
         return 0
 
-    sweep = OldKeyCleanup(f"127.0.0.1:{server.getsockname()[1]}", 1, cut=cut)
+    sweep = OldKeyCleanup(f"127.0.0.1:{server.getsockname()[1]}", 1, close_connections=cut)
     with server, contextlib.ExitStack() as accepted:
         for _ in range(2):  # a look whether it is there, and the client
             accepted.enter_context(server.accept()[0])

@@ -56,10 +56,10 @@ def test_all_ranks_together_have_every_sample_once():
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.sampled_from(["wrap", "short"]))
 def test_lengths_are_told_beforehand(samples, batch, microbatch, step, epoch_end):
     mine = ElasticSampler(samples, even(batch, microbatch), seed=1, epoch_end=epoch_end)
-    mine.set_share(mine.shares, mine.schedule.position_after_steps(step))
+    mine.set_share(mine.share, mine.schedule.position_after_steps(step))
     batches = list(mine.batches())
     assert (len(mine), len(mine.batches())) == (sum(map(len, batches)), len(batches))
-    mine.set_share(mine.shares)
+    mine.set_share(mine.share)
     assert list(mine) == list(itertools.chain(*batches))
 
 

@@ -264,7 +264,7 @@ def stoppable(zygote):
             places = [RankAssignment(0, rank, size, 0, 1, rank, size, server.address) for rank in range(size)]
 
             def connect():
-                return connect_store(server.host, server.port, patience=PATIENCE)
+                return connect_store(server.host, server.port, timeouts=PATIENCE)
 
             made = [StoreControlPlane(connect, place, limits=HangTimeouts(), beat_s=beat_s) for place in places]
             stack.callback(lambda: results(at_once(*(plane.close for plane in made))))

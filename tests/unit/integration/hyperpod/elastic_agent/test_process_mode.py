@@ -199,10 +199,10 @@ def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start
 def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monkeypatch):
     """The first rank's, which keeps it, hangs when all have sealed."""
     patience = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=1.0, connect_timeout_s=10.0)
-    monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, patience=patience))
+    monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, timeouts=patience))
     with server_processes(zygote, 1) as (server,):
         place = RankAssignment(0, 0, 2, 0, 1, 0, 2, server.address)
-        first = StoreControlPlane(lambda: connect_store(server.host, server.port, patience=patience), place, last=False)
+        first = StoreControlPlane(lambda: connect_store(server.host, server.port, timeouts=patience), place, last=False)
         second = Node(1, 2, server.port, PATIENCE_S)
         all_ready([first, second.plane])
         second.asked.send()
