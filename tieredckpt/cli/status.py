@@ -49,7 +49,7 @@ from tieredckpt.whatif.redundancy import (
 def status_command(
     screen: CommandOutput, *, job: str | None, cluster: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
-    """Show this node's agent: memory, jobs, newest whole and settled steps, drains.
+    """Show this node's agent: memory, jobs, newest complete and replicated steps, drains.
 
     With --cluster: the nodes of JOB as this node sees them. A node that could not be asked is named, and the exit code
     is 5: what it holds is not known. JOB may be left out where there is only one.
@@ -103,7 +103,7 @@ def cluster_headline(view: ClusterStatus) -> str:
     settled = newest_replicated(view)
     seen = f"{escape(view.this_node)} {escape(view.sees)}"
     wanted = "parity" if view.mode == "parity" else f"{view.copies} copies"
-    text = f"{name}  {wanted} wanted" + (f", settled step {settled.version}" if settled else "")
+    text = f"{name}  {wanted} wanted" + (f", replicated step {settled.version}" if settled else "")
     return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
 
 

@@ -129,12 +129,12 @@ class ClusterSample:
 
 
 def count_missing_copies(steps: Sequence[StepRedundancy]) -> int:
-    """Parts with too few copies, of steps that are still to be settled."""
+    """Parts with too few copies, of steps that are still to be replicated."""
     return sum(len(weak.parts) for one in steps for weak in one.under_replicated)
 
 
 def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> int:
-    """Whole steps that are newer than the settled one."""
+    """Whole steps that are newer than the replicated one."""
     settled = newest_replicated(view)
     return len(
         {
@@ -177,7 +177,7 @@ def _head(seen: ClusterSample, steps: Sequence[StepRedundancy]) -> Text:
     if view.member_list_version:
         settled = newest_replicated(view)
         newer = count_steps_behind(view, steps)
-        text = f"settled step {settled.version}" if settled is not None else "no step is settled yet"
+        text = f"replicated step {settled.version}" if settled is not None else "no step is replicated yet"
         text += f", {pluralized(newer, 'newer one')} not yet" if newer else ""
         few = count_missing_copies(steps)
         weak = f"[yellow]{pluralized(few, 'part')} with too few copies[/]" if few else "no copies lacking"
@@ -251,7 +251,7 @@ _WINDOW = 5
 def top_command(
     screen: CommandOutput, *, job: str | None, once: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
-    """Watch the nodes of JOB: who is there, what is being sent, which step is settled, what lacks copies.
+    """Watch the nodes of JOB: who is there, what is being sent, which step is replicated, what lacks copies.
 
     Refreshed every second until Ctrl-C. With --json one object a line. JOB may be left out where there is only one.
     """

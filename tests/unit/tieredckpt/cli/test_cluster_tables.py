@@ -48,7 +48,7 @@ def test_a_frame_fits(width):
     shown = text(looked(drains=[DrainStatus(group(7), "running", 3 * MIB, 4 * MIB)]), width=width)
     assert "…" not in shown
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
-    assert "settled step 6, 1 newer one not yet" in shown
+    assert "replicated step 6, 1 newer one not yet" in shown
     assert "75 % of 4.0 MiB" in shown
     assert "sending job/7 part 0" in shown
     assert "250 ms after its seal" in shown
