@@ -95,8 +95,8 @@ class StoreProcess:
             self._running = self._spawn(
                 python_module_command(STORE_MODULE, self._host),
                 environ=_NAMES | with_import_path(os.environ),
-                sink=self._printed,
-                ended=lambda _: None,
+                on_line=self._printed,
+                on_exit=lambda _: None,
                 name="store",
             )
 
@@ -132,8 +132,8 @@ class CoordinatorKeeper:
             self._running = self._spawn(
                 self._command(term),
                 environ=with_import_path(os.environ),
-                sink=None,
-                ended=lambda _: None,
+                on_line=None,
+                on_exit=lambda _: None,
                 name="coordinator",
             )
 

@@ -322,7 +322,7 @@ class Supervisor:
             with contextlib.suppress(PeerStoreError):  # the socket in it was made while it was private
                 ensure_private_directory(settings.directory)
             self._running[start.token] = self._spawn(
-                settings.command, environ=self._environ(start), sink=printed.write_line, ended=ended, name=label
+                settings.command, environ=self._environ(start), on_line=printed.write_line, on_exit=ended, name=label
             )
         except OSError as error:
             printed.close()

@@ -31,7 +31,7 @@ LARGE = 32 * MIB + 5
 
 
 def test_every_point_between_agents_is_here():
-    assert {point for point in FAILPOINTS if point.startswith("peer.")} == {*SAVING, *OTHERS}
+    assert {point for point in FAILPOINTS if point.startswith(("peer.", "replica."))} == {*SAVING, *OTHERS}
 
 
 @pytest.fixture
