@@ -191,8 +191,8 @@ class BatchCache:
     ) -> Any:
         """The batch of this global index: mapped where it is kept, else out of ``prepare(index)``, and kept.
 
-        Its tensors may be changed in place: that changes nobody else's. ``reading`` is the first index the caller has
-        not used yet; ``stop`` ends the wait for another process. What ``prepare`` raises is raised.
+        Its tensors may be changed in place: that changes nobody else's. ``position`` is the first index the caller has
+        not used yet; ``should_stop`` ends the wait for another process. What ``prepare`` raises is raised.
         """
         found = self.lookup(index)
         if found.is_cached:

@@ -45,8 +45,8 @@ def die_with_parent(command: Sequence[str]) -> list[str]:
 class ChildProcess:
     """A process in a session of its own. Made and kept by a thread that lasts: the process ends with it.
 
-    ``ended`` is called once, from another thread, when the process and all it has printed are through. Without a
-    ``sink`` it prints where this process does.
+    ``on_exit`` is called once, from another thread, when the process and all it has printed are through. Without a
+    ``on_line`` it prints where this process does.
     """
 
     def __init__(

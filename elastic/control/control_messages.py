@@ -397,8 +397,10 @@ class NodeCodec:
 
 
 class CoordinatorCodec:
-    """The coordinator's end of it. ``packed`` encodes a world, ``shared`` gives the one of two equal worlds to keep:
-    the same world goes to, and comes from, all nodes.
+    """The coordinator's end of a connection.
+
+    ``encode_world`` encodes a world. ``intern_world`` returns the one of two equal worlds to keep, as all nodes get and
+    send the same one.
     """
 
     def __init__(

@@ -80,10 +80,11 @@ def call_coordinator(
 
 
 class CoordinatorClient:
-    """``where`` says where the coordinator is, before every attempt, or raises :class:`ControlPlaneUnavailableError`.
+    """A node's connection to the coordinator, made again when it breaks.
 
-    ``heard`` gets its orders, ``came`` is told when it was reached, ``cut_off`` when it cannot be, ``refused`` when it
-    has not wanted this node so many times in a row; all from threads of the link.
+    ``where`` returns the coordinator's address before every attempt, or raises :class:`ControlPlaneUnavailableError`.
+    ``on_desired`` gets its orders. ``on_connected`` and ``on_unreachable`` say whether it can be reached, and
+    ``on_refused`` that it has refused this node several times in a row. All are called from threads of this client.
     """
 
     def __init__(

@@ -79,9 +79,9 @@ class NodeRecord:
 
 
 class WorldReconciler:
-    """``floor`` is an epoch that no world may have any more, as far as is known from before.
+    """``min_epoch`` is an epoch that no world may have any more, as far as is known from before.
 
-    ``witness`` is told of every decision, with the world before it.
+    ``observer`` is told of every decision, with the world before it.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class WorldReconciler:
             self._take([world_state.NodesPreempted(question.nodes, until, question.reason)], now)
 
     def leads(self, term: int, min_epoch: int) -> None:
-        """From now on, and nothing has been decided yet: no world may have a number up to ``floor``."""
+        """From now on, and nothing has been decided yet: no world may have a number up to ``min_epoch``."""
         self.term, self.min_epoch = term, max(min_epoch, self.min_epoch)
 
     def was_away(self, seconds: float, now: float) -> None:

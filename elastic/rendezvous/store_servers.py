@@ -74,7 +74,7 @@ for a second, and not for the ten that are usual."""
 
 
 class StoreProcess:
-    """Keeps one while it is wanted; ``told`` hears where it is, and "" when it is no more."""
+    """Keeps one while it is wanted; ``on_address`` is called with where it is, and "" when it is no more."""
 
     def __init__(
         self, host: str, on_address: Callable[[str], None], *, spawn: Callable[..., Any] = ChildProcess

@@ -500,7 +500,7 @@ class RankConnection:
 
 
 class RankServer:
-    """``came(token, line)`` says why a process is not let in; ``said`` and ``left`` follow, from its threads."""
+    """``on_connect(token, line)`` says why a process is refused; the other two follow, from its threads."""
 
     def __init__(
         self,

@@ -170,7 +170,7 @@ def default_signal_requests(grace_s: float) -> dict[int, SignalRequest]:
 class NoticeWatcher:
     """Looks at the notice of the current epoch even when no step ends, and calls ``on_broken`` when it is broken.
 
-    ``still_broken`` is called with that epoch now and then, until it has been left: a group that was just being made
+    ``while_broken`` is called with that epoch now and then, until it has been left: a group that was just being made
     when the world was aborted has connections that were not there to be cut.
     """
 

@@ -379,7 +379,7 @@ class NonFiniteGuard:
     ) -> bool:
         """Whether the step's gradients are to be used: the same answer at all ranks, or a fault that says ``what``.
 
-        ``ask`` raises where the world is broken, and what was read of ``loss`` may be anything.
+        ``raise_if_broken`` raises where the world is broken, and what was read of ``loss`` may be anything.
         """
         if step in self._agreed:
             return False
