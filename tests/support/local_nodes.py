@@ -134,7 +134,7 @@ class Neighbour:
     def path(self, of: ShardKey) -> str:
         return self.store.shard_path(of)
 
-    def damages(self) -> list[str]:
+    def damage_reports(self) -> list[str]:
         return [damage.reason for damage in self.store.status().damage_reports]
 
     def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, ReadResult]:

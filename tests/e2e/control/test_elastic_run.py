@@ -44,7 +44,7 @@ def test_ranks_train_to_the_end_though_one_is_killed(job: Job) -> None:
 def test_a_job_shrinks_and_grows_with_the_same_processes(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--grow-after", "0.3")
     before = job.world(3)
-    assert job.ask("resize", "--nodes", "2")["cap"] == 2
+    assert job.ask("resize", "--nodes", "2")["max_nodes"] == 2
     smaller = job.world(2, after=before[0]["epoch"])
     (target,) = {one["step"] for one in job.said("target", epoch=before[0]["epoch"])}
     assert target >= 0

@@ -17,7 +17,7 @@ def test_worlds_of_all_sizes_and_a_killed_rank_leave_no_trace(story, undisturbed
     job = story("moved", "tree", TOTAL)
     job.allow(0)
     run = job.begin(4)
-    until(lambda: job.ask("resize", "--nodes", "2").get("cap") == 2, "the job has a coordinator")
+    until(lambda: job.ask("resize", "--nodes", "2").get("max_nodes") == 2, "the job has a coordinator")
     job.gathered(4)
     job.allow(4)
     job.in_world(2, 3)

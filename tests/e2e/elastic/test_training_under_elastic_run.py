@@ -37,7 +37,7 @@ def train(job):
 
     both = job.world(2)
     until(lambda: job.said("step", epoch=both[0]["epoch"], rank=1, step=both[0]["restored"] + 2))
-    assert job.ask("resize", "--nodes", "1")["cap"] == 1
+    assert job.ask("resize", "--nodes", "1")["max_nodes"] == 1
     (alone,) = job.world(1, after=both[0]["epoch"])
     assert alone["pid"] in [one["pid"] for one in both]
     assert_goes_on(job, both, [alone])

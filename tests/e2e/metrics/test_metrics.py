@@ -260,13 +260,13 @@ def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, 
             ckpt.save(state_at(step), step).wait()
         assert agent.metrics()["protected_step", "kept"] == 2
         assert agent.metrics()["unprotected_seconds", "kept"] == 0
-        assert agent.status()["protected"]["kept"] == {"step": 2, "unprotected_since": None, "left_out": 0}
+        assert agent.status()["protected"]["kept"] == {"step": 2, "unprotected_since": None, "missed_saves": 0}
         store = ckpt.session.agent.store
         pins = []
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
-        until(lambda: agent.status()["protected"]["kept"]["left_out"] == 1, "the skipped save is counted")
+        until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
         found = ckpt.session.agent.cluster_status("kept").protected
         assert found.unprotected_since is not None
         assert agent.metrics()["unprotected_seconds", "kept"] > 0
@@ -290,7 +290,7 @@ def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
-        until(lambda: agent.status()["protected"]["kept"]["left_out"] == 1, "the skipped save is counted")
+        until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
         told = agent.status()["protected"]["kept"]
         for pin in pins:
             store.unpin(pin)
@@ -299,7 +299,7 @@ def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
     assert (said[-1].step, said[-1].since, said[-1].left_out) == (
         told["step"],
         told["unprotected_since"],
-        told["left_out"],
+        told["missed_saves"],
     )
     since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(told["unprotected_since"]))
     assert main(["goodput", str(tmp_path / "ledger")]) == 0

@@ -113,7 +113,7 @@ def _bodies() -> Iterator[tuple[str, Case]]:
     }
     for name, (op, body) in wrong.items():
         yield f"request-{name}", Case(request(op, body), "ProtocolError")
-    yield "request-body-nested", Case(frame(b"\x92\xa9inventory\x81\xa3job" + nested(500)), "ProtocolError")
+    yield "request-body-nested", Case(frame(b"\x92\xablist_shards\x81\xa3job" + nested(500)), "ProtocolError")
     refused = {
         "lease-size-huge": ("lease", {**key(version=2), "size_bytes": (1 << 64) - 1}, "ArenaFullError"),
         "lease-size-negative": ("lease", {**lease, "size_bytes": -1}, "RequestError"),

@@ -186,7 +186,7 @@ def test_one_of_two_holders_describes_the_shard_wrongly_and_the_other_is_believe
         assert data == content(of, SIZE)
         # The liar's bytes are good, only its record is not: once that is replaced it may serve them, too.
         assert set(pulled.bytes_from) <= {writer.name, liar}
-        until(nodes[liar].damages, "the wrong record is dropped")
+        until(nodes[liar].damage_reports, "the wrong record is dropped")
         until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
         assert nodes[liar].is_good(of)
 
@@ -216,7 +216,7 @@ def test_a_copy_that_is_described_wrongly_is_found_when_it_is_offered_again():
         nodes.settle(1)
         lie(nodes["n2"])
         nodes.restart("n1")  # and asks who has its copies
-        until(nodes["n2"].damages, "n2 has looked at its copy")
+        until(nodes["n2"].damage_reports, "n2 has looked at its copy")
         until(lambda: nodes["n2"].holds(V1), "it was fetched, or sent again")
         assert nodes["n2"].is_good(V1)
         assert nodes["n2"].store.verify(V1) == ()
