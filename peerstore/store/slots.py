@@ -60,11 +60,14 @@ log = logging.getLogger(__name__)
 
 SEAL_METADATA, LEASE_METADATA, JOB_METADATA, EXPIRED_JOB_METADATA = "seal.", "lease.", "job.", "expired."
 METADATA_FORMAT = 2
+OLDEST_METADATA_FORMAT = 2
+"""Notes of an older format have other fields: they are kept and named as unrecognized."""
 T = TypeVar("T")
 
 
 class _Format(msgspec.Struct, frozen=True):
-    format: int = 1
+    format: int = METADATA_FORMAT
+    """An expired job's note states none."""
 
 
 class LeaseMetadata(msgspec.Struct, frozen=True):
@@ -140,9 +143,10 @@ class MetadataStore:
             return None
         try:
             written = from_msgpack(data, _Format).format
-            if written != METADATA_FORMAT and of is not JobOwnerMetadata:
+            if not OLDEST_METADATA_FORMAT <= written <= METADATA_FORMAT and of is not JobOwnerMetadata:
                 raise UnsupportedFormatError(
-                    f"note {kind}{name} is of format {written}, this version knows {METADATA_FORMAT}"
+                    f"note {kind}{name} is of format {written}, this version reads {OLDEST_METADATA_FORMAT} to "
+                    f"{METADATA_FORMAT}"
                 )
             return from_msgpack(data, of)
         except (msgspec.DecodeError, RecursionError) as error:

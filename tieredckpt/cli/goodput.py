@@ -94,7 +94,11 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
             if stage.category in (TimeCategory.STARTUP, TimeCategory.RECOVERY, TimeCategory.RESIZE)
         ]
         if samples:
-            yield f"tieredckpt_stage_{share}_seconds", f"A rank's way into a world, by stage: {share}.", samples
+            yield (
+                f"tieredckpt_transition_stage_{share}_seconds",
+                f"A rank's way into a world, by stage: {share}.",
+                samples,
+            )
 
 
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:

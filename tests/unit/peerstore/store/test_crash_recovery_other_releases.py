@@ -63,7 +63,7 @@ def test_shards_of_a_newer_release_are_kept_and_the_older_step_restores(rolled_b
         status = store.status()
         (claim, slot) = sorted(status.unrecognized, key=lambda one: one.size_bytes)
         assert (claim.name, slot.size_bytes) == ("job.job", MIB)
-        assert "format 2" in slot.reason
+        assert f"format {slots.METADATA_FORMAT + 1}" in slot.reason
         assert status.arena.unrecognized_bytes == MIB
         assert status.damage_reports == ()
         save(store, key(3))
@@ -71,6 +71,20 @@ def test_shards_of_a_newer_release_are_kept_and_the_older_step_restores(rolled_b
         assert sorted(fact.key.version for fact in store.list_shards()) == [1, 2, 3]
         assert load(store, NEW) == content(NEW, MIB)
         assert store.status().unrecognized == ()
+
+
+def test_notes_of_an_older_format_are_kept_and_named(directory):
+    with opened(directory) as store:
+        save(store, OLD)
+    (place,) = (directory / "notes").glob("seal.*")
+    arena = TmpfsArena(directory)
+    note = msgspec.msgpack.decode(arena.get_metadata(place.name))
+    arena.put_metadata(place.name, msgspec.msgpack.encode({**note, "format": slots.OLDEST_METADATA_FORMAT - 1}))
+    arena.close()
+    with opened(directory) as store:
+        assert store.list_shards() == []
+        (slot,) = store.status().unrecognized
+        assert f"is of format {slots.OLDEST_METADATA_FORMAT - 1}, this version reads" in slot.reason
 
 
 def test_writers_of_the_past_stay_refused(directory, monkeypatch):
