@@ -147,10 +147,10 @@ class SupervisedJob:
         name = f"n{number}"
         came: queue.SimpleQueue[ThreadProcess] = queue.SimpleQueue()
 
-        def spawn(command: Any, *, environ: Any, sink: Any, ended: Any, name: str) -> ThreadProcess:
-            process = ThreadProcess(environ, ended)
+        def spawn(command: Any, *, environ: Any, on_line: Any, on_exit: Any, name: str) -> ThreadProcess:
+            process = ThreadProcess(environ, on_exit)
             if name == "store":
-                sink(f"store {settings.node}:1\n".encode())
+                on_line(f"store {settings.node}:1\n".encode())
                 return process
             if started.is_set():
                 supervisor.kill("its rank is gone")

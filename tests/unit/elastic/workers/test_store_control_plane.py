@@ -332,7 +332,7 @@ class Counted(RootlessStore):
     """One rank's client, and what it asks for."""
 
     def __init__(self, port):
-        super().__init__((f"127.0.0.1:{port}",), cut=close_store_connections, copies=1)
+        super().__init__((f"127.0.0.1:{port}",), close_connections=close_store_connections, copies=1)
         self.asked = collections.Counter()
 
 
