@@ -203,7 +203,7 @@ def test_a_flipped_byte_in_a_note_is_damage(directory, at):
     arena = TmpfsArena(directory)
     arena.put_metadata("job.job", b"x" * 500)
     flip(directory / "notes" / "job.job", at)
-    with pytest.raises(ShardDamagedError, match=r"claim\.job is damaged"):
+    with pytest.raises(ShardDamagedError, match=r"job\.job is damaged"):
         arena.get_metadata("job.job")
 
 

@@ -424,7 +424,7 @@ _SWEEPS = """
 import sys
 from elastic.rendezvous.rootless_tcpstore import OldKeyCleanup
 from elastic.workers.process_groups import close_store_connections
-sweep = OldKeyCleanup(sys.argv[1], 5, cut=close_store_connections)
+sweep = OldKeyCleanup(sys.argv[1], 5, close_connections=close_store_connections)
 while not sweep.deleted and not sweep.join(0.001):
     pass
 if sys.argv[2] == "True":

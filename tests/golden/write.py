@@ -24,7 +24,7 @@ from tieredckpt.settings import settings_from_mapping
 
 HERE = Path(__file__).parent
 JOB = "golden"
-STORED = {7: {"compress": "none", "spread": False}, 8: {"compress": "zstd", "spread": True}}
+STORED = {7: {"compress": "none", "hashed_keys": False}, 8: {"compress": "zstd", "hashed_keys": True}}
 """How the durable tier keeps each step."""
 
 

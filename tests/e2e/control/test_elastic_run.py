@@ -254,7 +254,7 @@ def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
 def test_a_spare_node_takes_the_place_of_a_node_that_is_lost(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "2", "--shrink-after", "60")
     before = job.world(2)
-    until(lambda: sorted(node.state for node in job.status().nodes) == ["training", "training", "waiting"])
+    until(lambda: sorted(node.state for node in job.status().nodes) == ["standby", "training", "training"])
     (spare,) = (node.node for node in job.status().nodes if node.state == "standby")
     kill(job.supervisor(before[0]["node"]))
     after = job.world(2, after=before[0]["epoch"])

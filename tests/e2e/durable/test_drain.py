@@ -453,7 +453,7 @@ def test_retention_keeps_the_newest_and_the_round_ones(agent_dir, directory, tmp
 
 
 def test_compressed_and_spread_objects_come_back(agent_dir, rclone):
-    settings = on_server(rclone, compress="zstd", spread=True)
+    settings = on_server(rclone, compress="zstd", hashed_keys=True)
     job = Job(agent_dir, settings)
     with job.checkpointer() as ckpt:
         state = {"zeros": torch.zeros(1 << 20), "noise": torch.randn(1000), "ints": torch.arange(1 << 18)}

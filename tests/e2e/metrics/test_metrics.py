@@ -158,8 +158,8 @@ def test_skipped_and_failed_saves_are_counted(agent_dir, agent, monkeypatch):
     assert found["trainer_total", "loop", "skipped"] == skips
     assert found["trainer_total", "loop", "failed"] == 1
     assert found["trainer_total", "loop", "saves"] == 3 + len(states) - skips
-    assert found["lease_full_total"] >= 1
-    assert found["lease_busy_total"] >= skips
+    assert found["leases_over_budget_total"] >= 1
+    assert found["leases_busy_total"] >= skips
 
 
 def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
@@ -182,7 +182,7 @@ def test_an_agent_that_was_killed_tells_what_it_took_over(agent_dir, agent, dura
     job.kill_agent()
     job.expect(1, tiers={"memory"})
     found = agent.metrics()
-    assert found["adoptions_total"] == 2
+    assert found["recovered_shards_total"] == 2
     assert found["seals_total"] == 0
     assert found["newest_complete_step", job.name] == 1
 

@@ -81,7 +81,7 @@ def address(raw: str) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("store", ["one", "rootless"])
+@pytest.mark.parametrize("store", ["single", "rootless"])
 def test_on_one_machine_nothing_listens_where_others_reach_it(job, store):
     script = job.folder / "train.py"
     script.write_text(TRAINING)

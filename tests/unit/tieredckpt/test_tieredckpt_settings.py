@@ -75,7 +75,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "on_busy": ("wait", "wait"),
         "url": ("/data", "/data"),
         "compress": ("zstd", "zstd"),
-        "spread": ("on", True),
+        "hashed_keys": ("on", True),
         "trust_objects": ("on", True),
         "mode": ("parity", "parity"),
         "transport": ("nixl:LIBFABRIC", "nixl:LIBFABRIC"),
@@ -114,7 +114,7 @@ def test_copies_and_parity_exclude_each_other():
         load_settings({"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_COPIES": "3"})
     with pytest.raises(SettingsError, match=r"peer\.mode: "):
         load_settings({"TIEREDCKPT_PEER_MODE": "raid"})
-    with pytest.raises(SettingsError, match=r"peer\.group: 0 is below 1"):
+    with pytest.raises(SettingsError, match=r"peer\.parity_group_size: 0 is below 1"):
         load_settings({"TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "0"})
 
 

@@ -65,7 +65,7 @@ def job_settings(draw, embedded):
         "durable": {
             "url": draw(st.sampled_from(["", "s3://bucket/$(HOME)/llama", "/fsx/llama"])),
             "options": draw(st.dictionaries(names, names, max_size=2)),
-            "spread": draw(st.booleans()),
+            "hashed_keys": draw(st.booleans()),
             "bandwidth": draw(st.sampled_from(["", "1GiB"])),
         },
         "memory": {"on_busy": draw(st.sampled_from(["wait", "skip"])), "wait_s": draw(st.sampled_from([1.5, 60]))},

@@ -61,8 +61,8 @@ def test_both_know_who_the_other_is_and_go_on(kind, tmp_path):
     with wire(kind, tmp_path) as line:
         near, far = line.meet()
         server = line.aside(admitted, far)
-        assert greeted(near, expect="n2") == PeerIdentity("job", "n2", 1, "0.2")
-        assert server.result(PATIENCE_S) == PeerIdentity("job", "n1", 1, "0.1")
+        assert greeted(near, expect="n2") == PeerIdentity("job", "n2", 2, "0.2")
+        assert server.result(PATIENCE_S) == PeerIdentity("job", "n1", 2, "0.1")
         for channel in (near, far):
             assert (channel.max_header_bytes, channel.max_payload_bytes, channel.timeout_s) == (
                 MAX_MESSAGE_HEADER_BYTES,
@@ -90,7 +90,7 @@ def test_who_cannot_prove_it_is_told_the_same_whatever_is_wrong(line, secret_of)
     """A client that goes on although the server's proof was none, or without any secret."""
     near, far = line.meet()
     server = line.aside(admitted, far, secret_of=secret_of)
-    hello = Hello(1, "job", "n1", NONCE)
+    hello = Hello(2, "job", "n1", NONCE)
     near.send(encode(hello))
     challenge = decode(near, Challenge)
     assert (len(challenge.nonce), len(challenge.proof), challenge.refused) == (32, 32, "")
@@ -124,7 +124,7 @@ def test_a_proof_sent_back_to_who_made_it_proves_nothing(line):
     """The server shows its proof first; a client without the secret returns it as its own."""
     near, far = line.meet()
     server = line.aside(admitted, far)
-    near.send(encode(Hello(1, "job", "n1", NONCE)))
+    near.send(encode(Hello(2, "job", "n1", NONCE)))
     near.send(encode(Proof(decode(near, Challenge).proof)))
     assert decode(near, Welcome).refused
     with pytest.raises(PeerRefusedError):
@@ -150,7 +150,7 @@ def test_a_nonce_sent_back_gets_no_proof_that_is_good_elsewhere(line):
 
 def test_a_recorded_conversation_does_not_work_again(line):
     near, far = line.meet()
-    hello = Hello(1, "job", "n1", NONCE)
+    hello = Hello(2, "job", "n1", NONCE)
     said = []
     for turn in range(2):
         near, far = line.meet()
@@ -168,10 +168,10 @@ def test_a_recorded_conversation_does_not_work_again(line):
             server.result(PATIENCE_S)
 
 
-HELLO = Hello(1, "job", "n1", NONCE, "0.1")
-CHALLENGE = Challenge(1, "n2", b"m" * 32, b"", "0.2")
-SWAPPED_HELLO = Hello(1, "job", "n1", b"m" * 32, "0.1")
-SWAPPED_CHALLENGE = Challenge(1, "n2", NONCE, b"", "0.2")
+HELLO = Hello(2, "job", "n1", NONCE, "0.1")
+CHALLENGE = Challenge(2, "n2", b"m" * 32, b"", "0.2")
+SWAPPED_HELLO = Hello(2, "job", "n1", b"m" * 32, "0.1")
+SWAPPED_CHALLENGE = Challenge(2, "n2", NONCE, b"", "0.2")
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_wrong_hello_is_told_so(line, hello, error, told):
 @pytest.mark.parametrize(
     ("challenge", "error", "match"),
     [
-        (Challenge(2, refused="protocol 1 is not spoken here"), ProtocolError, "speaks protocol 2, this is 1"),
-        (Challenge(1, refused="x" * 1000), PeerRefusedError, "x'$"),
+        (Challenge(1, refused="protocol 2 is not spoken here"), ProtocolError, "speaks protocol 1, this is 2"),
+        (Challenge(2, refused="x" * 1000), PeerRefusedError, "x'$"),
         (CHALLENGE, PeerRefusedError, "could not prove"),
         (msgspec.structs.replace(CHALLENGE, nonce=b""), ProtocolError, "nonce of 0 bytes"),
     ],
@@ -270,8 +270,8 @@ def test_strangers_may_send_little_and_no_payload(line, side):
 
 @pytest.mark.parametrize("side", [admitted, greeted])
 def test_malformed_message_ends_the_handshake(line, side):
-    for header in (b"", b"\xc1" * 50, b"\x91" * 4000, encode([1, 2, 3]), encode({"protocol": 1}), encode(None)):
-        if side is greeted and header == encode({"protocol": 1}):
+    for header in (b"", b"\xc1" * 50, b"\x91" * 4000, encode([1, 2, 3]), encode({"protocol": 2}), encode(None)):
+        if side is greeted and header == encode({"protocol": 2}):
             continue  # a challenge that refuses nothing and proves nothing
         near, far = line.meet()
         work = line.aside(side, far)

@@ -114,5 +114,5 @@ def test_what_users_may_change():
             stop_patience_s({"ELASTIC_HYPERPOD_STOP_TIMEOUT_S": wrong})
     assert resume_from({}) is ResumeFrom.NEWEST
     assert resume_from({"ELASTIC_HYPERPOD_RESUME_FROM": "operator"}) is ResumeFrom.OPERATOR
-    with pytest.raises(PolicyError, match="newest or told"):
+    with pytest.raises(PolicyError, match="newest or operator"):
         resume_from({"ELASTIC_HYPERPOD_RESUME_FROM": "mine"})
