@@ -242,8 +242,8 @@ def goodput_command(
 ) -> ExitCode:
     """Show how much of a job's time went into steps that count, and what the rest went into.
 
-    Reads the ledger that `elastic run` keeps beside what its ranks print, also while the job runs: DIR is that log
-    directory or the ledger itself, JOB one below ./elastic-logs. Without either, $TIEREDCKPT_EVENT_LOG.
+    Reads the event log that `elastic run` keeps beside what its ranks print, also while the job runs: DIR is that log
+    directory or the event log itself, JOB one below ./elastic-logs. Without either, $TIEREDCKPT_EVENT_LOG.
     """
     if prometheus and (screen.as_json or faults):
         raise UsageError("--prometheus prints nothing but metrics: leave out --json and --faults")

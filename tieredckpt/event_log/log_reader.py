@@ -50,7 +50,7 @@ class EventLogContents(
     unknown_events: int = 0
     """Lines of a kind that this release does not know."""
     missing_files: int = 0
-    """Parts of a process's ledger that are there no more."""
+    """Parts of a process's event log that are there no more."""
     newer_files: int = 0
     """Files written by a newer release."""
 
@@ -72,16 +72,16 @@ def read_event_log(directory: Path) -> EventLogContents:
     ``EventLogNotFoundError`` where there is none, or nothing in it; ``OSError`` where it cannot be read.
     """
     if not directory.exists():
-        raise EventLogNotFoundError(f"there is no ledger {directory}")
+        raise EventLogNotFoundError(f"there is no event log {directory}")
     if not directory.is_dir():
-        raise UsageError(f"{directory} is a file, a ledger is a directory of them")
+        raise UsageError(f"{directory} is a file, an event log is a directory of them")
     files = {}
     for path in sorted(directory.iterdir()):
         if path.suffix == ".jsonl":
             with contextlib.suppress(FileNotFoundError):  # the oldest of a process that writes very much
                 files[path.name] = path.read_bytes()
     if not any(files.values()):
-        raise EventLogNotFoundError(f"nothing has been written to the ledger {directory} yet")
+        raise EventLogNotFoundError(f"nothing has been written to the event log {directory} yet")
     return parse_event_files(files)
 
 
@@ -144,7 +144,7 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
     """The directory that somebody means, or :class:`EventLogNotFoundError`."""
     if where is None:
         if not environ.get(EVENT_LOG_ENV):
-            raise UsageError(f"say which job, or the directory of its ledger; ${EVENT_LOG_ENV} is not set")
+            raise UsageError(f"say which job, or the directory of its event log; ${EVENT_LOG_ENV} is not set")
         return Path(environ[EVENT_LOG_ENV])
     given = Path(where)
     if any(given.glob("*.jsonl")):

@@ -162,7 +162,7 @@ Exit codes:
   0  done, or so already
   1  failed; the message says why
   2  the command line, the flag or a name is wrong
-  3  there is no such cluster, node or ledger
+  3  there is no such cluster, node or event log
   5  SageMaker or Kubernetes could not be asked: how the cluster is, is unknown
   6  refused (credentials, permission)"""
 

@@ -58,7 +58,7 @@ def test_every_event_survives_its_way():
 
 
 def test_absent_empty_and_no_directory_are_told_apart(tmp_path):
-    with pytest.raises(EventLogNotFoundError, match="there is no ledger"):
+    with pytest.raises(EventLogNotFoundError, match="there is no event log"):
         read_event_log(tmp_path / "none")
     with pytest.raises(EventLogNotFoundError, match="nothing has been written"):
         read_event_log(tmp_path)
