@@ -127,7 +127,8 @@ class ControlPlane(Protocol):
     def report_fault(self, reason: str, *, final: bool = False) -> None:
         """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken.
 
-        ``final``: another attempt would end the same way, so there is to be none.
+        ``final``: another attempt would end the same way, so there is to be none. Further faults of the same epoch
+        are accepted and change nothing.
         """
 
     def request_change(

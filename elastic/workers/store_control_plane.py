@@ -161,7 +161,9 @@ class StoreControlPlane:
             self._leaves()
 
     def report_fault(self, reason: str, *, final: bool = False) -> None:
-        """Whoever started these processes counts how often it does, and knows no fault that is final."""
+        """The launcher counts its restarts, and no fault is final to it; a broken world takes no second one."""
+        if self._is_broken and not self._left:
+            return
         self._check()
         self._tell(_Event(NoticeKind.RESTART, f"rank {self._place.rank}: {reason}"))
 

@@ -243,6 +243,18 @@ def test_several_faults_of_one_epoch_are_one(start):
     assert {place.restarts for place in next_world(job, job.planes)} == {1}
 
 
+def test_a_fault_in_an_epoch_that_is_broken_already_changes_nothing(start):
+    job = start(2)
+    all_ready(job.planes)
+    job.planes[0].report_fault("the other one is gone")
+    until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.planes))
+    reasons = [seat.notice().reason for seat in job.planes]
+    for seat in job.planes:
+        seat.report_fault("the other one is gone, too")
+    assert [seat.notice().reason for seat in job.planes] == reasons
+    assert {place.restarts for place in next_world(job, job.planes)} == {1}
+
+
 def test_who_comes_late_to_a_broken_epoch_is_told(start):
     job = start(2)
     all_ready(job.planes)

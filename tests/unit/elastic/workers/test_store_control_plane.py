@@ -278,8 +278,8 @@ def stoppable(zygote):
     "call",
     [
         pytest.param(lambda plane: plane.request_change(NoticeKind.RESIZE, "other numbers"), id="request"),
-        pytest.param(lambda plane: plane.fault("its loss is not finite"), id="fault", marks=pytest.mark.nightly),
-        pytest.param(lambda plane: plane.pause(3), id="pause", marks=pytest.mark.nightly),
+        pytest.param(lambda plane: plane.report_fault("its loss is not finite"), id="fault", marks=pytest.mark.nightly),
+        pytest.param(lambda plane: plane.agree_on_step(3), id="pause", marks=pytest.mark.nightly),
         pytest.param(lambda plane: plane.gather("the end"), id="gather", marks=pytest.mark.nightly),
     ],
 )
