@@ -19,9 +19,12 @@ NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 """Whatever is counted and comes from outside: what is larger fits no message, and nothing can follow it."""
 NonNegativeIntOrMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_NUMBER)]
 """The same, with -1 before the first one."""
-MAX_EPOCH_LEAD = 1 << 32
-"""So far beyond what is known here an incarnation can be that somebody else tells of; one a second for a century. A
-number that is nearly the largest would be the last one, and nobody could save any more."""
+MAX_EPOCH_LEAD = 1 << 44
+"""An epoch that somebody else tells of is at most this far beyond the newest one known here.
+
+Epochs carry the time in milliseconds, so this is 557 years. An epoch near the largest number would be the last one, and
+nobody could save any more.
+"""
 
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,239}")

@@ -36,7 +36,7 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
-from tieredckpt.session.incarnation import SaveDecision, SaveProposal, decide_save
+from tieredckpt.session.incarnation import SaveDecision, SaveProposal, clock_ms, decide_save
 
 _PLAN_TIMEOUT = timedelta(minutes=10)
 
@@ -178,7 +178,7 @@ def _members(group: dist.ProcessGroup | None) -> SaveRanks:
 
 
 def decide_for_ranks(proposals: Sequence[SaveProposal]) -> SaveDecision:
-    return decide_save(proposals, secrets.token_hex(6))
+    return decide_save(proposals, secrets.token_hex(6), clock_ms())
 
 
 def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:

@@ -46,6 +46,7 @@ from tieredckpt.fsspec_view.step_files import (
     translated_store_errors,
 )
 from tieredckpt.location import Location, parse_location
+from tieredckpt.session.incarnation import clock_ms
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 
@@ -125,7 +126,7 @@ class StepFileSpace:
             store = session.agent.store
             incarnation = f"files-{store.arena_id}"
             # The first process asks what other arenas of this job have counted to; to the others it is given.
-            at_least = 0 if store.epoch(self.space) else session.newest_known_epoch()
+            at_least = 0 if store.epoch(self.space) else max(session.newest_known_epoch(), clock_ms())
             epoch = store.claim(self.space, incarnation, at_least=at_least)
             here = sorted(store.list_shards(self.space), key=lambda fact: fact.sealed_ns)
             spared = [fact.key.version for fact in here if fact.key.version != step][-1:]

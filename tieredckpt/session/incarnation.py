@@ -13,9 +13,12 @@ An owner is in one of two states::
 Before every save that goes through DCP each rank proposes what it knows (:class:`SaveProposal`), one of them decides
 for all (:func:`decide_save`), and each adopts the decision. Ranks go on with their incarnation only when all of them
 are in the same one, with as many parts, and nobody has heard of a newer one. So a load on any rank, a rank that came or
-left,
-and a writer elsewhere all lead to a new incarnation that every rank hears of. What is decided belongs to that one save:
-it is kept in no plan, because DCP keeps plans by the class of their planner, for whatever job and for good.
+left, and a writer elsewhere all lead to a new incarnation that every rank hears of. What is decided belongs to that
+one save: it is kept in no plan, because DCP keeps plans by the class of their planner, for whatever job and for good.
+
+The epoch of a new incarnation is a hybrid logical clock: greater than every epoch that the ranks know of, and not below
+the time in milliseconds. So a later incarnation has the greater epoch also where everybody who knew the earlier ones
+has lost its memory, and two that begin without knowing of each other do not share one.
 
 A state is saved for the incarnation in which it was captured (:class:`CapturePoint`). When a step was loaded since, it
 is of a past that the job has left: it may still be written for its own incarnation, and never for the next one.
@@ -29,6 +32,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,8 +106,13 @@ class SaveDecision(msgspec.Struct, frozen=True):
         return ShardKey(self.job, self.step, self.incarnation.epoch, self.incarnation.name, self.attempt, part)
 
 
-def decide_save(proposals: Sequence[SaveProposal], name: str) -> SaveDecision:
-    """What the ranks of a save write for; ``name`` is for a new incarnation, if it has to be one."""
+def clock_ms() -> int:
+    """The time, in the unit of epochs."""
+    return time.time_ns() // 1_000_000
+
+
+def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> SaveDecision:
+    """Return what the ranks of a save write for. A new incarnation has this name, and an epoch not below ``at_ms``."""
     first, parts = proposals[0], len(proposals)
     for rank, one in enumerate(proposals):
         if one.problem:
@@ -124,7 +133,7 @@ def decide_save(proposals: Sequence[SaveProposal], name: str) -> SaveDecision:
                 f"world (rank {gone[0]}), and another incarnation writes now: this state is of a past that the job has "
                 "left, and is not saved. Wait for a save before loading another step"
             )
-        current, base = Incarnation(known + 1, name), _base(points)
+        current, base = Incarnation(max(known + 1, at_ms), name), _base(points)
     else:
         base = points[0].base
     return SaveDecision(

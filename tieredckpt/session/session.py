@@ -90,10 +90,17 @@ def close_sessions() -> None:
             session.close()
 
 
-def newest_sealed_step() -> int:
-    """The newest step that this process has sealed, whichever job's; -1 for none."""
+def newest_sealed_key(*, current: bool = False) -> ShardKey | None:
+    """The newest step that this process has sealed, whichever job's; ``current``: for the incarnation it writes for."""
     with _sessions_lock:
-        return max((one.sealed_step for name, one in _sessions.items() if name[0] == os.getpid()), default=-1)
+        mine = [one for name, one in _sessions.items() if name[0] == os.getpid()]
+    keys = [
+        key
+        for one in mine
+        if (key := one.sealed_key) is not None
+        and (not current or one.incarnation.current == (key.epoch, key.incarnation))
+    ]
+    return max(keys, key=lambda key: (key.version, key.job), default=None)
 
 
 def leave_worlds() -> None:
@@ -144,7 +151,7 @@ class Session:
         self.copier = Copier(copy_thread_count(settings))
         self.incarnation = IncarnationTracker(job)
         self._finite = FiniteChecker()
-        self.sealed_step = -1
+        self.sealed_key: ShardKey | None = None
         """What this process sealed last."""
         self._speaks = False
         """This process has said that no durable tier keeps the job's steps, and says so again when it ends."""
@@ -204,6 +211,11 @@ class Session:
                 self._configure()
 
     @property
+    def sealed_step(self) -> int:
+        """The step that this process sealed last; -1 for none."""
+        return -1 if self.sealed_key is None else self.sealed_key.version
+
+    @property
     def agents_are_isolated(self) -> bool:
         """Whether ranks are on several nodes whose agents do not know each other. Those hear from the ranks what is
         whole, and what was left out, by what the ranks agree on at each save.
@@ -258,14 +270,9 @@ class Session:
         current = self.incarnation.current
         if current is not None:
             return max(known, current.epoch)
-        return max(known, self._epoch_in_tiers())
-
-    def _epoch_in_tiers(self) -> int:
-        """Where a node's memory is lost, its agent counts from nothing again, but the job's steps are still there."""
+        # An agent that lost its memory has forgotten the epochs, but the job's steps are still there.
         seen = self.agent.list_steps(self.job)
-        newest = max((view.version_id.epoch for view in seen.views), default=0)
-        # A tier that cannot be asked may hold any number that was counted so far; the time is above all of them.
-        return max(newest, int(time.time())) if seen.unreachable else newest
+        return max([known, *(view.version_id.epoch for view in seen.views)])
 
     def report_part_aborted(self, key: ShardKey) -> None:
         """This rank will never seal this part: its agent hears it, which has all nodes give the version up."""
@@ -586,7 +593,7 @@ class Session:
                 raise
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
-        self.sealed_step = key.version
+        self.sealed_key = key
         self.incarnation.record_sealed(key)
         failpoint("seal.asked")
         return record

@@ -131,7 +131,7 @@ def test_next_save_has_a_new_incarnation():
 def agreed(session, known_epoch=0):
     """What two ranks that know the same agree on for a save of step 7."""
     point = session.incarnation.capture()
-    decision = decide_save([session.incarnation.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}")
+    decision = decide_save([session.incarnation.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}", 0)
     session.adopt(decision, point)
     return decision
 

@@ -30,7 +30,7 @@ def proposal(current=X, parts=2, base=None, reached=-1, known=0, **how):
 
 
 def test_ranks_that_know_the_same_go_on():
-    found = decide_save([proposal(base=4), proposal(base=4, attempts=2)], "new")
+    found = decide_save([proposal(base=4), proposal(base=4, attempts=2)], "new", 0)
     assert (found.incarnation, found.parts, found.base, found.attempt) == (X, 2, 4, 2)
     assert found.key(1).part == 1
 
@@ -48,55 +48,74 @@ def test_ranks_that_know_the_same_go_on():
 )
 def test_one_rank_that_differs_makes_a_new_incarnation(other):
     for proposals in ([proposal(known=3), other], [other, proposal(known=3)]):
-        found = decide_save(proposals, "new")
+        found = decide_save(proposals, "new", 0)
         assert found.incarnation.name == "new"
         assert found.incarnation.epoch == max(one.known_epoch for one in proposals) + 1
         assert found.parts == 2
 
 
+def test_a_later_incarnation_has_the_greater_number_although_nobody_knows_of_the_earlier_one():
+    """An agent that lost its memory, or a node that heard of nothing, counts from nothing again."""
+    numbers = []
+    for _ in range(3):
+        with memory_node(), Checkpointer(f"tiered://{JOB}") as ckpt:
+            ckpt.save({"a": torch.ones(1)}, 1).wait()
+            numbers.append(ckpt.session.incarnation.current.epoch)
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_clock_that_went_back_makes_no_lower_number():
+    assert [decide_save([proposal(None, 0, known=7)], "new", at).incarnation.epoch for at in (0, 5, 8, 9)] == [
+        8,
+        8,
+        8,
+        9,
+    ]
+
+
 def test_a_new_incarnation_goes_on_from_where_a_rank_went_back_to():
-    assert decide_save([proposal(base=1, reached=20), proposal(None, 0, base=10)], "new").base == 10
+    assert decide_save([proposal(base=1, reached=20), proposal(None, 0, base=10)], "new", 0).base == 10
 
 
 def test_a_new_incarnation_that_nobody_went_back_for_keeps_what_was_saved():
-    assert decide_save([proposal(base=1, reached=20), proposal(None, 0)], "new").base == 20
-    assert decide_save([proposal(None, 0)] * 2, "new").base is None
-    assert decide_save([proposal(None, 0, base=-1)] * 2, "new").base == -1
+    assert decide_save([proposal(base=1, reached=20), proposal(None, 0)], "new", 0).base == 20
+    assert decide_save([proposal(None, 0)] * 2, "new", 0).base is None
+    assert decide_save([proposal(None, 0, base=-1)] * 2, "new", 0).base == -1
 
 
 def test_what_was_staged_before_a_load_is_written_for_its_own_incarnation_or_not_at_all():
-    assert decide_save([proposal(is_stale=True), proposal(is_stale=True)], "new").incarnation == X
+    assert decide_save([proposal(is_stale=True), proposal(is_stale=True)], "new", 0).incarnation == X
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
-        decide_save([proposal(is_stale=True), proposal(is_stale=True, known=4)], "new")
+        decide_save([proposal(is_stale=True), proposal(is_stale=True, known=4)], "new", 0)
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
-        decide_save([proposal(is_stale=True), proposal(None, 0, base=4)], "new")
+        decide_save([proposal(is_stale=True), proposal(None, 0, base=4)], "new", 0)
 
 
 def test_ranks_that_save_different_steps_are_told_so():
     with pytest.raises(UsageError, match="rank 1 saves step 8 of job while rank 0 saves step 9"):
-        decide_save([proposal(), proposal(step=8)], "new")
+        decide_save([proposal(), proposal(step=8)], "new", 0)
 
 
 def test_a_rank_that_cannot_save_says_why_to_all():
     with pytest.raises(SaveFailedError, match="rank 1 cannot save step 9 of job: no agent"):
-        decide_save([proposal(), proposal(problem="no agent")], "new")
+        decide_save([proposal(), proposal(problem="no agent")], "new", 0)
 
 
 def test_the_newest_whole_version_is_told_to_all():
     whole = VersionId(3, 7, 0, "x")
     assert (
         decide_save(
-            [proposal(newest_complete=whole), proposal(newest_complete=VersionId(3, 6, 0, "x"))], "new"
+            [proposal(newest_complete=whole), proposal(newest_complete=VersionId(3, 6, 0, "x"))], "new", 0
         ).newest_complete
         == whole
     )
-    assert decide_save([proposal()], "new").newest_complete is None
+    assert decide_save([proposal()], "new", 0).newest_complete is None
 
 
 def agree(owners, step, points=None, known=0, name="n"):
     points = points or [owner.capture() for owner in owners]
     pairs = list(zip(owners, points, strict=True))
-    decision = decide_save([owner.propose(step, point, known, None) for owner, point in pairs], name)
+    decision = decide_save([owner.propose(step, point, known, None) for owner, point in pairs], name, 0)
     for part, (owner, point) in enumerate(pairs):
         owner.adopt(decision, point)
         owner.record_sealed(decision.key(part))
