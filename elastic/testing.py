@@ -23,6 +23,7 @@ import msgspec
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
 from elastic.control.leader_election import LEASE_DURATION_S, LeaderRecord
 from elastic.errors import ControlDeadlineError, JobFailedError, PolicyError, StaleEpochError
+from elastic.world.world_state import SealedStep
 
 BrokenCallback = Callable[[ControlNotice], None]
 
@@ -181,14 +182,20 @@ class InMemoryCoordinator:
             return
         waiting.sort(key=lambda one: (one.epoch < 0 or one.is_draining, one.rank))
         chosen, beyond = waiting[: self.size], waiting[self.size :]
+        sealed = self._sealed_by_all()
         self.epoch += 1
         for rank, seat in enumerate(_kept(chosen)):
             place = RankAssignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts)
-            seat.assign(msgspec.structs.replace(place, reason=self._reason, stores=self._stores))
+            seat.assign(msgspec.structs.replace(place, reason=self._reason, stores=self._stores, resume_from=sealed))
         for seat in beyond:
             seat.is_dismissed = seat.is_draining or not self._keep_spares
         self._want, self._reason, self._deadline = None, "", None
         self._changed.notify_all()
+
+    def _sealed_by_all(self) -> SealedStep | None:
+        """What all ranks of the last world sealed, where it ended in order."""
+        named = {seat.checkpoint for seat in self.members}
+        return named.pop() if self._want is NoticeKind.RESIZE and len(named) == 1 else None
 
     def _notice(self) -> ControlNotice | None:
         if self._want is None:
@@ -231,6 +238,8 @@ class InMemoryControlPlane:
         self.is_finished = False
         self.paused_step: int | None = None
         self.sealed_step: int | None = None
+        self.checkpoint: SealedStep | None = None
+        """Where the sealed state is, as this rank said."""
         self.last_progress: RankProgress | None = None
         self.faults: list[str] = []
         self._plane = plane
@@ -285,10 +294,10 @@ class InMemoryControlPlane:
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
-    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
         with self._plane._changed:
             self._check()
-            self.sealed_step = step
+            self.sealed_step, self.checkpoint = step, checkpoint
             self._plane._changed.notify_all()
 
     def report_progress(self, progress: RankProgress) -> None:
@@ -350,7 +359,7 @@ class InMemoryControlPlane:
     def assign(self, assignment: RankAssignment) -> None:
         self.assignment = assignment
         self.is_waiting = self.is_finished = False
-        self.paused_step = self.sealed_step = None
+        self.paused_step = self.sealed_step = self.checkpoint = None
 
     def notify_broken(self, notice: ControlNotice, *calls: BrokenCallback) -> None:
         def run() -> None:

@@ -30,7 +30,7 @@ import msgspec
 
 from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import FaultInjection
-from elastic.world.world_state import WorldPhase
+from elastic.world.world_state import SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
 from peerstore.message_codec import decode_message
 from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
@@ -83,6 +83,8 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The newest world this process has been in."""
     paused: NonNegativeIntOrMinusOne | None = None
     sealed: NonNegativeIntOrMinusOne | None = None
+    checkpoint: SealedStep | None = None
+    """Where the state is that was sealed."""
     fault: str | None = None
     final: bool = False
     """The fault is one that another attempt does not mend."""
@@ -161,6 +163,8 @@ class WorldSpec(msgspec.Struct, frozen=True):
     """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
     hang_s: float | None = None
     """The longest that no rank may get on, as far as that is known; ``None``: for ever."""
+    resume_from: SealedStep | None = None
+    """What its ranks restore, and nothing else: the world before it ended in order and sealed this."""
 
 
 class NodeStatus(
@@ -185,6 +189,8 @@ class NodeStatus(
     paused: NonNegativeIntOrMinusOne | None = None
     """The greatest step its ranks said, once all have said one."""
     sealed: NonNegativeIntOrMinusOne | None = None
+    checkpoint: SealedStep | None = None
+    """What its ranks sealed, where all have named the same."""
     finished: bool = False
     lagging_ranks: tuple[int, ...] = ()
     """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from elastic.errors import PolicyError
+from elastic.world.world_state import SealedStep
 from peerstore.shard_records import NonNegativeIntOrMinusOne
 
 
@@ -68,6 +69,8 @@ class RankAssignment(msgspec.Struct, frozen=True):
     ``store`` is one of them then, for who asks by the environment. None: ``store`` has them all."""
     hang_s: float | None = None
     """After how long without any rank getting on that is a hang; ``None``: never, or nobody looks."""
+    resume_from: SealedStep | None = None
+    """What this world restores, and nothing else: the world before it ended in order and sealed this."""
 
 
 class RankProgress(msgspec.Struct, frozen=True):
@@ -118,8 +121,11 @@ class ControlPlane(Protocol):
         of its own: one that waited for its step to end would keep those waiting who are in that step with it.
         """
 
-    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
-        """This rank stands at the agreed step and its state is safe; it may be asked to go from here on."""
+    def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
+        """This rank stands at the agreed step and its state is safe; it may be asked to go from here on.
+
+        ``checkpoint`` is where that state is. Where all ranks name the same one, the next world restores it.
+        """
 
     def report_progress(self, progress: RankProgress) -> None:
         """Where this rank is; costs a write to memory, is passed on with the next heartbeat."""

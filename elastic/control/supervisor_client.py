@@ -34,6 +34,7 @@ from elastic.errors import (
     StaleEpochError,
 )
 from elastic.fault_injection.fault_spec import FaultInjection
+from elastic.world.world_state import SealedStep
 from peerstore import message_codec
 from peerstore.errors import PeerStoreError
 from peerstore.server.store_client import connect_to_agent
@@ -140,10 +141,10 @@ class SupervisorClient:
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
-    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
         with self._changed:
             self._check_epoch()
-            self._tell(timeout_s, sealed=step)
+            self._tell(timeout_s, sealed=step, checkpoint=checkpoint)
             if self._hears.exit not in (
                 ExitReason.STOPPED,
                 ExitReason.DISMISSED,
@@ -353,5 +354,5 @@ class SupervisorClient:
         self._changed.notify_all()
 
 
-_NEW: dict[str, object] = {"paused": None, "sealed": None, "fault": None, "final": False}
+_NEW: dict[str, object] = {"paused": None, "sealed": None, "checkpoint": None, "fault": None, "final": False}
 """What was said in a world that is left."""

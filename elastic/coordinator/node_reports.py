@@ -31,7 +31,7 @@ def events_between(before: NodeStatus | None, status: NodeStatus, now: float) ->
         yield NodeJoined(node, life, status.local_ranks, status.spawn_count, status.spares)
     new = before is None or _epoch(before.world) != epoch
     if status.sealed is not None and (new or before is None or before.sealed != status.sealed):
-        yield NodeSealed(node, life, epoch, status.sealed)
+        yield NodeSealed(node, life, epoch, status.sealed, status.checkpoint)
     if status.finished and (new or before is None or not before.finished):
         yield NodeFinished(node, life, epoch)
     if status.drain_within_s is not None and (before is None or before.drain_within_s is None):

@@ -316,7 +316,10 @@ class WorldReconciler:
     def _form(self, form: world_state.FormWorld, now: float) -> None:
         self.hang_detector = HangDetector(now, self.step_times)
         hang_s = self.settings.hang.longest_s(self.step_times)
-        self.world_spec = self._met(WorldSpec(form.epoch, form.nodes, form.restarts, form.reason, hang_s=hang_s))
+        spec = WorldSpec(
+            form.epoch, form.nodes, form.restarts, form.reason, hang_s=hang_s, resume_from=form.resume_from
+        )
+        self.world_spec = self._met(spec)
         self._count_reports()
         self.broken_reason = self.pause = self.pause_target = None
         self.requested_nodes = 0
@@ -545,7 +548,14 @@ class WorldReconciler:
         events: list[world_state.WorldEvent] = []
         for one in status:  # it has joined already
             said_before = replace(
-                one, sealed=None, finished=False, ready=False, drain_within_s=None, exited_ranks=(), faulty_ranks=()
+                one,
+                sealed=None,
+                checkpoint=None,
+                finished=False,
+                ready=False,
+                drain_within_s=None,
+                exited_ranks=(),
+                faulty_ranks=(),
             )
             events += node_reports.events_between(said_before, one, now)
         self._take(events, now)

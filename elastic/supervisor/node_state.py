@@ -30,6 +30,7 @@ from elastic.control.control_messages import (
 )
 from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment
 from elastic.fault_injection.fault_spec import SUPERVISOR_KINDS, FaultInjection
+from elastic.world.world_state import SealedStep
 
 _SPARE_TRIES = 3
 """Spares that end before they are warm are started again so often."""
@@ -478,6 +479,7 @@ def _for_rank(seats: NodeState, token: str, now: float) -> RankDesired:
         reason=formed.reason,
         stores=formed.stores,
         hang_s=formed.hang_s,
+        resume_from=formed.resume_from,
     )
     return RankDesired(
         heard,
@@ -529,6 +531,7 @@ def node_status(seats: NodeState, now: float) -> NodeStatus:
         ready=bool(seated) and all(process.is_ready for process in seated),
         paused=_greatest(one.paused for one in inside) if whole else None,
         sealed=_greatest(one.sealed for one in inside) if whole else None,
+        checkpoint=_same(one.checkpoint for one in inside) if whole else None,
         finished=whole and not inside,
         lagging_ranks=tuple(
             process.local_rank or 0
@@ -564,6 +567,12 @@ def _greatest(steps: Iterable[int | None]) -> int | None:
     said = list(steps)
     known = [step for step in said if step is not None]
     return max(known) if said and len(known) == len(said) else None
+
+
+def _same(checkpoints: Iterable[SealedStep | None]) -> SealedStep | None:
+    """The one that all name."""
+    named = set(checkpoints)
+    return named.pop() if len(named) == 1 else None
 
 
 def _is_behind(status: RankStatus, *, agreed: bool) -> bool:

@@ -48,6 +48,7 @@ from elastic.workers.peer_hang_detector import (
     PeerHangDetector,
     RankHeartbeats,
 )
+from elastic.world.world_state import SealedStep
 from peerstore.message_codec import from_json
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class StoreControlPlane:
             raise ControlDeadlineError(f"not all others paused within {timeout_s:g} s")
         return self._target
 
-    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
         self._check()
         self._sealed = True
 

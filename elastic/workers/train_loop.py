@@ -259,7 +259,7 @@ class _Rank(Generic[T]):
         well = False
         watch.watch_barrier(gate)
         try:
-            with _environment(place), _current(world), use_fence(fence):
+            with _environment(place), _current(world), use_fence(fence), _resume_from(place):
                 self._faults.enter_world(world)
                 groups.initialize()
                 self._record.groups_ready()
@@ -329,6 +329,20 @@ class _Rank(Generic[T]):
         if self._policy.on_error == "raise":
             raise error
         return False
+
+
+@contextmanager
+def _resume_from(place: RankAssignment) -> Iterator[None]:
+    """The first restore in this world restores what the world before it sealed, or raises."""
+    sealed = place.resume_from
+    if sealed is None:
+        yield
+        return
+    from tieredckpt.checkpointer.progress_hook import require_step
+
+    source = f"the ranks sealed step {sealed.step} before this world"
+    with require_step(sealed.job, sealed.step, sealed.epoch, source):
+        yield
 
 
 @contextmanager

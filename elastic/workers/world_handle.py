@@ -19,12 +19,14 @@ from elastic.control.control_plane import ControlNotice, ControlPlane, NoticeKin
 from elastic.errors import ElasticError, NonFiniteLossError, PolicyError, WorldChanged
 from elastic.workers.rank_timeline import RankTimeline, open_rank_timeline
 from elastic.workers.step_barrier import BoundaryDecision, StepBarrier
+from elastic.world.world_state import SealedStep
 from tieredckpt.errors import TieredCheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from peerstore.shard_records import ShardKey
     from tieredckpt.checkpointer.checkpointer import Checkpointer
     from tieredckpt.checkpointer.null_checkpointer import NullCheckpointer
     from tieredckpt.live.survivor_state import Hydration
@@ -286,7 +288,7 @@ class World:
     def report_sealed(self) -> None:
         """Tell who runs the job that this rank may be asked to go from here on."""
         try:
-            self._plane.report_sealed(self.completed)
+            self._plane.report_sealed(self.completed, checkpoint=sealed_here())
             self.is_sealed = True
             self._record.sealed()
         except ElasticError as error:  # what comes next is the same
@@ -314,8 +316,19 @@ class World:
 
 def newest_step_sealed_here() -> int:
     """The newest step that this process has sealed, in any job; -1 for none."""
+    key = _newest_sealed_key()
+    return -1 if key is None else key.version
+
+
+def sealed_here() -> SealedStep | None:
+    """The newest step that this process has sealed for what it writes now; ``None`` where it wrote nothing yet."""
+    key = _newest_sealed_key(current=True)
+    return None if key is None else SealedStep(key.job, key.version, key.epoch)
+
+
+def _newest_sealed_key(*, current: bool = False) -> ShardKey | None:
     session: Any = sys.modules.get("tieredckpt.session.session")
-    return -1 if session is None else session.newest_sealed_step()
+    return None if session is None else session.newest_sealed_key(current=current)
 
 
 def _note(ckpt: Checkpointer | NullCheckpointer, state: TrainState | Callable[[], TrainState], step: int) -> None:

@@ -144,6 +144,10 @@ def _sealed(turn: WorldTransition, event: NodeSealed) -> None:
     if member is None or not member.has_ranks or event.epoch != turn.world.epoch:
         return
     if turn.world.phase is WorldPhase.PAUSING:
+        if not member.sealed:
+            first, known = not turn.world.sealed_nodes, turn.world.sealed_step
+            same = event.checkpoint if first or event.checkpoint == known else None
+            turn.update(sealed_nodes=turn.world.sealed_nodes + 1, sealed_step=same)
         turn.update_member(member, sealed=True)
     elif turn.world.phase is WorldPhase.RUNNING:
         # It goes no further, and who has asked it to stop is no more: what was wanted is to be asked for again.
@@ -453,6 +457,7 @@ def _paused(turn: WorldTransition) -> None:
         turn.stop_job(turn.world.reason)
         return
     turn.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
+    turn.update(resume_from=turn.world.sealed_step if turn.world.sealed_nodes == turn.world.size else None)
     turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
 

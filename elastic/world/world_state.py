@@ -24,6 +24,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from peerstore.shard_records import NonNegativeInt
+
 
 class WorldPhase(enum.Enum):
     FORMING = "forming"
@@ -45,6 +47,16 @@ class WorldPhase(enum.Enum):
     def is_running(self) -> bool:
         """Ranks are in a world."""
         return self in (WorldPhase.RUNNING, WorldPhase.PAUSING)
+
+
+class SealedStep(msgspec.Struct, frozen=True):
+    """A step that all ranks of a world sealed before they left it."""
+
+    job: str
+    """Of the checkpoints."""
+    step: NonNegativeInt
+    epoch: NonNegativeInt
+    """Of the incarnation that saved it: a step of another one with the same number is another step."""
 
 
 class PendingReplacement(msgspec.Struct, frozen=True):
@@ -155,6 +167,12 @@ class WorldState(
     """How long a replacement, or at the start all the nodes, are waited for."""
     pause_deadline_s: float | None = None
     """When who has not paused is stopped."""
+    sealed_nodes: int = 0
+    """How many nodes of this world have sealed the step at which it pauses."""
+    sealed_step: SealedStep | None = None
+    """What they sealed, as long as all have named the same."""
+    resume_from: SealedStep | None = None
+    """What the next world restores: this one has ended in order."""
     growth_possible_since_s: float | None = None
     """Since when there could be a greater, or a better, world."""
     shrunk_s: float | None = None
@@ -225,6 +243,8 @@ class NodeSealed(_Event, frozen=True):
     generation: int
     epoch: int
     step: int = -1
+    checkpoint: SealedStep | None = None
+    """Where it is, where all ranks of the node have named the same."""
 
 
 class NodeFinished(_Event, frozen=True):
@@ -448,6 +468,8 @@ class FormWorld(_Action, frozen=True):
     kind: FormationKind
     restarts: int
     reason: str
+    resume_from: SealedStep | None = None
+    """What its ranks restore, and nothing else."""
 
 
 class ReleaseNode(_Action, frozen=True):

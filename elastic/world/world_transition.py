@@ -131,6 +131,9 @@ class WorldTransition:
             spawn_attempts=1,
             finished_nodes=frozenset(),
             pause_deadline_s=None,
+            sealed_nodes=0,
+            sealed_step=None,
+            resume_from=None,
             replacement_deadline_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
         for member in self.members_with_ranks:
@@ -231,12 +234,15 @@ class WorldTransition:
             after_fault=False,
             replacement_deadline_s=None,
             pause_deadline_s=None,
+            sealed_nodes=0,
+            sealed_step=None,
+            resume_from=None,
             growth_possible_since_s=None,
             shrunk_s=self.now_s if shrunk else old.shrunk_s,
             spawn_attempts=0,
             has_respawned=False,
         )
-        self.emit(FormWorld(self.world.epoch, nodes, old.nproc, how, old.restarts, old.reason))
+        self.emit(FormWorld(self.world.epoch, nodes, old.nproc, how, old.restarts, old.reason, old.resume_from))
 
     def _how(self, chosen: list[NodeMember]) -> FormationKind:
         before, now = self.world.size, len(chosen)

@@ -19,6 +19,7 @@ from elastic.errors import (
     JobFailedError,
     StaleEpochError,
 )
+from elastic.world.world_state import SealedStep
 from tests.support.control_planes import (
     PATIENCE_S,
     Job,
@@ -145,6 +146,53 @@ def test_a_resize_stops_all_at_the_greatest_step_said(start):
     for seat, one in zip(job.planes, after, strict=True):
         if seat not in dict(inside):  # it was kept in case it was needed
             assert_left_over(job, seat, one)
+
+
+SEALED = SealedStep("job", 15, 1_764_000_000_000)
+
+
+def resized_world(start, checkpoints):
+    """The assignments of the two ranks that are left of three, having sealed these."""
+    job = start(3)
+    all_ready(job.planes)
+    job.resize(2)
+    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    results(at_once(*(lambda s=seat: s.agree_on_step(16) for seat in job.planes)))
+    pairs = list(zip(job.planes, checkpoints, strict=True))
+    results(
+        at_once(*(lambda s=seat, c=one: s.report_sealed(16, checkpoint=c, timeout_s=PATIENCE_S) for seat, one in pairs))
+    )
+    after = coming_back(job.planes)
+    until(lambda: sum(one.done() for one in after) == 2)
+    inside = [(seat, one.result()) for seat, one in zip(job.planes, after, strict=True) if one.done()]
+    results(at_once(*(seat.report_finished for seat, _ in inside)))
+    for one in after:
+        assert one.done() or isinstance(one.exception(PATIENCE_S), Dismissed)
+    return [place for _, place in inside]
+
+
+@pytest.mark.parametrize("kind", ["memory", "supervisor", "rootless"])
+@pytest.mark.parametrize(
+    ("checkpoints", "expected"),
+    [
+        ([SEALED] * 3, SEALED),
+        ([SEALED, SEALED, None], None),
+        ([SEALED, SealedStep("job", 15, SEALED.epoch + 1), SEALED], None),
+        ([None] * 3, None),
+    ],
+    ids=["the same", "one rank sealed nothing", "steps of two incarnations", "nobody checkpoints"],
+)
+def test_a_resize_names_what_the_next_world_restores(kind, checkpoints, expected):
+    with contextlib.ExitStack() as stack:
+        places = resized_world(lambda *args: stack.enter_context(PLANES[kind](*args)), checkpoints)
+    assert [place.resume_from for place in places] == [expected] * 2
+
+
+def test_a_world_after_a_fault_restores_the_newest_step(start):
+    job = start(2)
+    all_ready(job.planes)
+    job.planes[0].report_fault("its loss is not finite")
+    assert [place.resume_from for place in next_world(job, job.planes)] == [None, None]
 
 
 def test_a_notice_is_gone_with_its_epoch(start):

@@ -30,6 +30,7 @@ from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agre
 from tieredckpt.checkpointer.progress_hook import (
     SaveRestoreLog,
     check_restored_step,
+    explain_expected,
     gather_expected_step,
     notify_progress_hook,
 )
@@ -635,17 +636,26 @@ class Checkpointer:
         self._check_open()
         with self._recorded.record_restore() as told, deadlines.timeout_scope(timeout_s):
             expected = gather_expected_step(job, self._together.all_gather) if step is None else None
+            epoch = None
             if expected is not None and expected.is_required:
-                step = expected.step
-            told.step = self._restore_any(
-                state, step, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
-            )
+                step, epoch = expected.step, expected.epoch
+            with explain_expected(expected):
+                told.step = self._restore_any(
+                    state, step, epoch, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
+                )
             told.report = self.last_restore
             check_restored_step(job, expected, told.step)
             return told.step
 
     def _restore_any(
-        self, state: StateDict, step: int | None, *, strict: bool, on_lost: OnLost, exclude_from_proof: Collection[str]
+        self,
+        state: StateDict,
+        step: int | None,
+        epoch: int | None,
+        *,
+        strict: bool,
+        on_lost: OnLost,
+        exclude_from_proof: Collection[str],
     ) -> int:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
@@ -653,7 +663,7 @@ class Checkpointer:
         if self._together.rank == 0:
             self.session.warn_memory_only()
         restored, report = self._restoring.restore(
-            state, step, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
+            state, step, epoch, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
         )
         self.last_restore = report
         if restored >= 0:

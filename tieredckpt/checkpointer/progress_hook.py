@@ -23,7 +23,12 @@ from peerstore.message_codec import from_json
 from tieredckpt.agent.agent_api import ProtectionStatus
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState
 from tieredckpt.dcp.tiered_reader import RestoreReport
-from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointLostError,
+    CheckpointNotFoundError,
+    TierUnavailableError,
+)
 from tieredckpt.event_log import EventLog, event_log_from_environ
 from tieredckpt.event_log.event_types import (
     STAGE_HYDRATE,
@@ -48,6 +53,8 @@ class ExpectedStep(msgspec.Struct, frozen=True):
     """For people: who says so, and how."""
     is_required: bool = False
     """Go on from this step, or not at all."""
+    epoch: int | None = None
+    """Of the incarnation that saved it; ``None``: any."""
 
 
 class ProgressHook(Protocol):
@@ -73,6 +80,19 @@ def use_progress_hook(overseer: ProgressHook) -> Iterator[None]:
         _overseers.remove(overseer)
 
 
+_required: dict[str, ExpectedStep] = {}
+
+
+@contextmanager
+def require_step(job: str, step: int, epoch: int, source: str) -> Iterator[None]:
+    """Have the first restore in the block that names no step restore this one, or raise. All ranks require the same."""
+    _required[job] = ExpectedStep(step, source, is_required=True, epoch=epoch)
+    try:
+        yield
+    finally:
+        _required.pop(job, None)
+
+
 def notify_progress_hook(session: Session) -> None:
     """Who keeps account may have something to write down."""
     for overseer in _overseers[-1:]:
@@ -81,6 +101,8 @@ def notify_progress_hook(session: Session) -> None:
 
 def gather_expected_step(job: str, from_all: Callable[[str], Sequence[str]]) -> ExpectedStep | None:
     """One answer for all ranks, which tell each other by ``from_all`` where there is an overseer."""
+    if job in _required:
+        return _required[job]
     for overseer in _overseers[-1:]:
         mine = msgspec.json.encode(overseer.expected_step(job)).decode()
         return newest_expected_step([from_json(one, ExpectedStep | None) for one in from_all(mine)])
@@ -93,9 +115,24 @@ def newest_expected_step(told: Sequence[ExpectedStep | None]) -> ExpectedStep | 
     return max(found, key=lambda one: (-1 if one.step is None else one.step, one.is_required, one.source), default=None)
 
 
+@contextmanager
+def explain_expected(expected: ExpectedStep | None) -> Iterator[None]:
+    """Say in an error of the block why this step, and no other, was to be restored."""
+    try:
+        yield
+    except (CheckpointNotFoundError, CheckpointLostError, CheckpointDamagedError) as error:
+        if expected is None or not expected.is_required:
+            raise
+        raise type(error)(f"{expected.source}: {error}") from error
+
+
 def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) -> None:
     """Having restored a step, or found none (-1): say where that differs, and refuse to begin from nothing."""
-    if expected is None or restored == expected.step:
+    if expected is None:
+        return
+    if expected == _required.get(job):
+        del _required[job]
+    if restored == expected.step:
         return
     if expected.step is None:
         if restored < 0:

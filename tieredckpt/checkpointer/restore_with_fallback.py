@@ -62,12 +62,15 @@ class CheckpointRestorer:
         self,
         state: StateDict,
         step: int | None,
+        epoch: int | None = None,
         *,
         strict: bool = True,
         on_lost: OnLost = "raise",
         exclude_from_proof: Collection[str] = (),
     ) -> tuple[int, RestoreReport | None]:
         """Fill ``state``: with which step, or -1 where every tier was asked and nothing was ever whole; what was read.
+
+        ``epoch`` is that of the incarnation that saved ``step``; ``None``: the newest that did.
 
         With -1 there is a report only where something had been saved, and of a plain checkpoint none. ``strict``: every
         entry that was saved has a place in ``state`` and the other way round, else :class:`MismatchError` names them
@@ -80,7 +83,7 @@ class CheckpointRestorer:
         for _ in range(_MAX_FALLBACKS):
             began = time.perf_counter()
             reader = TieredReader(self._job, step, settings=self._settings)
-            reader.fresh, reader.strict, reader.defers_proof = fresh, strict, True
+            reader.fresh, reader.strict, reader.defers_proof, reader.epoch = fresh, strict, True, epoch
             reader.selective_prefixes = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
                 self._look(reader)

@@ -171,6 +171,8 @@ class TieredReader(StorageReader):
         self._voted = LoadVote(())
         self._decided: LoadDecision | None = None
         """What this rank has decided for all, where nothing travels between ranks."""
+        self.epoch: int | None = None
+        """Of the incarnation that saved the step to load; ``None``: any."""
         self.fresh = False
         """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
         self.strict = False
@@ -339,7 +341,7 @@ class TieredReader(StorageReader):
             newest = max((s for s in plain_steps(self.settings.durable, job) if step in (None, s)), default=None)
             return Resolution(None, {}), newest
         seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
-        candidates = [view.candidate for view in seen.views]
+        candidates = [view.candidate for view in seen.views if self.epoch in (None, view.version_id.epoch)]
         bad = {view.version_id for view in seen.views if view.quarantined}
         limit = self.settings.memory.avoid_after_crashed_loads
         often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
@@ -354,7 +356,7 @@ class TieredReader(StorageReader):
             torn=seen.torn,
             forgotten=seen.forgotten,
         )
-        plain = max((s for s in seen.plain if step in (None, s)), default=None)
+        plain = max((s for s in seen.plain if step in (None, s) and self.epoch is None), default=None)
         if plain is not None and (found.chosen is None or found.chosen.version_id.version < plain):
             return found, plain
         return found, None

@@ -29,6 +29,7 @@ from elastic.workers.launch_environment import assignment_from_environ, connect_
 from elastic.workers.process_groups import parse_store_address
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
 from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import SealedStep
 from integration.hyperpod.elastic_agent.ipc import RequestedRestart
 from integration.hyperpod.elastic_agent.worker_client import (
     AgentWorker,
@@ -112,9 +113,9 @@ class InProcessControlPlane:
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         return self._here().agree_on_step(step, timeout_s=timeout_s)
 
-    def report_sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+    def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
         inner = self._here()
-        inner.report_sealed(step, timeout_s=timeout_s)
+        inner.report_sealed(step, checkpoint=checkpoint, timeout_s=timeout_s)
         notice = inner.notice()
         self._sealed = True
         self._stopped = notice is not None and notice.kind is NoticeKind.STOP

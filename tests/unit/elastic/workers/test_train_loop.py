@@ -8,6 +8,7 @@ import signal
 import threading
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.control.control_plane import ControlNotice, NoticeKind
@@ -18,8 +19,10 @@ from elastic.workers.step_barrier import StepBarrier
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, current_world, recoverable, run
 from elastic.workers.world_handle import resolve_mesh_shape
 from tests.support.control_planes import PATIENCE_S, at_once, results
-from tieredckpt import NullCheckpointer, SaveFailedError
+from tieredckpt import Checkpointer, NullCheckpointer, SaveFailedError
 from tieredckpt.checkpointer.preemption import PreemptionHandler, sigterm_handled_elsewhere
+from tieredckpt.session.session import close_sessions
+from tieredckpt.testing import memory_node
 
 QUIET = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0)
 PATIENT = RecoveryPolicy(backend="none", peer_loss_wait_s=PATIENCE_S)
@@ -71,6 +74,73 @@ def test_a_resize_goes_on_at_the_step_where_all_stopped():
     target = sealed[0]
     assert sorted(done[0]) == sorted([*range(target + 1)] * 2)
     assert done[1] == list(range(target + 1, 20))
+
+
+def resized_once(save_between_worlds):
+    """The steps that the two worlds of a job restored, where somebody saves after the first one was sealed."""
+    plane, restored = InMemoryCoordinator(1), []
+
+    def between_worlds():
+        close_sessions()
+        with Checkpointer("tiered://job") as other:
+            save_between_worlds(other)
+        close_sessions()
+
+    def train(world):
+        state = {"step": torch.tensor(-1)}
+        with Checkpointer("tiered://job") as ckpt:
+            first = ckpt.restore(state) + 1
+            restored.append(int(state["step"]))
+            for step in world.steps(first, 12, checkpoint=(ckpt, state)):
+                state["step"].fill_(step)
+                ckpt.save(state, step)
+                if step == 9 and world.epoch == 0:
+                    plane.resize(1)
+            restored.append(int(state["step"]))
+
+    with memory_node():
+        policy = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0, health_check=between_worlds)
+        (ended,) = results(job(plane, train, policy))
+    return ended, restored, plane.planes[0].faults
+
+
+def test_the_world_after_a_resize_restores_what_was_sealed_although_a_later_branch_is_there():
+    """Somebody else of the job went back to an older step and saved: that is newer, and not what was sealed."""
+
+    def go_back(other):
+        state = {"step": torch.tensor(0)}
+        assert other.restore(state, 8) == 8
+        assert other.save(state, 8).wait()
+
+    ended, restored, faults = resized_once(go_back)
+    assert (ended.outcome, ended.worlds, faults) == (RunOutcome.FINISHED, 2, [])
+    assert restored == [-1, 9, 11]
+
+
+def test_a_step_of_another_incarnation_is_not_what_was_sealed():
+    """It has the same number."""
+
+    def save_again(other):
+        state = {"step": torch.tensor(0)}
+        assert other.restore(state, 8) == 8
+        assert other.save({"step": torch.tensor(1000)}, 9).wait()
+
+    ended, restored, faults = resized_once(save_again)
+    assert (ended.outcome, ended.worlds, faults) == (RunOutcome.FINISHED, 2, [])
+    assert restored == [-1, 9, 11]
+
+
+def test_a_sealed_step_that_is_gone_is_a_fault_and_the_world_after_it_restores_the_newest():
+    def delete(other):
+        session = other.session
+        groups = {view.version_id for view in session.agent.list_steps("job").views}
+        session.drop_steps([group for group in groups if group.version == 9])
+
+    ended, restored, faults = resized_once(delete)
+    assert (ended.outcome, ended.worlds) == (RunOutcome.FINISHED, 3)
+    assert restored == [-1, 8, 11]
+    assert len(faults) == 1
+    assert "the ranks sealed step 9 before this world: tiered://job/step-9: no whole step to load" in faults[0]
 
 
 def test_a_stop_is_sealed_and_says_where_to_go_on():
