@@ -167,6 +167,13 @@ class WorldSpec(msgspec.Struct, frozen=True):
     """What its ranks restore, and nothing else: the world before it ended in order and sealed this."""
 
 
+class WorldRecord(msgspec.Struct, frozen=True):
+    """That there was a world, for nodes that were not in it: the newest steps of the job are with its nodes."""
+
+    epoch: NonNegativeInt
+    nodes: tuple[str, ...]
+
+
 class NodeStatus(
     msgspec.Struct,
     frozen=True,
@@ -180,9 +187,11 @@ class NodeStatus(
     spawn_count: NonNegativeInt = 0
     spares: NonNegativeInt = 0
     world: WorldSpec | None = None
-    """The newest world it was told of."""
+    """The newest world that it was in."""
+    newest_world: WorldRecord | None = None
+    """A later world that it was not in, as a coordinator told it."""
     broken_reason: str | None = None
-    """Why that world is broken; ``None`` while it is not."""
+    """Why the world that it was in is broken; ``None`` while it is not."""
     pause: PauseOrder | None = None
     size_request: SizeRequest | None = None
     ready: bool = False
@@ -242,6 +251,8 @@ class NodeDesired(
     acknowledged: NonNegativeInt = 0
     world: WorldSpec | None = None
     """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
+    newest_world: WorldRecord | None = None
+    """The newest world, for a node that is not in it: to be remembered for a coordinator that starts again."""
     broken_reason: str | None = None
     broken_s: float | None = None
     """Seconds its ranks have left to leave the broken world."""

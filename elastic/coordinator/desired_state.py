@@ -29,6 +29,7 @@ def node_desired(desk: WorldReconciler, node: str, now: float) -> NodeDesired:
         generation=life,
         acknowledged=number,
         world=formed,
+        newest_world=None if formed is desk.world_spec else desk.world_record,
         broken_reason=broken,
         broken_s=None if broken is None or formed is not desk.world_spec else max(0.0, desk.leave_until - now),
         pause=None if pause is None else pause_order(desk, now),

@@ -27,6 +27,7 @@ from elastic.control.control_messages import (
     SizeRequest,
     StopJobRequest,
     SupervisorExited,
+    WorldRecord,
     WorldSpec,
 )
 from elastic.control.hang_detector import HangDetector, HangTimeouts, StepTimes
@@ -103,6 +104,8 @@ class WorldReconciler:
         """In which its coordinator leads, where any machine's may."""
         self.nodes: dict[str, NodeRecord] = {}
         self.world_spec: WorldSpec | None = None
+        self.world_record: WorldRecord | None = None
+        """The same, for nodes that are not in it."""
         self.broken_reason: str | None = None
         self.leave_until = 0.0
         """When the ranks of the broken world must have left it."""
@@ -116,6 +119,7 @@ class WorldReconciler:
         self.store_node = ""
         self.is_rejoining = not fresh
         self._gather_by: float | None = None
+        self._awaited: WorldRecord | None = None
         self._due: set[str] = set()
         self._numbers = 0
         self.progress: WorldProgress | None = None
@@ -290,6 +294,8 @@ class WorldReconciler:
             if isinstance(action, world_state.FormWorld):
                 self._form(action, now)
             elif isinstance(action, world_state.BreakWorld):
+                if self.world_spec is None or action.epoch != self.world_spec.epoch:
+                    continue  # an older world: its nodes are told that it is over
                 self.broken_reason, self.pause, self.pause_target = action.reason, None, None
                 self.leave_until = now + action.within_s
             elif isinstance(action, world_state.PauseWorld):
@@ -320,9 +326,14 @@ class WorldReconciler:
             form.epoch, form.nodes, form.restarts, form.reason, hang_s=hang_s, resume_from=form.resume_from
         )
         self.world_spec = self._met(spec)
+        self._record_world()
         self._count_reports()
         self.broken_reason = self.pause = self.pause_target = None
         self.requested_nodes = 0
+
+    def _record_world(self) -> None:
+        if self.world_spec is not None:
+            self.world_record = WorldRecord(self.world_spec.epoch, self.world_spec.ranked_nodes)
 
     def _count_reports(self) -> None:
         """Of a world that is new here, from what was heard so far."""
@@ -517,18 +528,46 @@ class WorldReconciler:
         says = [seen.status for seen in self.nodes.values() if seen.connected]
         newest = max((one.world for one in says if one.world is not None), key=lambda one: one.epoch, default=None)
         here = {one.node for one in says}
-        expected = set() if newest is None else set(newest.ranked_nodes)
+        records = [one.newest_world for one in says if one.newest_world is not None]
+        record = max(records, key=lambda one: one.epoch, default=None)
+        if record is not None and newest is not None and record.epoch <= newest.epoch:
+            record = None
+        expected = set(() if newest is None else newest.ranked_nodes) | set(() if record is None else record.nodes)
         complete = here >= expected and (newest is not None or len(here) >= self.settings.policy.max_replicas)
         if says and self._gather_by is None:
             self._gather_by = now + self.settings.rejoin_timeout_s
-        if complete or (self._gather_by is not None and now >= self._gather_by):
+        gather_by = self._gather_by
+        if record is not None and gather_by is not None and here.isdisjoint(record.nodes):
+            gather_by += max(0.0, self.settings.policy.lost_state_timeout_s - self.settings.rejoin_timeout_s)
+            self._warn_state_lost(record, gather_by - now)
+        if complete or (gather_by is not None and now >= gather_by):
             self.is_rejoining = False
+            if record is not None:
+                self.min_epoch = max(self.min_epoch, record.epoch)
             self._resume(says, newest, now)
+
+    def _warn_state_lost(self, record: WorldRecord, left_s: float) -> None:
+        """Nobody who is here was in the newest world: say what is waited for, and in the end what is left behind."""
+        names = shortened(record.nodes)
+        if left_s <= 0:
+            log.error(
+                "no node of the newest world (epoch %d: %s) has answered in %g s: the job continues with what the "
+                "other nodes have, and repeats the steps that only those nodes have",
+                *(record.epoch, names, self.settings.policy.lost_state_timeout_s),
+            )
+        elif self._awaited != record:
+            self._awaited = record
+            log.warning(
+                "no node of the newest world (epoch %d: %s) answers: waiting for one of them for %.0f s "
+                "(lost_state_timeout_s), because the job would go back to an older step without them",
+                *(record.epoch, names, left_s),
+            )
 
     def _resume(self, status: list[NodeStatus], newest: WorldSpec | None, now: float) -> None:
         policy = self.settings.policy
         reports = [node_reports.rejoin_report(one) for one in status]
         self.world_spec = newest
+        self._record_world()
         self._count_reports()
         self.world, actions = rebuild_world(reports, policy, nproc=self.settings.nproc, now_s=now)
         self.hang_detector = HangDetector(now, self.step_times)
@@ -586,6 +625,15 @@ class WorldReconciler:
             return []
         due, self._due = sorted(self._due & self.nodes.keys()), set()
         return due
+
+
+_NAMED = 4
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _begun_again(before: NodeRecord | None, status: NodeStatus, now: float) -> NodeRecord:

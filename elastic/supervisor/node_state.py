@@ -26,6 +26,7 @@ from elastic.control.control_messages import (
     RankRequest,
     RankStatus,
     SizeRequest,
+    WorldRecord,
     WorldSpec,
 )
 from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment
@@ -156,6 +157,8 @@ class NodeState:
     refill_by: float | None = None
     """By when the spares that were used are to be replaced."""
     world: WorldSpec | None = None
+    newest_world: WorldRecord | None = None
+    """The newest world of those that this node was not in."""
     broken_reason: str | None = None
     leave_world_by: float | None = None
     """When the ranks must have left the broken world."""
@@ -272,6 +275,8 @@ class NodeState:
         self.requests = [(number, one) for number, one in self.requests if number > orders.acknowledged]
         self.size_request = orders.size_request or self.size_request
         self.run_store = orders.run_store
+        if orders.newest_world is not None:
+            self.newest_world = orders.newest_world
         if orders.drain_within_s is not None and self.drain_deadline is None:
             self.drain(now + orders.drain_within_s, orders.reason)
         self._form(orders, now)
@@ -525,6 +530,7 @@ def node_status(seats: NodeState, now: float) -> NodeStatus:
         spawn_count=seats.spawn_count,
         spares=len(seats.warm_spares(now)),
         world=seats.world,
+        newest_world=_later(seats.newest_world, seats.world),
         broken_reason=seats.broken_reason,
         pause=_pausing(seats, now),
         size_request=seats.size_request,
@@ -567,6 +573,10 @@ def _greatest(steps: Iterable[int | None]) -> int | None:
     said = list(steps)
     known = [step for step in said if step is not None]
     return max(known) if said and len(known) == len(said) else None
+
+
+def _later(record: WorldRecord | None, own: WorldSpec | None) -> WorldRecord | None:
+    return None if record is None or (own is not None and record.epoch <= own.epoch) else record
 
 
 def _same(checkpoints: Iterable[SealedStep | None]) -> SealedStep | None:

@@ -44,6 +44,11 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Then another process replaces it. After a hang the limit is 4 s at most. No longer than ``restart_timeout_s``, the
     limit of the new process.
     """
+    lost_state_timeout_s: float = 60.0
+    """How long a new coordinator waits where no node of the newest world answers.
+
+    Without these nodes the job may go back to an older step.
+    """
     startup_timeout_s: float | None = None
     """How long the first world may take to begin."""
 
@@ -156,6 +161,7 @@ FIELD_BOUNDS: Mapping[str, FieldBound] = {
     "scale_up_snooze_s": _SECONDS,
     "restart_timeout_s": FieldBound(is_integer=False, lowest=1),
     "abort_timeout_s": FieldBound(is_integer=False, lowest=1),
+    "lost_state_timeout_s": _SECONDS,
     "startup_timeout_s": FieldBound(is_integer=False, lowest=0, optional=True),
     "eval_period_s": FieldBound(is_integer=False, lowest=1),
     "num_restart_before_full_job_restart": FieldBound(is_integer=True, lowest=0, optional=True),

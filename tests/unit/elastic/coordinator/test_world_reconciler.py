@@ -71,6 +71,64 @@ def test_a_coordinator_that_starts_again_changes_nothing():
     assert table.desk.world.restarts == 0
 
 
+def run_without(table, silent, seconds):
+    for _ in range(seconds):
+        for number in range(len(table.nodes)):
+            if number != silent:
+                table.deliver(number)
+        table.wait(1.0)
+
+
+def alone(table):
+    """The one node that has ranks once the job was resized to one node."""
+    table.settle(15)
+    table.resize(1)
+    table.settle(30)
+    (node,) = table.desk.world.ranked_nodes
+    return int(node.removeprefix("n"))
+
+
+def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
+    """Nodes outside it still name the older world that they were in; they answer first."""
+    table = Table(3)
+    inside = alone(table)
+    world, places = table.desk.world, dict(table.places)
+    table.restart_coordinator()
+    run_without(table, inside, 1)
+    table.settle(15)
+    assert (table.desk.world.epoch, table.desk.world.restarts) == (world.epoch, world.restarts)
+    assert table.places == places
+
+
+def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(caplog):
+    """Two nodes outside the world answer at once; the node that has the newest steps is silent for a while."""
+    table = Table(3)
+    inside = alone(table)
+    world, places = table.desk.world, dict(table.places)
+    table.cut(inside)
+    table.restart_coordinator()
+    run_without(table, inside, 30)
+    assert table.desk.is_rejoining
+    assert f"(epoch {world.epoch}: n{inside}) answers: waiting for one of them for" in caplog.text
+    table.heal()
+    table.settle(15)
+    assert (table.desk.world.epoch, table.desk.world.restarts) == (world.epoch, world.restarts)
+    assert table.places == places
+
+
+def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
+    table = Table(3)
+    inside = alone(table)
+    epoch = table.desk.world.epoch
+    table.cut(inside)
+    table.restart_coordinator()
+    run_without(table, inside, 90)
+    assert table.desk.world.phase.is_running
+    assert f"n{inside}" not in table.desk.world.ranked_nodes
+    assert table.desk.world.epoch > epoch
+    assert "the job continues with what the other nodes have" in caplog.text
+
+
 def test_request_outlives_the_coordinator():
     table = Table(3)
     table.settle(15)
