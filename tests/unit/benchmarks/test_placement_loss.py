@@ -70,7 +70,7 @@ def test_any_fatal_sets_are_counted(fatal, lost):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3, 8, 16, 64, 65])
-def test_pairs_lose_what_the_closed_form_says(lost):
+def test_pair_loss_probability_matches_the_closed_form(lost):
     placement = place_replicas(racks(*[8] * 16))
     assert nodes_lost(placement, lost).probability == pytest.approx(mirror_pairs(128, lost), abs=1e-12)
     assert nodes_lost(placement, lost).error == 0
@@ -106,13 +106,13 @@ def test_scattered_racks_are_the_mean_over_every_placement(lost):
     assert scattered_domains(3, 2, lost, copies=2) == pytest.approx(sum(found) / len(found))
 
 
-def test_two_racks_are_15_times_less_likely_to_take_something_with_them_than_if_copies_were_scattered():
+def test_two_lost_racks_lose_data_15_times_less_often_than_with_scattered_copies():
     row = next(row for row in table(512, 16, copies=2) if (row.what, row.lost) == ("racks", 2))
     assert row.ours.probability == pytest.approx(1 / 15)
     assert 14.5 < row.scattered / row.ours.probability < 15.5
 
 
-def test_what_is_too_tangled_to_count_is_sampled_within_its_stated_error(monkeypatch):
+def test_intractable_placement_is_sampled_within_its_stated_error(monkeypatch):
     placement = place_replicas(racks(*[8] * 16))
     monkeypatch.setattr(placement_loss, "_WORK", 0)
     found = nodes_lost(placement, 8)
@@ -150,7 +150,7 @@ def test_a_table_of_racks_that_cannot_be(nodes, count, copies):
 
 
 @pytest.mark.parametrize("chosen", ["--nodes 128 --racks 16 --copies 2", "--nodes 128 --racks 16 --copies 3"])
-def test_the_tables_in_the_documentation_are_what_the_command_prints(chosen, capsys):
+def test_documented_tables_match_the_command_output(chosen, capsys):
     main(chosen.split())
     printed = capsys.readouterr().out.strip()
     assert f"    python -m benchmarks.placement_loss {chosen}\n\n{printed}\n" in PAGE.read_text(encoding="utf-8")

@@ -23,12 +23,12 @@ def test_all_hand_out_the_same_batches(found):
     assert not same(found)
 
 
-def test_who_goes_on_in_the_middle_reads_the_rest(found):
+def test_resumed_trainer_reads_the_remaining_batches(found):
     rest = trainer(dataclasses.replace(SMALL, first=1, count=2))
     assert rest["digests"] == found["loader"]["digests"][1:]
 
 
-def test_the_table_says_how_many_times_ours(found):
+def test_table_shows_times_relative_to_ours(found):
     found["cache, compared with its checksum"] = found.pop("there")
     lines = list(rows({"scenes": {"ready": [found]}}))
     assert [line[2] for line in lines] == list(found)

@@ -63,7 +63,7 @@ def test_a_step_takes_as_long_as_its_last_rank_needs():
     assert usual(steps(OLD, 3, -9.0)) == 0.0
 
 
-def test_who_is_started_anew_is_waited_for():
+def test_rebuilt_times_include_the_wait_for_the_restarted_rank():
     before = [line(pid, what, -9) for pid in OLD for what in ("imported", "ready")] + steps(OLD, 7, -0.5)
     left = [line(pid, what, after) for pid in (1, 2, 3) for what, after in (("heard", 0.1), ("ready", 0.3))]
     anew = [line(5, "imported", 4.0, began=AT + 0.5), line(5, "ready", 4.1)]
@@ -82,7 +82,7 @@ def test_stages_of_processes_that_are_all_started_anew():
     assert found.lost == 2
 
 
-def test_ranks_that_did_not_go_on_from_one_step_are_wrong():
+def test_ranks_that_resume_from_different_steps_are_reported():
     lines = [*steps(OLD, 7, -0.5), *again(NEW, 1.0, 7), *looked(NEW[:3], 9, 3.0), *looked((5,), 8, 3.0)]
     lines += [line(5, "imported", 0.5, began=AT + 0.2)]
     lines = [one | ({"step": 3} if one["what"] == "loaded" and one["pid"] == 5 else {}) for one in lines]
@@ -91,7 +91,7 @@ def test_ranks_that_did_not_go_on_from_one_step_are_wrong():
     assert found.step == -1
 
 
-def test_the_rest_goes_on_and_the_new_one_is_healed():
+def test_survivors_continue_and_the_new_rank_is_healed():
     before = [line(pid, "imported", -9, began=AT - 12) for pid in OLD] + steps(OLD, 7, -0.5, together=4)
     rest = [line(1, "refused", 0.2, step=8), *steps(OLD[:3], 8, 1.5, together=3)]
     anew = [line(5, "imported", 4.0, began=AT + 0.5), line(5, "built", 4.1), line(5, "fed", 4.2)]
@@ -103,7 +103,7 @@ def test_the_rest_goes_on_and_the_new_one_is_healed():
     assert total(found)["imports"] == 3.5
 
 
-def test_survivors_that_end_are_said_with_why():
+def test_table_note_names_the_error_of_ended_survivors():
     before = [line(pid, "imported", -9, began=AT - 12) for pid in OLD] + steps(OLD, 7, -0.5, together=4)
     new = (5, 6, 7, 8)
     died = [line(1, "heard", 0.1, error="AssertionError: ")]
@@ -121,7 +121,7 @@ def one(seconds, same=True, usual_s=0.0):
     return Recovered(stages, 1, 9, ["a"], usual_s, same=same)
 
 
-def test_the_target_is_judged_and_what_differs_has_failed():
+def test_target_verdicts_and_differing_rows_are_reported():
     rows = [
         *recovery._rows(SPARE, [one(1.0)], []),
         *recovery._rows(OURS, [one(4.0)], []),
@@ -134,7 +134,7 @@ def test_the_target_is_judged_and_what_differs_has_failed():
     assert rows[-1]["note"] == "did not come back: it did not happen: 4 ranks train again"
 
 
-def test_what_a_fault_adds_to_a_step_is_judged_too():
+def test_step_slowdown_by_a_fault_is_judged():
     found = {SPARE: [one(2.0, usual_s=1.0), one(3.0, usual_s=1.0)], AGAIN: [one(16.0, usual_s=1.0)] * 2}
     rows = [row for name in found for row in recovery._rows(name, found[name], [])] + recovery._by_stage(found)
     group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
@@ -142,7 +142,7 @@ def test_what_a_fault_adds_to_a_step_is_judged_too():
     assert rows[-1]["name"] == f"a step that nothing happens in: {AGAIN}"
 
 
-def test_stages_stand_side_by_side_and_rounds_that_failed_are_told():
+def test_stages_are_compared_and_failed_rounds_are_noted():
     rows = recovery._by_stage({SPARE: [one(1.0), one(2.0)], AGAIN: [one(16.0)], FT: []})
     assert [row["name"] for row in rows[:4]] == [
         f"{stage}: {name}" for stage in ("detect", "abort") for name in (SPARE, AGAIN)
@@ -157,7 +157,7 @@ def test_stages_stand_side_by_side_and_rounds_that_failed_are_told():
     assert "did not come back in 1 more rounds" in rows[-1]["note"]
 
 
-def test_without_a_gpu_the_rows_say_so(monkeypatch):
+def test_rows_without_a_gpu_are_marked_skipped(monkeypatch):
     monkeypatch.setattr(recovery.torch.cuda, "is_available", lambda: False)
     rows = recovery.run(0, None, fault=recovery.RANK, model="DDP", device="cuda")
     assert {(row["name"], row["note"]) for row in rows} == {

@@ -9,7 +9,7 @@ from benchmarks.summary import BEGIN, END, readme_table
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_readmes_table_is_that_of_the_runs_it_names():
+def test_readme_table_matches_its_named_runs():
     text = (ROOT / "README.md").read_text()
     shown = text.partition(BEGIN)[2].partition(END)[0].strip()
     runs = re.findall(r"`(benchmarks/results/[^`]+)`", shown)

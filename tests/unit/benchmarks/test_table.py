@@ -10,12 +10,12 @@ def run(revision, *titles):
     return {"groups": [{**scene, "title": title} for title in titles]}
 
 
-def test_of_a_scene_that_several_files_have_the_last_one_counts():
+def test_last_file_wins_for_a_scene_in_several_files():
     found = joined({"a": run("old", "a rank", "a node"), "b": run("new", "a node", "an error")})
     assert {group["title"]: group["of"] for group in found} == {"a rank": "old", "a node": "new", "an error": "new"}
     assert len(found) == 3
 
 
-def test_one_file_stands_as_it_is():
+def test_single_file_is_returned_unchanged():
     only = run("new", "a rank")
     assert joined({"a": only}) == only["groups"]

@@ -74,7 +74,7 @@ def test_numbers_on_an_axis(top, whole, expected):
     assert ticks(top, whole=whole) == pytest.approx(expected)
 
 
-def test_a_picture_is_whole_and_nothing_lies_outside():
+def test_picture_is_complete_and_stays_inside_its_area():
     curves = (Curve("a < b", "#123456", [(0, 0), (50, 7), (100, 9)]), Curve("c", "#654321", [(0, 1)], dashed=True))
     panels = (Panel("one & two", curves), Panel("three", curves, top=4.0, whole=True))
     drawn = picture("title", panels, [Mark(50.0, "k", "n1 <k>")], [Kind("k", "#abcdef", "M0 0H1")], 100.0)

@@ -122,7 +122,7 @@ def test_a_batch_that_cannot_be_kept_is_an_error_even_when_the_cache_is_not_requ
 
 
 @pytest.mark.parametrize("index", [-1, 1 << 62, 1.0, True, "3", None])
-def test_an_index_is_a_whole_number(opened, index):
+def test_index_must_be_an_integer(opened, index):
     with pytest.raises(PolicyError, match="whole number"):
         opened().get(index, Prepare())
 
@@ -189,7 +189,7 @@ def test_a_fingerprint_is_made_of_plain_values(opened):
 # -- room ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_lies_behind_the_cursor_goes_first(opened):
+def test_batches_behind_the_cursor_are_evicted_first(opened):
     prepare = Prepare()
     cache = opened(max_bytes=4 * batch_bytes(opened(), prepare))
     for index in range(4):
@@ -218,7 +218,7 @@ def test_the_cursor_is_the_nodes(opened):
     assert other.cached_indices() == [1, 2]
 
 
-def test_without_a_cursor_a_reader_leaves_behind_what_it_has_read(opened):
+def test_batches_already_read_are_evicted_without_a_cursor(opened):
     prepare = Prepare()
     cache = opened(max_bytes=3 * batch_bytes(opened(), prepare))
     for index in range(10):
@@ -228,7 +228,7 @@ def test_without_a_cursor_a_reader_leaves_behind_what_it_has_read(opened):
     assert prepare.asked == list(range(10))
 
 
-def test_the_bound_holds_whatever_is_asked_for(opened):
+def test_cache_size_never_exceeds_its_bound(opened):
     cache = opened(max_bytes=10_000)
     for index, numel in enumerate([1, 900, 10, 1200, 2000, 5, 300, 1100] * 3):
         batch = cache.get(index, Prepare(numel=numel))
@@ -236,7 +236,7 @@ def test_the_bound_holds_whatever_is_asked_for(opened):
         assert cache.used_bytes() <= 10_000
 
 
-def test_bytes_are_counted_anew_by_whoever_opens(opened):
+def test_opening_recounts_the_used_bytes(opened):
     prepare = Prepare()
     size = batch_bytes(opened(), prepare)
     cache = opened(max_bytes=2 * size)
@@ -252,7 +252,7 @@ def test_bytes_are_counted_anew_by_whoever_opens(opened):
     assert again.used_bytes() == 2 * size
 
 
-def test_no_room_is_said_once_and_the_batch_is_used_all_the_same(opened, caplog):
+def test_full_cache_warns_once_and_still_returns_the_batch(opened, caplog):
     cache, prepare = opened(max_bytes=100), Prepare()
     with caplog.at_level(logging.WARNING):
         for index in (0, 1):
@@ -264,7 +264,7 @@ def test_no_room_is_said_once_and_the_batch_is_used_all_the_same(opened, caplog)
     assert prepare.asked == [0, 1]
 
 
-def test_no_room_is_an_error_where_the_cache_is_required(opened):
+def test_full_required_cache_raises(opened):
     cache = opened(max_bytes=100, required=True)
     with pytest.raises(CacheFullError, match="max_bytes"):
         cache.get(0, Prepare())
@@ -310,7 +310,7 @@ def test_a_directory_that_was_removed_does_not_end_training(opened, caplog):
 # -- several at once ----------------------------------------------------------------------------------------------
 
 
-def test_of_many_threads_one_prepares(opened):
+def test_only_one_of_many_threads_prepares_a_batch(opened):
     begun, go_on, prepare = threading.Event(), threading.Event(), Prepare()
 
     def slow(index):
@@ -334,7 +334,7 @@ def test_of_many_threads_one_prepares(opened):
     assert not list(caches[0].directory.glob("*.partial"))
 
 
-def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):
+def test_waiter_prepares_and_stores_when_the_preparer_fails(opened):
     failing, other, prepare = opened(), opened(), Prepare()
     waiting, found = threading.Event(), []
 
@@ -357,7 +357,7 @@ def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):
     assert (prepare.asked, other.counts.stored) == ([3], 1)
 
 
-def test_who_opens_what_is_being_swept_has_a_directory(opened, monkeypatch):
+def test_opening_during_a_sweep_recreates_the_directory(opened, monkeypatch):
     swept = []
 
     lock_file = cache_directory.lock_file
@@ -379,7 +379,7 @@ def test_who_opens_what_is_being_swept_has_a_directory(opened, monkeypatch):
     assert names(first.directory) == ["00000000000000000000.batch", "tally"]
 
 
-def test_a_lock_is_let_go_although_a_forked_process_has_it_too(tmp_path):
+def test_lock_is_released_despite_a_forked_descriptor(tmp_path):
     with (tmp_path / "lock").open("w") as one, (tmp_path / "lock").open() as other:
         copy = os.dup(one.fileno())
         assert cache_directory.lock_file(one.fileno(), wait_s=0)
@@ -389,7 +389,7 @@ def test_a_lock_is_let_go_although_a_forked_process_has_it_too(tmp_path):
         os.close(copy)
 
 
-def test_who_waited_long_enough_prepares_for_himself(opened):
+def test_waiter_prepares_its_own_batch_after_the_timeout(opened):
     slow, hasty, prepare = opened(), opened(wait_s=0), Prepare()
 
     def prepare_and_ask(index):
@@ -437,7 +437,7 @@ def test_a_link_instead_of_a_directory_is_refused(opened, tmp_path, below):
     assert names(elsewhere) == []
 
 
-def test_a_closed_cache_says_so(opened):
+def test_closed_cache_raises(opened):
     cache = opened()
     cache.close()
     cache.close()
@@ -445,7 +445,7 @@ def test_a_closed_cache_says_so(opened):
         cache.get(0, Prepare())
 
 
-def test_pickled_it_is_opened_again(opened):
+def test_pickled_cache_reopens(opened):
     cache, prepare = opened(), Prepare()
     cache.get(4, prepare)
     with pickle.loads(pickle.dumps(cache)) as other:

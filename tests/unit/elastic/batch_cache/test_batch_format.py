@@ -67,11 +67,11 @@ def same_kinds(one, other):
 
 @hypothesis.settings(max_examples=examples(40))
 @hypothesis.given(_trees)
-def test_values_come_back_as_what_they_were(batch):
+def test_values_round_trip_with_their_types(batch):
     assert same_kinds(there_and_back(batch), batch)
 
 
-def test_every_element_type_comes_back_bit_for_bit():
+def test_every_dtype_round_trips_bit_for_bit():
     for dtype in BATCH_DTYPES:
         kind = getattr(torch, dtype)
         width = torch.empty((), dtype=kind).element_size()
@@ -82,7 +82,7 @@ def test_every_element_type_comes_back_bit_for_bit():
         assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), dtype
 
 
-def test_tensors_of_every_shape_come_back():
+def test_tensors_of_every_shape_round_trip():
     base = torch.arange(24, dtype=torch.float32)
     batch = {
         "scalar": torch.tensor(2.5),
@@ -141,7 +141,7 @@ def test_unsupported_value_is_named(batch, named):
         encode_batch(FINGERPRINT, 7, batch)
 
 
-def test_there_are_so_many_tensors_and_no_more():
+def test_batch_with_too_many_tensors_is_refused():
     parts, _ = place_tensors([("uint8", (0,))] * (MAX_TENSORS + 1))
     tree = ListNode(tuple(TensorNode(number) for number in range(len(parts))))
     with pytest.raises(UnsupportedBatchError, match=f"at most {MAX_TENSORS}"):
@@ -162,7 +162,7 @@ def test_nesting_has_an_end():
         encode_batch(FINGERPRINT, 7, endless)
 
 
-def test_a_batch_in_another_ones_place_is_damage():
+def test_batch_of_another_index_or_fingerprint_is_damaged():
     data = encode_batch(FINGERPRINT, 7, {"x": torch.ones(3)}).to_bytes()
     with pytest.raises(BatchDamagedError, match="this is batch 7"):
         decode_batch(data, FINGERPRINT, 8, verify=True)
@@ -190,6 +190,6 @@ def test_every_cut_is_found():
         decode_batch(bytearray(_GOOD + b"\0"), FINGERPRINT, 7, verify=False)
 
 
-def test_the_head_says_where_everything_is():
+def test_head_locates_every_tensor():
     read = read_head(memoryview(_GOOD))
     assert (read.header.index, [part.shape for part in read.header.tensors]) == (7, [(6,), (2, 2)])

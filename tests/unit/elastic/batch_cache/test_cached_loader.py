@@ -93,7 +93,7 @@ def test_shuffle_depends_on_seed_and_epoch():
         assert flat(expected) == list(sampler)
 
 
-def test_a_sampler_that_is_told_the_epoch_is_told():
+def test_sampler_with_set_epoch_receives_the_epoch():
     sampler = EpochSampler(range(20))
     for loader in (
         DataLoader(Rows(), batch_size=4, sampler=sampler),
@@ -118,7 +118,7 @@ def test_loader_without_batch_numbers_is_refused():
 # -- a position ---------------------------------------------------------------------------------------------------
 
 
-def test_epochs_follow_each_other_and_are_read_once(cache):
+def test_successive_epochs_are_read_once(cache):
     data = Rows(8)
     loader = cached_loader(DataLoader(data, batch_size=2, shuffle=True), cache, seed=1, ahead=2)
     first, second = rows(loader), rows(loader)
@@ -132,7 +132,7 @@ def test_epochs_follow_each_other_and_are_read_once(cache):
     assert len(data.read) == 16
 
 
-def test_a_loader_that_was_left_goes_on_where_it_was(cache):
+def test_interrupted_loader_resumes_at_its_position(cache):
     loader = CachedLoader(cache, pairs, per_epoch=6)
     batches = iter(loader)
     assert rows([next(batches), next(batches)]) == [[0, 1], [2, 3]]
@@ -143,7 +143,7 @@ def test_a_loader_that_was_left_goes_on_where_it_was(cache):
     assert rows(other) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
-def test_another_number_of_ranks_reads_what_the_first_ones_prepared(cache):
+def test_resized_world_reads_batches_prepared_before(cache):
     two = [CachedLoader(cache, pairs, per_epoch=12, rank=rank, world_size=2) for rank in range(2)]
     shares = []
     for loader in two:
@@ -168,7 +168,7 @@ def test_another_number_of_ranks_reads_what_the_first_ones_prepared(cache):
     assert not before.intersection(asked)
 
 
-def test_a_last_round_that_is_not_whole_is_left_out(cache):
+def test_incomplete_last_round_is_dropped(cache):
     loader = CachedLoader(cache, pairs, per_epoch=7, rank=1, world_size=3)
     assert rows(loader) == [[2, 3], [8, 9]]
     assert loader.position == 7
@@ -194,7 +194,7 @@ def test_the_checkpoint_before_the_last_is_committed(cache, tmp_path):
         assert small.cached_indices() == [5, 6, 7, 8, 9, 10, 11, 12]
 
 
-def test_a_job_that_begins_anew_leaves_the_old_ones_cursor(cache, tmp_path):
+def test_fresh_job_resets_the_old_cursor(cache, tmp_path):
     for index in (50, 51, 52):
         cache.get(index, pairs)
     cache.mark_committed(50)
@@ -255,7 +255,7 @@ def module_over(tmp_path, module):
     return CachedDataModule(module, open_cache, ahead=1)
 
 
-def test_a_data_module_goes_on_without_reading_its_data_again(tmp_path):
+def test_data_module_resumes_without_rereading_data(tmp_path):
     first = module_over(tmp_path, Module())
     first.setup("fit")
     first.setup("validate")
@@ -280,7 +280,7 @@ def test_a_data_module_goes_on_without_reading_its_data_again(tmp_path):
     second.teardown("fit")
 
 
-def test_a_data_module_that_was_not_set_up_says_so(tmp_path):
+def test_data_module_without_setup_raises(tmp_path):
     module = module_over(tmp_path, Module())
     with pytest.raises(PolicyError, match="setup"):
         module.train_dataloader()

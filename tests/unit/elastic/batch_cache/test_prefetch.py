@@ -66,7 +66,7 @@ def test_a_batch_may_be_anything(cache):
     assert cache.counts.prepared == 5
 
 
-def test_never_more_than_so_many_ahead(cache):
+def test_prefetch_never_exceeds_its_limit(cache):
     prepare = Gate(is_open=True)
     with PrefetchIterator(cache, itertools.count(), prepare, ahead=3) as batches:
         for read in range(6):
@@ -76,7 +76,7 @@ def test_never_more_than_so_many_ahead(cache):
             assert next(batches) == read
 
 
-def test_it_ends_in_the_middle(cache):
+def test_iterator_can_be_closed_early(cache):
     prepare = Gate(is_open=True)
     before = set(threading.enumerate())
     batches = PrefetchIterator(cache, itertools.count(), prepare, ahead=4)
@@ -87,7 +87,7 @@ def test_it_ends_in_the_middle(cache):
     assert next(batches, None) is None
 
 
-def test_closing_waits_for_the_batch_that_is_being_prepared(cache):
+def test_close_waits_for_the_batch_in_preparation(cache):
     prepare = Gate()
     batches = PrefetchIterator(cache, range(9), prepare)
     prepare.wait_begun(1)
@@ -110,7 +110,7 @@ def test_an_error_comes_when_its_batch_would_have_come(cache, workers):
             assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_an_error_in_the_order_of_batches_is_one_too(cache):
+def test_error_in_the_index_iterator_becomes_a_prepare_error(cache):
     def indices():
         yield 0
         raise KeyError("order")
@@ -143,14 +143,14 @@ def test_a_worker_that_dies_is_an_error(cache):
     assert [cache.get(index, None) for index in range(3)] == [0, 1, 2]
 
 
-def test_an_error_that_cannot_travel_is_told_in_words(cache):
+def test_unpicklable_error_is_reported_as_text(cache):
     with worker(cache, strange) as one:
         with pytest.raises(RuntimeError, match="StrangeError: quite strange") as raised:
             one.prepare(0, 0)
         assert "Traceback" in str(raised.value.__cause__)
 
 
-def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
+def test_worker_killed_before_startup_raises(cache):
     with worker(cache, suicidal) as one:
         one.kill()
         with pytest.raises(PrepareWorkerLostError, match="signal 9"):
@@ -158,7 +158,7 @@ def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
         assert one.is_up()  # there is nothing to wait for
 
 
-def test_a_small_cache_does_not_slow_down_what_is_read_ahead(tmp_path):
+def test_small_cache_prepares_prefetched_batches_once(tmp_path):
     """What is ahead goes before what was read: each batch is prepared once, though few are kept."""
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=1500) as cache:
         with PrefetchIterator(cache, range(40), lambda index: bytes(400), ahead=8) as batches:
@@ -168,6 +168,6 @@ def test_a_small_cache_does_not_slow_down_what_is_read_ahead(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"ahead": 0}, {"workers": -1}])
-def test_what_cannot_be_is_refused(cache, wrong):
+def test_invalid_prefetch_options_are_refused(cache, wrong):
     with pytest.raises(PolicyError, match="at least one batch ahead"):
         PrefetchIterator(cache, range(3), fragile, **wrong)

@@ -63,7 +63,7 @@ def test_fixed_microbatches_are_cut_alike_in_every_world():
     assert three.is_world_independent
 
 
-def test_ranks_that_share_samples_count_as_one():
+def test_ranks_that_share_samples_count_as_a_single_rank():
     """64 devices, tensor parallel over 8: the plan is made for 8, and is that of 8 devices."""
     assert BatchPlan(128, 64 // 8, 2) == BatchPlan(128, 8, 2)
 
@@ -101,7 +101,7 @@ def test_the_advice_is_right():
     assert BatchPlan(128, 24, microbatch=5).min_rank_samples > 0
 
 
-def test_idle_ranks_are_asked_for():
+def test_idle_ranks_get_empty_quotas_when_allowed():
     plan = BatchPlan(3, 5, allow_idle=True)
     assert split(plan) == [[1], [1], [1], [], []]
     assert [plan.for_rank(rank).empty_passes for rank in range(5)] == [0, 0, 0, 1, 1]
@@ -215,7 +215,7 @@ def test_a_microbatch_for_worlds_of_a_job():
 
 
 @pytest.mark.parametrize("fixed", [None, 3])
-def test_a_hundred_thousand_ranks_cost_no_more_than_one(fixed):
+def test_huge_world_costs_no_more_than_a_small_one(fixed):
     """Work is counted, not timed: a plan that listed its ranks would not come back from a world of 10**15."""
     world = 10**15
     plan = BatchPlan(7 * world + 5, world, 4, microbatch=fixed)

@@ -56,7 +56,7 @@ def test_factors(law, base, new, expected):
         (("cube", 8, 8), "rule is 'cube': there are constant, linear and sqrt"),
     ],
 )
-def test_factors_that_are_none(asked, named):
+def test_invalid_lr_factors_are_refused(asked, named):
     with pytest.raises(PolicyError) as wrong:
         lr_factor(*asked)
     assert named in str(wrong.value)
@@ -93,7 +93,7 @@ def test_sizes_of_a_table_hold_until_the_next():
         ({8: 1e-3}, math.inf, "base is inf"),
     ],
 )
-def test_tables_that_are_none(rates, base, named):
+def test_invalid_lr_tables_are_refused(rates, base, named):
     with pytest.raises(PolicyError) as wrong:
         LRTable(rates, base)
     assert named in str(wrong.value)
@@ -134,7 +134,7 @@ def test_a_batch_just_small_enough_for_a_beta():
 
 
 @pytest.mark.parametrize("kappa", [0, -1, math.nan, math.inf])
-def test_no_batch_is_so_many_times_another(kappa):
+def test_invalid_kappa_is_refused(kappa):
     with pytest.raises(PolicyError, match="kappa is"):
         validated_kappa(kappa)
 
@@ -157,13 +157,13 @@ def test_down_at_once():
     assert factors(WarmupRamp(2.0).towards(1.0, Rewarmup(steps=3)), 2) == [1.0, 1.0]
 
 
-def test_from_a_part_of_the_new_one():
+def test_rewarmup_starts_from_a_fraction_of_the_new_factor():
     assert factors(WarmupRamp(2.0).towards(1.0, Rewarmup(steps=3, start=0.0)), 4) == [0.25, 0.5, 0.75, 1.0]
     assert factors(WarmupRamp(1.0).towards(2.0, Rewarmup(steps=1, start=0.5)), 3) == [1.5, 2.0, 2.0]
     assert WarmupRamp(1.0).towards(2.0, Rewarmup(steps=9, start=1.0)).is_warming_up is False
 
 
-def test_a_change_on_the_way_up_goes_on_from_there():
+def test_change_during_warmup_continues_from_the_current_factor():
     ramp = WarmupRamp(1.0).towards(2.0, Rewarmup(steps=3)).next()
     assert ramp.factor == 1.5
     assert factors(ramp.towards(4.0, Rewarmup(steps=1)), 3) == [2.75, 4.0, 4.0]
@@ -182,7 +182,7 @@ def test_no_change_is_no_new_ramp():
     st.none() | st.floats(0, 1),
     st.integers(0, 25),
 )
-def test_on_the_way_up_it_only_rises_and_survives_json(old, new, steps, start, done):
+def test_warmup_rises_monotonically_and_survives_json(old, new, steps, start, done):
     ramp = WarmupRamp(old).towards(new, Rewarmup(steps, start))
     way = factors(ramp, steps + 2)
     assert way == sorted(way)
@@ -194,13 +194,13 @@ def test_on_the_way_up_it_only_rises_and_survives_json(old, new, steps, start, d
 
 
 @pytest.mark.parametrize("state", [{}, {"target": 1.0}, {"target": None, "start": 1, "steps": 0, "done": 0}])
-def test_a_state_that_is_none(state):
+def test_invalid_warmup_state_is_refused(state):
     with pytest.raises(PolicyError, match="no state of a learning rate rule"):
         WarmupRamp.from_state_dict(state)
 
 
 @pytest.mark.parametrize("asked", [{"steps": -1}, {"steps": 1.5}, {"steps": 1, "start": 1.5}, {"start": math.nan}])
-def test_a_rewarming_that_is_none(asked):
+def test_invalid_rewarmup_is_refused(asked):
     with pytest.raises(PolicyError, match="rewarm"):
         Rewarmup(**asked)
 

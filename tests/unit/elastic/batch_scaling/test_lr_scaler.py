@@ -206,7 +206,7 @@ def test_a_restored_run_uses_the_same_rates_and_gets_the_same_weights(optimizer,
     st.permutations(["model", "optimizer", "scheduler", "rate"]),
     st.builds(Rewarmup, st.integers(0, 9), st.none() | st.sampled_from([0.0, 0.3, 1.0])),
 )
-def test_wherever_it_is_cut_and_in_whatever_order_it_is_loaded(scheduler, resizes, cut, order, rewarm):
+def test_resumed_run_matches_for_any_cut_and_load_order(scheduler, resizes, cut, order, rewarm):
     def train(run, first, last):
         for number in range(first, last):
             for at, batch in resizes:
@@ -230,14 +230,14 @@ def json_of_rate(state):
     return {**state, "rate": json.loads(json.dumps(state["rate"]))}
 
 
-def test_restored_in_another_world_it_warms_up_from_where_it_was():
+def test_restore_into_a_resized_world_warms_up_from_the_saved_factor():
     """Nobody has to say that something changed: the new process was made for another batch than the state."""
     old = Run(rule=LinearLRRule(128), batch=128).train(0, 4)
     new = Run(rule=LinearLRRule(128), batch=256, world=16, rewarm=Rewarmup(1)).load(old.state()).train(4, 7)
     assert new.lrs == [[lr * by for lr in LRS] for by in (1.5, 2.0, 2.0)]
 
 
-def test_made_for_a_batch_it_does_not_warm_up_to_it():
+def test_initial_batch_size_needs_no_warmup():
     run = Run(rule=LinearLRRule(128), batch=256, rewarm=Rewarmup(5, 0.0)).train(0, 1)
     assert run.lrs == [[lr * 2 for lr in LRS]]
 
@@ -269,7 +269,7 @@ def test_adam_for_another_batch_is_the_adam_of_the_rule():
     assert run.optimizer.param_groups[0]["eps"] == 1e-8
 
 
-def test_rmsprop_has_one_average():
+def test_rmsprop_scales_its_single_average():
     run = Run("RMSprop", rule=AdamSqrtLRRule(128), batch=512).train(0, 1)
     assert run.used[0][0]["alpha"] == pytest.approx(0.96)
     assert run.used[0][0]["eps"] == 5e-9
@@ -310,7 +310,7 @@ def test_a_rule_that_gives_no_number_is_refused():
         Run(rule=Broken())
 
 
-def test_what_the_next_step_uses_can_be_asked():
+def test_learning_rates_of_the_next_step_are_readable():
     run = Run(rule=LinearLRRule(128), batch=256)
     assert run.rate.learning_rates == [lr * 2 for lr in LRS]
     assert run.rate.factor == 2
@@ -318,7 +318,7 @@ def test_what_the_next_step_uses_can_be_asked():
     assert run.lrs == [run.rate.learning_rates]
 
 
-def test_one_rule_for_an_optimizer():
+def test_optimizer_accepts_a_single_scaler():
     run = Run(rule=LinearLRRule(128))
     with pytest.raises(PolicyError, match="close the other LRScaler first"):
         LRScaler(run.optimizer, ConstantLRRule(), global_batch=128, world_size=8)
@@ -376,7 +376,7 @@ def test_a_step_that_fails_leaves_nothing_behind():
     assert [group["lr"] for group in run.optimizer.param_groups] == list(LRS)
 
 
-def test_a_failed_step_does_not_spoil_what_is_loaded_after_it():
+def test_failed_step_does_not_alter_rates_loaded_afterwards():
     def closure():
         raise OutOfMemory
 
@@ -409,7 +409,7 @@ class Overriding(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_that_calls_the_one_it_overrides_is_one_step():
+def test_overriding_step_that_calls_super_counts_once():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = Overriding([weight], lr=1.0)
     rate = LRScaler(optimizer, LinearLRRule(1), global_batch=1, world_size=1, rewarm=Rewarmup(3))
@@ -421,7 +421,7 @@ def test_a_step_that_calls_the_one_it_overrides_is_one_step():
         assert before - weight.item() == expected
 
 
-def test_a_scheduler_that_is_a_hook_itself_sees_its_own_rate():
+def test_scheduler_in_a_step_hook_sees_its_own_rate():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scheduler = torch_schedulers.ExponentialLR(optimizer, 0.5)
@@ -449,7 +449,7 @@ def test_torch_making_an_optimizers_state_is_no_step():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_state_goes_through_a_distributed_checkpoint(tmp_path):
+def test_scaler_state_round_trips_through_dcp(tmp_path):
     old = Run(rule=SqrtLRRule(128), rewarm=Rewarmup(4)).train(0, 1)
     old.rate.resize(512, 8)
     old.train(1, 3)

@@ -27,7 +27,7 @@ def refused(*args):
     return str(run(*args).exception)
 
 
-def test_one_line_for_each_world():
+def test_plan_prints_a_line_for_each_world():
     result = run("--global-batch", 128, "--world", "8,24", "--world", 32, "--max-microbatch", 4)
     assert result.return_value == 0
     assert [" ".join(line.split()) for line in lines(result)[1:]] == [
@@ -71,7 +71,7 @@ def test_impossible_plan_is_an_error(args, named):
     assert named in refused(*args)
 
 
-def test_the_documentation_shows_what_is_printed():
+def test_documented_plans_match_the_command_output():
     """Each block of docs/batch.md that begins with a prompt."""
     text = (ROOT / "docs" / "batch.md").read_text()
     blocks = re.findall(r"^```console\n\$ elastic plan (.*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -39,7 +39,7 @@ def policy(tmp_path):
     return write
 
 
-def test_an_impossible_policy_names_all_that_is_wrong(refused, policy):
+def test_invalid_policy_lists_every_problem(refused, policy):
     said = refused(
         "--policy", policy("min_replicas: 4\nmax_replicas: 2\nscaling_timeout_s: -1\nrepeat_offender_faults: 0\n")
     )
@@ -51,7 +51,7 @@ def test_an_impossible_policy_names_all_that_is_wrong(refused, policy):
         assert name in said
 
 
-def test_a_custom_resource_is_refused_in_its_own_words(refused, policy):
+def test_invalid_custom_resource_is_refused_with_its_own_keys(refused, policy):
     said = refused(
         "--policy",
         policy("elasticPolicy:\n  maxReplicas: 2\n  minReplicas: 3\nrestartPolicy:\n  maxFullJobRestarts: -1\n"),
@@ -74,11 +74,11 @@ def test_a_custom_resource_is_refused_in_its_own_words(refused, policy):
         ("elasticPolicy:\n  3: 4\n", "3 is unknown"),
     ],
 )
-def test_a_file_that_is_no_policy(refused, policy, text, said):
+def test_invalid_policy_file_is_refused(refused, policy, text, said):
     assert said in refused("--policy", policy(text))
 
 
-def test_a_policy_that_is_not_there(refused, tmp_path):
+def test_missing_policy_file_is_refused(refused, tmp_path):
     assert "the policy cannot be read from" in refused("--policy", tmp_path / "absent.yaml")
 
 
@@ -103,7 +103,7 @@ def test_options_that_cannot_be(refused, options, said):
     assert said in refused(*options)
 
 
-def test_a_script_that_is_not_there(refused, tmp_path):
+def test_missing_script_is_refused(refused, tmp_path):
     assert "there is no file" in refused(script=tmp_path / "absent.py")
 
 
@@ -141,7 +141,7 @@ def test_problems_of_another_format_have_its_spellings(refused, policy):
     )
 
 
-def test_who_names_sizes_in_a_file_needs_no_nnodes(policy):
+def test_sizes_in_the_policy_file_replace_nnodes(policy):
     sizes = {
         "replicaDiscreteValues: [2, 4]": (2, 4),
         "minReplicas: 2\n  maxReplicas: 3": (2, 3),
@@ -173,7 +173,7 @@ IN_A_STEP = {
         ({}, ("--requeue",), "this is no step of a job of Slurm's"),
     ],
 )
-def test_what_a_scheduler_has_not_given(refused, monkeypatch, environ, options, said):
+def test_missing_scheduler_variables_are_refused(refused, monkeypatch, environ, options, said):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert said in refused(*options)

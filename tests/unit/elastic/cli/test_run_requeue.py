@@ -33,7 +33,7 @@ ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
         (LOST, ElasticExit.REFUSED, False, []),
     ],
 )
-def test_one_node_requeues_the_job(monkeypatch, left, status, noticed, who):
+def test_only_a_single_node_requeues_the_job(monkeypatch, left, status, noticed, who):
     monkeypatch.setattr(run, "remaining_nodes", lambda job: {"12": left}[job])
     asking = [one.node for one in (LEADER, SECOND, THIRD) if run._is_to_requeue("12", one, status, noticed=noticed)]
     assert asking == who

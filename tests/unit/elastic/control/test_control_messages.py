@@ -80,7 +80,7 @@ class Both:
 
 @settings(max_examples=examples(200))
 @given(st.none() | WORLDS, st.lists(st.tuples(REPORTS, SPEAKS_OF) | ORDERS, max_size=20), WORLDS)
-def test_changes_one_after_the_other_are_the_whole(known, script, own):
+def test_successive_changes_add_up_to_the_full_message(known, script, own):
     both = Both(NodeStatus(1, "n0", 1, 2, world=known))
     for one in script:
         if isinstance(one, dict):
@@ -115,7 +115,7 @@ def test_a_report_does_not_grow_with_the_job():
     assert sum(bytes_of(2000)) < 1000
 
 
-def test_a_world_that_all_nodes_are_told_is_encoded_once_and_kept_once():
+def test_world_sent_to_all_nodes_is_encoded_and_stored_once():
     packed, kept = [], WorldSpec(4, ("n0", "n8"), 0, "")
 
     def pack(formed):
@@ -131,7 +131,7 @@ def test_a_world_that_all_nodes_are_told_is_encoded_once_and_kept_once():
     assert again.status.world is kept
 
 
-def test_a_world_that_was_not_told_here_is_nobodys():
+def test_reference_to_an_unsent_world_is_a_protocol_error():
     end = CoordinatorCodec(NodeStatus(1, "n0", 1, 1))
     with pytest.raises(ProtocolError, match="world number 1"):
         end.decode(encode({"type": "changed", "world": {"type": "told", "number": 1}}))

@@ -37,7 +37,7 @@ def test_first_matching_plugin_by_name_is_used():
 
 
 @pytest.mark.parametrize("value", ["no_such_package_anywhere:plane", f"{__name__}:no_such_plane"])
-def test_one_that_cannot_be_loaded_may_be_the_right_one(value):
+def test_plugin_that_cannot_be_loaded_is_an_error(value):
     with pytest.raises(PolicyError, match="a plane called broken"):
         platform_control_plane({}, [EntryPoint("broken", value, CONTROL_PLANE_ENTRY_POINTS)])
 

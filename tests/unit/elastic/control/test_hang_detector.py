@@ -42,7 +42,7 @@ def moving(at, *, pace=None, began=0.0):
     return movement
 
 
-def test_a_hang_names_the_rank_that_is_behind_all_others():
+def test_hang_names_the_rank_behind_all_others():
     movement = moving(10.0)
     reports = both(report("n0", 4, 4), report("n1", 4, 3))
     assert movement.find_hangs(WORLD, reports, SHORT, 15.0) == []
@@ -51,7 +51,7 @@ def test_a_hang_names_the_rank_that_is_behind_all_others():
     assert movement.find_hangs(WORLD, reports, SHORT, 99.0) == []  # once is enough
 
 
-def test_a_hang_of_several_ranks_is_nobodys():
+def test_hang_of_several_ranks_blames_none():
     (hang,) = moving(10.0).find_hangs(WORLD, both(report("n0", 4), report("n1", 4)), SHORT, 99.0)
     assert (hang.node, hang.local_rank) == ("", -1)
 
@@ -62,14 +62,14 @@ def test_single_rank_is_never_behind():
     assert (hang.node, hang.local_rank) == ("", -1)
 
 
-def test_who_does_not_answer_is_to_blame_also_where_it_is_ahead():
+def test_unresponsive_rank_is_blamed_even_when_ahead():
     reports = both(report("n0", 5, 4, quiet=(30, 0)), report("n1", 4, 3, quiet=(0.5, 0.1)))
     (hang,) = moving(10.0).find_hangs(WORLD, reports, SHORT, 40.0)
     assert (hang.node, hang.local_rank) == ("n0", 0)
     assert "does not answer" in hang.reason
 
 
-def test_all_who_do_not_answer_are_replaced_at_once():
+def test_all_unresponsive_ranks_are_replaced_at_once():
     reports = both(report("n0", 4, 4, quiet=(30, 30)), report("n1", 4, 4, quiet=(0, 30)))
     hang, *others = moving(10.0).find_hangs(WORLD, reports, SHORT, 40.0)
     assert isinstance(hang, HangDetected)
@@ -90,7 +90,7 @@ def test_before_the_first_step_there_is_another_limit():
     assert hang.node == ""
 
 
-def test_who_stopped_while_it_restored_is_found_before_the_first_step():
+def test_rank_stopped_during_restore_is_found_before_the_first_step():
     movement = HangDetector(10.0)
     reports = both(report("n0", None, quiet=(70,)), report("n1", None, quiet=(0.2,)))
     assert movement.find_hangs(WORLD, reports, HangTimeouts(), 70.0) == []
@@ -104,7 +104,7 @@ def test_unresponsive_rank_is_ignored_while_others_progress():
     assert movement.find_hangs(WORLD, reports, HangTimeouts(), 130.0) == []
 
 
-def test_what_is_not_given_follows_from_what_steps_take():
+def test_default_timeouts_follow_from_measured_step_times():
     pace = StepTimes()
     movement = moving(400.0, pace=pace)
     assert (pace.longest_first_step_s, pace.longest_step_s) == (400.0, 0.0)
@@ -118,13 +118,13 @@ def test_what_is_not_given_follows_from_what_steps_take():
     assert again.find_hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4001.0)
 
 
-def test_a_step_that_is_left_for_an_earlier_one_is_no_progress():
+def test_rewinding_to_an_earlier_step_is_no_progress():
     movement = moving(10.0)
     movement.observe(report("n0", 9), report("n0", None), 14.0)
     assert movement.find_hangs(WORLD, both(report("n0", None), report("n1", 4)), SHORT, 15.1)
 
 
-def test_outside_of_its_steps_a_rank_may_take_as_long_as_it_likes():
+def test_idle_rank_outside_its_steps_never_hangs():
     reports = both(report("n0", 4, free=True), report("n1", 4))
     assert moving(10.0).find_hangs(WORLD, reports, SHORT, 9999.0) == []
     stopped = both(report("n0", 4, free=True, quiet=(99,)), report("n1", 4))
@@ -158,11 +158,11 @@ def test_groups_wait_longer_than_a_hang_takes_to_be_found(monkeypatch, hang_s, l
     assert timeouts(monkeypatch, None, hang_s) >= timedelta(seconds=least_s)
 
 
-def test_groups_wait_as_long_as_torch_says_where_nobody_looks_for_hangs(monkeypatch):
+def test_group_timeout_is_torchs_without_hang_detection(monkeypatch):
     assert timeouts(monkeypatch, None, None) is None
 
 
-def test_a_timeout_that_is_given_counts_and_one_that_is_too_short_is_said(monkeypatch, caplog):
+def test_explicit_group_timeout_wins_and_a_short_one_warns(monkeypatch, caplog):
     assert timeouts(monkeypatch, timedelta(seconds=900), 600.0) == timedelta(seconds=900)
     assert caplog.messages == []
     assert timeouts(monkeypatch, timedelta(seconds=300), 600.0) == timedelta(seconds=300)
@@ -188,7 +188,7 @@ def test_invalid_hang_limit_is_refused(text):
     st.booleans(),
     st.floats(0, 20_000),
 )
-def test_nobody_hangs_as_long_as_steps_take_no_longer_than_ten_times_the_longest_so_far(moves, first, later):
+def test_no_hang_is_found_within_ten_times_the_longest_step(moves, first, later):
     """Whatever the ranks do: what is reported came after at least the least limit, and only once."""
     pace, now, last = StepTimes(), 0.0, 0.0
     movement, steps = HangDetector(now, pace), {"n0": [0, 0], "n1": [0, 0]}

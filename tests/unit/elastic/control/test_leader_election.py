@@ -101,7 +101,7 @@ def run(players: list[Player], now: float, seconds: float, **fates: str) -> floa
     return now
 
 
-def test_a_record_that_is_made_anew_is_waited_for_as_if_somebody_held_it():
+def test_recreated_record_is_treated_as_held():
     store = Store()
     one = player(store, "a")
     one.turn(0.0)
@@ -135,7 +135,7 @@ def test_a_leader_that_stops_renewing_is_followed_after_its_time_in_a_later_term
 
 
 @pytest.mark.parametrize("fate", ["answer lost", "request lost"])
-def test_one_renewal_that_is_not_answered_does_not_cost_the_lead(fate):
+def test_unanswered_renewal_does_not_lose_the_lead(fate):
     store = Store()
     a, b = player(store, "a"), player(store, "b")
     now = run([a, b], 0.0, 40)
@@ -149,7 +149,7 @@ def test_one_renewal_that_is_not_answered_does_not_cost_the_lead(fate):
     assert (a.election.term, a.election.lost) == (term, "")
 
 
-def test_a_leader_that_gets_no_answer_acts_no_longer_before_anybody_else_does():
+def test_partitioned_leader_stops_before_its_successor_acts():
     store = Store()
     a, b = player(store, "a"), player(store, "b")
     now = run([a, b], 0.0, 40)
@@ -163,7 +163,7 @@ def test_a_leader_that_gets_no_answer_acts_no_longer_before_anybody_else_does():
     assert acting[-1] == (False, True)
 
 
-def test_who_was_stopped_and_finds_the_record_as_it_left_it_leads_on_in_the_same_term():
+def test_suspended_leader_resumes_its_term_if_the_record_is_unchanged():
     store = Store()
     a = player(store, "a")
     now = lead(a, 0.0)
@@ -175,7 +175,7 @@ def test_who_was_stopped_and_finds_the_record_as_it_left_it_leads_on_in_the_same
     assert a.election.term == term
 
 
-def test_a_deleted_record_is_made_again_by_its_holder_at_once_and_by_others_only_after_its_time():
+def test_deleted_record_is_recreated_at_once_only_by_its_holder():
     store = Store()
     a, b = player(store, "a"), player(store, "b")
     now = run([a, b], 0.0, 40)
@@ -199,7 +199,7 @@ def test_a_deleted_record_is_made_again_by_its_holder_at_once_and_by_others_only
     assert a.election.term != b.election.term
 
 
-def test_who_leads_a_job_that_has_heard_another_one_steps_back_and_leads_above_it():
+def test_leader_that_saw_a_higher_term_steps_down_and_leads_above_it():
     """A record that was deleted and made again by a newcomer, whose clock is far behind."""
     store = Store()
     one = player(store, "b", terms=lambda: 1)
@@ -213,7 +213,7 @@ def test_who_leads_a_job_that_has_heard_another_one_steps_back_and_leads_above_i
     assert one.election.term == 8
 
 
-def test_a_leader_that_leaves_gives_up_its_lead_so_that_nobody_waits():
+def test_leaving_leader_releases_its_lead():
     store = Store()
     a, b = player(store, "a"), player(store, "b")
     now = run([a, b], 0.0, 40)
@@ -229,7 +229,7 @@ def test_a_leader_that_leaves_gives_up_its_lead_so_that_nobody_waits():
 @pytest.mark.parametrize(
     ("over", "since", "taken"), [("stopped", 0, True), ("stopped", 3, False), ("finished", 0, False)]
 )
-def test_a_job_that_is_over_is_begun_again_only_by_who_was_not_in_it_and_never_when_it_has_finished(over, since, taken):
+def test_ended_job_is_restarted_only_by_a_newcomer_and_never_after_it_finished(over, since, taken):
     store = Store()
     store.record = LeaderRecord(term=5, over=over, version="x")
     one = player(store, "a", since=since)
@@ -238,7 +238,7 @@ def test_a_job_that_is_over_is_begun_again_only_by_who_was_not_in_it_and_never_w
     assert store.record.over == ("" if taken else over)
 
 
-def test_a_successor_of_one_that_is_known_to_have_ended_does_not_wait():
+def test_successor_of_an_ended_holder_does_not_wait():
     store = Store()
     first = player(store, "a")
     now = lead(first, 0.0)

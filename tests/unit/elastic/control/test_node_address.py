@@ -28,7 +28,7 @@ def known(monkeypatch):
     return names
 
 
-def test_a_name_that_leads_back_is_given_to_nobody(known):
+def test_loopback_name_is_replaced_by_the_outbound_address(known):
     known["me"] = "127.0.1.1"
     assert node_address.resolves_to_loopback("me:7400")
     assert not node_address.resolves_to_loopback("127.0.0.1:7400")
@@ -38,12 +38,12 @@ def test_a_name_that_leads_back_is_given_to_nobody(known):
     assert node_address.node_address("me:7400", ["nobody"]) == network_addresses.outbound_address()
 
 
-def test_an_address_is_taken_as_it_is(known):
+def test_ip_address_is_used_unchanged(known):
     assert node_address.node_address("127.0.0.1:7400") == "127.0.0.1"
     assert node_address.node_address("") == "127.0.0.1"
 
 
-def test_a_name_that_is_not_known_yet_is_asked_for_again(known):
+def test_unresolved_name_is_retried(known):
     known["pod"] = ["nothing", "nothing", "10.0.0.1"]
     node_address.wait_for_name("pod:1", 60.0)
     with pytest.raises(PeerUnreachableError, match=r"'nobody'.*asked for 0 s.*--coordinator HOST:PORT"):
@@ -53,7 +53,7 @@ def test_a_name_that_is_not_known_yet_is_asked_for_again(known):
 @pytest.mark.parametrize(
     ("own", "expected"), [("127.0.1.1", "the interface"), ("10.0.0.7", None), ("unknown", "the interface")]
 )
-def test_gloo_is_told_where_to_listen_only_where_it_would_not_find_it(known, monkeypatch, own, expected):
+def test_gloo_gets_an_interface_only_when_it_cannot_find_it(known, monkeypatch, own, expected):
     monkeypatch.setattr(node_address, "interface_with_address", {"10.0.0.7": "the interface"}.get)
     known[socket.gethostname()] = own
     assert node_address.gloo_interface("10.0.0.7") == expected

@@ -20,7 +20,7 @@ class Hand:
         return self.now
 
 
-def test_a_leap_counts_as_one_interval_and_the_rest_is_said_once():
+def test_clock_leap_counts_as_one_interval_and_reports_the_rest_once():
     hand = Hand()
     clock = RunningClock(1.0, hand)
     began = clock()
@@ -31,7 +31,7 @@ def test_a_leap_counts_as_one_interval_and_the_rest_is_said_once():
     assert clock.skipped() == 0.0
 
 
-def test_a_clock_that_is_behind_itself_stands():
+def test_clock_set_back_stands_still():
     hand = Hand()
     clock = RunningClock(1.0, hand)
     began = clock()
@@ -44,7 +44,7 @@ def test_a_clock_that_is_behind_itself_stands():
 
 @settings(max_examples=examples(100))
 @given(st.lists(st.floats(0.0, 1e4), max_size=30), st.floats(0.01, 60.0))
-def test_what_is_counted_and_what_is_not_are_all_the_time_there_was(gaps, interval_s):
+def test_counted_and_skipped_time_add_up_to_the_elapsed_time(gaps, interval_s):
     hand = Hand()
     clock = RunningClock(interval_s, hand)
     began, skipped, last = clock(), 0.0, clock()

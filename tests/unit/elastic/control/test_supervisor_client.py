@@ -60,7 +60,7 @@ def supervised(tmp_path, over):
 
 
 @pytest.mark.parametrize("over", [ExitReason.STOPPED, ExitReason.DISMISSED])
-def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
+def test_dismissal_right_after_sealing_still_counts_the_seal(tmp_path, over):
     with supervised(tmp_path, over) as plane:
         assert plane.agree_on_step(4, timeout_s=60) == 4
         plane.report_sealed(4, timeout_s=60)
@@ -68,7 +68,7 @@ def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
             plane.wait_for_assignment(timeout_s=60)
 
 
-def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
+def test_sealing_for_a_failed_job_raises(tmp_path):
     with supervised(tmp_path, ExitReason.GAVE_UP) as plane:
         with pytest.raises(StaleEpochError, match="the end"):
             plane.report_sealed(4, timeout_s=60)
@@ -76,7 +76,7 @@ def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
             plane.wait_for_assignment(timeout_s=60)
 
 
-def test_a_supervisor_that_is_stopped_keeps_no_rank_waiting(tmp_path):
+def test_stopped_supervisor_blocks_no_rank(tmp_path):
     """Its socket is full: whoever has something to say holds the lock that all others want, too."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.bind(str(tmp_path / "door"))

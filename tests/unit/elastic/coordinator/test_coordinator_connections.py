@@ -101,7 +101,7 @@ def test_more_nodes_than_a_job_can_have_are_refused_at_the_start():
     assert load_scaling_policy(f"1:{MAX_NODES}", None).max_replicas == MAX_NODES
 
 
-def test_the_first_that_a_node_hears_can_be_read_as_a_whole_message():
+def test_first_message_to_a_node_is_complete():
     """What a node hears first says everything that is not as :data:`NOTHING_HEARD` has it."""
     body = CoordinatorCodec(NodeStatus(1, "n0", 1, 1)).encode(NodeDesired("c", 7, 1))
     assert msgspec.msgpack.decode(body) == {"type": "hears", "coordinator": "c", "generation": 7, "acknowledged": 1}

@@ -34,7 +34,7 @@ def test_world_record_is_written_in_place(tmp_path):
     assert list(tmp_path.iterdir()) == [note]
 
 
-def test_where_no_world_can_be_noted_from_the_beginning_that_is_said(caplog):
+def test_full_disk_at_startup_is_logged(caplog):
     assert not shell.can_write_epoch(FULL)
     assert "learns the world's number from its nodes" in caplog.text
 
@@ -76,7 +76,7 @@ def test_restarted_coordinator_needs_no_file(task, tmp_path, monkeypatch):
     assert ran == [None]
 
 
-def test_a_directory_that_lets_nobody_in_keeps_what_is_in_it_and_ends_no_job_that_has_finished(tmp_path, monkeypatch):
+def test_inaccessible_directory_keeps_its_files_and_fails_no_finished_job(tmp_path, monkeypatch):
     def forbidden(path, missing_ok=False):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

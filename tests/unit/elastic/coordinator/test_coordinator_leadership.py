@@ -36,7 +36,7 @@ def test_message_of_an_older_term_is_refused() -> None:
     assert one.leader == (5, "second")
 
 
-def test_in_a_term_nobody_else_is_obeyed_not_even_by_a_node_that_begins_anew() -> None:
+def test_second_coordinator_in_a_term_is_ignored_even_in_a_new_generation() -> None:
     one = seats()
     one.start()
     assert one.obeys(NodeDesired("first", 1, term=4))
@@ -45,7 +45,7 @@ def test_in_a_term_nobody_else_is_obeyed_not_even_by_a_node_that_begins_anew() -
     assert one.obeys(NodeDesired("first", 1, term=4))
 
 
-def test_a_coordinator_in_one_place_for_good_is_obeyed_as_ever() -> None:
+def test_coordinator_without_a_term_is_always_obeyed() -> None:
     one = seats()
     assert one.obeys(NodeDesired("first", 1))
     assert one.obeys(NodeDesired("second", 1))
@@ -70,7 +70,7 @@ def leading(leadership: MemoryLeadership, name: str):
 
 
 @pytest.mark.parametrize("of_its_own_term", [True, False])
-def test_who_leads_a_job_that_has_obeyed_another_one_steps_back_and_the_next_leads_above_it(of_its_own_term) -> None:
+def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -> None:
     """A record that was deleted, and made again by a newcomer whose clock is far behind."""
     leadership = MemoryLeadership()
     leadership.write(LeaderRecord("", 8, epoch=3), None)
@@ -93,7 +93,7 @@ def test_who_leads_a_job_that_has_obeyed_another_one_steps_back_and_the_next_lea
     assert leadership.read().holder == ""  # given up at its end
 
 
-def test_no_world_is_told_before_its_number_is_in_the_record() -> None:
+def test_world_is_announced_only_after_its_number_is_recorded() -> None:
     class Slow(MemoryLeadership):
         """It takes no number of a world until it may."""
 

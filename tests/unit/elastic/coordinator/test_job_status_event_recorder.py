@@ -32,7 +32,7 @@ def faults(table):
     return [(one.kind, one.epoch) for one in table.written.of(FaultEvent)]
 
 
-def test_a_rank_that_is_lost(table):
+def test_lost_rank_is_recorded_as_a_process_fault(table):
     table.lose_rank(1)
     table.settle(30)
     assert faults(table) == [("process", 0)]
@@ -41,7 +41,7 @@ def test_a_rank_that_is_lost(table):
     assert [(one.epoch, one.how) for one in table.written.of(WorldFormed)] == [(1, "respawn")]
 
 
-def test_a_node_that_is_lost_was_last_heard_of_before(table):
+def test_lost_node_fault_starts_at_its_last_report(table):
     lost_at = 1000.0 + table.now
     table.lose_node(2)
     table.settle(100)
@@ -52,7 +52,7 @@ def test_a_node_that_is_lost_was_last_heard_of_before(table):
     assert [(one.how, len(one.nodes)) for one in table.written.of(WorldFormed)] == [("shrink", 2)]
 
 
-def test_ranks_that_leave_without_being_asked(table):
+def test_ranks_that_leave_unprompted_are_recorded_as_an_error(table):
     table.fault(0)
     table.settle(30)
     assert faults(table) == [("error", 0)]
@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_stop_is_late(table):
     assert {kind for kind, _ in faults(table)} == {"late"}
 
 
-def test_two_ranks_of_a_node_one_after_the_other(table):
+def test_two_successive_rank_losses_on_a_node_are_separate_faults(table):
     table.lose_rank(0)
     table.settle(1)
     table.lose_rank(0)
@@ -90,13 +90,13 @@ def test_two_ranks_of_a_node_one_after_the_other(table):
     assert faults(table)[0] == ("process", 0)
 
 
-def test_how_it_ended(table):
+def test_job_end_is_recorded_with_its_reason(table):
     table.recorder.record_end(ExitReason.GAVE_UP, "too many faults")
     (ended,) = table.written.of(ProcessEnded)
     assert (ended.who, ended.how, ended.words) == ("coordinator", "gave up", "too many faults")
 
 
-def test_a_coordinator_that_starts_again_says_so():
+def test_coordinator_restart_is_recorded():
     written = Written()
     WorldEventRecorder(written, "job", again=True)
     (began,) = written.of(ProcessBegan)

@@ -141,7 +141,7 @@ def test_request_outlives_the_coordinator():
     assert table.desk.world.restarts == 0
 
 
-def test_a_node_that_was_given_up_comes_back_with_its_processes():
+def test_partitioned_node_rejoins_with_its_processes():
     table = Table(2)
     table.settle(15)
     ranks = {token for node in table.nodes.values() for token in node.ranks}
@@ -155,7 +155,7 @@ def test_a_node_that_was_given_up_comes_back_with_its_processes():
     assert {token for node in table.nodes.values() for token in node.ranks} == ranks
 
 
-def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
+def test_every_lost_rank_is_replaced_by_a_warm_spare():
     table = Table(1, nproc=2, spares=1)
     table.settle(15)
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
         assert spare.formed_epoch == table.desk.world.epoch
 
 
-def test_a_used_spare_is_replaced_once_the_ranks_have_gone_on():
+def test_used_spare_is_replaced_after_the_ranks_resume():
     """Starting and importing takes the cores that the ranks need to come back."""
     table = Table(1, nproc=2, spares=1)
     table.settle(15)
@@ -183,7 +183,7 @@ def test_a_used_spare_is_replaced_once_the_ranks_have_gone_on():
     assert [spare.is_ready for spare in seats.spares()] == [True]
 
 
-def test_where_nobody_gets_any_further_a_used_spare_is_replaced_all_the_same():
+def test_used_spare_is_replaced_by_a_deadline_without_progress():
     table = Table(1, nproc=2, spares=1)
     table.settle(15)
     seats = table.nodes["n0"].seats
@@ -227,7 +227,7 @@ def test_impossible_request_is_refused_with_a_reason():
     assert why_refused(table.desk, ResizeRequest(3, "more")) == ""
 
 
-def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_without_it_meanwhile():
+def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
     table = Table(2)
     table.settle(60)
     table.resize(1)
@@ -246,7 +246,7 @@ def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_withou
 
 
 @pytest.mark.parametrize("away", [0, 8])
-def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
+def test_node_restarted_during_a_drain_is_still_drained(away):
     table = Table(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
@@ -280,12 +280,12 @@ def lost_supervisor(told_before):
 
 
 @pytest.mark.parametrize("told_before", [True, False])
-def test_a_node_whose_supervisor_was_seen_to_end_is_not_waited_for(told_before):
+def test_exited_supervisor_breaks_the_world_at_once(told_before):
     table = lost_supervisor(told_before)
     assert table.desk.broken_reason == "n1 was lost: its supervisor has ended"
 
 
-def test_another_supervisor_of_that_node_is_not_the_one_that_ended():
+def test_exit_of_an_older_supervisor_does_not_break_the_world():
     table = lost_supervisor(told_before=True)
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
     table.settle(60)
@@ -295,7 +295,7 @@ def test_another_supervisor_of_that_node_is_not_the_one_that_ended():
     assert table.desk.broken_reason is None
 
 
-def test_of_a_node_that_nobody_knows_nothing_follows():
+def test_exit_of_an_unknown_node_is_ignored():
     table = Table(1)
     table.settle(15)
     table.desk.handle_request(SupervisorExited("n9"), table.now)
@@ -303,7 +303,7 @@ def test_of_a_node_that_nobody_knows_nothing_follows():
     assert table.desk.broken_reason is None
 
 
-def test_a_node_that_has_left_may_come_back():
+def test_drained_node_may_rejoin():
     table = Table(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
@@ -314,7 +314,7 @@ def test_a_node_that_has_left_may_come_back():
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
 
 
-def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
+def test_drained_node_may_rejoin_after_its_clock_went_back():
     table = Table(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
@@ -327,7 +327,7 @@ def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
     assert table.nodes["n1"].seats.exit is None
 
 
-def test_the_node_that_was_dismissed_stays_dismissed_whatever_it_says():
+def test_dismissed_node_stays_dismissed_despite_new_reports():
     table = Table(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)

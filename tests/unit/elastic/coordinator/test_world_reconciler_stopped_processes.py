@@ -14,7 +14,7 @@ def rank_of(table: Table, node: str, *, spare: bool = False) -> Rank:
     return found.ranks[processes[0].token]
 
 
-def test_a_stopped_spare_takes_nobodys_seat():
+def test_stopped_spare_is_not_promoted():
     table = Table(1, spares=1)
     table.settle(15)
     stopped = rank_of(table, "n0", spare=True)
@@ -28,7 +28,7 @@ def test_a_stopped_spare_takes_nobodys_seat():
     )
 
 
-def test_a_spare_that_goes_on_is_one_again():
+def test_resumed_spare_counts_again():
     table = Table(1, spares=1)
     table.settle(15)
     spare = rank_of(table, "n0", spare=True)
@@ -41,7 +41,7 @@ def test_a_spare_that_goes_on_is_one_again():
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_stopped_rank_of_a_broken_world_is_not_waited_for(spares):
+def test_stopped_rank_of_a_broken_world_is_not_awaited(spares):
     """Others have half a minute here to leave what they are in: they say so every second meanwhile."""
     table = Table(2, spares=spares)
     table.settle(15)
@@ -53,7 +53,7 @@ def test_a_stopped_rank_of_a_broken_world_is_not_waited_for(spares):
     assert stopped.token not in table.nodes["n0"].ranks
 
 
-def test_a_stopped_rank_of_a_world_that_is_well_is_the_hang_detectors_matter():
+def test_stopped_rank_of_a_healthy_world_is_left_to_the_hang_detector():
     table = Table(2)
     table.settle(15)
     stopped = rank_of(table, "n0")

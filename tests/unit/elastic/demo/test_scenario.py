@@ -14,12 +14,12 @@ def step(number: int, loss: str, epoch: int = 0) -> dict[str, object]:
     return {"step": number, "loss": loss, "epoch": epoch}
 
 
-def test_a_step_done_again_counts_as_the_later_world_found_it():
+def test_repeated_step_uses_the_loss_of_the_later_world():
     told = [step(0, "a"), step(1, "b"), step(1, "c", epoch=1), step(2, "d", epoch=1)]
     assert losses_by_step(reversed(told)) == {0: "a", 1: "c", 2: "d"}
 
 
-def test_ranks_of_one_world_that_do_not_agree_are_no_result():
+def test_disagreeing_ranks_of_one_world_are_an_error():
     with pytest.raises(DemoFailedError, match="step 1"):
         losses_by_step([step(1, "a"), step(1, "b")])
 

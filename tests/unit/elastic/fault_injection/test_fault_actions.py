@@ -38,7 +38,7 @@ def test_process_ends_by_the_injected_signal(what, number):
     assert ended(start(what)) == -number
 
 
-def test_a_lack_of_memory_is_bounded_and_ends_as_the_kernel_would_end_it():
+def test_exhausted_memory_is_bounded_and_ends_with_sigkill():
     limit = 48 << 20
     assert ended(start(f"exhaust_memory({limit})")) == -signal.SIGKILL
     peak = "int(__import__('re').search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
@@ -53,7 +53,7 @@ def test_a_lack_of_memory_is_bounded_and_ends_as_the_kernel_would_end_it():
     assert limit // 2 < int(said.stdout) << 10 <= limit + page_tables
 
 
-def test_who_keeps_the_lock_hears_no_signal_that_could_be_handled():
+def test_process_holding_the_gil_handles_no_signal():
     one = start("hold_gil()")
     try:
         until(lambda: has(one.pid, "SigBlk", signal.SIGTERM), "it keeps the lock")

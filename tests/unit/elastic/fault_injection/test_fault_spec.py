@@ -90,12 +90,12 @@ def test_impossible_injection_names_its_field(words, kind, field):
         ('[{"kind": "sigkill"', "ELASTIC_INJECT"),
     ],
 )
-def test_a_plan_is_whole_or_refused(text, what):
+def test_malformed_injection_plan_is_refused(text, what):
     with pytest.raises(PolicyError, match=what):
         parse_injections(text)
 
 
-def test_it_is_meant_for_who_is_there_at_that_moment():
+def test_injection_matches_the_current_location_of_its_rank():
     by_rank, by_node = (
         FaultInjection(kind=InjectionKind.OOM, rank=8),
         FaultInjection(kind=InjectionKind.OOM, node="n1", local_rank=0),

@@ -51,7 +51,7 @@ def test_fault_fires_once_at_its_step(tmp_path):
     assert steps_done(again, world, InjectionPhase.SAVE, range(6)) == []
 
 
-def test_a_phase_that_does_not_come_in_that_step_is_waited_for(tmp_path):
+def test_injection_waits_for_a_step_with_its_phase(tmp_path):
     world = Somewhere()
     one = injector_of(tmp_path, FaultPlan().at(step=3, rank=0, phase="save").exception(), world)
     assert steps_done(one, world, InjectionPhase.SAVE, range(0, 20, 5)) == [5]
@@ -63,7 +63,7 @@ def test_another_rank_is_not_meant(tmp_path):
     assert steps_done(one, world, InjectionPhase.FORWARD, range(6)) == []
 
 
-def test_of_two_ranks_of_a_node_one_is_hit(tmp_path):
+def test_node_injection_hits_a_single_rank(tmp_path):
     faults, happened = FaultPlan().at(node="n1", step=0).exception(), []
     worlds = [Somewhere(rank=16, local_rank=0), Somewhere(rank=17, local_rank=1)]
     both = [injector_of(tmp_path, faults, world, node="n1") for world in worlds]
@@ -80,7 +80,7 @@ def test_of_two_ranks_of_a_node_one_is_hit(tmp_path):
     assert happened == [0]
 
 
-def test_recovery_is_the_way_into_a_world_after_a_fault(tmp_path):
+def test_recovery_phase_is_entering_a_world_after_a_fault(tmp_path):
     faults = FaultPlan().at(step=3, rank=1).exception().then(phase="recovery", rank=0).exception()
     world = Somewhere(rank=0)
     one = injector_of(tmp_path, faults, world)
@@ -93,7 +93,7 @@ def test_recovery_is_the_way_into_a_world_after_a_fault(tmp_path):
     assert [happened.epoch for happened in injected_faults(InjectionRecord(tmp_path)) if happened.injection.then] == [3]
 
 
-def test_time_is_the_jobs_and_not_that_of_a_process_of_it(tmp_path):
+def test_after_s_counts_from_the_start_of_the_job(tmp_path):
     world = Somewhere(step=1)
     record = InjectionRecord(tmp_path)
     (record.folder).mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_fault_added_at_run_time_is_registered_once(tmp_path):
     assert steps_done(one, world, InjectionPhase.FORWARD, range(4)) == [0]
 
 
-def test_the_record_forgets_only_when_it_is_told_to(tmp_path):
+def test_injection_record_is_kept_until_cleared(tmp_path):
     record = InjectionRecord(tmp_path)
     assert injected_faults(record) == []
     fault = injected_here(FaultInjection(kind=InjectionKind.OOM, rank=0, name="a"), RankLocation(0, "n0", 0))

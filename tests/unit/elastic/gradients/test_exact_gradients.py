@@ -45,7 +45,7 @@ def run(
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_one_division_by_the_whole_weight(tree: bool) -> None:
+def test_gradients_are_divided_once_by_the_total_weight(tree: bool) -> None:
     model = Weights()
     model.used.grad = torch.full((3,), 99.0)  # of an earlier step
     total = run(model, [1.0, 2.0, 4.0], tree=tree)
@@ -60,7 +60,7 @@ def test_weights_may_be_tensors() -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_summed_in_fp32_unless_told_otherwise(tree: bool, dtype: torch.dtype) -> None:
+def test_low_precision_is_summed_in_fp32_by_default(tree: bool, dtype: torch.dtype) -> None:
     factors = [512.0] + [0.125] * 63
     model = Weights(dtype)
     run(model, factors, weight=1, tree=tree)
@@ -73,7 +73,7 @@ def test_low_precision_is_summed_in_fp32_unless_told_otherwise(tree: bool, dtype
         assert not torch.equal(model.used.grad, expected.expand(3))
 
 
-def test_clipping_is_after_the_sum_and_says_what_was_clipped() -> None:
+def test_clipping_follows_the_sum_and_returns_the_norm() -> None:
     for tree in (False, True):
         model = Weights()
         total = run(model, [3.0, -1.0], clip=0.5, weight=1, tree=tree)
@@ -97,7 +97,7 @@ def test_nonfinite_sum_is_reported_once(tree: bool) -> None:
         run(Weights(), [math.nan], tree=tree, on_nonfinite=_stop)
 
 
-def test_what_is_not_finite_is_an_error_unless_nobody_asks() -> None:
+def test_nonfinite_loss_or_norm_raises_by_default() -> None:
     with pytest.raises(NonFiniteLossError, match=r"the loss \(of microbatch 1, which rank 0 computed\) is not .*nan"):
         run(Weights(), [1.0, math.nan, 2.0])
     with pytest.raises(NonFiniteLossError, match="the norm of the gradients is not finite"):
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_an_error_unless_nobody_asks() -> None:
 
 
 @pytest.mark.parametrize("how", ["fault", "skip"])
-def test_in_a_world_it_is_what_the_policy_says(how: Literal["fault", "skip"]) -> None:
+def test_nonfinite_loss_in_a_world_follows_the_policy(how: Literal["fault", "skip"]) -> None:
     plane, seen = InMemoryCoordinator(1), []
 
     def train(world: World) -> None:

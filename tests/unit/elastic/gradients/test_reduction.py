@@ -30,7 +30,7 @@ def expression(ids_by_rank: list[list[int]], leaves: int) -> str:
 
 
 @given(st.data(), st.integers(1, 40))
-def test_the_sum_is_the_same_expression_however_ids_are_spread(data: st.DataObject, leaves: int) -> None:
+def test_reduction_tree_is_independent_of_the_id_assignment(data: st.DataObject, leaves: int) -> None:
     ranks = data.draw(st.integers(1, 6))
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=leaves, max_size=leaves))
     order = data.draw(st.permutations(range(leaves)))
@@ -56,7 +56,7 @@ def test_a_run_of_ids_leaves_few_sums(leaves: int, data: st.DataObject) -> None:
     assert partials.nodes == complete_subtrees(range(begin, end), leaves)
 
 
-def test_an_aligned_run_leaves_one() -> None:
+def test_aligned_run_is_one_subtree() -> None:
     assert complete_subtrees(range(8, 16), 32) == (TreeNode(3, 1),)
     assert complete_subtrees(range(4, 6), 6) == (TreeNode(2, 1),)  # nobody comes after 5
     assert len(complete_subtrees(range(12, 24), 24)) == 2
@@ -106,7 +106,7 @@ def test_a_share_that_cannot_be_is_refused(by_rank: tuple[tuple[int, ...], ...],
 
 
 @given(st.integers(1, 30), st.integers(1, 9))
-def test_empty_turns_come_first_and_everybody_knows_them(microbatches: int, ranks: int) -> None:
+def test_empty_slots_come_first_and_are_known_to_all_ranks(microbatches: int, ranks: int) -> None:
     for rank in range(ranks):
         share = MicrobatchShare.even(microbatches, ranks, rank)
         slots = share.slots(share.max_per_rank)

@@ -37,7 +37,7 @@ def test_a_call_that_was_left_is_not_ended_any_more(guard):
     assert True not in ended
 
 
-def test_nobody_goes_on_while_his_call_is_being_ended(guard):
+def test_interrupted_call_returns_only_after_its_end_callback(guard):
     ending, go_on, over = threading.Event(), threading.Event(), threading.Event()
 
     def end():

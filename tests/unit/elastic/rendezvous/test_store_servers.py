@@ -41,7 +41,7 @@ def test_members_hold_equal_parts(members):
         assert max(held.values()) < share + 6 * share**0.5
 
 
-def test_what_a_dead_member_decided_about_falls_to_all_others():
+def test_keys_of_a_dead_member_spread_over_all_others():
     heirs = Counter(second for first, second in (key_holders(key, 16) for key in KEYS) if first == 5)
     assert len(heirs) == 15
     assert max(heirs.values()) < 3 * sum(heirs.values()) / 15

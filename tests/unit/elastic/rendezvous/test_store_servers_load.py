@@ -12,7 +12,7 @@ SIZES = [(2, 2), (16, 2), (64, 8), (64, 64), (1000, 125), (1024, 1024), (10_000,
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), SIZES)
-def test_nobody_does_more_than_a_logarithm_times_its_share(ranks, nodes):
+def test_no_server_exceeds_a_logarithm_times_its_share(ranks, nodes):
     """Of all nodes: of those beyond the 1,024 that keep keys, too, whose own part is nothing."""
     load = spread(ranks, nodes, gloo_keys(ranks))
     share = load.mean * load.members / nodes
@@ -30,7 +30,7 @@ def test_requests_are_counted_as_they_are_made():
 
 
 @pytest.mark.parametrize("ranks", [64, 1000, 10_000])
-def test_few_keys_that_all_ask_for_are_few_servers_work(ranks):
+def test_few_shared_keys_load_few_servers(ranks):
     """What NCCL does: not spread, and not more than one store does; and a rank connects to hardly anybody."""
     keys = nccl_keys(ranks)
     load, one = spread(ranks, ranks // 8, keys), one_store(ranks, keys)

@@ -92,7 +92,7 @@ WORLDS = [1, 2, 7, 8, 24, 64, 96, 250, 1000, 1024]
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ["ddp", "fsdp", "2d", "2d columns"])
 @pytest.mark.parametrize("after", ["hsdp", "fsdp", "tp", "2d"])
-def test_large_worlds_into_each_other(before, after):
+def test_large_worlds_reshard_into_each_other(before, after):
     shape = (1003, 520)
     for n, m in [(1024, 7), (7, 1024), (96, 250)]:
         step = stored(shape, boxes(before, n, shape))
@@ -144,7 +144,7 @@ SHAPES = st.dictionaries(
 
 @settings(max_examples=examples(100), derandomize=True, database=None)
 @given(SHAPES, st.integers(1, 12), st.sampled_from([plan_fsdp, plan_whole_tensors]))
-def test_every_element_has_one_place(shapes, ranks, how):
+def test_every_element_is_stored_once(shapes, ranks, how):
     cut = how({name: form(shape) for name, shape in shapes.items()}, ranks)
     assert len(cut.parts) == ranks
     slices = [piece for part in cut.parts for piece in part]
@@ -163,7 +163,7 @@ def test_ranks_get_the_rows_that_fully_shard_gives_them(rows, ranks):
     assert [[piece.box for piece in part] for part in cut.parts] == [[b for b in held if b.volume] for held in expected]
 
 
-def test_whole_tensors_are_dealt_out_evenly():
+def test_unsplit_tensors_are_spread_evenly():
     cut = plan_whole_tensors({f"t{n}": form((n + 1, 100)) for n in range(20)}, 4)
     loads = [sum(piece.box.volume for piece in part) for part in cut.parts]
     assert max(loads) - min(loads) <= 400

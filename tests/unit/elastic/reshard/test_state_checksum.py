@@ -70,7 +70,7 @@ def weight(name, number):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (8191,), (8192,), (3, 9001)])
-def test_it_is_what_it_is_said_to_be(dtype, shape):
+def test_checksum_matches_its_definition(dtype, shape):
     tensor = bits(dtype, shape)
     size = min(4, dtype.itemsize)
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -79,7 +79,7 @@ def test_it_is_what_it_is_said_to_be(dtype, shape):
     assert all(weight(NAME, j) % 2 for j in range(0, 20000, 97))
 
 
-def test_numbers_stay_what_they_are():
+def test_checksum_values_are_stable_across_releases():
     """Kept beside a checkpoint, a checksum has to mean the same in the next release."""
     state = {"w": torch.arange(20000, dtype=torch.float32), "b": {"x": torch.tensor(3, dtype=torch.int64)}, "lr": 0.5}
     found = state_checksum(state).all_reduced()
@@ -149,7 +149,7 @@ def test_large_tensors_are_taken_in_pieces(monkeypatch):
         assert sum_of(tensor) == expected
 
 
-def test_lazy_conjugates_and_negatives_count_as_what_they_are():
+def test_lazy_conjugates_and_negatives_are_resolved():
     tensor = torch.randn(40, dtype=torch.complex64)
     assert sum_of(tensor.conj()) == sum_of(tensor.conj().clone().resolve_conj()) != sum_of(tensor)
     assert sum_of(tensor.conj().imag) == sum_of(tensor.conj().imag.clone().resolve_neg())
@@ -313,7 +313,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=examples(150), derandomize=True, database=None)
 @given(VALUES, VALUES)
-def test_objects_are_told_apart_by_value_and_type(a, b):
+def test_objects_differ_by_value_and_type(a, b):
     assert (canonical_bytes(a) == canonical_bytes(b)) == (repr(form(a)) == repr(form(b)))
 
 

@@ -198,7 +198,7 @@ def check(job):
 
 @settings(max_examples=examples(40))
 @given(histories())
-def test_every_sample_once_whatever_happens(history):
+def test_every_sample_is_used_once_in_random_histories(history):
     options, batch, microbatch, events = history
     job = Job(batch, microbatch, **options)
     live_through(job, events)
@@ -209,7 +209,7 @@ def test_every_sample_once_whatever_happens(history):
 @pytest.mark.nightly
 @settings(max_examples=3000)
 @given(histories())
-def test_every_sample_once_whatever_happens_for_long(history):
+def test_every_sample_is_used_once_in_long_random_histories(history):
     options, batch, microbatch, events = history
     job = Job(batch, microbatch, **options)
     live_through(job, events)
@@ -271,7 +271,7 @@ def test_a_batch_over_the_end_of_an_epoch_is_of_both():
 
 
 @workers
-def test_a_rank_without_samples_takes_its_turn(num_workers):
+def test_rank_without_samples_still_steps(num_workers):
     with loader(even(4, 2, rank=2, world=3), num_workers=num_workers) as idle:
         for number in range(5):
             step = next(idle)
@@ -322,7 +322,7 @@ def pids(elastic):
     return [worker.pid for worker in elastic._lines._running._workers]
 
 
-def test_workers_outlive_a_resize_and_what_they_read_ahead_does_not():
+def test_resize_keeps_workers_and_discards_their_prefetched_samples():
     with loader(even(8, 2, 0, 2), num_workers=2, prefetch_factor=3) as steps:
         read(next(steps))
         before = pids(steps)
@@ -367,7 +367,7 @@ class Fatal(Numbers):
         return super().__getitem__(index)
 
 
-def test_dead_workers_are_said_to_be_dead_and_replaced(tmp_path):
+def test_dead_workers_are_reported_and_replaced(tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
     with loader(even(6, 2)) as whole:
@@ -408,7 +408,7 @@ def test_dataset_error_is_raised_at_its_step(num_workers):
 
 
 @workers
-def test_an_error_in_what_nobody_wants_any_more_is_none(num_workers):
+def test_error_in_a_discarded_sample_is_ignored(num_workers):
     order = [sample for step in undisturbed(Job(6, 2), 2) for sample, *_ in step]
     with loader(even(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
         read(next(steps))
@@ -517,7 +517,7 @@ def test_a_checkpoint_of_other_data_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_it_is_in_the_state_that_dcp_saves(tmp_path):
+def test_loader_state_is_saved_by_dcp(tmp_path):
     with loader(even(6, 2)) as steps:
         read(next(steps))
         dcp.save({"samples": steps}, checkpoint_id=tmp_path, no_dist=True)
@@ -545,7 +545,7 @@ def test_closed_is_closed():
     assert steps.state_dict()["cursor"] == 0
 
 
-def test_a_loader_that_took_no_step_starts_nobody():
+def test_unused_loader_starts_no_workers():
     steps = loader(even(4, 2), num_workers=2)
     steps.set_share(even(4, 1))
     assert steps._lines._running is None

@@ -103,7 +103,7 @@ def test_generator_changes_stay_inside_the_block():
     assert drawn(4) == expected
 
 
-def test_the_device_in_use_is_set_and_put_back():
+def test_current_device_rng_is_set_and_restored():
     devices = torch.Generator(), torch.Generator()  # stand in for those of two devices
 
     class Two(CpuBackend):
@@ -142,7 +142,7 @@ def test_dropout_on_a_device_is_the_same_on_any_rank():
     assert torch.equal(accelerator().default_generator().get_state(), state)
 
 
-def test_a_generator_of_ones_own_leaves_the_others_alone():
+def test_microbatch_generator_leaves_the_global_rng_alone():
     before = torch.get_rng_state()
     one, same, other = microbatch_generator(1, 2, 3), microbatch_generator(1, 2, 3), microbatch_generator(1, 2, 4)
     first = torch.rand(5, generator=one)

@@ -35,7 +35,7 @@ def test_a_device_s_generator_is_saved_and_set_again():
         assert device.state.tolist() == [7] * 16
 
 
-def test_without_a_device_nothing_of_it_is_saved_nor_set():
+def test_device_rng_is_neither_saved_nor_set_without_a_device():
     saved = RNGState().state_dict()
     with use_device_backend(Drawing(3)) as device:
         RNGState().load_state_dict(saved)

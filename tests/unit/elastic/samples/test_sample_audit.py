@@ -66,7 +66,7 @@ def test_a_gap_a_repeat_and_a_wrong_sample_are_seen():
     assert wrong.verify(COURSE, cursor) == ["epoch 0: samples used are 8, but not the right ones"]
 
 
-def test_steps_that_did_not_happen_are_forgotten_and_steps_that_are_done_anew_replaced():
+def test_audit_drops_rewound_steps_and_replaces_repeated_ones():
     ledger = full(7)
     ledger.rewind(3)
     assert ledger.verify(COURSE, COURSE.position_after_steps(3).cursor) == []
@@ -107,7 +107,7 @@ def test_journals_of_a_job_with_a_fault_are_in_order(journals):
         assert verify_sample_logs(journals, COURSE, steps, COURSE.position_after_steps(steps).cursor) == []
 
 
-def test_journals_say_what_is_wrong(journals):
+def test_sample_logs_report_repeated_missing_and_early_samples(journals):
     cursor = COURSE.position_after_steps(5).cursor
     with SampleLog(journals[0]) as journal:
         epochs, indices = batch(0)

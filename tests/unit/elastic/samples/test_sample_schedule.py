@@ -52,7 +52,7 @@ def test_the_place_of_a_step_needs_no_walking(course, steps):
 
 
 @given(courses(), st.integers(0, 50))
-def test_what_was_taken_is_what_steps_took(course, steps):
+def test_consumed_samples_match_the_steps(course, steps):
     taken, place = walked(course, steps)
     positions = [position for batch in taken for position in batch]
     samples = course.order.samples
@@ -112,7 +112,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", ALLOWED_CHANGES)
-def test_a_cursor_of_other_samples_is_refused_unless_that_is_meant(name):
+def test_cursor_of_other_samples_is_refused_unless_allowed(name):
     state = SAVED.to_state(DataPosition(3, 12))
     with pytest.raises(CursorError, match=f"{name} was .* and is .*allow_changes=\\('{name}',\\)"):
         OTHERS[name].position_from_state(state)
@@ -124,7 +124,7 @@ def test_a_cursor_of_other_samples_is_refused_unless_that_is_meant(name):
     assert OTHERS[name].position_from_state(SAVED.to_state(START_POSITION), allow_changes=[name]) == START_POSITION
 
 
-def test_another_batch_size_goes_on_at_the_same_sample():
+def test_resized_batch_continues_at_the_same_sample():
     other = SampleSchedule(SAVED.order, 5)
     assert other.position_from_state(SAVED.to_state(DataPosition(3, 12))) == (3, 12)
     dropping = SampleSchedule(SampleOrder(10, 1), 4, "drop")
@@ -197,6 +197,6 @@ def test_shares_that_cannot_be_are_refused(shares):
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_is_not_in_the_plan_is_refused(rank):
+def test_rank_outside_the_plan_is_refused(rank):
     with pytest.raises(PolicyError, match="world_size is 2"):
         even(8, 2, rank, 2)

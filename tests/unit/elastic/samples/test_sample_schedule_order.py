@@ -61,7 +61,7 @@ def test_an_epoch_has_every_sample_once(samples, seed, shuffle, epoch):
 
 @settings(max_examples=examples(50))
 @given(sizes, st.integers(), shuffles, st.integers(0, 2000), st.lists(st.integers(0, 200), max_size=5))
-def test_how_it_is_asked_for_makes_no_difference(samples, seed, shuffle, first, counts):
+def test_order_is_independent_of_the_request_size(samples, seed, shuffle, first, counts):
     order = SampleOrder(samples, seed, shuffle)
     pieces, start = [], first
     for count in counts:
@@ -72,7 +72,7 @@ def test_how_it_is_asked_for_makes_no_difference(samples, seed, shuffle, first, 
     assert order.epochs(first, sum(counts)).tolist() == epochs
 
 
-def test_the_order_is_the_one_that_saved_cursors_are_about():
+def test_order_matches_saved_cursors():
     assert SampleOrder(10, 0).indices(0, 20).tolist() == FULL
     assert SampleOrder(25, -3, "blocks:4*2").indices(25, 25).tolist() == BLOCKS
     assert SampleOrder(10**12, 2**70).indices(10**15 + 5, 4).tolist() == HUGE
@@ -155,12 +155,12 @@ def test_a_sample_comes_to_any_position_equally_often(shuffle, size):
 
 @both
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_neighbours_in_the_order_have_nothing_to_do_with_each_other(shuffle, size):
+def test_adjacent_samples_are_uncorrelated(shuffle, size):
     assert abs(shuffle_quality.serial(shuffle, size, 3)) < 4
 
 
 @both
-def test_few_stay_where_they_were_or_beside_whom(shuffle):
+def test_few_samples_keep_their_position_or_successor(shuffle):
     assert 0.7 < shuffle_quality.fixed_points(shuffle, 1000, 200) < 1.3
     assert 1.6 < shuffle_quality.neighbours(shuffle, 1000, 200) < 2.4
 
@@ -169,7 +169,7 @@ def test_an_epoch_has_nothing_to_do_with_the_next():
     assert all(abs(shuffle_quality.next_epoch(size, 5)) < 4 for size in (1000, 100_000))
 
 
-def test_the_measures_tell_a_bad_shuffle():
+def test_quality_measures_detect_a_bad_shuffle():
     def rotated(size, seed):
         return np.roll(np.arange(size), seed)
 

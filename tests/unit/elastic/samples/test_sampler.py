@@ -54,7 +54,7 @@ def test_all_ranks_together_have_every_sample_once():
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.sampled_from(["wrap", "short"]))
-def test_lengths_are_told_beforehand(samples, batch, microbatch, step, epoch_end):
+def test_sampler_lengths_are_known_in_advance(samples, batch, microbatch, step, epoch_end):
     mine = ElasticSampler(samples, even(batch, microbatch), seed=1, epoch_end=epoch_end)
     mine.set_share(mine.share, mine.schedule.position_after_steps(step))
     batches = list(mine.batches())
@@ -63,7 +63,7 @@ def test_lengths_are_told_beforehand(samples, batch, microbatch, step, epoch_end
     assert list(mine) == list(itertools.chain(*batches))
 
 
-def test_an_iteration_begins_at_what_is_committed():
+def test_iteration_starts_at_the_committed_position():
     mine = sampler()
     batches = iter(mine.batches())
     first = [next(batches) for _ in range(5)]
@@ -127,7 +127,7 @@ def iterated(stateful, count):
     return found, states
 
 
-def test_a_stateful_iterator_goes_on_after_any_batch():
+def test_stateful_iterator_resumes_after_any_batch():
     whole, states = iterated(StatefulMicrobatchSampler(sampler(epoch_end="short")), 12)
     for number, state in enumerate(states):
         again = iter(StatefulMicrobatchSampler(sampler(epoch_end="short")))
@@ -135,7 +135,7 @@ def test_a_stateful_iterator_goes_on_after_any_batch():
         assert list(again) == whole[number:]
 
 
-def test_saved_at_the_end_of_a_step_it_is_for_any_world():
+def test_state_saved_at_the_end_of_a_step_fits_any_world():
     _, states = iterated(StatefulMicrobatchSampler(sampler(epoch_end="short")), 12)
     found = []
     for rank in range(3):
@@ -155,7 +155,7 @@ def test_the_next_iteration_has_the_next_epoch():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("at", [0, 3, 5, 12, 15])
-def test_torchdata_goes_on_where_it_was(num_workers, at):
+def test_torchdata_loader_resumes_at_its_position(num_workers, at):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader():

@@ -126,7 +126,7 @@ def test_node_with_the_address_leads():
         assert (there.coordinator, there.leads) == ("10.0.0.2:7", node == "n2")
 
 
-def test_all_agree_on_one_leader_and_one_name_for_the_secret():
+def test_nodes_agree_on_the_leader_and_the_secret_name():
     places = [place(step(node)) for node in ("n1", "n2", "n3")]
     assert [one.leads for one in places] == [True, False, False]
     assert {(one.coordinator, one.agreement) for one in places} == {(f"n1:{PORT}", "test-12.0-0")}
@@ -145,7 +145,7 @@ def test_where_any_of_them_may_lead_none_leads_by_its_place():
         assert (one.several, one.is_given_its_coordinator, one.agreement) == (True, False, "")
 
 
-def test_jobs_that_are_next_to_each_other_have_different_ports():
+def test_adjacent_jobs_have_different_ports():
     ports = {
         slurm.slurm_allocation(step(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(at))).port
         for job in range(1000)

@@ -105,7 +105,7 @@ def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
     return screen.notes
 
 
-def test_the_last_words_name_what_is_there_and_not_what_was_heard(monkeypatch, place):
+def test_last_message_prefers_the_steps_found_over_the_reported_step(monkeypatch, place):
     said = "stopped: SIGTERM\nthe last whole step is 4"
     (words,) = launched(monkeypatch, place, said, steps={"a": 9})
     assert words == "stopped: SIGTERM (the last whole step is 9); the same command resumes it: elastic run train.py"
@@ -113,12 +113,12 @@ def test_the_last_words_name_what_is_there_and_not_what_was_heard(monkeypatch, p
     assert "(the last whole step is 4); the same" in words
 
 
-def test_where_nobody_could_write_why_the_step_is_said_all_the_same(monkeypatch, place):
+def test_last_message_names_the_step_without_a_written_reason(monkeypatch, place):
     (words,) = launched(monkeypatch, place, "", steps={"a": 9})
     assert words == "the last whole step is 9; the same command resumes it: elastic run train.py"
 
 
-def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, place):
+def test_last_message_is_printed_when_the_coordinator_died_too_often(monkeypatch, place):
     died = JobFailedError("the coordinator ended 6 times within 60 s")
     (words,) = launched(monkeypatch, place, "", steps={"a": 9}, raises=died)
     assert words == (
@@ -127,13 +127,13 @@ def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, 
     )
 
 
-def test_who_is_not_there_is_the_supervisor(tmp_path):
+def test_missing_supervisor_is_named_in_the_error(tmp_path):
     with pytest.raises(ControlPlaneUnavailableError, match="this node's supervisor does not answer") as caught:
         SupervisorClient(SupervisorEndpoint(tmp_path / "rank.sock", "token"))
     assert "agent" not in str(caught.value)
 
 
-def test_what_gives_the_same_answer_in_any_world_is_not_tried_again():
+def test_error_independent_of_the_world_is_not_retried():
     plane, tries = InMemoryCoordinator(1), []
 
     def train(world):
@@ -146,7 +146,7 @@ def test_what_gives_the_same_answer_in_any_world_is_not_tried_again():
     assert tries == [0]
 
 
-def test_what_does_not_fit_so_many_ranks_may_fit_others():
+def test_error_dependent_on_the_world_size_is_retried():
     plane, tries = InMemoryCoordinator(1), []
 
     def train(world):
@@ -162,7 +162,7 @@ def test_what_does_not_fit_so_many_ranks_may_fit_others():
 
 
 @pytest.mark.parametrize(("configured", "expected"), [("", "A"), ("pod-7", None)])
-def test_the_node_and_its_agent_have_one_name(monkeypatch, place, configured, expected):
+def test_node_and_its_agent_share_a_name(monkeypatch, place, configured, expected):
     monkeypatch.delenv("TIEREDCKPT_AGENT_NODE", raising=False)
     if configured:
         monkeypatch.setenv("TIEREDCKPT_AGENT_NODE", configured)
@@ -174,7 +174,7 @@ def test_the_node_and_its_agent_have_one_name(monkeypatch, place, configured, ex
     assert "TIEREDCKPT_AGENT_NODE" not in named.environ
 
 
-def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
+def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
     monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY", raising=False)
 
     def memory(name="here", **more):

@@ -46,7 +46,7 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
         signal.signal(number, before)
 
 
-def test_all_ranks_get_their_true_at_one_step():
+def test_all_ranks_detect_the_event_at_the_same_step():
     plane = InMemoryCoordinator(3)
     detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
     meeting = threading.Barrier(3)
@@ -69,7 +69,7 @@ def test_all_ranks_get_their_true_at_one_step():
     assert plane.restarts == 0
 
 
-def test_in_a_broken_world_nobody_is_kept():
+def test_broken_world_is_detected_without_waiting():
     plane = InMemoryCoordinator(2)
     detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
     assert not detectors[0].is_detected()

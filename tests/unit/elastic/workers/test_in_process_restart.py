@@ -47,7 +47,7 @@ def test_cleanups_run_once_in_reverse_order(caplog):
 
 
 @pytest.mark.parametrize("how", ["returns", "raises", "resize", "restart"])
-def test_a_world_is_undone_whichever_way_it_is_left(how):
+def test_cleanups_run_however_the_world_is_left(how):
     plane, undone = InMemoryCoordinator(1), []
 
     def train(world):
@@ -125,7 +125,7 @@ def test_health_check_uses_the_device_of_the_rank():
     assert device.synchronized == [torch.device("cuda", 1)]
 
 
-def test_what_a_device_keeps_of_a_world_is_told_from_what_it_had_before():
+def test_device_memory_leak_is_measured_against_the_initial_usage():
     class Full(CpuBackend):
         in_bytes, released = 100, 0
 
@@ -149,7 +149,7 @@ def test_what_a_device_keeps_of_a_world_is_told_from_what_it_had_before():
         assert device.released == 3
 
 
-def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):
+def test_broken_world_is_aborted_in_the_configured_order(caplog):
     order = []
 
     class Groups:

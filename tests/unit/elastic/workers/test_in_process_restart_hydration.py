@@ -58,7 +58,7 @@ def entering(monkeypatch):
 
 
 @pytest.mark.parametrize("hydration", [None, Hydration("job", "live", 7, 7), Hydration("job", "snapshot", -1, 7, "no")])
-def test_a_world_says_where_its_state_comes_from_and_nothing_is_kept(entering, hydration):
+def test_world_reports_its_hydration_and_retains_no_state(entering, hydration):
     world = entering(hydration)
     assert world.hydration is hydration
     assert world.held == {}
@@ -67,11 +67,11 @@ def test_a_world_says_where_its_state_comes_from_and_nothing_is_kept(entering, h
 FAILED = Hydration("job", "snapshot", -1, 7, "it could not be given", failed=True)
 
 
-def test_what_cannot_be_given_is_let_go_of(entering):
+def test_state_that_failed_to_load_is_released(entering):
     assert entering(FAILED).held == {}
 
 
-def test_what_could_not_be_given_because_another_rank_was_lost_is_kept(entering, monkeypatch):
+def test_state_is_retained_when_loading_failed_by_a_lost_rank(entering, monkeypatch):
     broken = ControlNotice(3, NoticeKind.RESTART, "rank 1 was lost")
     world = entering(None)
     world._gate.mark_broken(broken)

@@ -45,7 +45,7 @@ def test_a_rank_saves_its_own_rows_in_every_world():
     assert rows_of(0, size=8) == [0] * 4
 
 
-def test_without_forgetting_it_would_not():
+def test_dtensor_cache_is_stale_without_a_reset():
     """Should this fail one day, torch has learned it, and there is less to forget."""
     reset_process_state()
     assert rows_of(3) == [6] * 4
@@ -53,7 +53,7 @@ def test_without_forgetting_it_would_not():
     reset_process_state()
 
 
-def test_groups_of_a_world_are_gone_with_it():
+def test_groups_of_a_left_world_are_collected():
     """Each has threads and descriptors: held by one cached plan of a redistribution they would stay to the end."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
@@ -86,7 +86,7 @@ class Model:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_an_error_that_is_kept_holds_nothing_but_words(deep):
+def test_retained_error_references_no_objects(deep):
     model = Model()
     gone = weakref.ref(model)
     with pytest.raises((ValueError, KeyError)) as caught:
@@ -104,7 +104,7 @@ def test_an_error_that_is_kept_holds_nothing_but_words(deep):
     assert ("no such row" in said) is deep
 
 
-def test_an_error_that_is_its_own_context_is_forgotten_too():
+def test_error_that_is_its_own_context_is_handled():
     first, second = ValueError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
     drop_traceback_frames(first)
@@ -151,7 +151,7 @@ def thawed():
         gc.freeze()
 
 
-def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked_through(thawed):
+def test_garbage_of_a_world_is_collected_without_scanning_older_objects(thawed):
     kept = Cycle()
     with freeze_startup_objects():
         assert gc.get_freeze_count() > 10_000

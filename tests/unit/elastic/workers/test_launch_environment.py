@@ -22,16 +22,16 @@ def nodes(environ):
     return place.node_rank, place.node_count
 
 
-def test_nodes_are_as_the_launcher_says():
+def test_node_count_follows_the_launcher():
     assert nodes(told(5, 8, 2, GROUP_RANK="2", GROUP_WORLD_SIZE="4")) == (2, 4)
 
 
-def test_nodes_of_different_sizes_are_as_the_launcher_says():
+def test_node_count_of_uneven_nodes_follows_the_launcher():
     """Two nodes with one rank each, and this one with six."""
     assert nodes(told(7, 8, 6, GROUP_RANK="2", GROUP_WORLD_SIZE="3")) == (2, 3)
 
 
-def test_they_follow_from_the_ranks_where_nothing_is_said():
+def test_node_count_is_derived_from_the_ranks_by_default():
     assert nodes(told(5, 8, 2)) == (2, 4)
     assert nodes(told(0, 1, 1)) == (0, 1)
 

@@ -53,7 +53,7 @@ def test_late_process_ends_and_logs_its_stage(plane, deadline, ended, caplog, ca
     assert ": the train function. The process exits" in caplog.text
 
 
-def test_process_that_leaves_in_time_goes_on(plane, deadline, ended):
+def test_process_that_leaves_in_time_is_not_ended(plane, deadline, ended):
     deadline.enter(4)
     plane.tell(broken(4, PATIENCE_S))
     (waits,) = threads()

@@ -81,7 +81,7 @@ def test_rank_behind_all_others_is_named():
     assert reason.startswith("rank 8: no rank has got on for 31 s")
 
 
-def test_a_stopped_rank_is_found_within_the_time_of_silence_before_the_first_step_too():
+def test_stopped_rank_is_found_by_its_silence_before_the_first_step():
     world = World(9)
     world.stopped = {8}
     ((_, reason),) = world.pass_by(60)
@@ -100,7 +100,7 @@ def test_stopped_detector_is_judged_by_the_next_rank(stopped):
     assert told[0][1].startswith(f"rank{'s' if len(stopped) > 1 else ''} {named}: ")
 
 
-def test_a_judge_that_goes_on_after_it_was_stopped_blames_nobody_for_that():
+def test_suspended_detector_blames_no_rank_when_it_resumes():
     world = World(4)
     world.pass_by(10, moving=all_of(world))
     world.stopped = all_of(world)  # a suspended job
@@ -110,7 +110,7 @@ def test_a_judge_that_goes_on_after_it_was_stopped_blames_nobody_for_that():
     assert world.pass_by(100, moving=all_of(world)) == []
 
 
-def test_who_has_finished_is_not_silent_and_keeps_nobody_from_its_time():
+def test_finished_rank_is_neither_silent_nor_a_delay():
     world = World(3)
     world.pass_by(10, moving=all_of(world))
     world.over = {0, 2}
@@ -134,7 +134,7 @@ def test_off_is_off():
 
 
 @pytest.mark.parametrize("size", [2, 64, 5000])
-def test_what_ranks_ask_for_does_not_grow_with_their_number(size):
+def test_store_requests_of_a_rank_do_not_grow_with_the_world(size):
     """Of one rank that is not the judge, and of the judge; in ten beats, where nothing is new, and where much is."""
     asked = {}
     for rank in (0, size - 1):
@@ -155,7 +155,7 @@ def test_in_a_large_world_a_stopped_rank_is_found_although_not_all_are_read_at_o
     assert [reason[:10] for _, reason in found] == ["rank 2999:"]
 
 
-def test_a_rank_that_has_nothing_new_still_says_that_it_can():
+def test_idle_rank_still_sends_heartbeats():
     store = CountedStore(2)
     one = RankHeartbeats(store, store.keys, 1, None)
     words = []
@@ -166,7 +166,7 @@ def test_a_rank_that_has_nothing_new_still_says_that_it_can():
 
 
 @pytest.mark.parametrize("word", [b"", b"1 2 3", b"1 x 0 0", b"\xff" * 9, b"9" * 10_000, b"1 " + b"9" * 5000 + b" 0 0"])
-def test_what_is_no_word_says_nothing(word):
+def test_malformed_heartbeat_does_not_count(word):
     world = World(3)
     world.pass_by(3)
     world.stopped = {1}

@@ -58,7 +58,7 @@ def test_worlds_leave_no_hook_behind(store):
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one store", "rootless"])
-def test_a_name_service_that_is_gone_keeps_nobody_in_a_world_that_is_over(store, spread, monkeypatch):
+def test_unreachable_name_service_does_not_delay_leaving_a_broken_world(store, spread, monkeypatch):
     """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
     place = RankAssignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
     groups = ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=120))

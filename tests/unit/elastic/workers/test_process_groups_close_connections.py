@@ -53,13 +53,13 @@ def stranger():
         yield one, other
 
 
-def test_a_number_that_became_somebody_else_s_is_not_cut_in_a_store_s_place(pair, stranger):
+def test_reused_descriptor_of_a_store_connection_is_not_closed(pair, stranger):
     here, _ = pair
     close_store_connections(_TakenMeanwhile(here.getpeername(), here.fileno(), stranger[0].fileno()))
     assert works(stranger)
 
 
-def test_a_number_that_became_somebody_else_s_is_not_cut_in_gloo_s_place(pair, stranger, monkeypatch):
+def test_reused_descriptor_of_a_gloo_connection_is_not_closed(pair, stranger, monkeypatch):
     here, _ = pair
     watched = process_groups._watched
 
@@ -85,7 +85,7 @@ def test_polled_connections_are_cut(pair, stranger, monkeypatch):
     assert works(stranger)
 
 
-def test_a_loop_that_is_in_another_call_is_not_taken_for_one_that_polls():
+def test_gloo_loop_in_another_call_is_not_taken_for_polling():
     reading, writing = os.pipe()
 
     def loop():

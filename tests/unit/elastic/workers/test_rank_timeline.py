@@ -100,7 +100,7 @@ def test_after_a_fault(ledger):
     assert ledger.of(StepEvent) == [], "a step that was not ended is none"
 
 
-def test_a_world_that_breaks_on_the_way_into_it(ledger):
+def test_world_that_breaks_during_entry_is_recorded(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     record.waiting_began()
     record.assigned(place())
@@ -109,7 +109,7 @@ def test_a_world_that_breaks_on_the_way_into_it(ledger):
     assert stages(ledger)[2:] == [(0, "detect"), (0, "groups"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
 
 
-def test_a_change_that_is_wanted(ledger):
+def test_requested_change_is_recorded(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
     record.step_began(0)
@@ -159,7 +159,7 @@ def test_a_restore_that_fails_took_its_time(ledger):
     assert ledger.of(RestoreEvent) == []
 
 
-def test_only_the_first_rank_tells_steps_and_is_asked_for_a_loss(ledger):
+def test_only_rank_zero_records_steps_and_reads_the_loss(ledger):
     class Unasked:
         def __float__(self):
             raise AssertionError("on a device this waits for all that was started there")
@@ -174,7 +174,7 @@ def test_only_the_first_rank_tells_steps_and_is_asked_for_a_loss(ledger):
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_is_none(ledger, loss):
+def test_nonfinite_loss_is_recorded_as_none(ledger, loss):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
     record.step_began(0)
@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_finite_is_none(ledger, loss):
     assert ledger.of(StepEvent)[0].loss is None
 
 
-def test_where_nobody_runs_the_job_its_first_rank_speaks_for_a_coordinator(ledger):
+def test_rank_zero_records_coordinator_events_when_unsupervised(ledger):
     first, other = RankTimeline(ledger, {}), Written()
     into(first, restarts=2)
     into(RankTimeline(other, {}), rank=1, restarts=2)

@@ -59,7 +59,7 @@ class Lockstep:
 
 @settings(max_examples=20)
 @given(size=st.sampled_from([1, 2, 3, 8]), asker=st.integers(0, 7), at=st.integers(0, 9))
-def test_ranks_in_lockstep_stop_at_one_step(size, asker, at):
+def test_ranks_in_lockstep_pause_at_the_same_step(size, asker, at):
     job = Lockstep(size, 30)
     asked = threading.Event()
 
@@ -110,7 +110,7 @@ def two():
         gate.close()
 
 
-def test_a_rank_that_is_still_loading_stops_where_it_loads(two):
+def test_loading_rank_pauses_at_its_loaded_step(two):
     plane, gates = two
     plane.resize(2)
     gates[1].poll()
@@ -149,7 +149,7 @@ def test_notice_of_another_epoch_is_ignored(two):
     assert not gates[0].wait_broken(0.0)
 
 
-def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
+def test_unavailable_control_plane_is_retried(two):
     plane, gates = two
     pause, failures = (
         plane.planes[0].agree_on_step,
@@ -170,7 +170,7 @@ def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
     ]
 
 
-def test_a_stop_that_becomes_urgent_has_one_target(two):
+def test_urgent_stop_keeps_its_target_step(two):
     plane, gates = two
     plane.resize(1)
     first = at_once(lambda: gates[0].pass_boundary(4))

@@ -52,13 +52,13 @@ def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
     assert seat.last_progress == RankProgress(2)
 
 
-def test_a_world_that_is_left_before_its_first_step_has_done_none(seat, world):
+def test_world_left_before_its_first_step_reports_no_step(seat, world):
     world.run_cleanups()
     assert seat.last_progress == RankProgress(-1)
 
 
 @pytest.mark.parametrize(("set_to", "free"), [("", True), ("60", False), ("auto", False)])
-def test_a_loop_outside_of_a_world_is_not_late_where_nobody_said_how_long_it_may_take(seat, monkeypatch, set_to, free):
+def test_external_loop_is_idle_without_a_hang_timeout(seat, monkeypatch, set_to, free):
     """It cannot say that it evaluates. That its process is stopped is seen all the same."""
     monkeypatch.setenv("ELASTIC_HANG_TIMEOUT", set_to)
     detector = EventDetector(seat)

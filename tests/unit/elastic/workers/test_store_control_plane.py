@@ -61,7 +61,7 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
     assert [place.rank for place in places] == [0, 1, 2]
 
 
-def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
+def test_ranks_receive_the_hang_timeout(server):
     """Their collectives wait longer than that."""
     place = RankAssignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}")
     for number, (limits, hang_s) in enumerate(
@@ -76,7 +76,7 @@ def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
             plane.close()
 
 
-def test_an_attempt_has_nothing_of_the_one_before(start):
+def test_new_attempt_ignores_the_state_of_the_previous_one(start):
     first = start(3)
     all_ready(first)
     first[0].request_change(NoticeKind.RESIZE, "other numbers")
@@ -90,13 +90,13 @@ def test_an_attempt_has_nothing_of_the_one_before(start):
     assert results(at_once(*(lambda p=plane: p.agree_on_step(16) for plane in second))) == [16, 16]
 
 
-def test_who_is_not_there_is_not_waited_for_for_ever(start):
+def test_waiting_for_a_missing_rank_times_out(start):
     first, _ = start(2)
     with pytest.raises(ControlDeadlineError):
         first.wait_for_assignment(timeout_s=0.05)
 
 
-def test_one_rank_asks_and_all_stop_at_the_greatest_step_said(start):
+def test_one_request_stops_all_ranks_at_the_greatest_step(start):
     planes = start(3)
     all_ready(planes)
     assert [plane.notice() for plane in planes] == [None] * 3
@@ -154,7 +154,7 @@ def test_finished_rank_is_not_awaited(start):
             plane.wait_for_assignment()
 
 
-def test_what_is_said_before_the_beginning_is_refused(start):
+def test_calls_before_the_assignment_are_refused(start):
     plane = start(1)[0]
     for call in (lambda: plane.agree_on_step(0), lambda: plane.report_sealed(0), lambda: plane.report_fault("x")):
         with pytest.raises(StaleEpochError):
@@ -163,7 +163,7 @@ def test_what_is_said_before_the_beginning_is_refused(start):
         plane.request_change(NoticeKind.STOP, "too early")
 
 
-def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(start, monkeypatch):
+def test_deadline_is_independent_of_clock_differences(start, monkeypatch):
     """And on one that is set meanwhile: it is asked for and read on clocks an hour apart."""
     (plane,) = start(1)
     all_ready([plane])
@@ -176,7 +176,7 @@ def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(s
     assert 0 < plane.notice().deadline_s <= 50
 
 
-def test_of_two_deadlines_the_earlier_one_holds(start):
+def test_earlier_of_two_deadlines_holds(start):
     plane = start(1)[0]
     plane.wait_for_assignment()
     plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
@@ -186,7 +186,7 @@ def test_of_two_deadlines_the_earlier_one_holds(start):
     assert plane.notice().deadline_s <= 50
 
 
-def test_nobody_started_it():
+def test_process_without_a_launcher_is_a_world_of_one():
     plane = single_process_control_plane()
     try:
         place = plane.wait_for_assignment(timeout_s=PATIENCE_S)
@@ -200,7 +200,7 @@ def test_half_an_environment_is_an_error():
         detect_control_plane({"RANK": "0", "WORLD_SIZE": "2"})
 
 
-def test_a_launcher_says_where_a_rank_is(server):
+def test_launcher_environment_gives_the_assignment(server):
     plane = detect_control_plane(
         {
             "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
@@ -230,7 +230,7 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
     assert world(6, 7) == {7}
 
 
-def test_who_knows_that_nobody_comes_any_more_waits_no_longer(start):
+def test_wait_ends_when_the_world_is_marked_broken(start):
     first, _ = start(2)
     waiting = at_once(lambda: first.wait_for_assignment(timeout_s=PATIENCE_S))
     first.mark_broken("the other one is lost")
@@ -283,7 +283,7 @@ def stoppable(zygote):
         pytest.param(lambda plane: plane.gather("the end"), id="gather", marks=pytest.mark.nightly),
     ],
 )
-def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
+def test_no_call_waits_for_a_stopped_store(stoppable, call):
     server, start = stoppable
     (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
     plane.wait_for_assignment()
@@ -297,7 +297,7 @@ def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
+def test_no_rank_waits_for_others_at_a_stopped_store(stoppable, rank):
     server, start = stoppable
     plane = start(2)[rank]
     (coming,) = at_once(plane.wait_for_assignment)
@@ -311,7 +311,7 @@ def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
 @pytest.mark.parametrize(
     "wait", [lambda plane: plane.agree_on_step(3), lambda plane: plane.gather("the end")], ids=["pause", "gather"]
 )
-def test_who_waits_for_others_is_told_that_the_store_is_stopped(stoppable, wait):
+def test_waiting_rank_reports_a_stopped_store(stoppable, wait):
     server, start = stoppable
     planes = start(2)
     all_ready(planes)
@@ -349,7 +349,7 @@ for _name in ("set", "get", "wait", "check", "add", "compare_set", "multi_get", 
 
 
 @pytest.mark.parametrize("size", [2, 6])
-def test_what_a_rank_asks_for_is_the_same_in_a_world_of_any_size(server, size):
+def test_store_requests_of_a_rank_are_independent_of_the_world_size(server, size):
     """At rest: one request that waits. Of an event: that one is answered, and what happened is read."""
     places = [RankAssignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
     made = [
@@ -368,14 +368,14 @@ def test_what_a_rank_asks_for_is_the_same_in_a_world_of_any_size(server, size):
     results(at_once(*(plane.close for plane in made)))
 
 
-def test_who_waits_for_others_to_come_looks_ever_more_seldom():
+def test_polling_pauses_grow_up_to_a_second():
     pauses = list(itertools.islice(pauses_s(), 700))
     assert pauses[0] <= 0.02
     assert max(pauses) == 1.0
     assert sum(pauses) > 600.0
 
 
-def test_what_somebody_told_who_ended_before_it_woke_others_is_heard(start):
+def test_event_of_a_rank_that_ended_before_waking_others_is_received(start):
     first, second = start(2)
     all_ready([first, second])
     told = msgspec.json.encode({"want": "restart", "reason": "rank 0: it is about to end", "by": "0.1"})
@@ -383,7 +383,7 @@ def test_what_somebody_told_who_ended_before_it_woke_others_is_heard(start):
     until(lambda: {wants(first), wants(second)} == {NoticeKind.RESTART})
 
 
-def test_what_no_rank_can_have_told_ends_the_world_and_is_not_passed_over(start):
+def test_malformed_event_breaks_the_world(start):
     (plane,) = start(1)
     plane.wait_for_assignment()
     plane._store.set(plane._name("event/0"), "no event")
@@ -407,7 +407,7 @@ def _hangs(say, port, leaves):
     return "never"
 
 
-def test_a_process_that_does_not_leave_a_world_in_which_somebody_hangs_ends_with_an_error(server, zygote):
+def test_process_that_does_not_leave_a_hanging_world_fails(server, zygote):
     running = zygote.start(_hangs, server.port, False)
     until(lambda: running.has_ended)
     assert "no rank has got on for" in running.lines()[0]
@@ -415,5 +415,5 @@ def test_a_process_that_does_not_leave_a_world_in_which_somebody_hangs_ends_with
         running.wait()
 
 
-def test_one_that_leaves_it_takes_as_long_as_it_likes(server, zygote):
+def test_process_that_left_a_hanging_world_may_take_its_time(server, zygote):
     assert zygote.start(_hangs, server.port, True).wait().result == "out of it"

@@ -52,7 +52,7 @@ def test_all_finish():
     assert [(end.outcome, end.value, end.steps, end.worlds) for end in ends] == [(RunOutcome.FINISHED, 4, 5, 1)] * 3
 
 
-def test_a_resize_goes_on_at_the_step_where_all_stopped():
+def test_resize_resumes_at_the_agreed_step():
     plane = InMemoryCoordinator(2)
     done, sealed, lock = {0: [], 1: []}, [], threading.Lock()
 
@@ -104,7 +104,7 @@ def resized_once(save_between_worlds):
     return ended, restored, plane.planes[0].faults
 
 
-def test_the_world_after_a_resize_restores_what_was_sealed_although_a_later_branch_is_there():
+def test_world_after_a_resize_restores_the_sealed_step_despite_a_later_branch():
     """Somebody else of the job went back to an older step and saved: that is newer, and not what was sealed."""
 
     def go_back(other):
@@ -117,7 +117,7 @@ def test_the_world_after_a_resize_restores_what_was_sealed_although_a_later_bran
     assert restored == [-1, 9, 11]
 
 
-def test_a_step_of_another_incarnation_is_not_what_was_sealed():
+def test_same_step_of_another_incarnation_is_not_restored():
     """It has the same number."""
 
     def save_again(other):
@@ -130,7 +130,7 @@ def test_a_step_of_another_incarnation_is_not_what_was_sealed():
     assert restored == [-1, 9, 11]
 
 
-def test_a_sealed_step_that_is_gone_is_a_fault_and_the_world_after_it_restores_the_newest():
+def test_missing_sealed_step_is_a_fault_and_the_next_world_restores_the_newest():
     def delete(other):
         session = other.session
         groups = {view.version_id for view in session.agent.list_steps("job").views}
@@ -143,7 +143,7 @@ def test_a_sealed_step_that_is_gone_is_a_fault_and_the_world_after_it_restores_t
     assert "the ranks sealed step 9 before this world: tiered://job/step-9: no whole step to load" in faults[0]
 
 
-def test_a_stop_is_sealed_and_says_where_to_go_on():
+def test_stopped_job_is_sealed_and_names_the_next_step():
     plane = InMemoryCoordinator(2)
     seen = []
 
@@ -175,7 +175,7 @@ def test_an_exception_is_a_fault_and_all_begin_again():
     assert [seat.faults for seat in plane.planes if seat.faults] == [["ZeroDivisionError: a step too far"]]
 
 
-def test_an_exception_may_be_wanted_back():
+def test_exception_is_raised_with_on_error_raise():
     plane = InMemoryCoordinator(1)
 
     def train(_world):
@@ -186,7 +186,7 @@ def test_an_exception_may_be_wanted_back():
     assert plane.planes[0].faults == ["ZeroDivisionError: a step too far"]
 
 
-def test_who_gives_up_says_after_what():
+def test_failed_job_raises_with_its_reason():
     plane = InMemoryCoordinator(1)
 
     def train(_world):
@@ -207,7 +207,7 @@ def test_who_gives_up_says_after_what():
         CheckpointException("save", {0: (RuntimeError("NCCL communicator was aborted"), None)}),
     ],
 )
-def test_what_comes_of_the_loss_of_another_rank_is_no_fault(error):
+def test_error_after_another_rank_was_lost_is_no_fault(error):
     plane = InMemoryCoordinator(1, spares=1)
     left = threading.Event()
 
@@ -224,7 +224,7 @@ def test_what_comes_of_the_loss_of_another_rank_is_no_fault(error):
     assert [seat.faults for seat in plane.planes] == [[], []]
 
 
-def test_what_nobody_was_lost_for_is_a_fault():
+def test_error_without_a_lost_rank_is_a_fault():
     plane = InMemoryCoordinator(1)
 
     def train(world):
@@ -270,7 +270,7 @@ def test_a_step_that_could_not_be_sealed_is_not_called_sealed():
     assert plane.restarts == 1
 
 
-def test_errors_on_the_way_out_of_a_world_are_not_faults():
+def test_errors_while_leaving_a_world_are_not_faults():
     plane = InMemoryCoordinator(1)
 
     def train(world):
@@ -287,7 +287,7 @@ def test_errors_on_the_way_out_of_a_world_are_not_faults():
     assert plane.restarts == 0
 
 
-def test_a_loss_on_the_last_step_is_heard_before_the_end():
+def test_rank_loss_at_the_last_step_is_handled_before_the_end():
     plane = InMemoryCoordinator(2)
 
     def train(world):
@@ -308,7 +308,7 @@ def test_a_loss_on_the_last_step_is_heard_before_the_end():
     assert sorted((end.outcome.value, end.value) for end in ends) == [("dismissed", None), ("finished", 1)]
 
 
-def test_loops_that_count_themselves_ask_once_a_step():
+def test_loop_that_counts_its_own_steps_polls_each_step():
     plane = InMemoryCoordinator(2)
     meeting = threading.Barrier(2)
 
@@ -344,7 +344,7 @@ def test_the_environment_is_that_of_the_world_and_given_back(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_passed_on_and_who_had_it_is_called(number):
+def test_signal_is_forwarded_to_its_previous_handler(number):
     heard = []
     before = signal.signal(number, lambda *_: heard.append("before"))
     plane = InMemoryCoordinator(1)
@@ -383,7 +383,7 @@ def test_a_checkpointer_leaves_sigterm_to_the_loop():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_decorated_it_takes_no_arguments():
+def test_decorated_function_takes_no_arguments():
     plane = InMemoryCoordinator(1)
 
     @recoverable(plane=plane.planes[0], policy=QUIET)
@@ -397,7 +397,7 @@ def test_decorated_it_takes_no_arguments():
     assert train().value == 1
 
 
-def test_two_seals_are_one_too_many():
+def test_checkpoint_and_seal_together_are_refused():
     plane = InMemoryCoordinator(1)
 
     def train(world):
@@ -437,12 +437,12 @@ def test_a_notice_of_an_epoch_that_was_left_aborts_nothing():
     assert aborted == []
 
 
-def test_errors_of_the_package_have_one_root():
+def test_package_errors_share_a_base_class():
     assert issubclass(JobFailedError, ElasticError)
     assert not issubclass(WorldChanged, Exception)
 
 
-def test_what_a_process_has_imported_is_looked_through_in_no_world():
+def test_imported_objects_are_frozen_for_the_garbage_collector():
     def train(_world):
         return gc.get_freeze_count()
 
@@ -452,7 +452,7 @@ def test_what_a_process_has_imported_is_looked_through_in_no_world():
     assert gc.get_freeze_count() == 0
 
 
-def test_a_broken_world_is_aborted_again_and_again_until_it_is_left(monkeypatch):
+def test_broken_world_is_aborted_repeatedly_until_it_is_left(monkeypatch):
     """What was just being made had no connections yet that could have been cut."""
     monkeypatch.setattr(step_barrier, "_AGAIN_S", 0.0)
     plane, again = InMemoryCoordinator(1), threading.Semaphore(0)

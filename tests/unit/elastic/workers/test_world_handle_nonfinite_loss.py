@@ -29,7 +29,7 @@ def test_finite_loss_is_used(loss):
 
 
 @pytest.mark.parametrize("loss", [NAN, math.inf, torch.tensor(-math.inf), torch.tensor([1.0, NAN])])
-def test_what_is_not_is_a_fault_and_in_the_end_the_jobs(loss):
+def test_repeated_nonfinite_loss_fails_the_job(loss):
     losses = NonFiniteGuard("fault", 2, 0)
     first, second = failed(losses, 7, loss), failed(losses, 7, loss)
     assert (first.final, second.final) == (False, True)
@@ -42,12 +42,12 @@ def test_ignored_nonfinite_loss_has_no_effect():
     assert NonFiniteGuard("ignore", 1, 0).check(7, NAN)
 
 
-def test_where_ranks_cannot_agree_on_it_no_step_is_left_out():
+def test_no_step_is_skipped_when_ranks_cannot_agree():
     losses = NonFiniteGuard("skip", 2, 5)
     assert [failed(losses, 7).final for _ in range(3)] == [False, False, True]
 
 
-def test_an_error_of_it_survives_pickling():
+def test_nonfinite_error_survives_pickling():
     error = pickle.loads(pickle.dumps(NonFiniteLossError("nan", final=True)))
     assert (str(error), error.final) == ("nan", True)
 
@@ -58,7 +58,7 @@ def test_invalid_policy_is_refused(how):
         NonFiniteGuard(*how)
 
 
-def test_the_job_gives_up_on_a_loss_that_is_never_finite_and_one_that_is_the_next_time_costs_a_step():
+def test_always_nonfinite_loss_fails_the_job_and_a_transient_one_costs_a_step():
     plane = InMemoryCoordinator(2)
 
     def train(world):

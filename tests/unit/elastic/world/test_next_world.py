@@ -64,7 +64,7 @@ def test_world_forms_when_all_desired_nodes_are_ready():
     assert (job.world.phase, job.world.world_size, job.world.next_tick_s) == (WorldPhase.RUNNING, 8, None)
 
 
-def test_it_begins_with_fewer_after_the_scaling_timeout_and_with_nobody_below_the_least():
+def test_job_starts_smaller_after_the_scaling_timeout_but_not_below_the_minimum():
     job = Told(FOUR, "a")
     assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.FORMING, None)
     job.tell(NodeJoined("b", 1, 2), at_s=5)
@@ -79,7 +79,7 @@ def test_world_forms_at_once_with_the_requested_replicas():
     assert Told(policy, "abc").did(FormWorld).nodes == ("a", "b", "c")
 
 
-def test_it_gives_up_when_too_few_come_in_the_time_for_that():
+def test_job_fails_when_too_few_nodes_join_before_the_startup_timeout():
     job = Told(ScalingPolicy(min_replicas=2, max_replicas=2, startup_timeout_s=60), "a")
     job.tick()
     assert "within 60 s, 1 of the 2 nodes needed were ready" in job.did(FailJob).reason
@@ -91,7 +91,7 @@ def test_a_node_with_another_number_of_ranks_is_sent_away():
     assert "c" not in job.world.members
 
 
-def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_go_on():
+def test_ranks_paused_by_a_dead_coordinator_resume():
     job = Told(FOUR, "ab")
     job.tick()
     job.sealed("a")
@@ -103,7 +103,7 @@ def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_g
 # -- what is tried after a loss, in this order ------------------------------------------------------------------------
 
 
-def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
+def test_warm_spare_of_the_node_replaces_a_lost_rank():
     job = Told(FOUR, "abcd", spares=1)
     assert job.tell(rank_lost("b")) == (
         BreakWorld(0, "rank 0 of b was lost: exit 1", FOUR.abort_limit_s),
@@ -117,7 +117,7 @@ def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
     )
 
 
-def test_a_node_that_stands_by_takes_the_place_of_a_lost_one_and_nobody_else_moves():
+def test_standby_node_replaces_a_lost_node_and_no_other_node_moves():
     job = Told(FOUR, "abcd")
     job.joins("e")
     assert job.tell(lost("b")) == (BreakWorld(0, "b was lost: no heartbeat", FOUR.abort_limit_s),)
@@ -125,7 +125,7 @@ def test_a_node_that_stands_by_takes_the_place_of_a_lost_one_and_nobody_else_mov
     assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "e", "c", "d"), FormationKind.REPLACE)
 
 
-def test_a_node_that_stands_by_is_faster_than_a_new_process():
+def test_standby_node_is_preferred_to_a_new_process():
     job = Told(FOUR, "abcd")
     job.joins("e")
     assert job.tell(rank_lost("b", 1))[1:] == (RespawnRanks("b", 1, (1,)),)
@@ -138,7 +138,7 @@ def test_a_node_that_stands_by_is_faster_than_a_new_process():
 TWO = ScalingPolicy(max_replicas=2, scaling_timeout_s=5, restart_timeout_s=100, faulty_scale_down_timeout_s=30)
 
 
-def test_a_node_that_knows_where_the_memory_is_is_waited_for():
+def test_node_that_knows_the_memory_tier_is_awaited():
     """Those that stand by were in no world: they would find nothing, and begin anew."""
     job = Told(TWO, "ab")
     job.joins("c")
@@ -150,7 +150,7 @@ def test_a_node_that_knows_where_the_memory_is_is_waited_for():
     assert job.did(FormWorld).nodes == ("a", "c")
 
 
-def test_one_that_was_in_a_world_with_it_knows_as_much():
+def test_node_that_shared_a_world_with_it_is_awaited():
     job = Told(TWO, "ab")
     job.joins("c")
     job.tell(rank_lost("a"))
@@ -164,7 +164,7 @@ def test_one_that_was_in_a_world_with_it_knows_as_much():
     assert set(job.did(FormWorld).nodes) == {"a", "c"}
 
 
-def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
+def test_node_without_a_world_shared_with_the_newest_is_not_awaited():
     job = Told(TWO, "ab")
     job.joins("c")
     job.tell(lost("a"))
@@ -186,7 +186,7 @@ def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
     assert "e" in job.did(FormWorld).nodes
 
 
-def test_one_that_knows_and_is_not_ready_gets_no_place():
+def test_awaited_node_that_is_not_ready_gets_no_place():
     job = Told(TWO, "ab")
     job.joins("c")
     job.joins("d")
@@ -199,7 +199,7 @@ def test_one_that_knows_and_is_not_ready_gets_no_place():
     assert set(job.did(FormWorld).nodes) == {"d", "e"}
 
 
-def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
+def test_world_forms_without_the_awaited_node_after_the_timeout():
     job = Told(TWO, "ab")
     job.joins("c")
     job.tell(rank_lost("a"))
@@ -212,7 +212,7 @@ def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
     assert "a" not in job.world.members
 
 
-def test_the_only_node_of_a_job_is_not_left_for_one_that_stands_by():
+def test_only_node_of_a_job_is_not_replaced_by_a_standby():
     job = Told(ScalingPolicy(max_replicas=1), "a")
     job.joins("b")
     job.tell(rank_lost("a"))
@@ -221,7 +221,7 @@ def test_the_only_node_of_a_job_is_not_left_for_one_that_stands_by():
     assert job.did(FormWorld).nodes == ("a",)
 
 
-def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
+def test_healthy_ranks_are_awaited_although_standbys_exist():
     job = Told(FOUR, "abcd")
     job.joins("e")
     job.tell(RankFault("b", 1, 0, 1, "a loss that is not finite"))
@@ -231,7 +231,7 @@ def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
     assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "b", "c", "d"), FormationKind.RESTART)
 
 
-def test_without_spares_a_process_is_started_anew_and_waited_for_beyond_the_scale_down():
+def test_lost_rank_without_spares_is_respawned_beyond_the_scale_down_timeout():
     job = Told(FOUR, "abcd")
     assert job.tell(rank_lost("b"))[1:] == (RespawnRanks("b", 1, (0,)),)
     job.ready("a", "c", "d")
@@ -241,7 +241,7 @@ def test_without_spares_a_process_is_started_anew_and_waited_for_beyond_the_scal
     assert job.did(FormWorld).kind is FormationKind.RESPAWN
 
 
-def test_a_replacement_is_waited_for_and_the_cluster_is_asked_for_one():
+def test_replacement_node_is_requested_and_awaited():
     job = Told(FOUR, "abcd")
     assert job.tell(lost("b"), at_s=100)[1:] == (RequestNodes(1, "b was lost: no heartbeat"),)
     job.ready("a", "c", "d")
@@ -250,7 +250,7 @@ def test_a_replacement_is_waited_for_and_the_cluster_is_asked_for_one():
     assert job.did(FormWorld).nodes == ("a", "e", "c", "d")
 
 
-def test_then_the_world_becomes_as_small_as_it_has_to():
+def test_world_shrinks_after_the_scale_down_timeout():
     job = Told(FOUR, "abcd")
     job.tell(lost("b"), at_s=100)
     job.ready("a", "c", "d")
@@ -262,7 +262,7 @@ def test_then_the_world_becomes_as_small_as_it_has_to():
     )
 
 
-def test_only_to_a_size_that_is_allowed_and_who_is_left_over_stands_by():
+def test_world_shrinks_only_to_an_allowed_size_with_the_rest_on_standby():
     job = Told(ScalingPolicy(min_replicas=2, max_replicas=4, replica_discrete_values=(2, 4)), "abcd")
     job.tell(lost("b"))
     job.ready("a", "c", "d")
@@ -270,7 +270,7 @@ def test_only_to_a_size_that_is_allowed_and_who_is_left_over_stands_by():
     assert (job.did(FormWorld).nodes, job.world.standby) == (("a", "c"), ("d",))
 
 
-def test_then_the_job_stops_and_says_why():
+def test_job_stops_below_the_minimum_with_its_reason():
     job = Told(FOUR, "ab")
     job.tick()
     job.tell(lost("b"))
@@ -281,7 +281,7 @@ def test_then_the_job_stops_and_says_why():
     assert job.tell(NodeJoined("c", 1, 2)) == ()
 
 
-def test_it_does_not_stop_while_somebody_is_still_warming_up():
+def test_job_does_not_stop_while_a_node_is_warming_up():
     job = Told(FOUR, "ab")
     job.tick()
     job.tell(lost("b"))
@@ -296,7 +296,7 @@ def test_it_does_not_stop_while_somebody_is_still_warming_up():
 # -- what is one, and what is old -------------------------------------------------------------------------------------
 
 
-def test_several_faults_in_one_transition_are_one_new_world():
+def test_several_faults_in_one_transition_form_a_single_world():
     job = Told(FOUR, "abcd")
     job.tell(rank_lost("b"))
     for event in (
@@ -355,7 +355,7 @@ def test_a_node_is_not_ready_before_its_lost_process_has_been_replaced():
     assert job.world.phase is WorldPhase.RUNNING
 
 
-def test_a_life_that_was_lost_does_not_come_back_and_the_next_one_does():
+def test_lost_generation_cannot_rejoin_and_the_next_one_can():
     job = Told(FOUR, "abcd")
     job.tell(lost("b"))
     job.tell(NodeJoined("b", 1, 2))
@@ -372,7 +372,7 @@ def test_a_supervisor_that_began_again_has_lost_its_ranks():
     assert job.did(FormWorld).nodes == ("a", "b", "c", "d")
 
 
-def test_ranks_that_leave_without_being_asked_break_the_world():
+def test_ranks_that_leave_unprompted_break_the_world():
     job = Told(FOUR, "abcd")
     job.ready("c")
     assert "without being asked" in job.did(BreakWorld).reason
@@ -389,7 +389,7 @@ def test_a_process_that_was_replaced_unasked_breaks_the_world():
 # -- hangs, and ranks that do not come --------------------------------------------------------------------------------
 
 
-def test_the_process_that_is_known_to_hang_is_replaced():
+def test_hanging_process_is_replaced():
     job = Told(FOUR, "abcd")
     assert job.tell(HangDetected(0, "no step for 300 s", "c", 1)) == (
         BreakWorld(0, "rank 1 of c hangs: no step for 300 s", FOUR.leave_hang_s),
@@ -398,7 +398,7 @@ def test_the_process_that_is_known_to_hang_is_replaced():
     assert job.tell(RankLost("c", 1, 2, 1, "killed")) == ()
 
 
-def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_and_then_given_up():
+def test_ranks_missing_after_an_unattributed_hang_are_respawned_and_then_dropped():
     job = Told(FOUR, "abcd")
     job.tell(HangDetected(0, "no step for 300 s"), at_s=10)
     job.ready("a", "b", "d")
@@ -421,7 +421,7 @@ def test_leave_timeout_replaces_a_rank_after_a_fault():
     assert job.tell(Tick(), at_s=20) == (RespawnStragglers("c", 1),)
 
 
-def test_a_node_beside_the_world_whose_processes_keep_ending_is_sent_away():
+def test_standby_node_with_repeatedly_failing_processes_is_released():
     job = Told(FOUR, "abcd")
     job.tell(NodeJoined("e", 1, 2))
     for births in (2, 3):
@@ -465,7 +465,7 @@ def test_world_does_not_grow_during_the_snooze_after_a_fault():
     assert job.did(PauseWorld).stop is False
 
 
-def test_ranks_that_do_not_come_to_a_step_in_time_are_ended_and_the_change_goes_on():
+def test_ranks_that_miss_the_pause_are_killed_and_the_change_continues():
     job = Told(FOUR, "abc")
     job.tick()
     job.joins("d")
@@ -512,7 +512,7 @@ def test_a_fault_ends_a_pause():
 
 
 @pytest.mark.parametrize(("deadline_s", "until_s"), [(1000.0, 60.0), (20.0, 20.0)])
-def test_a_node_asked_back_goes_when_all_have_sealed(deadline_s, until_s):
+def test_preempted_node_is_released_after_all_sealed(deadline_s, until_s):
     job = Told(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), deadline_s))
     assert job.did(PauseWorld) == PauseWorld(0, "b asked back", until_s)
@@ -522,7 +522,7 @@ def test_a_node_asked_back_goes_when_all_have_sealed(deadline_s, until_s):
     assert (job.did(FormWorld).nodes, job.world.restarts) == (("a", "c", "d"), 0)
 
 
-def test_a_node_asked_back_is_replaced_by_one_that_stands_by():
+def test_preempted_node_is_replaced_by_a_standby():
     job = Told(FOUR, "abcd")
     job.joins("e")
     job.tell(NodesPreempted(("b",), 100.0))
@@ -531,7 +531,7 @@ def test_a_node_asked_back_is_replaced_by_one_that_stands_by():
     assert (job.did(FormWorld).nodes, job.did(FormWorld).kind) == (("a", "e", "c", "d"), FormationKind.REPLACE)
 
 
-def test_a_node_asked_back_that_has_not_sealed_by_its_deadline_is_cut():
+def test_preempted_node_that_misses_its_deadline_is_released_by_force():
     job = Told(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 20.0))
     job.sealed("a", "c", "d")
@@ -551,13 +551,13 @@ def test_a_deadline_nearer_than_the_first_shortens_the_pause():
     assert job.actions == ()
 
 
-def test_a_node_that_stands_by_goes_at_once():
+def test_preempted_standby_is_released_at_once():
     job = Told(FOUR, "abcd")
     job.joins("e")
     assert job.tell(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "asked back"),)
 
 
-def test_when_too_few_are_left_others_are_asked_for_and_the_job_is_saved_at_the_last_moment():
+def test_preemption_below_the_minimum_requests_nodes_and_seals_before_the_deadline():
     job = Told(FOUR, "ab")
     job.tick()
     job.tell(NodesPreempted(("b",), 500.0), at_s=20)
@@ -569,7 +569,7 @@ def test_when_too_few_are_left_others_are_asked_for_and_the_job_is_saved_at_the_
     assert job.now_s == 440
 
 
-def test_and_goes_on_when_another_comes_before_that():
+def test_preempted_job_continues_when_a_replacement_joins_in_time():
     job = Told(FOUR, "ab")
     job.tick()
     job.tell(NodesPreempted(("b",), 500.0))
@@ -603,7 +603,7 @@ def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_asked_to_stop_all_seal_first():
+def test_stop_request_seals_all_ranks_first():
     job = Told(FOUR, "abcd")
     job.tell(JobStopRequested("maintenance", 25.0))
     assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 25.0, stop=True)
@@ -612,14 +612,14 @@ def test_asked_to_stop_all_seal_first():
     assert job.did(StopJob) == StopJob("maintenance")
 
 
-def test_asked_to_stop_it_stops_also_when_a_rank_is_lost_and_says_so():
+def test_stop_request_with_a_lost_rank_stops_and_reports_unsaved_state():
     job = Told(FOUR, "abcd")
     job.tell(JobStopRequested("maintenance"))
     job.tell(rank_lost("b"))
     assert job.did(StopJob).reason == "maintenance; not all was saved: rank 0 of b was lost: exit 1"
 
 
-def test_what_ends_after_it_has_sealed_to_stop_is_not_lost():
+def test_rank_that_ends_after_sealing_for_a_stop_is_not_lost():
     job = Told(FOUR, "abcd")
     job.tell(JobStopRequested("maintenance"))
     job.sealed("b")
@@ -635,14 +635,14 @@ def test_stop_request_without_a_world_stops_at_once():
     assert job.tell(JobStopRequested("maintenance")) == (StopJob("maintenance"),)
 
 
-def test_a_pause_turns_into_a_stop():
+def test_pause_becomes_a_stop():
     job = Told(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 50.0))
     job.tell(JobStopRequested("maintenance"))
     assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 50.0, stop=True)
 
 
-def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
+def test_job_finishes_when_all_nodes_report_it_and_later_exits_are_ignored():
     job = Told(FOUR, "abcd")
     for node in "abc":
         job.tell(NodeFinished(node, 1, 0))
@@ -652,7 +652,7 @@ def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
     assert job.world.phase is WorldPhase.FINISHED
 
 
-def test_it_has_finished_also_when_its_last_step_is_where_all_were_to_stop_for_another_world():
+def test_job_that_finishes_at_the_pause_step_is_finished():
     job = Told(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 100.0))
     assert job.did(PauseWorld)
@@ -665,7 +665,7 @@ def test_it_has_finished_also_when_its_last_step_is_where_all_were_to_stop_for_a
 # -- too often --------------------------------------------------------------------------------------------------------
 
 
-def test_after_so_many_restarts_all_processes_are_started_anew_and_after_so_many_of_these_it_gives_up():
+def test_restart_limit_escalates_to_full_restarts_and_then_fails_the_job():
     policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1)
     job = Told(policy, "a")
     seen = []
@@ -693,7 +693,7 @@ def test_old_faults_do_not_count():
     assert (job.world.phase, job.world.restarts) == (WorldPhase.RUNNING, 3)
 
 
-def test_in_its_whole_life_it_restarts_so_often():
+def test_total_restarts_of_a_job_are_limited():
     job = Told(ScalingPolicy(job_max_retry_count=1), "a")
     job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready("a")
@@ -704,7 +704,7 @@ def test_in_its_whole_life_it_restarts_so_often():
     )
 
 
-def test_a_script_that_ends_before_it_is_ready_is_not_started_for_ever():
+def test_script_that_fails_before_it_is_ready_is_not_restarted_forever():
     policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1, eval_period_s=1)
     job = Told(policy)
     job.tell(NodeJoined("a", 1, 2))
@@ -748,12 +748,12 @@ def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
         ("abcd", "xyz", "xyz"),
     ],
 )
-def test_who_stays_keeps_its_seat_and_who_is_new_fills_the_first_that_are_free(places, chosen, nodes):
+def test_staying_nodes_keep_their_rank_and_new_nodes_fill_the_first_free(places, chosen, nodes):
     members = [NodeMember(node, 1, number, has_ranks=node in places) for number, node in enumerate(chosen)]
     assert keep_node_ranks(members, tuple(places)) == tuple(nodes)
 
 
-def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
+def test_repeat_offender_is_not_readmitted_before_its_faults_expire():
     job = Told(ScalingPolicy(max_replicas=2, scaling_timeout_s=5, eval_period_s=100, repeat_offender_faults=1), "a")
     job.tick()
     job.tell(RankFault("a", 1, 0, 0, "ECC error"))
@@ -770,7 +770,7 @@ def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
 
 
 @pytest.mark.parametrize("changing", [False, True])
-def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing):
+def test_stop_request_past_its_deadline_stops_at_once(changing):
     job = Told(FOUR, "abcd")
     if changing:
         job.tell(NodesPreempted(("b",), 500.0))
@@ -779,7 +779,7 @@ def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing)
     assert "not all was saved" in job.did(StopJob).reason
 
 
-def test_a_fault_that_another_attempt_would_not_mend_is_the_end_and_nobodys_offence():
+def test_final_fault_fails_the_job_without_blaming_the_node():
     job = Told(FOUR, "abcd")
     actions = job.tell(RankFault("c", 1, 0, 1, "the loss of step 7 is not finite, for the 3rd time", final=True))
     assert [type(one) for one in actions] == [BreakWorld, FailJob]

@@ -37,14 +37,14 @@ def from_reports(*reports: RejoinReport):
     return rebuild_world(reports, POLICY, nproc=2, now_s=1000.0)
 
 
-def test_a_world_that_all_are_in_goes_on_as_if_nothing_had_happened():
+def test_rebuilt_world_with_all_members_continues():
     world, actions = from_reports(report("c"), report("a", spawn_count=4), report("b"))
     assert actions == ()
     assert (world.phase, world.epoch, world.ranked_nodes, world.restarts) == (WorldPhase.RUNNING, 5, ABC, 3)
     assert world.members["a"].spawn_count == 4
 
 
-def test_one_who_says_who_is_in_it_is_enough():
+def test_single_report_with_the_members_is_enough():
     world, actions = from_reports(report("a", ranked_nodes=()), report("b"), report("c", ranked_nodes=()))
     assert (world.phase, world.ranked_nodes, actions) == (WorldPhase.RUNNING, ABC, ())
 
@@ -96,13 +96,13 @@ def test_rebuild_without_reports():
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_of_two_reports_of_a_node_the_later_life_counts(turned):
+def test_later_generation_of_a_node_wins_in_any_order(turned):
     two = [report("b"), report("b", generation=2, epoch=-1, ranked_nodes=())]
     world, _ = from_reports(report("a"), report("c"), *(two[::-1] if turned else two))
     assert (world.members["b"].generation, world.members["b"].has_ranks) == (2, False)
 
 
-def test_a_node_with_another_number_of_ranks_is_not_in_it():
+def test_node_with_another_rank_count_is_excluded():
     world, _ = from_reports(
         report("a"), report("b"), report("c"), report("d", local_ranks=8, epoch=-1, ranked_nodes=())
     )

@@ -66,7 +66,7 @@ def test_impossible_policy_names_its_field(fields, said):
     assert said in str(raised.value)
 
 
-def test_all_problems_are_told_at_once():
+def test_all_policy_problems_are_reported_at_once():
     with pytest.raises(PolicyError) as raised:
         ScalingPolicy(min_replicas=4, max_replicas=2, scaling_timeout_s=-1, eval_period_s=-1)
     for name in ("max_replicas is 2", "scaling_timeout_s is -1", "eval_period_s is -1"):

@@ -42,7 +42,7 @@ def job_in(folder, **changed):
     return msgspec.structs.replace(job, **changed)
 
 
-def test_what_is_brought_is_tried(folder):
+def test_job_inputs_are_opened(folder):
     brought = open_job_inputs(job_in(folder))
     assert (len(brought.corpus), brought.length) == (40, 64)
     assert open_job_inputs(job_in(folder, length=8)).length == 8
@@ -66,20 +66,20 @@ def test_tokens_need_no_tokenizer_and_text_does(folder):
         ({"config": "none.json"}, "none.json is no configuration"),
     ],
 )
-def test_a_model_that_does_not_fit_is_said(folder, changed, named):
+def test_model_that_does_not_fit_is_reported(folder, changed, named):
     with pytest.raises(ModelError) as caught:
         open_job_inputs(job_in(folder, **changed))
     assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[", "{}", '{"model_type": "no-such"}'])
-def test_a_file_that_is_no_configuration_is_said(folder, text):
+def test_invalid_model_configuration_is_reported(folder, text):
     (folder / "odd.json").write_text(text)
     with pytest.raises(ModelError, match=r"odd\.json is no configuration of a model"):
         open_job_inputs(job_in(folder, config=str(folder / "odd.json")))
 
 
-def test_a_tokenizer_that_is_not_there_is_said(folder, monkeypatch):
+def test_missing_tokenizer_is_reported(folder, monkeypatch):
     (folder / "empty").mkdir()
     with pytest.raises(ModelError, match=r"--tokenizer .*empty: there is none"):
         open_job_inputs(job_in(folder, tokenizer=str(folder / "empty")))
@@ -91,7 +91,7 @@ def test_the_first_line_of_every_file_is_tried(folder):
         open_job_inputs(job_in(folder, data=(str(folder / "data.jsonl"), str(folder / "zz.jsonl"))))
 
 
-def test_the_command_says_it_too_and_starts_nothing(folder, monkeypatch):
+def test_command_reports_the_problem_and_starts_nothing(folder, monkeypatch):
     monkeypatch.chdir(folder)
     brought = ["--config", "llama.json", "--data", "data.jsonl", "--output", "out"]
     for words, named in (
@@ -112,7 +112,7 @@ def test_a_step_for_people():
     assert step_text(json.loads(json.dumps(line))) == "step 1/10  loss 1.5000  1,234 tokens  lr 1e-05  1 rank  0.50 s"
 
 
-def test_the_documentation_says_words_that_there_are():
+def test_documented_commands_parse():
     """Every `elastic finetune` of docs/finetune.md."""
     text = (Path(__file__).parents[4] / "docs" / "finetune.md").read_text()
     lines = re.findall(r"^(?:\$ )?elastic finetune (.*)$", text, re.MULTILINE)

@@ -38,7 +38,7 @@ def test_finetune_job_has_defaults():
     assert msgspec.json.decode(msgspec.json.encode(job), type=FinetuneJob) == job
 
 
-def test_a_recipe_says_what_nobody_says():
+def test_recipe_supplies_defaults():
     job = job_from_options({**DATA, "recipe": LORA, "lr": 1e-5}, sizes=(1, 2, 4), nproc=8)
     assert (
         job.lora,
@@ -74,7 +74,7 @@ def test_a_recipes_learning_rates_are_taken_with_its_sizes(tmp_path):
     assert job.microbatch == largest_microbatch(read_recipe(file, devices=2), None, (1, 2, 3, 4, 6, 8, 16), 2)
 
 
-def test_words_that_are_said_count_more_than_a_recipe():
+def test_explicit_options_override_the_recipe():
     job = job_from_options(
         {**DATA, "recipe": LORA, "lr": 1e-5, "batch": 64, "microbatch": 2, "config": "c.json", "name": "mine"}
     )
@@ -108,7 +108,7 @@ def test_a_world_that_leaves_ranks_idle_is_refused_by_its_limit():
         size_job(FinetuneJob(name="a", data=(), output="o", lr=1e-3, batch=8, microbatch=4), nodes=1, world_size=4)
 
 
-def test_a_file_that_is_no_job_is_said(tmp_path):
+def test_invalid_job_file_is_refused(tmp_path):
     (tmp_path / "job.json").write_text('{"name": 3}')
     with pytest.raises(PolicyError, match=r"job\.json is no job"):
         read_job_file(tmp_path / "job.json")
@@ -124,7 +124,7 @@ def test_the_last_step_takes_the_last_sample(samples, epochs, batch, taken):
 
 
 @given(st.integers(1, 200), st.integers(0, 20), st.sampled_from(["cosine", "linear", "constant"]))
-def test_learning_rates_rise_to_the_peak_and_fall_from_it(total, warmup, shape):
+def test_learning_rate_rises_to_the_peak_and_falls_after_it(total, warmup, shape):
     rates = [learning_rate_at(step, total, peak=1.0, shape=shape, warmup=warmup, least=0.1) for step in range(total)]
     assert all(0 < rate <= 1 for rate in rates)
     up, down = rates[: warmup + 1], rates[warmup:]

@@ -18,7 +18,7 @@ from tests.support.example_counts import examples
 
 @given(files=st.lists(st.lists(st.one_of(st.none(), st.text(max_size=5)), max_size=6), min_size=1, max_size=4), end=...)
 @settings(max_examples=examples(40))
-def test_every_line_is_found_in_order_and_blank_ones_are_not(files: list, end: bool):
+def test_corpus_lists_every_line_in_order_without_blank_lines(files: list, end: bool):
     """``None`` is a blank line; the last line of a file may have no end."""
     expected = [
         (number, line + 1, text)
@@ -66,7 +66,7 @@ def test_other_bytes_are_another_digest(tmp_path):
         ('{"text": "a"}\n{"text": "\xff"\n', "a.jsonl:2 is not JSON"),
     ],
 )
-def test_a_line_that_is_none_is_named(tmp_path, text, named):
+def test_invalid_line_is_named(tmp_path, text, named):
     (tmp_path / "a.jsonl").write_text(text, encoding="latin-1")
     corpus = open_corpus([str(tmp_path)])
     with pytest.raises(DataError) as caught:
@@ -74,7 +74,7 @@ def test_a_line_that_is_none_is_named(tmp_path, text, named):
     assert named in str(caught.value)
 
 
-def test_what_is_not_there_is_not_empty(tmp_path):
+def test_missing_data_is_an_error(tmp_path):
     with pytest.raises(DataError, match="there is no file or folder"):
         open_corpus([str(tmp_path / "none")])
     with pytest.raises(DataError, match="has no file of JSON lines"):

@@ -61,7 +61,7 @@ def test_tokens_need_no_tokenizer():
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=12), st.integers(1, 8))
-def test_nothing_is_longer_than_it_may_be_and_all_parts_are_as_long(tokens, length):
+def test_samples_are_truncated_and_their_parts_have_equal_length(tokens, length):
     sample = encoder(length)({"input_ids": tokens}, "here")
     assert len(sample.ids) == len(sample.targets) == len(sample.weights) == max(1, min(length, len(tokens) - 1))
     assert sample.weights.sum() == max(0, min(length, len(tokens) - 1))
@@ -88,7 +88,7 @@ def test_nothing_is_longer_than_it_may_be_and_all_parts_are_as_long(tokens, leng
         ({"input_ids": [1, 2], "weights": [1, -1]}, "a weight is 0 or more"),
     ],
 )
-def test_what_cannot_be_learned_from_is_named(line, named):
+def test_unusable_line_is_named(line, named):
     tokenizer = Wide() if line.get("text") == "~" else Letters()
     with pytest.raises(DataError, match=r"^here") as caught:
         encoder(tokenizer=tokenizer)(line, "here")
@@ -102,12 +102,12 @@ class Wide(Letters):
         return {"input_ids": [VOCABULARY]}
 
 
-def test_what_is_too_long_is_an_error_where_that_is_wanted():
+def test_overlong_sample_is_an_error_when_requested():
     with pytest.raises(DataError, match="here has 6 tokens, --length is 4"):
         encoder(4, "error")({"text": "abcd"}, "here")
     assert len(encoder(5, "error")({"text": "abcd"}, "here").ids) == 5
 
 
-def test_text_without_a_tokenizer_says_what_to_do():
+def test_text_without_a_tokenizer_raises_with_advice():
     with pytest.raises(DataError, match="there is no tokenizer: say --tokenizer"):
         SampleEncoder(None, 8, VOCABULARY)({"text": "a"}, "here")

@@ -27,7 +27,7 @@ def model_of(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_with_adapters_is_one_without_in_the_end(tmp_path, family):
+def test_merged_adapters_match_a_plain_model(tmp_path, family):
     plain, beside = model_of(tmp_path, family), model_of(tmp_path, family)
     add_lora(beside, JOB)
     names = set(beside.state_dict())
@@ -55,7 +55,7 @@ def test_only_adapters_are_trained_and_the_last_layer_has_none(tmp_path, family)
     assert not any(name.startswith("lm_head") for name in trained)
 
 
-def test_what_adapters_begin_with_is_the_seeds(tmp_path):
+def test_initial_adapter_weights_follow_the_seed(tmp_path):
     model = model_of(tmp_path, "llama")
     weights = dict(model.state_dict())
     add_lora(model, JOB)

@@ -57,7 +57,7 @@ WELL, OFF, REBOOT, REPLACE = NodeHealth
         ("", None),
     ],
 )
-def test_what_words_say_of_a_machine(words, kind):
+def test_device_fault_is_classified_by_its_message(words, kind):
     assert classify_device_fault(words) is kind
 
 
@@ -93,7 +93,7 @@ def test_only_faults_of_the_window_count():
 
 
 @given(st.lists(st.sampled_from(list(DeviceFaultKind)), max_size=8), st.sampled_from(list(DeviceFaultKind)))
-def test_another_fault_never_makes_it_better(kinds, more):
+def test_additional_fault_never_improves_node_health(kinds, more):
     before, after = health_after_faults(faults(*kinds), 1000.0), health_after_faults(faults(*kinds, more), 1000.0)
     assert after.severity >= before.severity
 
@@ -105,7 +105,7 @@ def test_labels_are_set_for_the_worse_alone(known, wanted):
         assert wanted is not WELL
 
 
-def test_one_fault_of_a_machine_that_several_tell_of_is_one():
+def test_fault_reported_by_several_ranks_counts_once():
     lost = "CUDA error: GPU is lost"
     events = [
         FileOpened(1.0, 1),
@@ -123,7 +123,7 @@ def test_one_fault_of_a_machine_that_several_tell_of_is_one():
 
 
 @pytest.mark.parametrize("answer", ["late", "broken"])
-def test_what_the_check_between_worlds_says_is_understood(tmp_path, answer):
+def test_device_check_between_worlds_is_classified(tmp_path, answer):
     """Its words reach the ledger as the last of the process that ends by it."""
     late = threading.Event()
 
@@ -185,7 +185,7 @@ def test_a_label_is_read_and_set():
     assert api.labels["n2"] == {NODE_HEALTH_LABEL: REPLACE.value}
 
 
-def test_what_somebody_else_sets_meanwhile_is_not_lost():
+def test_concurrent_label_changes_are_not_lost():
     api = Api(n1=None)
     api.meddle = [REPLACE.value]
     assert NodeHealthLabels(api).set_if("n1", REBOOT, when=lambda was: is_worse_health(was, REBOOT)) == REPLACE.value
@@ -199,7 +199,7 @@ def test_what_somebody_else_sets_meanwhile_is_not_lost():
     ("status", "code"),
     [(404, ExitCode.NOT_FOUND), (403, ExitCode.REFUSED), (401, ExitCode.REFUSED), (503, ExitCode.UNAVAILABLE)],
 )
-def test_refusals_of_kubernetes_are_told_apart(status, code):
+def test_kubernetes_refusals_map_to_exit_codes(status, code):
     api = Api()
     api.refusal = ApiException(status=status, reason="no")
     with pytest.raises(CommandError) as refused:
@@ -239,7 +239,7 @@ def test_the_command_reads_and_sets(cluster):
         assert cluster(*wrong)[0] == ExitCode.USAGE
 
 
-def test_labels_follow_from_a_jobs_ledger(cluster, tmp_path):
+def test_labels_follow_from_an_event_log(cluster, tmp_path):
     now = time.time()
     with contextlib.closing(EventLogWriter(tmp_path)) as ledger:
         ledger.write(ProcessBegan(now - 100, "llama", "coordinator"))

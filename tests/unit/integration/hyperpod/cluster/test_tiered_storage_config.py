@@ -43,7 +43,7 @@ def test_a_file(tmp_path, tree, write):
     assert read_tiered_storage_config(path) == ON
 
 
-def test_a_cluster_that_never_had_the_flag_has_it_off():
+def test_cluster_without_the_flag_has_it_disabled():
     assert parse_tiered_storage_config(ANSWER, "x") == TIERED_STORAGE_DISABLED
     assert not parse_tiered_storage_config({**ANSWER, TIERED_STORAGE_KEY: {"Mode": "Disable"}}, "x").enabled
 
@@ -184,7 +184,7 @@ def test_enabled_without_a_share_leaves_the_agents_own():
     )
 
 
-def test_off_means_plain_checkpoints_and_says_so_where_there_is_no_place_for_them(platform):
+def test_disabled_tiered_storage_requires_a_durable_url(platform):
     source = platform(Mode="Disable", InstanceMemoryAllocationPercentage=30)
     off = load_settings({CLUSTER_CONFIG_ENV: source, "TIEREDCKPT_DURABLE_URL": "s3://bucket/job"})
     assert not off.enabled
@@ -194,7 +194,7 @@ def test_off_means_plain_checkpoints_and_says_so_where_there_is_no_place_for_the
     assert load_settings({CLUSTER_CONFIG_ENV: source, "TIEREDCKPT_ENABLED": "1"}).enabled
 
 
-def test_a_source_that_is_none_is_refused(platform):
+def test_invalid_config_source_is_refused(platform):
     for source in ("/etc/flag", "slurm:/etc/flag", "hyperpod", "hyperpod:"):
         with pytest.raises(SettingsError, match=r"known are: broken:\.\.\., hyperpod:"):
             load_settings({CLUSTER_CONFIG_ENV: source})

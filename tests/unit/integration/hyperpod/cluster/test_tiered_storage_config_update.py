@@ -28,7 +28,7 @@ def cluster(flag=TIERED_STORAGE_DISABLED, status="InService", recovery="Automati
 
 
 @given(names, st.integers(1, 100) | st.none(), st.sampled_from(["Automatic", "None"]))
-def test_every_request_is_one_of_awss_model(name, percent, recovery):
+def test_every_request_matches_the_aws_model(name, percent, recovery):
     found = cluster(name=name, recovery=recovery)
     wanted = TIERED_STORAGE_DISABLED if percent is None else enabled_config(found, percent)
     request = update_request(found, wanted)
@@ -39,7 +39,7 @@ def test_every_request_is_one_of_awss_model(name, percent, recovery):
     assert "InstanceGroups" not in request
 
 
-def test_a_recovery_that_nobody_says_is_not_made_up():
+def test_missing_node_recovery_is_refused():
     with pytest.raises(CommandError, match="needs NodeRecovery") as refused:
         update_request(cluster(recovery=None), ON)
     assert refused.value.code is ExitCode.USAGE
@@ -47,7 +47,7 @@ def test_a_recovery_that_nobody_says_is_not_made_up():
     assert update_request(cluster(recovery=None), ON, "None")["NodeRecovery"] == "None"
 
 
-def test_a_share_is_kept_or_asked_for():
+def test_memory_share_is_kept_or_required():
     assert enabled_config(cluster(), 40).percent == 40
     assert enabled_config(cluster(TieredStorageConfig(TieredStorageMode.DISABLE, 25)), None) == TieredStorageConfig(
         TieredStorageMode.ENABLE, 25
@@ -57,7 +57,7 @@ def test_a_share_is_kept_or_asked_for():
             enabled_config(cluster(flag), None)
 
 
-def test_a_share_of_what_is_off_means_nothing():
+def test_memory_share_of_a_disabled_config_is_ignored():
     assert has_config(cluster(TieredStorageConfig(TieredStorageMode.DISABLE, 25)), TIERED_STORAGE_DISABLED)
     assert not has_config(cluster(TieredStorageConfig(TieredStorageMode.DISABLE, 30)), ON)
     assert not has_config(cluster(TieredStorageConfig(TieredStorageMode.ENABLE, 20)), ON)
@@ -82,7 +82,7 @@ def test_how_far_an_update_is(status, flag, began, stands):
     assert update_progress(cluster(flag, status), ON, began=began) is stands
 
 
-def test_every_status_of_awss_model_is_one_of_these():
+def test_every_aws_cluster_status_is_mapped():
     known = model().shape_for("ClusterStatus").enum
     assert {update_progress(cluster(ON, status), ON, began=True) for status in known} == set(UpdateProgress) - {
         UpdateProgress.NOT_STARTED

@@ -116,7 +116,7 @@ def test_a_step_that_all_ranks_have_sealed_is_reported_once_with_its_address(mad
     ]
 
 
-def test_on_one_node_its_agent_is_asked_which_step_is_whole(made):
+def test_single_node_queries_its_agent_for_the_complete_step(made):
     agent = Agent()
     mine = made(agent, alone=lambda: True)
     session = Session("job", whole(3), whole(5), torn(6), sealed=6)
@@ -126,7 +126,7 @@ def test_on_one_node_its_agent_is_asked_which_step_is_whole(made):
     until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
 
 
-def test_what_is_not_known_to_be_whole_is_not_reported(made):
+def test_unconfirmed_step_is_not_reported(made):
     agent = Agent()
     mine = made(agent)
     session = Session(sealed=7)
@@ -138,7 +138,7 @@ def test_what_is_not_known_to_be_whole_is_not_reported(made):
     assert agent.steps == []
 
 
-def test_a_rank_that_does_not_speak_says_nothing_and_is_told_nothing(made):
+def test_silent_rank_neither_sends_nor_receives(made):
     agent = Agent("tiered://job/step-3")
     mine = made(agent, speaks=False)
     mine.on_sealed(Session(sealed=7, committed=7))
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_speak_says_nothing_and_is_told_nothing(made):
     assert agent.heard == []
 
 
-def test_the_agent_has_room_for_one_job(made):
+def test_agent_serves_a_single_job(made):
     agent = Agent()
     mine = made(agent)
     assert mine.expected_step("job") is None
@@ -157,7 +157,7 @@ def test_the_agent_has_room_for_one_job(made):
     assert [kind for kind, _ in agent.heard] == ["ckpt_init"]
 
 
-def test_after_going_back_an_older_step_is_what_there_is(made):
+def test_older_step_after_a_rewind_is_reported(made):
     agent = Agent()
     mine = made(agent)
     mine.on_sealed(Session(sealed=7, committed=7))
@@ -186,7 +186,7 @@ def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
 
 @hypothesis.given(st.none() | st.text() | st.integers() | st.dictionaries(st.text(), st.text()))
 @hypothesis.settings(max_examples=examples(60))
-def test_whatever_the_agent_answers_is_understood_or_unknown(path):
+def test_any_agent_answer_is_parsed_or_unknown(path):
     found = expected_step_from_path("job", path, ResumeFrom.NEWEST)
     assert found is None or found.step is None or found.step >= 0
     assert (found is None) == (path is None or path == "")
@@ -196,7 +196,7 @@ def test_whatever_the_agent_answers_is_understood_or_unknown(path):
     "error",
     [ControlDeadlineError("the agent said no ckpt_info_get"), ControlPlaneUnavailableError("no elastic agent answers")],
 )
-def test_an_agent_that_cannot_be_asked_is_unknown(made, error):
+def test_unreachable_agent_means_an_unknown_step(made, error):
     mine = made(Agent(error=error))
     found = mine.expected_step("job")
     assert found.step is None
@@ -214,7 +214,7 @@ def test_a_job_that_was_somewhere_never_begins_from_nothing():
         check_restored_step("job", ExpectedStep(240, "the agent says 240"), -1)
 
 
-def test_where_tiers_and_operator_differ_it_is_said(caplog):
+def test_difference_between_tiers_and_operator_is_logged(caplog):
     caplog.set_level(logging.INFO)
     check_restored_step("job", ExpectedStep(240, "it says 240"), 240)
     check_restored_step("job", None, -1)
@@ -228,7 +228,7 @@ def test_where_tiers_and_operator_differ_it_is_said(caplog):
     assert "going on from step 7, the newest whole one" in caplog.messages[2]
 
 
-def test_ranks_that_were_told_different_steps_agree_on_the_newest():
+def test_ranks_with_different_steps_agree_on_the_newest():
     some = [
         None,
         ExpectedStep(3, "three"),
@@ -242,7 +242,7 @@ def test_ranks_that_were_told_different_steps_agree_on_the_newest():
     assert newest_expected_step([None, None]) is None
 
 
-def test_all_ranks_hear_what_one_was_told(made):
+def test_all_ranks_receive_the_step_of_one_rank(made):
     mine = made(Agent("tiered://job/step-4"))
 
     def from_all(text: str) -> list[str]:
@@ -255,7 +255,7 @@ def test_all_ranks_hear_what_one_was_told(made):
     assert gather_expected_step("job", from_all) is None
 
 
-def test_the_newest_whole_step_is_the_one_that_a_restore_would_take():
+def test_newest_complete_step_is_the_one_a_restore_loads():
     spoilt = StepStatus(VersionId(1, 9, 0, "i1"), 1, {0: (Tier.MEMORY,)}, quarantined="damaged")
     session = Session("job", whole(3), torn(8), spoilt, sealed=9)
     assert newest_complete_step(session, ask=False) == -1  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ def test_the_newest_whole_step_is_the_one_that_a_restore_would_take():
     assert session.surveys == 1
 
 
-def test_an_account_that_was_closed_says_nothing_more():
+def test_closed_reporter_sends_nothing():
     agent = Agent()
     mine = CheckpointReporter(agent.connect)  # type: ignore[arg-type]
     mine.on_sealed(Session(sealed=7, committed=7))

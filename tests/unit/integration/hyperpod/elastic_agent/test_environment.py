@@ -33,7 +33,7 @@ TOLD = {
 }
 
 
-def test_a_place_as_the_agent_gives_it():
+def test_assignment_is_read_from_the_agent_environment():
     found = launched_worker(TOLD)
     place = found.assignment
     assert (place.rank, place.world_size, place.node_rank, place.node_count) == (5, 8, 2, 4)
@@ -42,7 +42,7 @@ def test_a_place_as_the_agent_gives_it():
     assert found.master_address == ("10.0.0.1", 23456)
 
 
-def test_nodes_are_counted_although_the_agent_says_the_number_of_ranks():
+def test_node_count_is_derived_although_the_agent_gives_the_rank_count():
     assert TOLD["GROUP_WORLD_SIZE"] == TOLD["WORLD_SIZE"]
     assert launched_worker(TOLD).assignment.node_count == 4
 
@@ -56,7 +56,7 @@ def test_torchruns_count_serves_where_the_agents_is_not_there():
     assert launched_worker(told).assignment.restarts == 2
 
 
-def test_everything_that_is_wrong_is_named_at_once():
+def test_all_environment_problems_are_reported_at_once():
     with pytest.raises(PolicyError, match=r"WORLD_SIZE='many' is no count; .*GROUP_RANK is not set; MASTER_ADDR"):
         launched_worker({**TOLD, "WORLD_SIZE": "many", "MASTER_ADDR": ""} | {"GROUP_RANK": None})  # type: ignore[dict-item]
 
@@ -102,11 +102,11 @@ def test_any_environment_is_a_place_or_refused(changed):
         ("everywhere", SignalCoordination.DISABLED),
     ],
 )
-def test_signals_mean_something_only_where_the_job_says_so(said, means):
+def test_signals_are_used_only_when_the_job_enables_them(said, means):
     assert signal_coordination({} if said is None else {"HYPERPOD_SIGNAL_COORDINATION": said}) is means
 
 
-def test_what_users_may_change():
+def test_user_options_are_validated():
     assert stop_patience_s({}) == 120
     assert stop_patience_s({"ELASTIC_HYPERPOD_STOP_TIMEOUT_S": "2.5"}) == 2.5
     for wrong in ("soon", "-1", "nan", "inf"):

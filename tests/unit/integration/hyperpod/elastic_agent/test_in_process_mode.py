@@ -73,7 +73,7 @@ def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
     assert (first["reason"], first["message"]) == ("WorkerFault", "ValueError: no such sample")
 
 
-def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(start):
+def test_resize_pauses_at_a_common_step_and_requests_a_restart(start):
     job = start(2)
     before = all_ready(job.planes)
     job.planes[0].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
@@ -96,7 +96,7 @@ def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(s
     assert "half is enough" in said(job, ipc.MSG_JOB_FAULT)[0]["message"]
 
 
-def test_who_could_not_seal_is_not_waited_for(start):
+def test_rank_that_could_not_seal_is_not_awaited(start):
     job = start(2)
     all_ready(job.planes)
     job.planes[0].request_change(NoticeKind.RESIZE, "asked back")
@@ -106,7 +106,7 @@ def test_who_could_not_seal_is_not_waited_for(start):
     assert {place.restarts for place in all_ready(job.planes)} == {1}
 
 
-def test_all_have_finished_before_any_of_them_goes(start):
+def test_finished_ranks_wait_for_each_other(start):
     job = start(2)
     all_ready(job.planes)
     first = at_once(job.planes[0].report_finished)[0]
@@ -118,7 +118,7 @@ def test_all_have_finished_before_any_of_them_goes(start):
         at_once(seat.close)
 
 
-def test_who_has_finished_is_told_when_another_one_is_lost_on_its_last_steps(start):
+def test_finished_rank_learns_of_a_rank_lost_on_its_last_steps(start):
     job = start(2)
     all_ready(job.planes)
     first = at_once(job.planes[1].report_finished)[0]
@@ -158,7 +158,7 @@ def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, p
     assert coming.result(PATIENCE_S).epoch == 4
 
 
-def test_a_spare_waits_until_it_is_needed(alone, port):
+def test_spare_waits_until_it_is_started(alone, port):
     plane, agent, _ = alone
     (coming,) = begin(plane, agent, port, spare=True)
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
@@ -167,7 +167,7 @@ def test_a_spare_waits_until_it_is_needed(alone, port):
     assert coming.result(PATIENCE_S).restarts == 1
 
 
-def test_a_start_that_is_taken_back_is_waited_for_anew(alone, port):
+def test_withdrawn_start_is_awaited_again(alone, port):
     plane, agent, _ = alone
     coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
     agent.hear()
@@ -181,7 +181,7 @@ def test_a_start_that_is_taken_back_is_waited_for_anew(alone, port):
     assert coming[0].result(PATIENCE_S).epoch == 1
 
 
-def test_too_many_restarts_in_one_process_ask_for_new_processes_and_label_the_rank(alone, port):
+def test_repeated_in_process_restarts_escalate_to_new_processes(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
     plane.report_fault("once")
@@ -195,7 +195,7 @@ def test_too_many_restarts_in_one_process_ask_for_new_processes_and_label_the_ra
     assert agent.hear()["restart_mode"] == "process_level_restart"
 
 
-def test_what_would_fail_again_in_any_process_is_asked_for_once(alone, port):
+def test_final_fault_requests_one_job_restart(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
     plane.report_fault("a loss that is never finite", final=True)
@@ -204,7 +204,7 @@ def test_what_would_fail_again_in_any_process_is_asked_for_once(alone, port):
         plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
 
-def test_an_agent_that_is_gone_ends_the_world_and_the_rank(alone, port):
+def test_lost_agent_ends_the_world_and_the_rank(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
     told = threading.Event()
@@ -216,7 +216,7 @@ def test_an_agent_that_is_gone_ends_the_world_and_the_rank(alone, port):
         plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
 
-def test_a_place_that_is_taken_is_met_at_all_the_same(port):
+def test_occupied_store_address_is_shared(port):
     first, second = RendezvousStore(), RendezvousStore()
     first.serve(f"127.0.0.1:{port}")
     first.serve(f"127.0.0.1:{port}")
@@ -228,7 +228,7 @@ def test_a_place_that_is_taken_is_met_at_all_the_same(port):
     second.close()
 
 
-def test_a_place_that_somebody_has_who_keeps_no_store_is_left_for_another(alone, port, monkeypatch):
+def test_port_without_a_store_requests_another_start(alone, port, monkeypatch):
     """Any connection that goes out may have that port; waiting for it would be waiting for ever."""
     monkeypatch.setattr(in_process_mode, "_FOREIGN_STORE_TIMEOUT_S", 0.2)
     plane, agent, _ = alone

@@ -34,7 +34,7 @@ def both():
         worker.close()
 
 
-def test_every_user_says_who_it_is_first_and_signs_what_it_says(both):
+def test_channels_introduce_themselves_and_sign_their_messages(both):
     connection, worker = both
     one, other = connection.open_channel(ipc.RESTART_MESSAGES), connection.open_channel(ipc.CHECKPOINT_MESSAGES)
     one.send(ipc.MSG_AT_BARRIER)
@@ -49,7 +49,7 @@ def test_every_user_says_who_it_is_first_and_signs_what_it_says(both):
     assert heard[3]["step"] == 4
 
 
-def test_a_fault_that_came_before_anybody_listened_is_heard(both):
+def test_fault_before_any_listener_is_received(both):
     connection, worker = both
     worker.say(ipc.MSG_JOB_FAULT, restart_count=0)
     worker.say(ipc.MSG_JOB_START, client_id="of an earlier user")
@@ -62,7 +62,7 @@ def test_a_fault_that_came_before_anybody_listened_is_heard(both):
     assert channel.receive(timeout_s=PATIENCE_S)["type"] == ipc.MSG_JOB_START
 
 
-def test_what_is_not_asked_for_now_is_kept_for_later(both):
+def test_other_message_types_are_queued(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     for number in range(3):
@@ -72,7 +72,7 @@ def test_what_is_not_asked_for_now_is_kept_for_later(both):
     assert [channel.receive(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] for _ in range(3)] == [0, 1, 2]
 
 
-def test_answers_go_to_who_asked(both):
+def test_answers_reach_the_requesting_channel(both):
     connection, worker = both
     users = [connection.open_channel(ipc.CHECKPOINT_MESSAGES) for _ in range(2)]
     for user in users:
@@ -83,14 +83,14 @@ def test_answers_go_to_who_asked(both):
     assert [user.receive(timeout_s=PATIENCE_S)["path"] for user in users] == [user.client for user in users]
 
 
-def test_what_nobody_is_named_in_is_for_all_who_hear_it(both):
+def test_unaddressed_message_reaches_all_subscribers(both):
     connection, worker = both
     users = [connection.open_channel(ipc.RESTART_MESSAGES) for _ in range(2)]
     worker.say(ipc.MSG_JOB_FAULT, restart_count=3)
     assert [user.receive(timeout_s=PATIENCE_S)["restart_count"] for user in users] == [3, 3]
 
 
-def test_frames_are_whole_whoever_speaks_at_once(both):
+def test_concurrent_frames_are_not_interleaved(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
@@ -108,7 +108,7 @@ def test_frames_are_whole_whoever_speaks_at_once(both):
     assert sorted(m["rank"] for m in heard) == sorted([0, 1, 2, 3] * 20)
 
 
-def test_what_was_said_before_going_is_heard(both):
+def test_messages_sent_before_closing_are_delivered(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     channel.send(ipc.MSG_JOB_FAULT, rank=8, reason="its loss is not finite")
@@ -117,7 +117,7 @@ def test_what_was_said_before_going_is_heard(both):
     assert worker.hear() is None
 
 
-def test_an_agent_that_is_gone_is_lost_for_good(both):
+def test_closed_agent_connection_stays_lost(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
@@ -130,7 +130,7 @@ def test_an_agent_that_is_gone_is_lost_for_good(both):
     waiting.join()
 
 
-def test_what_came_before_the_end_is_heard_after_it(both):
+def test_messages_before_the_end_are_received_after_it(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
@@ -150,7 +150,7 @@ def test_what_came_before_the_end_is_heard_after_it(both):
         (struct.pack(">I", 9) + b'{"type":"', "no JSON in UTF-8"),
     ],
 )
-def test_a_damaged_frame_ends_the_connection_and_says_why(both, stream, said):
+def test_damaged_frame_closes_the_connection_with_a_reason(both, stream, said):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     worker.sock.sendall(encode_agent_frame({"type": ipc.MSG_JOB_FAULT, "restart_count": 2}) + stream)
@@ -159,7 +159,7 @@ def test_a_damaged_frame_ends_the_connection_and_says_why(both, stream, said):
     assert channel.receive(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] == 2
 
 
-def test_a_torn_frame_is_told_from_an_end(both):
+def test_truncated_frame_differs_from_a_close(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     assert worker.hear()["type"] == ipc.MSG_INIT
@@ -169,7 +169,7 @@ def test_a_torn_frame_is_told_from_an_end(both):
         channel.receive(timeout_s=PATIENCE_S)
 
 
-def test_an_agent_that_does_not_read_holds_nobody_up(both):
+def test_agent_that_does_not_read_blocks_no_sender(both):
     connection, _worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
 
@@ -181,7 +181,7 @@ def test_an_agent_that_does_not_read_holds_nobody_up(both):
         talk()
 
 
-def test_an_agent_that_floods_is_given_up_and_what_it_said_is_kept(both):
+def test_flooding_agent_is_disconnected_and_its_messages_are_kept(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
 
@@ -199,7 +199,7 @@ def test_an_agent_that_floods_is_given_up_and_what_it_said_is_kept(both):
     assert channel.receive(timeout_s=0)["restart_count"] == 0
 
 
-def test_nobody_there_is_said_with_the_path(tmp_path):
+def test_missing_socket_is_named_in_the_error(tmp_path):
     with pytest.raises(ControlPlaneUnavailableError, match=r"nobody\.sock"):
         AgentConnection(tmp_path / "nobody.sock", 0)
     assert issubclass(DamagedFrameError, ControlPlaneUnavailableError)
@@ -225,7 +225,7 @@ def test_a_forked_child_does_not_hold_the_connection_open(both):
         os.close(answers)
 
 
-def test_a_process_has_one_connection_whoever_asks(monkeypatch):
+def test_process_shares_one_connection(monkeypatch):
     monkeypatch.setattr(connection_module, "_shared", [])
     with listening() as listener:
         environ = {AGENT_SOCKET_ENV: str(listener.path)}

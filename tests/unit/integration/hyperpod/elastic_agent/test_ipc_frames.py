@@ -91,7 +91,7 @@ def test_malformed_message_is_refused_with_its_first_bytes(body):
     assert isinstance(pickle.loads(pickle.dumps(refused.value)), ControlPlaneUnavailableError)
 
 
-def test_a_length_above_the_limit_is_refused_before_there_is_room_for_it():
+def test_oversized_length_is_refused_before_allocation():
     tracemalloc.start()
     try:
         with pytest.raises(DamagedFrameError, match="1073741824 bytes was announced"):
@@ -117,7 +117,7 @@ def test_messages_before_a_damaged_frame_are_delivered():
         next(coming)
 
 
-def test_what_nobody_can_read_is_not_sent():
+def test_unencodable_message_is_refused():
     for message in ({"type": "x", "data": object()}, {"type": "x", "loss": float("nan")}):
         with pytest.raises(PolicyError):
             encode_agent_frame(message)

@@ -80,7 +80,7 @@ def leaves(node: Node) -> None:
         node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
 
-def test_what_one_agent_asks_all_ranks_do_once(start):
+def test_request_of_one_agent_is_handled_once_by_all_ranks(start):
     nodes = start(3)
     nodes[1].asked.send()
     until(lambda: all(node.plane.notice() is not None for node in nodes))
@@ -91,7 +91,7 @@ def test_what_one_agent_asks_all_ranks_do_once(start):
     assert steps == [7, 7, 7]
 
 
-def test_nobody_ends_well_before_its_own_agent_has_asked(start):
+def test_rank_exits_only_after_the_request_of_its_own_agent(start):
     nodes = start(2)
     nodes[0].asked.send()
     sealed(nodes)
@@ -114,7 +114,7 @@ def test_rank_without_a_stop_signal_fails(start):
         done[1].result(PATIENCE_S)
 
 
-def test_a_pod_that_goes_away_need_not_be_asked_by_its_agent(start):
+def test_preempted_pod_exits_without_an_agent_request(start):
     nodes = start(2)
     nodes[1].plane.request_change(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
     sealed(nodes)
@@ -122,7 +122,7 @@ def test_a_pod_that_goes_away_need_not_be_asked_by_its_agent(start):
     results(at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
 
 
-def test_an_agent_that_asks_before_the_ranks_have_met_is_heard(start, monkeypatch):
+def test_agent_request_before_the_rendezvous_is_handled(start, monkeypatch):
     asked = Asked()
     asked.send()
     monkeypatch.setattr(Node, "__init__", _with(asked, Node.__init__))
@@ -151,7 +151,7 @@ def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
     closing.result(PATIENCE_S)
 
 
-def test_who_is_asked_after_the_last_step_does_not_wait_for_those_that_have_finished(start):
+def test_request_after_the_last_step_does_not_wait_for_finished_ranks(start):
     nodes = start(2)
     for node in nodes:
         node.plane.report_progress(RankProgress(9))
@@ -161,7 +161,7 @@ def test_who_is_asked_after_the_last_step_does_not_wait_for_those_that_have_fini
     nodes[1].plane.report_finished()
 
 
-def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
+def test_fault_ends_all_processes_with_an_error(start):
     nodes = start(2)
     nodes[1].plane.report_fault("out of luck")
     until(lambda: all(node.plane.notice() is not None for node in nodes))
@@ -171,7 +171,7 @@ def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
     assert [node.account.flushed for node in nodes] == [0, 0]
 
 
-def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
+def test_rank_that_could_not_seal_fails_without_blocking_others(start):
     nodes = start(2)
     nodes[0].asked.send()
     results(at_once(*(lambda n=node: n.plane.agree_on_step(8) for node in nodes)))
@@ -184,7 +184,7 @@ def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
     leaves(nodes[0])
 
 
-def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start):
+def test_store_shares_its_port_with_a_store_of_the_script(start):
     port = free_port()
     theirs = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
     node = Node(0, 1, port, 0.0)
@@ -196,7 +196,7 @@ def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start
         node.plane.close()
 
 
-def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monkeypatch):
+def test_stopped_store_process_delays_no_exit(zygote, monkeypatch):
     """The first rank's, which keeps it, hangs when all have sealed."""
     patience = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=1.0, connect_timeout_s=10.0)
     monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, timeouts=patience))

@@ -86,13 +86,13 @@ def signalled(tmp_path, how):
     return said
 
 
-def test_children_of_a_rank_survive_what_its_agent_says_to_the_group(tmp_path):
+def test_children_of_a_rank_survive_the_agents_group_signal(tmp_path):
     said = signalled(tmp_path, "ours")
     assert said["ended"] == {"fork": 0, "spawn": 0, "exec": 0}
     assert sorted(said["heard"]) == ["ours", "the script's, after", "the script's, before"]
 
 
-def test_with_a_handler_alone_the_same_children_die_of_it(tmp_path):
+def test_plain_handler_does_not_protect_children_from_the_signal(tmp_path):
     ended = signalled(tmp_path, "a handler")["ended"]
     assert ended["spawn"] == ended["exec"] == -signal.SIGUSR1
 
@@ -113,7 +113,7 @@ def asked():
     assert signal.set_wakeup_fd(-1) == wakes
 
 
-def test_it_is_heard_while_the_main_thread_hears_nothing(asked):
+def test_signal_is_received_while_the_main_thread_is_blocked(asked):
     calls = []
     asked.listen().add_callback(lambda: calls.append(1))
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -124,7 +124,7 @@ def test_it_is_heard_while_the_main_thread_hears_nothing(asked):
     assert late == [1]
 
 
-def test_a_thread_that_was_there_before_may_take_it_too(asked):
+def test_signal_to_an_older_thread_is_received(asked):
     ended, there = threading.Event(), threading.Event()
     old = threading.Thread(target=lambda: (there.set(), ended.wait()))
     old.start()
@@ -138,14 +138,14 @@ def test_a_thread_that_was_there_before_may_take_it_too(asked):
         old.join()
 
 
-def test_a_handler_waits_for_nothing_that_who_was_interrupted_holds(asked):
+def test_signal_handler_takes_no_lock_of_the_interrupted_thread(asked):
     asked.listen()
     with asked.received._cond:  # as whoever begins to wait for it does
         signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
     assert asked.received.wait(60)
 
 
-def test_who_is_forgotten_is_not_called_and_who_fails_keeps_nobody_from_it(asked):
+def test_removed_callback_is_not_called_and_a_failing_one_stops_no_other(asked):
     calls = []
 
     def failing() -> None:

@@ -55,7 +55,7 @@ def start(agent, count=0):
     agent.say(ipc.MSG_JOB_START, worker_envs=envs(count), aggregate_worker_data={"rank_ips": []})
 
 
-def test_a_worker_says_that_it_is_there_and_that_it_went_on(both):
+def test_worker_reports_arrival_at_and_departure_from_the_barrier(both):
     worker, agent = both
     found = []
     waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
@@ -85,7 +85,7 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
     assert found[0][1] == 1
 
 
-def test_a_start_that_is_said_again_to_another_user_of_the_connection_is_begun_once(both):
+def test_start_repeated_to_another_channel_is_begun_once(both):
     """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
     worker, agent = both
     other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
@@ -108,7 +108,7 @@ def test_a_start_that_is_said_again_to_another_user_of_the_connection_is_begun_o
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["start", "fault", "info"]), max_size=8))
-def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
+def test_newest_start_without_a_later_fault_is_begun(said):
     with listening() as listener:
         worker = AgentWorker(AgentConnection(listener.path, 0))
         agent = listener.accept()
@@ -141,7 +141,7 @@ def test_unexpected_messages_are_ignored(both):
     assert asking.receive(ipc.MSG_INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
 
 
-def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
+def test_agent_lost_within_a_frame_is_reported(both):
     worker, agent = both
     whole = encode_agent_frame({"type": ipc.MSG_JOB_START, "worker_envs": envs(3)})
     waiting = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
@@ -152,7 +152,7 @@ def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
         waiting[0].result(PATIENCE_S)
 
 
-def test_every_fault_is_told_and_none_twice(both):
+def test_every_fault_is_delivered_once(both):
     worker, agent = both
     told = []
     worker.add_fault_callback(told.append)
@@ -175,7 +175,7 @@ def test_waiting_worker_fails_when_the_agent_is_gone(both):
     assert "lost" in told[0]
 
 
-def test_who_waits_for_an_agent_that_does_not_read_ends_with_words(both, monkeypatch):
+def test_waiting_for_an_agent_that_does_not_read_fails(both, monkeypatch):
     worker, agent = both
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.2)
     with pytest.raises(ControlPlaneUnavailableError, match=r"has not read for 0\.2 s"):
@@ -183,7 +183,7 @@ def test_who_waits_for_an_agent_that_does_not_read_ends_with_words(both, monkeyp
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
 
 
-def test_an_agent_that_has_read_and_says_nothing_is_waited_for(both, monkeypatch):
+def test_silent_agent_that_reads_is_awaited(both, monkeypatch):
     worker, agent = both
     with pytest.raises(ControlDeadlineError):
         worker.wait_at_barrier(timeout_s=0.01)
@@ -193,7 +193,7 @@ def test_an_agent_that_has_read_and_says_nothing_is_waited_for(both, monkeypatch
         worker.wait_at_barrier(timeout_s=0.5)
 
 
-def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both):
+def test_fault_report_carries_the_restart_mode_and_is_sent_on_return(both):
     worker, agent = both
     worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault", "x" * 100_000)
     said = agent.hear()
@@ -219,7 +219,7 @@ def environ(monkeypatch):
             worker.close()
 
 
-def test_a_rank_is_waited_for_and_is_in_the_environment_then(environ):
+def test_awaited_rank_is_set_in_the_environment(environ):
     environ, listener = environ
     waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
     waiting.start()
@@ -231,7 +231,7 @@ def test_a_rank_is_waited_for_and_is_in_the_environment_then(environ):
     agent.close()
 
 
-def test_a_start_says_the_rank_too_and_is_not_lost(environ):
+def test_start_message_supplies_the_rank_and_is_not_lost(environ):
     environ, listener = environ
     waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
     waiting.start()
@@ -243,7 +243,7 @@ def test_a_start_says_the_rank_too_and_is_not_lost(environ):
     agent.close()
 
 
-def test_a_rank_that_nobody_gives_is_said_to_be_missing(environ):
+def test_missing_rank_times_out(environ):
     environ, listener = environ
     with pytest.raises(ControlDeadlineError, match="gave no rank"):
         wait_rank(environ, timeout_s=0.05)
@@ -273,7 +273,7 @@ def started_by(tmp_path, pid, *words):
     return {AGENT_SOCKET_ENV: f"/tmp/hyperpod_elastic_agent_{pid}.sock", "RANK": "8", "MASTER_ADDR": "n0"}
 
 
-def test_the_mode_is_read_from_who_started_this_process(tmp_path):
+def test_agent_mode_is_read_from_the_parent_process(tmp_path):
     in_process = started_by(tmp_path, "17", "python", "hyperpodrun", "--inprocess-restart", "train.py")
     process = started_by(tmp_path, "18", "python", "hyperpodrun", "--inprocess-timeout=3", "train.py")
     assert agent_mode(in_process, tmp_path) is AgentMode.IN_PROCESS
@@ -314,12 +314,12 @@ def test_a_start_that_names_no_place_is_damaged(said):
         parse_job_start({"type": ipc.MSG_JOB_START, **said})
 
 
-def test_a_spares_rank_is_behind_the_last_one():
+def test_rank_of_a_spare_follows_the_last_rank():
     assert parse_job_start({"type": ipc.MSG_RANK_INFO, "worker_envs": envs(rank=16)}).environ["RANK"] == "16"
     assert parse_job_start({"type": ipc.MSG_JOB_START, "worker_envs": {**envs(rank=17), "SPARE": "True"}}).is_spare
 
 
-def test_what_is_asked_for_becomes_more_with_every_start_that_did_not_help():
+def test_restart_mode_escalates_with_repeated_restarts():
     policy = ScalingPolicy(num_restart_before_full_job_restart=3, eval_period_s=100)
     asked = [choose_restart_mode(policy, range(count), 10.0) for count in range(5)]
     assert asked == [RequestedRestart.IN_PROCESS] * 3 + [RequestedRestart.PROCESS] * 2

@@ -69,7 +69,7 @@ def agent() -> Iterator[Any]:
     server.server_close()
 
 
-def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
+def test_answer_with_unknown_fields_is_read(agent):
     with ElasticAgentClient() as client:
         heard = client.poll_all({"a": agent.address})["a"]
     assert heard.error == ""
@@ -83,7 +83,7 @@ def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
     "body",
     [b"", b"[]", b"\xff", b'{"status": "asleep"}', b'{"status": "ready", "assigned_rank": "x"}', b'{"status": 1}'],
 )
-def test_nonsense_is_no_answer_and_says_so(agent, body):
+def test_malformed_answer_is_reported_as_an_error(agent, body):
     agent.body = body
     with ElasticAgentClient() as client:
         heard = client.poll_all({"a": agent.address})["a"]
@@ -91,7 +91,7 @@ def test_nonsense_is_no_answer_and_says_so(agent, body):
     assert agent.address in heard.error
 
 
-def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
+def test_unreachable_agents_do_not_delay_the_others(agent):
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
@@ -103,7 +103,7 @@ def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
     assert "timed out" in heard["silent"].error
 
 
-def test_an_answer_without_end_is_not_read_to_it(agent, monkeypatch):
+def test_oversized_answer_is_not_read_completely(agent, monkeypatch):
     monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._LIMIT_BYTES", 1000)
     agent.body = b" " * 5000
     with ElasticAgentClient() as client:
@@ -112,7 +112,7 @@ def test_an_answer_without_end_is_not_read_to_it(agent, monkeypatch):
     assert "more than 1000 bytes" in heard.error
 
 
-def test_calls_say_what_they_are(agent, monkeypatch):
+def test_requests_match_the_agent_api(agent, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     body = StartRequest(
         rank=0, nnodes=1, fault_count=2, master_addr="m", master_port="1", version="v", rank_ips=({"rank": 0},)
@@ -137,7 +137,7 @@ def test_calls_say_what_they_are(agent, monkeypatch):
 # -- jobs and commands ------------------------------------------------------------------------------------------------
 
 
-def test_the_demos_job_is_one_for_aws_too():
+def test_demo_job_is_valid_for_aws():
     job = yaml.safe_load((Path(integration.hyperpod.demo.__file__).parent / "job.yaml").read_text())
     spec = parse_job_resource(job)
     assert spec.elastic
@@ -171,7 +171,7 @@ def test_the_demos_job_is_one_for_aws_too():
         ),
     ],
 )
-def test_a_job_that_cannot_be_says_why(spec, words):
+def test_invalid_job_resource_is_refused_with_a_reason(spec, words):
     with pytest.raises(PolicyError, match=words):
         parse_job_resource({"kind": "HyperPodPyTorchJob", "spec": spec})
 
@@ -181,7 +181,7 @@ def test_names_in_a_command_are_those_of_the_pod():
     assert expand_variables("$(NODE)/$(A.B) $(none) $$(NODE) $NODE", known) == "n1/x $(none) $(NODE) $NODE"
 
 
-def test_commands_without_a_job_end_with_words(monkeypatch, tmp_path, capsys):
+def test_commands_without_a_job_fail_with_a_message(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv(SIM_DIRECTORY_ENV, str(tmp_path))
     job = tmp_path / "job.yaml"
     job.write_text("kind: Pod\n")
@@ -194,7 +194,7 @@ def test_commands_without_a_job_end_with_words(monkeypatch, tmp_path, capsys):
     assert "kind is 'Pod'" in said
 
 
-def test_wishes_are_kept_until_they_are_taken_back(monkeypatch, tmp_path):
+def test_overrides_are_kept_until_withdrawn(monkeypatch, tmp_path):
     monkeypatch.setenv(SIM_DIRECTORY_ENV, str(tmp_path))
     place = SimDirectory("job")
     with place.lock():

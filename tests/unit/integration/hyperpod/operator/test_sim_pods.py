@@ -54,7 +54,7 @@ def started(tmp_path, clock, command, seconds, *, set_back=False):
     return len(events), events[-1].message if events else ""
 
 
-def test_the_job_among_the_examples_is_one():
+def test_example_job_parses():
     spec = parse_job_resource(load_yaml(JOB.read_text()))
     assert spec.name == "example"
     assert [group.name for group in spec.groups] == ["pods"]
@@ -72,6 +72,6 @@ def test_killed_pod_is_replaced_without_backoff(tmp_path, clock):
     assert tries >= 18
 
 
-def test_a_clock_that_is_set_back_keeps_no_pod_waiting(tmp_path, clock):
+def test_clock_set_back_delays_no_pod(tmp_path, clock):
     tries, _ = started(tmp_path, clock, ["/bin/sh", "-c", "kill -9 $$"], 20.0, set_back=True)
     assert tries >= 18

@@ -150,7 +150,7 @@ OWN = "Local Rank 0 exited with code 1 due to: ValueError: batch 7 is no batch"
         ("", ""),
     ],
 )
-def test_who_has_a_reason_is_quoted_and_not_who_was_faulted_first(reason, message):
+def test_fault_with_a_cause_is_quoted_over_an_earlier_one(reason, message):
     cluster = running(job(3), 3)
     first, culprit = cluster.members[0], cluster.members[2]
     said(first, reason, message, "2026-01-01T00:00:01+00:00")
@@ -161,7 +161,7 @@ def test_who_has_a_reason_is_quoted_and_not_who_was_faulted_first(reason, messag
     assert fault.nodes == (f"node-{culprit.name}",)
 
 
-def test_who_only_saw_another_ones_end_is_not_believed_before_that_one_could_speak():
+def test_fault_caused_by_a_peer_waits_for_the_peers_report():
     cluster = running(job(3), 3)
     said(cluster.members[0], "WorkerCrash", PEER)
     for _ in range(2):
@@ -171,7 +171,7 @@ def test_who_only_saw_another_ones_end_is_not_believed_before_that_one_could_spe
     assert cluster.events.count("WorkerCrash") == 1
 
 
-def test_where_nobody_has_a_reason_the_first_to_break_is_quoted_in_the_end():
+def test_first_fault_is_quoted_when_no_cause_arrives():
     cluster = running(job(3), 3)
     said(cluster.members[1], "WorkerCrash", PEER)
     cluster.until(lambda: cluster.state.fault is not None, turns=10)
@@ -179,14 +179,14 @@ def test_where_nobody_has_a_reason_the_first_to_break_is_quoted_in_the_end():
     assert cluster.state.fault.ranks == (1,)
 
 
-def test_where_all_have_said_something_nobody_is_waited_for():
+def test_fault_is_decided_at_once_when_all_agents_reported():
     cluster = running(job(2), 2)
     for one in cluster.members:
         said(one, "WorkerCrash", PEER)
     assert cluster.look().state.fault is not None
 
 
-def test_a_machine_that_turns_out_to_be_lost_is_the_reason_after_all():
+def test_lost_machine_replaces_the_reason_of_a_fault():
     cluster = running(job(3), 3)
     lost, other = cluster.members[2], cluster.members[0]
     lost.silent = True
@@ -201,7 +201,7 @@ def test_a_machine_that_turns_out_to_be_lost_is_the_reason_after_all():
     assert cluster.state.restarts == 1
 
 
-def test_a_machine_that_is_said_to_be_bad_is_left():
+def test_unhealthy_node_is_replaced():
     cluster = running(job(2), 2)
     bad = cluster.members[1]
     bad.node_fault = "UnschedulablePendingReplacement"
@@ -213,7 +213,7 @@ def test_a_machine_that_is_said_to_be_bad_is_left():
     assert cluster.state.last_fault.nodes == (f"node-{bad.name}",)
 
 
-def test_a_spare_takes_the_seat_of_one_that_is_lost():
+def test_spare_takes_the_rank_of_a_lost_pod():
     cluster = running(job(3, spares=1), 3)
     (spare,) = cluster.state.spares
     lost = cluster.members[1]
@@ -234,7 +234,7 @@ def test_in_process_spares_know_their_rank_and_wait():
     assert not cluster.agents[spare].starts
 
 
-def test_a_spare_that_comes_later_is_one_too():
+def test_late_spare_is_registered():
     cluster = Cluster(job(2, spares=1), in_process=True)
     cluster.room = 2
     cluster.until(lambda: cluster.runs(2))
@@ -246,7 +246,7 @@ def test_a_spare_that_comes_later_is_one_too():
     assert [(body.rank, body.spare) for _, body in cluster.agents[name].updates] == [(2, True)]
 
 
-def test_an_in_process_spare_is_told_its_place_before_it_is_started():
+def test_in_process_spare_receives_its_rank_before_it_starts():
     cluster = running(job(2, spares=1), 2, in_process=True)
     (name,) = cluster.state.spares
     spare = cluster.agents[name]
@@ -262,7 +262,7 @@ def test_an_in_process_spare_is_told_its_place_before_it_is_started():
     assert spare.updates[-1][1].version == spare.starts[0][1].version
 
 
-def test_an_agent_that_is_never_ready_again_gives_its_place_to_a_spare():
+def test_agent_that_never_becomes_ready_is_replaced_by_a_spare():
     """One that hears its processes no more."""
     spec = job(2, spares=1)
     spec = msgspec.structs.replace(spec, policy=msgspec.structs.replace(spec.policy, restart_timeout_s=20.0))
@@ -283,7 +283,7 @@ def test_an_agent_that_is_never_ready_again_gives_its_place_to_a_spare():
     assert deaf.gone
 
 
-def test_a_spare_that_takes_no_word_is_started_all_the_same():
+def test_spare_that_ignores_its_rank_update_is_started():
     cluster = Cluster(job(1), in_process=True)
     cluster.turn()
     (one,) = cluster.alive
@@ -310,7 +310,7 @@ def test_an_agent_that_began_anew_is_a_fault():
     assert cluster.state.last_fault.reason == "AgentRestarted"
 
 
-def test_a_pod_that_is_gone_is_replaced():
+def test_lost_pod_is_replaced():
     cluster = running(job(2), 2)
     cluster.members[0].gone = True
     cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
@@ -321,7 +321,7 @@ def test_a_pod_that_is_gone_is_replaced():
 # -- escalation -------------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_before_the_last_one_is_remediated_takes_new_processes():
+def test_fault_during_remediation_takes_new_processes():
     cluster = running(job(2), 2, in_process=True)
     cluster.members[1].fail()
     cluster.until(lambda: cluster.state.phase is JobPhase.STARTING)
@@ -333,7 +333,7 @@ def test_a_fault_before_the_last_one_is_remediated_takes_new_processes():
     assert AgentRestartMode.PROCESS.value in modes[1:]
 
 
-def test_a_worker_may_ask_for_more():
+def test_worker_may_request_a_stronger_restart():
     cluster = running(job(2), 2, in_process=True)
     cluster.members[1].fail()
     cluster.members[1].asks = AgentRestartMode.JOB
@@ -343,7 +343,7 @@ def test_a_worker_may_ask_for_more():
     assert cluster.state.period_full_restarts == 1
 
 
-def test_after_so_many_restarts_all_pods_are_new_and_after_so_many_of_those_the_job_fails():
+def test_restart_limit_escalates_to_new_pods_and_then_fails_the_job():
     restart = {"evalPeriodSeconds": 3600, "numRestartBeforeFullJobRestart": 1, "maxFullJobRestarts": 1}
     cluster = running(job(2, restart=restart), 2)
     seen = []
@@ -373,7 +373,7 @@ def test_counts_begin_again_with_the_period():
     assert cluster.state.restarts == 3
 
 
-def test_the_whole_life_of_a_job_has_a_limit_too():
+def test_total_restarts_of_a_job_are_limited():
     cluster = running(job(1, jobMaxRetryCount=1), 1)
     cluster.members[0].fail()
     cluster.turn()
@@ -382,7 +382,7 @@ def test_the_whole_life_of_a_job_has_a_limit_too():
     cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
 
 
-def test_where_no_pod_can_be_made_a_whole_restart_is_one_of_all_processes():
+def test_full_restart_without_new_pods_restarts_all_processes():
     restart = {"evalPeriodSeconds": 3600, "numRestartBeforeFullJobRestart": 0}
     cluster = running(job(2, restart=restart), 2, in_process=True, can_replace=False)
     before = cluster.state.members
@@ -406,7 +406,7 @@ def test_a_repeated_offender_gets_no_rank_while_a_spare_can_be_had():
     assert cluster.decision.wanted.avoid_nodes == (f"node-{bad}",)
 
 
-def test_an_agent_that_does_not_stop_is_told_again_and_then_replaced():
+def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
     cluster = running(job(2), 2, in_process=True)
     stuck = cluster.members[1]
     stuck.stuck = True
@@ -450,7 +450,7 @@ def test_sizes_are_those_of_the_policy():
     cluster.until(lambda: cluster.runs(4))
 
 
-def test_after_a_fault_it_waits_for_a_replacement_and_then_goes_on_smaller():
+def test_fault_waits_for_a_replacement_and_then_shrinks():
     elastic = {**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 20}
     cluster = Cluster(job(2, most=2, elastic=elastic))
     cluster.until(lambda: cluster.runs(2))
@@ -463,7 +463,7 @@ def test_after_a_fault_it_waits_for_a_replacement_and_then_goes_on_smaller():
     cluster.until(lambda: cluster.runs(2))
 
 
-def test_after_a_restart_it_does_not_grow_for_a_while():
+def test_restart_delays_the_next_scale_up():
     restart = {"evalPeriodSeconds": 3600, "scaleUpSnoozeTimeInSeconds": 100}
     elastic = {**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 1}
     cluster = Cluster(job(2, most=2, elastic=elastic, restart=restart))
@@ -476,7 +476,7 @@ def test_after_a_restart_it_does_not_grow_for_a_while():
     assert cluster.now_s - at >= 90
 
 
-def test_a_pod_that_is_asked_back_is_left_gracefully():
+def test_preempted_pod_is_stopped_gracefully():
     cluster = Cluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
     cluster.until(lambda: cluster.runs(2))
     cluster.room = 1
@@ -499,7 +499,7 @@ def test_less_than_the_least_waits():
     cluster.until(lambda: cluster.runs(2))
 
 
-def test_a_suspended_job_gives_its_pods_back_and_goes_on_later():
+def test_suspended_job_releases_its_pods_and_resumes_later():
     cluster = running(job(2), 2)
     spec = cluster.spec
     cluster.spec = msgspec.structs.replace(spec, suspend=True)
@@ -513,7 +513,7 @@ def test_a_suspended_job_gives_its_pods_back_and_goes_on_later():
 # -- deadlines --------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_that_never_stops_is_not_waited_for_when_the_job_is_over():
+def test_stuck_agent_does_not_delay_the_end_of_a_job():
     cluster = running(job(2, activeDeadlineSeconds=60), 2)
     cluster.members[1].stuck = True
     cluster.members[0].fail()
@@ -564,7 +564,7 @@ def test_the_deadline_of_a_job_that_does_not_begin():
 # -- an operator that is a new one ------------------------------------------------------------------------------------
 
 
-def test_what_was_decided_and_not_done_is_done_by_the_next_one():
+def test_undelivered_decision_is_carried_out_by_the_next_operator():
     cluster = running(job(2), 2)
     cluster.members[1].fail()
     cluster.state = msgspec.json.decode(msgspec.json.encode(cluster.look().state), type=JobState)
@@ -583,7 +583,7 @@ def test_an_operator_without_memory_leaves_a_job_alone_that_runs():
     assert all(len(one.starts) == 1 and not one.stops for one in cluster.members)
 
 
-def test_nobody_who_obeyed_is_told_again():
+def test_obeyed_actions_are_not_repeated():
     cluster = running(job(2, spares=1), 2, in_process=True)
     cluster.turns(2)
     for _ in range(10):
@@ -601,7 +601,7 @@ def test_a_start_that_arrives_late_does_not_count():
     assert cluster.state.last_fault.reason == "StaleStart"
 
 
-def test_the_status_is_what_aws_says_a_status_is():
+def test_status_matches_the_aws_model():
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     cluster = running(job(2, most=4, elastic=ELASTIC), 4)
     cluster.members[0].fail()
@@ -623,7 +623,7 @@ def test_decisions_fit_into_json():
     assert kinds == {StartAgent, UpdateAgent}
 
 
-def test_a_spare_that_breaks_is_mended_and_nobody_else_hears_of_it():
+def test_faulted_spare_is_recovered_without_a_restart():
     cluster = running(job(2, spares=1), 2, in_process=True)
     spare = cluster.agents[cluster.state.spares[0]]
     spare.to(FAULTED)
@@ -632,7 +632,7 @@ def test_a_spare_that_breaks_is_mended_and_nobody_else_hears_of_it():
     assert all(not one.stops for one in cluster.members)
 
 
-def test_an_agent_that_runs_for_nobody_is_stopped_before_a_world_is_formed():
+def test_agent_running_without_a_job_is_stopped_before_a_world_forms():
     cluster = running(job(2), 2)
     kept, lost = cluster.members
     lost.restart()  # and the operator has forgotten all: half a world is none that could be taken over

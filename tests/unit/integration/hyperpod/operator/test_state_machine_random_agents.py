@@ -214,10 +214,10 @@ class Jobs(RuleBasedStateMachine):
         assert not cluster.alive
 
 
-def test_whatever_agents_do_the_job_comes_through():
+def test_job_survives_random_agents():
     run_state_machine_as_test(Jobs, settings=settings(max_examples=examples(60), stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.nightly
-def test_whatever_agents_do_for_long():
+def test_job_survives_random_agents_in_long_runs():
     run_state_machine_as_test(Jobs, settings=settings(max_examples=4000, stateful_step_count=60, deadline=None))

@@ -104,7 +104,7 @@ def test_references_within_the_file_are_followed(tmp_path):
     assert "log.ckpt.dirpath refers to itself" in refusal(looping)
 
 
-def test_unknown_words_of_the_policy_are_named_and_have_no_effect(tmp_path):
+def test_unknown_policy_keys_are_named_and_ignored(tmp_path):
     recipe = read_recipe(changed(tmp_path, LORA, elastic_policy__max_node=3))
     assert recipe.policy == read_recipe(LORA).policy
     assert recipe.notes == ("elastic_policy.max_node is unknown and has no effect",)
@@ -117,13 +117,13 @@ def test_a_step_between_sizes_instead_of_a_list(tmp_path):
     assert [one.stated for one in recipe_plan.plans_at_sizes(recipe)] == [True, True, False, True]
 
 
-def test_sizes_beyond_the_limits_are_not_used_and_said(tmp_path):
+def test_sizes_beyond_the_limits_are_noted_and_unused(tmp_path):
     recipe = read_recipe(changed(tmp_path, LORA, elastic_policy__max_nodes=4))
     assert recipe.policy.sizes == (1, 2, 3, 4)
     assert recipe.notes == ("scale_config.6, 8, 16 is beyond min_nodes 1 and max_nodes 4: never used",)
 
 
-def test_one_batch_for_all_sizes(tmp_path):
+def test_constant_batch_applies_to_all_sizes(tmp_path):
     file = changed(tmp_path, LORA, scale_config=None, training_config__training_args={"train_batch_size": 64})
     recipe = read_recipe(file)
     assert {one.plan.global_batch for one in recipe_plan.plans_at_sizes(recipe, [1, 3, 8])} == {64}
@@ -157,7 +157,7 @@ def test_contradictions_name_the_file_and_the_key(tmp_path, source, changes, nam
     assert named in said
 
 
-def test_state_cannot_be_taken_from_processes_that_are_gone(tmp_path):
+def test_checkpointless_without_in_process_restart_is_refused(tmp_path):
     tree = yaml.safe_load(CHECKPOINTLESS.read_text())
     (callback,) = [one for one in tree["callbacks"] if one["_target_"].endswith("CheckpointlessCallback")]
     callback["enable_inprocess"] = False
@@ -184,7 +184,7 @@ def test_for_other_machines_uneven_batches_are_planned_anew():
         ("", "holds no recipe"),
     ],
 )
-def test_file_that_is_no_recipe_is_refused(tmp_path, text, named):
+def test_invalid_recipe_file_is_refused(tmp_path, text, named):
     file = tmp_path / "odd.yaml"
     file.write_text(text)
     with pytest.raises(PolicyError, match=r"odd\.yaml") as caught:
@@ -192,7 +192,7 @@ def test_file_that_is_no_recipe_is_refused(tmp_path, text, named):
     assert named in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_not_an_empty_one(tmp_path):
+def test_missing_recipe_file_is_refused(tmp_path):
     with pytest.raises(PolicyError, match="No such file"):
         read_recipe(tmp_path / "none.yaml")
 

@@ -54,7 +54,7 @@ def test_recipe_prints_json():
     assert json.loads(said("show", LORA, "--nodes", "1:4", "--json").stdout)["elastic"]
 
 
-def test_the_files_it_writes_are_read_by_those_they_are_for(tmp_path, monkeypatch):
+def test_written_files_are_read_by_their_consumers(tmp_path, monkeypatch):
     said("show", CHECKPOINTLESS, "-o", tmp_path)
     said("show", LORA, "-o", tmp_path / "elastic")
     policy = load_scaling_policy("1:16", tmp_path / "elastic" / "policy.yaml")
@@ -71,7 +71,7 @@ def test_a_plan_of_other_sizes_has_a_star():
     assert (five["stated"], five["learning_rate"]) == (False, 0.0004)
 
 
-def test_what_would_be_planned_otherwise_is_said_and_is_an_exit_code():
+def test_plan_difference_is_reported_by_exit_code():
     result = said("plan", LORA, "--nproc", 4)
     assert result.return_value == 1
     assert "scale_config.6" in result.stderr
@@ -111,7 +111,7 @@ def test_an_impossible_plan_is_an_error(args, named):
     assert named in str(run("plan", *args).exception)
 
 
-def test_a_job_that_is_not_elastic_has_the_recipes_size():
+def test_non_elastic_job_has_the_size_of_the_recipe():
     spec = job(CHECKPOINTLESS)["spec"]
     assert spec["replicaSpecs"][0]["replicas"] == 16
     assert "elasticPolicy" not in spec
