@@ -8,10 +8,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
 _STAGING = "tests/unit/tieredckpt/tensors/test_slot_copy_devices.py::"
-_LOADING = (
-    "tests/unit/tieredckpt/restore/test_read_executor_devices.py::test_what_was_saved_is_on_the_devices_after_a_restore"
-)
-_STAGED = f"{_STAGING}test_state_is_staged_as_it_was_whatever_the_devices_do_later"
+_LOADING = "tests/unit/tieredckpt/restore/test_read_executor_devices.py::test_restored_state_is_on_the_devices"
+_STAGED = f"{_STAGING}test_staged_state_is_unaffected_by_later_device_work"
 _FENCE = "tests/unit/tieredckpt/live/test_abort_fence.py::"
 _NCCL = "tests/unit/repository/test_nccl_like.py::"
 
@@ -118,7 +116,7 @@ MUTANTS = (
         "tieredckpt/live/abort_fence.py",
         "return work.has_completed() if self._believed is None else work in self._believed",
         "return work.has_completed()",
-        f"{_FENCE}test_only_what_had_completed_before_the_abort_is_believed",
+        f"{_FENCE}test_only_work_completed_before_the_abort_is_trusted",
     ),
     Mutant(
         "groups are aborted one by one",
@@ -146,15 +144,14 @@ MUTANTS = (
         "tieredckpt/live/survivor_choice.py",
         "return {job: min(",
         "return {job: max(",
-        "tests/unit/tieredckpt/live/test_survivor_choice.py::"
-        "test_no_step_is_believed_that_a_survivor_had_not_completed_before_its_abort",
+        "tests/unit/tieredckpt/live/test_survivor_choice.py::test_steps_not_completed_before_the_abort_are_not_trusted",
     ),
     Mutant(
         "replicas' content is not compared",
         "tieredckpt/live/survivor_choice.py",
         "elif here.digest != there.digest:",
         "elif False:",
-        "tests/unit/tieredckpt/live/test_survivor_choice.py::test_replicas_of_which_one_holds_something_else_are_named",
+        "tests/unit/tieredckpt/live/test_survivor_choice.py::test_diverging_replicas_are_named",
     ),
     Mutant(
         "the health check asks the first device",

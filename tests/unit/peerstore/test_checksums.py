@@ -49,7 +49,7 @@ def test_flipped_bytes_are_found_in_their_chunks(tmp_path, pool):
     assert checksums.mismatched_chunks(memoryview(data), sums) == (0, 33, 69)
 
 
-def test_a_file_that_is_too_short_is_an_error(tmp_path, pool):
+def test_short_file_is_an_error(tmp_path, pool):
     path = tmp_path / "file"
     path.write_bytes(bytes(150))
     with path.open("rb") as file, pytest.raises(OSError, match="ends at byte 150, 200 were expected"):

@@ -85,7 +85,7 @@ def test_there_are_never_two_answers_about_a_version(happened):
 
 
 @given(st.lists(events, max_size=25), groups)
-def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, torn):
+def test_aborted_version_stays_aborted_unless_it_was_loaded(happened, torn):
     versions = JobVersions()
     for event in happened:
         happen(versions, event)
@@ -99,7 +99,7 @@ def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, t
 
 
 @given(st.lists(events, max_size=25), groups)
-def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
+def test_dropped_version_cannot_be_committed(happened, gone):
     """Who says so has not heard of it: without a part here it would make older versions superfluous that are whole."""
     versions = JobVersions()
     versions.drop([gone], 0)
@@ -110,7 +110,7 @@ def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
 
 
 @given(groups, parts, st.sets(parts), st.booleans())
-def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
+def test_present_part_is_not_aborted(of, part, here, lost):
     """Its writer has not heard that it was sealed."""
     versions = JobVersions()
     if lost:
@@ -122,7 +122,7 @@ def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
 
 
 @given(st.lists(st.tuples(groups, parts), max_size=20))
-def test_what_was_left_out_here_is_remembered_by_part(left):
+def test_aborted_parts_are_remembered(left):
     versions = JobVersions()
     for of, part in left:
         versions.abort_part(of, part, ())
@@ -164,7 +164,7 @@ def test_torn_version_is_not_retained():
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.booleans())
-def test_what_is_said_here_is_later_than_what_was_heard(heard_ns, now_ns, kept):
+def test_local_retention_mark_is_newer_than_received_ones(heard_ns, now_ns, kept):
     versions = JobVersions()
     versions.apply_retention([RetentionMark(group(1), not kept, heard_ns)])
     versions.apply_retention([versions.new_retention_mark(group(1), kept=kept, now_ns=now_ns)])
@@ -189,7 +189,7 @@ def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged,
 
 @example(group(3), group(1))
 @given(groups, groups)
-def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
+def test_abandoned_version_cannot_be_committed(left, base):
     versions = JobVersions()
     versions.mark_committed(left, ())
     said = ResumePoint(base.epoch + 1, "next", 0, base)
@@ -202,7 +202,7 @@ def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
 
 
 @given(decided, decided)
-def test_what_is_told_late_is_all_that_was_decided(one, later):
+def test_merged_decision_contains_both(one, later):
     both = one | later
     assert both == later | one
     assert {*both.aborted} == {*one.aborted, *later.aborted}
@@ -226,7 +226,7 @@ def stories(draw):
 
 
 @given(stories())
-def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story):
+def test_committed_needs_all_parts_replicated_all_copies_and_aborted_one_missing(story):
     owners, out, order = story
     of, tally = group(1), PartsTally()
     sealed, safe, told = set(), set(), []
@@ -258,7 +258,7 @@ def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story
 
 
 @given(st.sets(st.sampled_from(NODES)), st.booleans())
-def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(living, quorum):
+def test_commit_needs_a_quorum_and_an_abort_a_single_report(living, quorum):
     reports = CommitReports("a")
     for part, node in enumerate(NODES):
         reports.add(PartsReport(group(1), PARTS, (part,), node, 1))
@@ -268,7 +268,7 @@ def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(livin
     assert (found.replicated == group(1)) == (quorum and {"a", *living} == {*NODES})
 
 
-def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
+def test_unacknowledged_reports_go_to_the_next_leader():
     reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
     standing = [ReplicationStatus(of, is_owner=True, copies=1, missing=1, unplaceable=0)]
 

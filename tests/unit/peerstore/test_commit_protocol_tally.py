@@ -59,7 +59,7 @@ def test_tally_agrees_with_the_plain_rule(told):
         ).replicated == plain.complete_name_digests("a", living)
 
 
-def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
+def test_later_copies_are_not_recounted_for_each_report():
     """Every node says that its part is sealed, and later that it has its copies."""
     nodes = [f"n{number:03d}" for number in range(300)]
     tally, of, looked, said = PartsTally(), VersionId(1, 1, 0, "i"), [], []
@@ -78,7 +78,7 @@ def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
 
 
 @given(st.integers(0, 3 * BROADCAST_FANOUT))
-def test_a_small_job_is_told_at_once_and_a_large_one_in_part(count):
+def test_small_job_is_notified_completely_and_a_large_one_in_part(count):
     living = [f"n{number:05d}" for number in range(count)]
     told = broadcast_targets(living, "n00000")
     others = set(living) - {"n00000"}

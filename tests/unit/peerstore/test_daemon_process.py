@@ -6,7 +6,7 @@ import subprocess
 from peerstore.daemon_process import ProcessIdentity, current_process, process_identity, process_start_time
 
 
-def test_a_process_is_alive_until_it_ends_also_as_a_zombie():
+def test_process_is_alive_until_it_is_a_zombie():
     assert current_process().is_alive
     child = subprocess.Popen(["sleep", "60"])
     owner = process_identity(child.pid)
@@ -24,5 +24,5 @@ def test_a_number_given_to_a_later_process_is_another_owner():
     assert current_process() != ProcessIdentity(os.getpid(), 0)
 
 
-def test_a_process_nobody_here_can_see_counts_as_alive():
+def test_invisible_process_counts_as_alive():
     assert process_identity(0).is_alive

@@ -35,14 +35,14 @@ def test_no_time_is_no_time(seconds):
         assert deadlines.remaining_s(5.0) == 0.0
 
 
-def test_a_thread_has_it_where_it_is_carried():
+def test_thread_inherits_a_deadline_only_explicitly():
     with deadlines.timeout_scope(100.0), ThreadPoolExecutor(1) as pool:
         assert pool.submit(deadlines.remaining_s).result() == math.inf
         assert pool.submit(deadlines.inherit_deadline(deadlines.remaining_s)).result() <= 100.0
         assert pool.submit(deadlines.remaining_s).result() == math.inf
 
 
-def test_work_that_ends_in_time_gives_what_it_gives():
+def test_work_within_the_deadline_returns_its_result():
     assert deadlines.run_within_deadline(threading.get_ident, late) == threading.get_ident()
     with deadlines.timeout_scope(60.0):
         assert deadlines.run_within_deadline(lambda: deadlines.remaining_s() <= 60.0, late)
@@ -52,7 +52,7 @@ def test_work_that_ends_in_time_gives_what_it_gives():
             deadlines.run_within_deadline(lambda: (_ for _ in ()).throw(TimeoutError("its own")), late)
 
 
-def test_work_that_does_not_is_not_waited_for():
+def test_work_beyond_the_deadline_is_not_awaited():
     go_on, ended = threading.Event(), threading.Event()
 
     def work():

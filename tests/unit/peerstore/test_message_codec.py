@@ -39,7 +39,7 @@ def pair():
 
 
 @given(messages)
-def test_every_message_comes_back_as_it_went(message):
+def test_every_message_round_trips(message):
     with pair() as (here, there):
         message_codec.send_frame(here, message)
         assert message_codec.receive_frame(there, type(message)) == message
@@ -78,7 +78,7 @@ def test_a_message_above_the_limit_is_not_sent():
         assert message_codec.receive_frame(there, bytes) is None
 
 
-def test_the_end_between_frames_is_no_error_and_within_one_is():
+def test_end_between_frames_is_clean_and_within_a_frame_an_error():
     with pair() as (here, there):
         message_codec.send_frame(here, b"whole")
         here.sendall(b"\0\0\0\x09half")

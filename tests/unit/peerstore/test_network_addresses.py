@@ -43,7 +43,7 @@ def test_addresses_are_a_host_and_a_port(text, host, port):
 @pytest.mark.parametrize(
     "text", ["", "node7", "7070", "node7:", "node7:x", "node7:65536", "node7:-1", "fd00::7:70", "a:\u0663"]
 )
-def test_what_is_no_address_is_said_with_examples(text):
+def test_invalid_address_is_refused_with_examples(text):
     with pytest.raises(RequestError, match=r"for example node7:7070, 10\.0\.0\.7:7070 or \[fd00::7\]:7070"):
         split_address(text)
 
@@ -62,18 +62,18 @@ def test_interfaces_are_known_by_name_and_by_address():
         interface_address("10.1.2.3", socket.AF_INET6)
 
 
-def test_the_way_to_a_peer_is_known_without_sending_anything():
+def test_route_to_a_peer_is_found_without_traffic():
     assert local_address_for("127.0.0.1:7070") == "127.0.0.1"
     assert route_to("127.0.0.1:7070") == ("lo", None)
     assert outbound_address()
 
 
-def test_a_name_nobody_knows_is_a_peer_nobody_reaches():
+def test_unknown_host_name_is_unreachable():
     with pytest.raises(PeerUnreachableError, match=r"'nowhere\.invalid' is"):
         resolve_host("nowhere.invalid", 1, within_s=PATIENCE_S)
 
 
-def test_who_knows_names_is_not_waited_for_for_ever(monkeypatch):
+def test_slow_name_service_is_not_awaited_beyond_the_deadline(monkeypatch):
     asked, answered = os.pipe()
     real = network_addresses._look_up
 
@@ -97,7 +97,7 @@ def test_who_knows_names_is_not_waited_for_for_ever(monkeypatch):
     ("speed", "expected"),
     [("100000\n", HUNDRED_GBIT), ("1000", 125e6), ("-1\n", None), ("0", None), ("", None), ("fast", None)],
 )
-def test_a_link_says_how_fast_it_is(tmp_path, speed, expected):
+def test_link_speed_is_read_from_sysfs(tmp_path, speed, expected):
     (tmp_path / "eth0").mkdir()
     (tmp_path / "eth0" / "speed").write_text(speed)
     assert link_speed_bytes_per_s("eth0", tmp_path) == expected
@@ -115,11 +115,11 @@ def test_a_link_says_how_fast_it_is(tmp_path, speed, expected):
         (110e6, 125e6, False),
     ],
 )
-def test_a_way_far_below_its_link_is_warned_about(measured, link, warned):
+def test_path_far_below_its_link_speed_warns(measured, link, warned):
     assert (slow_path_warning(measured, link) is not None) == warned
 
 
-def test_the_warning_says_how_bad_it_is_and_what_to_look_at():
+def test_slow_path_warning_has_numbers_and_advice():
     assert slow_path_warning(0.11e9, HUNDRED_GBIT, way="the way to n2") == (
         "the way to n2 moves 0.11 GB/s, 0.9% of what its link could (12.5 GB/s): is it the network that is meant "
         "for this? Name another interface, or look for what else uses this one"

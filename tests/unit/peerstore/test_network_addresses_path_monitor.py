@@ -22,7 +22,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_slow_way_is_told_once_by_node_address_and_interface(caplog):
+def test_slow_path_warns_once_with_node_address_and_interface(caplog):
     made = paths()
     for _ in range(3):
         made.record_transfer("n2", "10.0.0.2:7070", 64 * MIB, 0.5)
@@ -42,7 +42,7 @@ def test_no_warning(caplog, link, size_bytes, seconds):
     assert warnings(caplog) == []
 
 
-def test_one_bad_transfer_is_not_a_slow_way(caplog):
+def test_single_slow_transfer_does_not_warn(caplog):
     made = paths()
     for seconds in (0.01, 0.01, 0.09):
         made.record_transfer("n2", "a:1", 64 * MIB, seconds)
@@ -51,7 +51,7 @@ def test_one_bad_transfer_is_not_a_slow_way(caplog):
     assert made.bytes_per_s["n3"] > made.bytes_per_s["n2"] > 64 * MIB / 0.09
 
 
-def test_a_way_that_is_not_known_is_no_reason_to_fail(caplog):
+def test_unknown_route_does_not_fail_a_transfer(caplog):
     def unknown(_address):
         raise PeerUnreachableError("no route")
 

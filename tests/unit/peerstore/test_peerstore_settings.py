@@ -17,12 +17,12 @@ def test_budgets(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "1e9", "0%", "100.1%", "5 %%", "1GiBs", "nan", "٣GiB"])
-def test_budgets_that_are_none(text):
+def test_invalid_budgets_are_refused(text):
     with pytest.raises(RequestError, match="budget"):
         parse_budget(text, memory_bytes=1000)
 
 
-def test_a_share_is_of_what_this_process_may_use():
+def test_budget_share_is_of_the_usable_memory():
     assert 0 < parse_budget("50%") <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 

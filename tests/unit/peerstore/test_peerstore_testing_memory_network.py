@@ -31,7 +31,7 @@ def text(channel):
     return channel.receive().header
 
 
-def test_a_way_that_is_cut_lets_nothing_through_and_nobody_in(network, line, clock):
+def test_cut_path_blocks_messages_and_connections(network, line, clock):
     near, far = line.meet()
     listener = line.there.listen("n2:7071", lambda channel: None)
     network.cut("n1", "n2")
@@ -60,7 +60,7 @@ def test_waiting_channel_continues_after_healing(network, line, clock):
     assert waiting.result(PATIENCE_S) == b"later"
 
 
-def test_a_cut_in_one_direction_leaves_the_other(network, line):
+def test_one_way_cut_leaves_the_other_direction(network, line):
     near, far = line.meet()
     network.cut("n1", "n2", both=False)
     far.send(b"still heard")
@@ -80,7 +80,7 @@ def test_close_is_not_seen_across_a_cut(network, line, clock):
     assert waiting.result(PATIENCE_S) is None
 
 
-def test_a_sender_waits_for_room_and_not_for_ever(network, line, clock):
+def test_sender_without_buffer_space_times_out(network, line, clock):
     near, _ = line.meet()
     network.stall("n1", "n2")
     sent = line.aside(near.send, b"", [memoryview(bytes(100 * KIB))])
@@ -131,7 +131,7 @@ def test_delayed_messages_arrive_when_their_time_has_come(network, line, clock):
 
 
 @pytest.mark.parametrize("size", [0, 1, FRAME_PREFIX.size, FRAME_PREFIX.size + 1, FRAME_PREFIX.size + 3 + 70])
-def test_a_connection_breaks_after_so_many_bytes(network, line, size):
+def test_connection_breaks_after_the_configured_bytes(network, line, size):
     near, far = line.meet()
     other_near, other_far = line.meet()
     network.drop_after("n1", "n2", size)
@@ -152,7 +152,7 @@ def receive_all(channel):
         channel.discard()
 
 
-def test_one_bit_of_one_payload_arrives_turned(network, line):
+def test_single_bit_of_a_payload_arrives_flipped(network, line):
     near, far = line.meet()
     near.send(b"a", [memoryview(bytes(1000))])
     assert payload(far) == bytes(1000)
@@ -173,7 +173,7 @@ def payload(channel):
     return bytes(taken)
 
 
-def test_a_node_that_is_lost_takes_its_channels_and_its_listeners_with_it(network, line, clock):
+def test_killed_node_closes_its_channels_and_listeners(network, line, clock):
     near, far = line.meet()
     waiting = line.aside(near.receive)
     clock.until_waiting()
@@ -189,13 +189,13 @@ def test_a_node_that_is_lost_takes_its_channels_and_its_listeners_with_it(networ
     again.close()
 
 
-def test_an_address_belongs_to_one_listener(network, line):
+def test_address_has_a_single_listener(network, line):
     listener = line.there.listen("n2:0", lambda channel: None)
     with pytest.raises(OSError, match="listens"):
         network.transport("n3").listen(listener.address, lambda channel: None)
     listener.close()
 
 
-def test_a_test_that_waits_in_vain_is_told(clock):
+def test_wait_without_waiting_threads_times_out(clock):
     with pytest.raises(TimeoutError, match="0 of 1 threads"):
         clock.until_waiting(patience_s=0.01)

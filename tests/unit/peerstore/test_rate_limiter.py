@@ -13,7 +13,7 @@ steps = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5_000)), min_size=1,
 
 
 @given(steps=steps, rate=st.integers(1, 10_000), burst=st.integers(1, 5_000))
-def test_never_more_than_the_rate_and_one_burst(steps: list[tuple[float, int]], rate: int, burst: int):
+def test_rate_and_burst_are_never_exceeded(steps: list[tuple[float, int]], rate: int, burst: int):
     bucket = TokenBucket(rate, burst, now=0.0)
     now, sent = 0.0, 0
     for later, amount in steps:
@@ -24,7 +24,7 @@ def test_never_more_than_the_rate_and_one_burst(steps: list[tuple[float, int]], 
 
 
 @given(steps=steps, rate=st.integers(1, 10_000))
-def test_who_waits_as_told_loses_nothing(steps: list[tuple[float, int]], rate: int):
+def test_obedient_sender_reaches_the_rate(steps: list[tuple[float, int]], rate: int):
     """With somebody always asking, the time taken is what the rate says, not more."""
     bucket = TokenBucket(rate, burst=1, now=0.0)
     now = 0.0
@@ -34,7 +34,7 @@ def test_who_waits_as_told_loses_nothing(steps: list[tuple[float, int]], rate: i
     assert now == pytest.approx((total - 1) / rate, abs=1e-6)
 
 
-def test_a_clock_that_goes_back_gives_nothing_away():
+def test_clock_set_back_adds_no_tokens():
     bucket = TokenBucket(rate=10, burst=10, now=100.0)
     assert bucket.take(10, 100.0) == 0
     assert bucket.take(10, 50.0) == pytest.approx(1.0)

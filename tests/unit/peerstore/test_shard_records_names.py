@@ -11,7 +11,7 @@ from peerstore.shard_records import validate_blob_name, validate_incarnation, va
 
 
 @given(st.text())
-def test_a_name_that_is_let_in_is_a_file_name(text):
+def test_accepted_name_is_a_file_name(text):
     for check in (validate_job_name, validate_incarnation, validate_blob_name):
         with contextlib.suppress(InvalidNameError):
             assert check(text) == text

@@ -79,7 +79,7 @@ def test_a_budget_may_be_a_share(share, of):
 
 
 @pytest.mark.parametrize("share", ["0%", "100.1%", "101%", "-5%", "%"])
-def test_shares_that_are_none(share):
+def test_invalid_shares_are_refused(share):
     with pytest.raises(RequestError):
         parse_budget(share, memory_bytes=1000)
 
@@ -88,7 +88,7 @@ def test_shares_that_are_none(share):
     st.text(max_size=10)
     | st.from_regex("\\A\\s*[0-9.]{1,4}\\s*[kKmMgGtT\u0130\u0131\u212a]?[iI\u0130\u0131]?[bB%]?\\s*\\Z")
 )
-def test_any_text_is_a_size_or_told_to_be_none(text):
+def test_any_text_is_a_size_or_refused(text):
     try:
         size = parse_size(text)
     except ValueError:

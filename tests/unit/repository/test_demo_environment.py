@@ -38,7 +38,7 @@ def commands(script, tmp_path, monkeypatch):
     return found
 
 
-def test_the_modules_that_it_compiles_exist(script):
+def test_compiled_modules_exist(script):
     assert [name for name in script.COMPILED if importlib.util.find_spec(name) is None] == []
 
 
@@ -47,7 +47,7 @@ def update(script, tmp_path, monkeypatch, torch, **options):
     script.Environment(tmp_path / "env").update(**options)
 
 
-def test_without_torch_the_pinned_one_is_installed_once(script, commands, tmp_path, monkeypatch, capsys):
+def test_missing_torch_is_installed_once_at_the_pinned_version(script, commands, tmp_path, monkeypatch, capsys):
     update(script, tmp_path, monkeypatch, None)
     torch = [command for command in commands if f"-r {tmp_path / 'requirements/torch.txt'}" in command]
     assert len(torch) == 1

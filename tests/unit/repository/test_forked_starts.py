@@ -125,12 +125,12 @@ def test_all_were_forked_that_were_to_be(told):
 
 
 @pytest.mark.parametrize("how", ["script", "unbuffered", "quiet", "safe", "path", "module", "another"])
-def test_forked_program_sees_the_state_of_a_started_one(told, how):
+def test_forked_program_sees_the_same_state_as_a_fresh_process(told, how):
     (status, said, _), (fresh_status, fresh_said, words) = told[0]["False"][how], told[0]["True"][how]
     assert (status, fresh_status) == (0, 0), words
     assert json.loads(said) == json.loads(fresh_said)
 
 
 @pytest.mark.parametrize("how", ["exit", "words", "raise", "last", "ended"])
-def test_forked_program_ends_as_a_started_one(told, how):
+def test_forked_program_ends_like_a_fresh_process(told, how):
     assert told[0]["False"][how] == told[0]["True"][how]

@@ -32,7 +32,7 @@ def section_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> st
     return name
 
 
-def test_report_without_accelerator_passes_and_says_fakes():
+def test_report_without_accelerator_passes_and_names_fakes():
     checks = [Check("a", "passed", 1.0), Check("<b>", "not run", why="no accelerator")]
     report = Report([], {"torch": "2"}, [Section("seam", "finished", 10.0, 1.0, checks=checks)])
     assert report.passed
@@ -40,7 +40,7 @@ def test_report_without_accelerator_passes_and_says_fakes():
     assert "&lt;b&gt;" in page(report)
 
 
-def test_report_on_device_fails_with_one_failed_check():
+def test_report_on_device_fails_with_a_failed_check():
     figure = Figure("save", 0.128, "s", "cuda:0", ratio=1.08, bits="equal")
     section = Section("saves", "finished", 10.0, 1.0, checks=[Check("a", "failed")], figures=[figure])
     report = Report(["cuda:0"], {}, [section])
@@ -101,7 +101,7 @@ def test_findings_survive_a_line_that_was_cut(tmp_path):
     assert read(tmp_path) == kept
 
 
-def test_section_that_runs_out_of_time_is_killed_with_all_it_started(tmp_path, monkeypatch):
+def test_timed_out_section_is_killed_with_its_children(tmp_path, monkeypatch):
     module = section_of(
         tmp_path,
         monkeypatch,
@@ -184,7 +184,7 @@ def test_added_section_without_devices_leaves_them():
     assert report.devices == ["cuda:0"]
 
 
-def test_result_is_kept_for_devices_only_and_sections_of_one_day_add_up(tmp_path):
+def test_result_is_kept_for_devices_only_and_sections_of_a_day_are_merged(tmp_path):
     environment = {"device": "NVIDIA H100 80GB HBM3", "revision": "abc"}
     first = Report(["cuda:0"], environment, [Section("copies", "finished", 1.0), Section("seam", "finished", 1.0)])
     later = Report(["cuda:0"], environment, [Section("seam", "not finished", 2.0)])

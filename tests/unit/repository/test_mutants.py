@@ -11,7 +11,7 @@ from tests.mutants import MUTANTS, ROOT
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
-def test_it_changes_the_product_and_leaves_it_python(mutant, tmp_path):
+def test_mutant_changes_the_product_into_valid_python(mutant, tmp_path):
     there = tmp_path / mutant.file
     there.parent.mkdir(parents=True)
     shutil.copy(ROOT / mutant.file, there)
@@ -19,14 +19,14 @@ def test_it_changes_the_product_and_leaves_it_python(mutant, tmp_path):
     ast.parse(there.read_text())
 
 
-def test_each_has_a_name_of_its_own_and_a_test_that_is_there():
+def test_mutants_have_unique_names_and_existing_tests():
     assert len({one.name for one in MUTANTS}) == len(MUTANTS)
     for one in MUTANTS:
         file, _, name = one.test.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text(), one.test
 
 
-def test_what_a_mutant_changes_must_be_there_once(tmp_path):
+def test_mutant_target_must_occur_exactly_once(tmp_path):
     path = tmp_path / MUTANTS[0].file
     path.parent.mkdir(parents=True)
     path.write_text("nothing of it")

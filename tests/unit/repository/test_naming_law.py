@@ -87,7 +87,7 @@ def test_test_files_that_mirror_no_module_are_reported(packages):
     )
 
 
-def test_test_files_of_one_name_are_reported(packages):
+def test_duplicate_test_file_names_are_reported(packages):
     add_empty(packages, ["tests/e2e/test_swim.py"])
     places = "tests/e2e/test_swim.py, tests/unit/peerstore/membership/test_swim.py"
     assert check(packages) == (1, f"test_swim.py is the name of 2 test files: {places}\n")

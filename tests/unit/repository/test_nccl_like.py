@@ -67,7 +67,7 @@ def meet(pair):
     assert [tensor.tolist() for tensor in here] == [[3.0, 3.0]] * 2
 
 
-def test_what_is_aborted_returns_with_garbage_and_so_does_all_that_comes_later(pair):
+def test_aborted_and_later_collectives_return_garbage(pair):
     meet(pair)
     sent = torch.full((4,), 7.0)
     work = pair[0].allreduce([sent])
@@ -81,7 +81,7 @@ def test_what_is_aborted_returns_with_garbage_and_so_does_all_that_comes_later(p
     assert not torch.equal(later, torch.full((4,), 7.0))
 
 
-def test_a_peer_that_is_lost_is_heard_of_by_the_watchdog_alone(pair, monkeypatch):
+def test_lost_peer_is_noticed_only_by_the_watchdog(pair, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(nccl_like.os, "kill", lambda *_: ended.set())
     meet(pair)
@@ -95,7 +95,7 @@ def test_a_peer_that_is_lost_is_heard_of_by_the_watchdog_alone(pair, monkeypatch
     assert not work.is_completed()
 
 
-def test_a_watchdog_that_cleans_up_lets_garbage_through_without_a_word(pair, monkeypatch):
+def test_cleanup_watchdog_returns_garbage_silently(pair, monkeypatch):
     meet(pair)
     monkeypatch.setenv(_HANDLING, "2")
     work = pair[0].allreduce([torch.ones(1)])
@@ -150,7 +150,7 @@ def test_an_abort_does_not_end_the_making_of_a_communicator(pair):
     other.join()
 
 
-def test_one_that_may_be_made_in_the_background_is_given_up(pair, monkeypatch):
+def test_nonblocking_communicator_setup_can_be_aborted(pair, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
     making = Call(lambda: pair[0].allreduce([torch.zeros(1)]))
     pair[0]._store.get("here/0")
@@ -170,7 +170,7 @@ def two_groups():
     dist.destroy_process_group()
 
 
-def test_one_of_two_communicators_that_is_aborted_alone_waits_for_ever(two_groups):
+def test_aborting_only_one_of_two_communicators_deadlocks(two_groups):
     call = Call(two_groups[0].abort)
     assert nccl_like.deadlocked.wait(_PATIENCE_S)
     assert not call.is_over
@@ -276,7 +276,7 @@ def test_an_environment_that_has_the_watchdog_act_is_refused(name, value):
         ("TORCH_DISTRIBUTED_DEBUG", "detail"),
     ],
 )
-def test_what_has_torch_end_the_process_all_the_same_is_refused(name, value):
+def test_environment_that_ends_the_process_is_refused(name, value):
     """The monitor by itself; the others turn error handling on again, whatever it is set to."""
     environ = {_HANDLING: "0", name: value}
     with pytest.raises(PolicyError, match=f"{name}={value}: "):
@@ -290,12 +290,12 @@ def test_long_sleep_of_the_watchdog_is_refused(value):
         disable_nccl_watchdog({_DUMP: value})
 
 
-def test_all_that_is_wrong_with_an_environment_is_said_at_once():
+def test_all_environment_problems_are_reported_at_once():
     with pytest.raises(PolicyError, match=r"HANDLING=3: .*MONITORING=1: .*Unset .*HANDLING and .*MONITORING"):
         disable_nccl_watchdog({_HANDLING: "3", "TORCH_NCCL_ENABLE_MONITORING": "1"})
 
 
-def test_what_is_set_as_it_has_to_be_stays_as_it_is():
+def test_correct_environment_is_unchanged():
     environ = {
         "NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "false",
@@ -307,7 +307,7 @@ def test_what_is_set_as_it_has_to_be_stays_as_it_is():
     assert environ == before
 
 
-def test_only_what_raises_when_it_is_aborted_is_not_silent():
+def test_only_gloo_aborts_with_an_error():
     assert [groups(name).aborts_silently for name in ("gloo", "cpu:gloo,cuda:nccl", "nccl", nccl_like.NAME)] == [
         False,
         True,

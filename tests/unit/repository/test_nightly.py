@@ -17,7 +17,7 @@ RESULTS = st.dictionaries(
 
 
 @given(RESULTS)
-def test_at_the_same_revision_only_what_passed_is_left_out_and_all_results_stay_on_the_page(results):
+def test_same_revision_reruns_only_what_did_not_pass(results):
     """What failed or had no interpreter is run again; until then, as with words that leave it out, it counts."""
     record = resumed(Record("abc", "then", results), "abc", "now")
     assert record == Record("abc", "then", results)
@@ -47,7 +47,7 @@ def test_task_result_is_judged_by_its_output():
     assert judged(TASKS[0], 1, "no interpreter for 3.14", 1).outcome is Outcome.FAILED
 
 
-def test_the_contract_is_unavailable_without_an_interpreter_or_a_torch_for_it_and_not_for_a_skipped_test():
+def test_contract_without_interpreter_or_torch_is_unavailable():
     (task,) = (one for one in contracts() if one.name == "DCP contract: py310, torch 2.7")
     assert task.command[1:] == ("-e", "dcp-py310-torch27")
     for printed in (
@@ -61,7 +61,7 @@ def test_the_contract_is_unavailable_without_an_interpreter_or_a_torch_for_it_an
     assert judged(task, 1, "ERROR: No matching distribution found for torchdata==9\n", 9).outcome is Outcome.FAILED
 
 
-def test_the_page_has_every_task_and_tells_what_failed():
+def test_page_lists_every_task_and_the_failures():
     record = Record("abc", "yesterday")
     record = record.having("tests: b", Result(Outcome.FAILED, 61.0, ("1 failed in 61s",), "assert 1 == 2"))
     record = record.having("demo: c", Result(Outcome.PASSED, 3725.0, ("a | b",)))
@@ -88,7 +88,7 @@ def test_page_groups_flaky_tests_by_name_with_their_last_failure():
     assert "Flaky" not in page(TASKS, Record("abc", "then"), "now")
 
 
-def test_times_are_said_in_two_units():
+def test_durations_have_two_units():
     said = {0.4: "0 s", 59: "59 s", 60: "1 min 00 s", 3599.6: "1 h 00 min", 7260: "2 h 01 min"}
     assert {seconds: lasted(seconds) for seconds in said} == said
 
@@ -104,7 +104,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_task_that_is_stopped_can_end_what_it_has_started(tmp_path):
+def test_stopped_task_can_clean_up(tmp_path):
     tidied = tmp_path / "tidied"
     command = [sys.executable, "-c", TIDIES, str(tidied)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:

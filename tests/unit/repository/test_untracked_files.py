@@ -33,7 +33,7 @@ def write(path):
     "name", ["package/b.py", "package/new/b.py", "package/b.yaml", "package/b.pyc", "package/b.so", "conftest.py"]
 )
 @pytest.mark.parametrize("ignored", [False, True])
-def test_untracked_source_fails_the_check_also_when_the_user_ignores_it(checkout, name, ignored):
+def test_untracked_source_fails_the_check_even_if_the_user_ignores_it(checkout, name, ignored):
     write(checkout / name)
     if ignored:
         (checkout / ".git/info/exclude").write_text("*\n")

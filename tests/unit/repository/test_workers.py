@@ -23,7 +23,7 @@ TESTS = st.lists(st.tuples(FILES, st.booleans()), max_size=30)
 
 
 @given(TESTS, st.dictionaries(FILES, st.floats(0, 100)))
-def test_every_test_is_in_one_unit_and_what_belongs_together_in_the_same(tests, seconds):
+def test_tests_are_split_into_units_with_dependent_tests_together(tests, seconds):
     units = units_of(tests, seconds)
     assert sorted(position for unit in units for position in unit.tests) == [*range(len(tests))]
     for unit in units:
@@ -41,7 +41,7 @@ def test_the_longest_begin_first():
 
 
 @given(TESTS, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_all_are_run_and_timed_ones_one_of_a_kind_beside_others(tests, at_once, random):
+def test_all_units_run_and_timed_kinds_run_alone(tests, at_once, random):
     units = units_of(tests, {})
     queue, running, ran, others = Queue(units), [], [], sum(not unit.timed for unit in units)
     while queue or running:
@@ -60,14 +60,14 @@ def test_all_are_run_and_timed_ones_one_of_a_kind_beside_others(tests, at_once, 
     assert sorted(ran) == [*range(len(tests))]
 
 
-def test_timed_ones_run_together_when_nothing_else_is_left():
+def test_timed_units_run_together_when_only_they_remain():
     queue = Queue([Unit((0,), 1.0), *(Unit((position,), 1.0, "nodes") for position in range(1, 6))])
     assert [queue.next().tests for _ in range(2)] == [(1,), (0,)]
     assert [queue.next().tests for _ in range(2)] == [(2,), (3,)]
     assert queue.next() is None
 
 
-def test_tests_that_wait_make_room_for_others_and_tests_that_compute_do_not():
+def test_waiting_tests_raise_the_concurrency_and_computing_tests_do_not():
     pace = Pace(least=3, most=6, now=3)
     for _ in range(5):
         pace.hear(0.2, running=pace.now)
@@ -81,7 +81,7 @@ def test_tests_that_wait_make_room_for_others_and_tests_that_compute_do_not():
     assert pace.now == 3, "that others wait was not for want of room"
 
 
-def test_the_rest_of_a_unit_whose_worker_died_comes_next():
+def test_rest_of_a_unit_with_a_dead_worker_runs_next():
     queue = Queue([Unit((0, 1, 2), 1.0), Unit((3,), 1.0)])
     died = queue.next()
     queue.done(died)
@@ -119,7 +119,7 @@ def test_skipped(once): pass
 """
 
 
-def test_failures_a_dead_worker_and_what_a_session_s_end_raises_are_told(tmp_path):
+def test_failures_dead_workers_and_session_errors_are_reported(tmp_path):
     (tmp_path / "test_one.py").write_text(OUTCOMES)
     (tmp_path / "test_two.py").write_text("def test_other(): pass\ndef test_end(bad_end): pass\n")
     (tmp_path / "conftest.py").write_text(OUTCOMES.split('@pytest.fixture(scope="module")', maxsplit=1)[0])
@@ -215,7 +215,7 @@ def test_retry_that_passes_is_flaky_and_passes_the_run(tmp_path):
     )
 
 
-def test_retries_run_one_at_a_time_after_all_other_tests(tmp_path):
+def test_retries_run_alone_after_all_other_tests(tmp_path):
     (tmp_path / "test_one.py").write_text(RUNS_AND_ENDS)
     done = run_in(tmp_path, "--workers", "4", "--retry-failed", "5")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -85,7 +85,7 @@ def test_a_location(target, job, step):
         ["tiered://a"],
     ],
 )
-def test_what_is_none_is_told_so(target):
+def test_invalid_location_is_refused(target):
     with pytest.raises(UsageError) as info:
         parse_location(target)
     assert repr(target)[:20] in str(info.value)
@@ -94,7 +94,7 @@ def test_what_is_none_is_told_so(target):
 @given(st.text(max_size=140))
 @example("a/b")
 @example("..")
-def test_a_job_name_is_one_plain_file_name(text):
+def test_job_name_is_a_plain_file_name(text):
     allowed = re.fullmatch(r"[A-Za-z0-9._-]{1,128}", text) is not None and bool(text.strip("."))
     try:
         name = validate_job_name(text)
@@ -117,7 +117,7 @@ def test_any_text_is_a_location_or_a_usage_error(text):
 
 
 @given(st.integers(0, 10**18 - 1))
-def test_a_location_is_written_as_it_is_read(step):
+def test_location_round_trips(step):
     assert parse_location(str(Location(validate_job_name("j"), step))).step == step
 
 
@@ -127,6 +127,6 @@ def test_steps(step):
 
 
 @pytest.mark.parametrize("step", [-1, 1 << 62, True, False, 1.0, "1", None, float("nan")])
-def test_what_is_no_step(step):
+def test_invalid_step_is_refused(step):
     with pytest.raises(UsageError, match="an integer from 0 on"):
         check_step(step)

@@ -39,7 +39,7 @@ def test_damaged_is_not_absent(candidates, quarantined, is_damaged):
     assert found.lost == ()
 
 
-def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
+def test_incomplete_step_is_lost_if_it_was_once_complete():
     torn = Candidate(VersionId(1, 7, 0, "a"), 12, {3: MEMORY}, saved_ns=10**18)
     never = resolve_step([torn, step(6, found=(1,))])
     assert (never.lost, never.verdicts[torn.version_id]) == ((), StepVerdict.TORN)
@@ -55,7 +55,7 @@ def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
     assert older.lost == (torn.version_id,)
 
 
-def test_what_a_tier_that_could_not_be_asked_may_complete_is_neither_torn_nor_lost():
+def test_step_in_an_unreachable_tier_is_neither_torn_nor_lost():
     cut = step(7, found=(0,))
     found = resolve_step([cut], once_whole=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
     assert (found.chosen, found.lost, found.torn, found.verdicts[cut.version_id]) == (None, (), (), StepVerdict.UNKNOWN)
@@ -65,7 +65,7 @@ def test_what_a_tier_that_could_not_be_asked_may_complete_is_neither_torn_nor_lo
     assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
 
 
-def test_torn_is_what_was_begun_after_all_that_was_ever_whole():
+def test_torn_steps_are_newer_than_any_complete_step():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
     assert resolve_step([cut, newer]).torn == (cut.version_id, newer.version_id)
     assert resolve_step([cut, newer], once_whole=cut.version_id).torn == (newer.version_id,)
@@ -166,14 +166,14 @@ def test_every_candidate_gets_a_verdict():
     }
 
 
-def test_what_is_passed_over_is_the_last_to_fall_back_to():
+def test_avoided_step_is_the_last_alternative():
     found = resolve_step([step(1), step(3), step(2)], reluctant=[VersionId(1, 3, 0, "a")])
     assert [c.version_id.version for c in found.alternatives] == [1, 3]
     assert found.verdicts[VersionId(1, 3, 0, "a")] is StepVerdict.AVOIDED
     assert not found.lost
 
 
-def test_ranks_take_a_step_that_none_is_reluctant_to_load_where_there_is_one():
+def test_ranks_prefer_a_step_without_reluctance():
     old, new = VersionId(1, 2, 0, "a"), VersionId(1, 3, 0, "a")
     assert elect_step([[new, old], [old, new]], reluctant=[new]) == old
     assert elect_step([[new], [old, new]], reluctant=[new]) == new
@@ -200,7 +200,7 @@ candidates = st.lists(
 
 
 @given(candidates)
-def test_only_whole_steps_are_chosen_and_none_is_lost_without_a_reason(found):
+def test_only_complete_steps_are_chosen_and_every_rejection_has_a_reason(found):
     result = resolve_step(found)
     assert set(result.verdicts) == {c.version_id for c in found}
     if result.chosen is None:
@@ -281,7 +281,7 @@ def test_obstacles(name):
     assert found.explain()
 
 
-def test_the_tiers_a_step_would_be_read_from_are_the_nearest_ones():
+def test_nearest_tiers_of_a_step_are_reported():
     mixed = Candidate(
         VersionId(1, 5, 0, "a"), 3, {0: (Tier.MEMORY, Tier.DURABLE), 1: DURABLE, 2: (Tier.PEER, Tier.DURABLE)}
     )
@@ -334,7 +334,7 @@ def one_by_one(candidates, quarantined):
     ),
     st.data(),
 )
-def test_the_past_that_was_left_is_what_comparing_each_with_each_says(candidates, data):
+def test_superseded_steps_match_pairwise_comparison(candidates, data):
     groups = [one.version_id for one in candidates]
     quarantined = data.draw(st.sets(st.sampled_from(groups), max_size=3)) if groups else set()
     verdicts = resolve_step(candidates, quarantined=quarantined).verdicts
@@ -353,7 +353,7 @@ class Counted(Candidate):
         return True
 
 
-def test_ten_thousand_steps_are_each_looked_at_a_few_times():
+def test_ten_thousand_steps_are_resolved_in_linear_time():
     steps = [
         Counted(VersionId(1 + n // 100, n, 0, f"i{n // 100}"), 0, {}, base_step=n - n % 100 - 1) for n in range(10_000)
     ]

@@ -58,13 +58,13 @@ def test_errors_pickle_and_copy(kind):
         assert str(again) == str(error)
 
 
-def test_what_travels_by_name_is_the_whole_tree():
+def test_errors_by_name_cover_the_class_tree():
     found = errors_by_name()
     assert found["TieredCheckpointError"] is TieredCheckpointError
     assert {n for n, v in vars(tieredckpt.errors).items() if isinstance(v, type) and v.__name__ == n} <= found.keys()
 
 
-def test_absent_unknown_and_damaged_cannot_be_caught_as_one_another():
+def test_absent_unknown_and_damaged_errors_are_disjoint():
     answers = [CheckpointNotFoundError, TierUnavailableError, CheckpointDamagedError, SaveFailedError, UsageError]
     for one in answers:
         assert [other for other in answers if issubclass(other, one)] == [one]

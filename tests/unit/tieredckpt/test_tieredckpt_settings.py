@@ -44,7 +44,7 @@ def problems(tree):
     return str(info.value)
 
 
-def test_nothing_said_is_the_defaults():
+def test_empty_environment_gives_the_defaults():
     assert load_settings({}) == Settings() == settings_from_mapping({})
 
 
@@ -103,7 +103,7 @@ def test_switched_off_without_a_place_is_a_contradiction():
         load_settings({"TIEREDCKPT_ENABLED": "0"})
 
 
-def test_copies_and_parity_exclude_each_other():
+def test_copies_and_parity_are_exclusive():
     assert (
         load_settings(
             {"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "7"}
@@ -118,7 +118,7 @@ def test_copies_and_parity_exclude_each_other():
         load_settings({"TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "0"})
 
 
-def test_everything_wrong_is_told_at_once():
+def test_all_settings_problems_are_reported_at_once():
     text = problems(
         {
             "agent": {"budget": "lots", "slots_per_rank": 1, "colour": "red", "http": "here"},
@@ -147,7 +147,7 @@ def test_everything_wrong_is_told_at_once():
 
 
 @pytest.mark.parametrize("transport", ["udp", "tcp:UCX", "nixl:", "nixl:a b", ""])
-def test_a_transport_nobody_has(transport):
+def test_unknown_transport_is_refused(transport):
     with pytest.raises(SettingsError, match=r"agent\.transport: .* is neither tcp, nixl nor nixl:BACKEND"):
         settings_from_mapping({"agent": {"transport": transport}})
 
@@ -201,7 +201,7 @@ def test_steps_that_are_never_in_memory_cannot_become_durable():
     assert settings_from_mapping({"memory": {"every": 4}, "durable": {"every": 8}}).durable.every == 8
 
 
-def test_unknown_variables_are_errors_and_strangers_are_not():
+def test_unknown_prefixed_variables_are_errors_and_other_variables_ignored():
     with pytest.raises(SettingsError, match=r"TIEREDCKPT_MEMRY_EVERY: no such setting; known are .*MEMORY_EVERY"):
         load_settings({"TIEREDCKPT_MEMRY_EVERY": "1"})
     assert load_settings({"TIERED_EVERY": "x", "PATH": "/bin"}) == Settings()
@@ -212,7 +212,7 @@ def test_a_section_that_the_file_only_names_takes_the_environment(config):
     assert config("durable:\n").durable == DurableSettings()
 
 
-def test_an_option_without_a_value_is_told():
+def test_option_without_a_value_is_refused():
     with pytest.raises(SettingsError, match=r"TIEREDCKPT_DURABLE_OPTIONS: 'region' has no value"):
         load_settings({"TIEREDCKPT_DURABLE_OPTIONS": "region,endpoint=x"})
 
@@ -243,7 +243,7 @@ def test_files_that_are_no_configuration(config, text):
         config(text)
 
 
-def test_an_empty_file_and_one_that_is_not_there(config, tmp_path):
+def test_empty_config_file_is_valid_and_a_missing_one_refused(config, tmp_path):
     assert config("") == config("# nothing\n") == Settings()
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(SettingsError, match=f"TIEREDCKPT_CONFIG={path} cannot be read"):
@@ -274,7 +274,7 @@ def test_the_agents_directory_is_this_users_own_unless_named():
 
 
 @pytest.mark.parametrize(("ranks", "configured"), [("1", 0), ("10000", 0), ("0", 0), ("two", 0), ("4", 3)])
-def test_copy_threads_are_between_one_and_eight(ranks, configured):
+def test_copy_threads_default_to_one_to_eight(ranks, configured):
     found = copy_thread_count(
         settings_from_mapping({"memory": {"copy_threads": configured}}), {"LOCAL_WORLD_SIZE": ranks}
     )

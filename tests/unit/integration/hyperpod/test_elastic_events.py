@@ -11,11 +11,11 @@ from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
 from integration.hyperpod.elastic_events import NOT_RELEASED, ExitAfterStop, elastic_event_detected
 
 
-def test_who_was_not_told_to_stop_ends_as_it_does():
+def test_process_without_a_stop_exits_normally():
     assert ExitAfterStop(GroupSignalListener(), 0.0).status() is None
 
 
-def test_who_has_stopped_ends_well_only_when_its_agent_has_asked():
+def test_stopped_process_exits_cleanly_only_after_its_agent_asked():
     asked = GroupSignalListener()
     leaving = ExitAfterStop(asked, 0.0)
     leaving.stopped = True
@@ -24,7 +24,7 @@ def test_who_has_stopped_ends_well_only_when_its_agent_has_asked():
     assert leaving.status() is None
 
 
-def test_importing_it_without_an_agent_does_nothing():
+def test_import_without_an_agent_has_no_effect():
     assert elastic_events._leaving == []
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 

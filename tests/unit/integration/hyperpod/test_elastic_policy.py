@@ -28,7 +28,7 @@ RESTART_POLICY = {
 }
 
 
-def test_a_custom_resource_says_the_same_in_its_own_words():
+def test_custom_resource_maps_to_the_policy():
     assert policy_from_keys(CUSTOM_RESOURCE, RESTART_POLICY, replicas=4) == ScalingPolicy(
         min_replicas=2,
         max_replicas=8,
@@ -45,7 +45,7 @@ def test_a_custom_resource_says_the_same_in_its_own_words():
     )
 
 
-def test_a_recipe_says_the_same_in_its_own_words():
+def test_recipe_maps_to_the_policy():
     recipe = {
         "is_elastic": False,
         "min_nodes": 1,
@@ -63,7 +63,7 @@ def test_a_recipe_says_the_same_in_its_own_words():
     assert policy_from_keys(recipe | {"use_graceful_shutdown": False}).graceful_shutdown_timeout_s == 0
 
 
-def test_a_list_of_sizes_says_the_least_and_the_greatest():
+def test_discrete_sizes_set_the_minimum_and_maximum():
     policy = policy_from_keys({"replicaDiscreteValues": [2, 4, 8]})
     assert (policy.min_replicas, policy.max_replicas, policy.sizes) == (2, 8, (2, 4, 8))
 
@@ -88,13 +88,13 @@ def test_both_kinds_of_sizes_may_be_there_where_they_agree():
         ({"replicaDiscreteValues": "2,4"}, {}, "replicaDiscreteValues is '2,4', must be a list"),
     ],
 )
-def test_what_is_impossible_is_named_as_it_was_written(elastic, restart, said):
+def test_invalid_value_is_named_by_its_original_key(elastic, restart, said):
     with pytest.raises(PolicyError) as raised:
         policy_from_keys(elastic, restart)
     assert said in str(raised.value)
 
 
-def test_a_field_nobody_knows_is_named_beside_all_else():
+def test_unknown_field_is_named_with_all_other_problems():
     with pytest.raises(PolicyError, match=r"replica is unknown; minReplicas is 0"):
         policy_from_keys({"minReplicas": 0}, replica=3)
 

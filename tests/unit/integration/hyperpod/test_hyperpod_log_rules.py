@@ -81,7 +81,7 @@ def test_every_rule_knows_its_line_and_no_other(name, agents, printed):
         ("SaveSlow", stdout_line(ev.SaveEvent(0, 12, "staged", 0.0, 10.5))),
     ],
 )
-def test_what_is_slow_for_long_is_slow(name, text, agents):
+def test_persistent_slowness_is_reported(name, text, agents):
     rule = agents.LogEvaluator(RULES[name])
     states = [rule.evaluate(f"{text}\n")[0] for _ in range(RULES[name]["metricEvaluationDataPoints"])]
     assert states[-1] is agents.LogState.SLOW
@@ -100,7 +100,7 @@ def test_steps_that_cease_are_a_hang_and_silence_before_them_is_none(agents, mon
     assert rule.evaluate(None)[0] is agents.LogState.HANGING
 
 
-def test_no_first_step_is_a_hang_and_one_ends_the_rule(agents, monkeypatch):
+def test_missing_first_step_is_a_hang(agents, monkeypatch):
     rule, other = agents.LogEvaluator(RULES["FirstStep"]), agents.LogEvaluator(RULES["FirstStep"])
     now = time.time()
     assert (
@@ -112,7 +112,7 @@ def test_no_first_step_is_a_hang_and_one_ends_the_rule(agents, monkeypatch):
     assert rule.evaluate(None)[0] is agents.LogState.HEALTHY
 
 
-def test_rules_are_what_aws_takes_and_what_a_job_here_takes(agents):
+def test_rules_match_the_aws_model_and_the_job_parser(agents):
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     for rule in RULES.values():
         models.LogMonitoringConfiguration.model_validate(rule, by_alias=False, by_name=True)
@@ -126,13 +126,13 @@ def test_rules_are_what_aws_takes_and_what_a_job_here_takes(agents):
     assert len(parse_job_resource(job).log_rules) == len(RULES)
 
 
-def test_only_the_first_rank_of_a_node_says_it_and_only_when_asked():
+def test_only_local_rank_zero_prints_events_when_enabled():
     assert isinstance(event_log_from_environ({"TIEREDCKPT_STDOUT_EVENTS": "1", "LOCAL_RANK": "0"}), StdoutEventLog)
     assert not isinstance(event_log_from_environ({"TIEREDCKPT_STDOUT_EVENTS": "1", "LOCAL_RANK": "1"}), StdoutEventLog)
     assert not isinstance(event_log_from_environ({"LOCAL_RANK": "0"}), StdoutEventLog)
 
 
-def test_the_switch_is_no_setting_that_is_unknown():
+def test_stdout_events_switch_is_a_known_setting():
     from tieredckpt.settings import load_settings
 
     load_settings({"TIEREDCKPT_STDOUT_EVENTS": "1"})

@@ -53,7 +53,7 @@ def containers(pod):
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
-def test_every_workload_is_looked_at():
+def test_every_workload_is_covered():
     assert sorted(kind for kind, *_ in PODS) == [
         "DaemonSet",
         "HyperPodPyTorchJob",
@@ -84,7 +84,7 @@ def test_containers_may_do_as_little_as_works(kind, labels, pod):
 
 
 @each_pod
-def test_what_is_mounted_is_there_and_only_one_directory_is_the_nodes(kind, labels, pod):
+def test_mounts_exist_and_only_the_arena_is_a_host_path(kind, labels, pod):
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     for container in containers(pod):
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
@@ -94,7 +94,7 @@ def test_what_is_mounted_is_there_and_only_one_directory_is_the_nodes(kind, labe
 
 
 @each_pod
-def test_agents_take_their_arguments_and_are_asked_where_they_answer(kind, labels, pod):
+def test_agents_accept_their_arguments_and_are_probed_where_they_serve(kind, labels, pod):
     for container in containers(pod):
         if container["name"] != "agent":
             continue
@@ -132,7 +132,7 @@ def test_rights_in_the_cluster_are_those_of_labels():
 
 
 @pytest.mark.parametrize("name", EXAMPLE_JOBS)
-def test_shipped_jobs_are_the_generated_ones(name):
+def test_shipped_jobs_match_the_generated_ones(name):
     about, job = EXAMPLE_JOBS[name]
     assert (ROOT / "examples" / name).read_text(encoding="utf-8") == example_text(about, job_manifest(job))
 
@@ -147,7 +147,7 @@ def test_awss_models_take_the_shipped_jobs():
 
 
 @pytest.mark.parametrize("folder", CUSTOMIZATIONS, ids=lambda path: path.name)
-def test_kustomizations_name_what_is_there(folder):
+def test_kustomizations_name_existing_files(folder):
     (custom,) = documents(folder / "kustomization.yaml")
     for name in custom["resources"]:
         assert (folder / name).exists()
@@ -160,7 +160,7 @@ def test_kustomizations_name_what_is_there(folder):
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("folder", CUSTOMIZATIONS, ids=lambda path: path.name)
-def test_kubectl_makes_them_whole(folder):
+def test_kubectl_renders_kustomizations(folder):
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     made = [document for document in yaml.safe_load_all(done.stdout) if document]
@@ -177,7 +177,7 @@ def test_kubectl_makes_them_whole(folder):
             assert said == [path for name, path in mounts.items() if name == "tls"]
 
 
-def test_the_image_is_made_of_what_is_there_and_runs_as_the_manifests_say():
+def test_dockerfile_copies_existing_files_and_sets_the_user():
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     repository = ROOT.parents[2]
     if not (repository / "pyproject.toml").exists():

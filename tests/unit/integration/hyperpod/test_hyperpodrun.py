@@ -49,7 +49,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> _Agent:
     return one
 
 
-def test_the_agents_option_is_the_one_that_counts(agent):
+def test_shutdown_timeout_option_overrides_the_default(agent):
     hyperpodrun.main(["--shutdown-timeout", "7", "train.py"])
     hyperpodrun.main(["train.py"])
     assert [args.shutdown_timeout for args in agent.ran] == [7, 15]
@@ -78,13 +78,13 @@ def test_nnodes_is_known_to_the_agent(agent, nnodes, said):
     assert os.environ["NNODES"] == said
 
 
-def test_a_directory_that_cannot_be_said_is_refused(agent):
+def test_config_directory_with_a_comma_is_refused(agent):
     with pytest.raises(SystemExit, match="comma"):
         hyperpodrun.main(["--resource-config-dir=/a,b", "train.py"])
     assert not agent.ran
 
 
-def test_without_the_agent_it_says_what_to_install(monkeypatch):
+def test_missing_agent_package_names_the_command_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "hyperpod_elastic_agent", None)
     monkeypatch.delitem(sys.modules, "hyperpod_elastic_agent.run", raising=False)
     with pytest.raises(SystemExit, match="pip install"):

@@ -130,7 +130,7 @@ def test_awss_models_take_every_resource(job):
 @pytest.mark.parametrize(
     "sizes", [{"replica_increment_step": 2}, {"replica_discrete_values": (2, 4, 8)}], ids=["steps", "discrete"]
 )
-def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
+def test_aws_command_line_generates_the_same_job(sizes):
     template = pytest.importorskip("hyperpod_pytorch_job_template.v1_1.model")
     policy = ScalingPolicy(min_replicas=2, max_replicas=8, **sizes, job_max_retry_count=3)
     ours = job_manifest(
@@ -177,7 +177,7 @@ def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
     assert theirs_pod["spec"]["nodeSelector"] == our_pod["spec"]["nodeSelector"]
 
 
-def test_awss_models_would_say_so():
+def test_aws_models_reject_unknown_fields():
     document = job_manifest(TrainingJob(name="llama", image="i", command=RUN))
     document["spec"]["replicaSpecs"][0]["template"]["spec"]["securityContext"] = {"fsGroup": 1}
     with pytest.raises(ValueError, match="fsGroup"):
@@ -186,7 +186,7 @@ def test_awss_models_would_say_so():
 
 @settings(max_examples=examples(40))
 @given(policies())
-def test_the_policy_is_read_back_as_it_was(policy):
+def test_policy_round_trips_through_the_manifest(policy):
     document = job_manifest(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
     run = document["spec"]["runPolicy"]
     if not is_elastic(policy):
@@ -256,7 +256,7 @@ def test_trainers_have_the_settings_that_were_given(job):
 
 @settings(max_examples=examples(40))
 @given(jobs())
-def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
+def test_pod_defines_its_mounts_and_has_unique_names(job):
     pod = job_manifest(job)["spec"]["replicaSpecs"][0]["template"]["spec"]
     volumes = [volume["name"] for volume in pod["volumes"]]
     assert len(set(volumes)) == len(volumes)
@@ -298,7 +298,7 @@ def test_impossible_jobs_cannot_be_made(given, why):
     assert isinstance(refused.value, PolicyError)
 
 
-def test_everything_that_is_wrong_is_said_at_once():
+def test_all_manifest_problems_are_reported_at_once():
     with pytest.raises(JobManifestError) as refused:
         TrainingJob(name="A", image="", command=(), spares=-1)
     for why in ("no DNS label", "image is empty", "command is empty", "spares"):

@@ -87,7 +87,7 @@ def cluster(told: Told) -> Iterator[ApiServerClient]:
         (0, ApiServerUnreachableError),
     ],
 )
-def test_each_answer_has_one_meaning(
+def test_each_status_code_maps_to_an_error(
     told: Told, cluster: ApiServerClient, status: int, error: type[ApiServerError]
 ) -> None:
     told.status, told.body = status, '{"message": "in its own words"}'
@@ -104,7 +104,7 @@ def test_unreachable_server_is_reported(told: Told, cluster: ApiServerClient) ->
         cluster.list_pods("default", "llama")
 
 
-def test_a_status_is_written_over_what_was_read_and_nothing_newer(told: Told, cluster: ApiServerClient) -> None:
+def test_status_update_requires_the_version_read_before(told: Told, cluster: ApiServerClient) -> None:
     cluster.update_status(job_object(), {"restartCount": 1})
     ((method, path, kind, body),) = told.asked
     assert (method, kind) == ("PATCH", "application/merge-patch+json")
@@ -122,12 +122,12 @@ def test_only_this_very_pod_is_deleted(told: Told, cluster: ApiServerClient) -> 
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_pod_that_is_gone_or_another_one_needs_no_deleting(told: Told, cluster: ApiServerClient, status: int) -> None:
+def test_deleting_a_missing_or_replaced_pod_succeeds(told: Told, cluster: ApiServerClient, status: int) -> None:
     told.status = status
     cluster.delete_pod(pod_object(1))
 
 
-def test_pods_of_one_job_only(told: Told, cluster: ApiServerClient) -> None:
+def test_listed_pods_belong_to_the_job(told: Told, cluster: ApiServerClient) -> None:
     told.body = '{"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"name": "a"}}]}'
     assert cluster.list_pods("default", "llama") == [{"metadata": {"name": "a"}}]
     assert told.asked[0][1] == "/api/v1/namespaces/default/pods?labelSelector=HPJob%3Dllama&limit=500"

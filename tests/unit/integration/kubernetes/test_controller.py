@@ -110,7 +110,7 @@ def running(api: ImaginedApi) -> Iterator[Running]:
         yield running
 
 
-def test_at_rest_nothing_is_asked_for(running: Running) -> None:
+def test_idle_controller_sends_no_requests(running: Running) -> None:
     jobs = [f"j{number}" for number in range(5)]
     for name in jobs:
         running.create(name)
@@ -121,7 +121,7 @@ def test_at_rest_nothing_is_asked_for(running: Running) -> None:
     assert running.api.asked == before
 
 
-def test_a_lost_pod_is_heard_of_and_made_good(running: Running) -> None:
+def test_lost_pod_is_replaced(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     lost = running.state("llama").members[0]
@@ -151,7 +151,7 @@ def test_a_watch_that_ends_is_made_up_for(running: Running, what: str) -> None:
     running.until(lambda: running.runs("qwen"), "and others are heard of")
 
 
-def test_while_a_watch_is_down_the_server_is_asked_and_not_by_every_pass(running: Running) -> None:
+def test_broken_watch_falls_back_to_few_lists(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     for _ in range(1000):
@@ -168,7 +168,7 @@ def test_while_a_watch_is_down_the_server_is_asked_and_not_by_every_pass(running
     running.api.mend()
 
 
-def test_pods_that_the_watch_has_not_said_yet_are_not_asked_for_again(running: Running) -> None:
+def test_pods_missing_in_the_watch_are_not_created_again(running: Running) -> None:
     running.create("other")
     running.until(lambda: running.runs("other"), "it runs")
     running.api.hold_watches("pods")
@@ -195,7 +195,7 @@ def test_writes_that_fail_are_made_up_for(running: Running, code: int, after: bo
     assert running.state("llama").restarts == 0
 
 
-def test_what_somebody_else_has_written_is_believed_only_with_its_pods(api: ImaginedApi) -> None:
+def test_newer_job_status_is_used_only_with_its_pods(api: ImaginedApi) -> None:
     """Another controller has given a rank to a pod that this one's watch has not said anything of yet."""
     job = job_object("llama")
     job["metadata"] = {"name": "llama", "namespace": "default"}
@@ -224,7 +224,7 @@ def test_what_somebody_else_has_written_is_believed_only_with_its_pods(api: Imag
         assert [method for method, _ in api.asked] == ["PATCH", "GET"], "asked for once"
 
 
-def test_whoever_writes_over_what_is_not_so_any_more_reads_first(api: ImaginedApi) -> None:
+def test_stale_status_update_rereads_first(api: ImaginedApi) -> None:
     job = job_object("llama")
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)
@@ -242,7 +242,7 @@ def test_whoever_writes_over_what_is_not_so_any_more_reads_first(api: ImaginedAp
         assert cluster.get_job("default", "llama")["status"] == {"restartCount": 2}, "without a word of the watch"
 
 
-def test_a_job_in_a_queue_is_admitted_and_evicted_by_what_is_watched(running: Running) -> None:
+def test_queued_job_follows_watched_admission_and_eviction(running: Running) -> None:
     running.api.groups["kueue.x-k8s.io"] = ["v1beta2"]
     running.create("llama", labels={"kueue.x-k8s.io/queue-name": "team-a"})
     running.until(lambda: running.api.all("workloads"), "it asks for room")
@@ -285,7 +285,7 @@ def holds(running: Running, kind: str) -> bool:
     return any(one["type"] == kind and one["status"] == "True" for one in workload["status"]["conditions"])
 
 
-def test_a_nodes_health_is_heard_of(running: Running) -> None:
+def test_unhealthy_node_is_left(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     bad = running.api.get("pods", running.state("llama").members[0])
@@ -295,7 +295,7 @@ def test_a_nodes_health_is_heard_of(running: Running) -> None:
     assert running.state("llama").last_fault.reason == "NodeFault"
 
 
-def test_one_jobs_silent_agents_hold_up_no_other_job(api: ImaginedApi) -> None:
+def test_silent_agents_of_one_job_delay_no_other_job(api: ImaginedApi) -> None:
     """100 jobs. One's agents say nothing until all others have lost a pod, and run again."""
     with client_of(api.url) as client:
         story = Running(api, ApiServerClient(client), every_s=0.5)

@@ -78,14 +78,14 @@ def test_informer_lists_once_and_watches_from_there():
     assert story.index.is_followed
 
 
-def test_a_watch_that_is_dropped_is_taken_up_where_it_was():
+def test_dropped_watch_resumes_at_its_version():
     dropped = [event("ADDED", "b", 12), BOOKMARK, ApiServerUnreachableError("reset by peer")]
     story = Story(([pod("a", 3)], "9"), dropped, [event("DELETED", "b", 41)])
     assert story.source.since == ["list", "9", "40"]
     assert story.names == ["a"]
 
 
-def test_while_a_watch_is_down_it_is_said_so():
+def test_broken_watch_is_reported():
     story = Story(([pod("a", 3)], "9"), [ApiServerUnreachableError("reset by peer")])
     assert story.names == ["a"]
     assert not story.index.is_followed
@@ -104,7 +104,7 @@ def test_other_errors_of_the_server_are_no_reason_to_list():
     assert story.names == ["a", "b"]
 
 
-def test_each_pause_is_longer_until_something_is_heard():
+def test_retry_pauses_grow_until_an_event_arrives():
     wrong = [ApiServerUnreachableError("500"), ApiServerRefusedError("403"), ApiServerUnreachableError("500")] * 4
     story = Story(*wrong, ([], "9"), [event("ADDED", "b", 12), ApiServerUnreachableError("500")])
     *longer, last = story.pauses
@@ -114,7 +114,7 @@ def test_each_pause_is_longer_until_something_is_heard():
     assert last < 1.0
 
 
-def test_a_server_that_ends_every_watch_at_once_is_not_asked_without_end():
+def test_watch_closed_at_once_is_retried_with_pauses():
     story = Story(([], "9"), [], [], [])
     assert len(story.pauses) == 3
     assert story.index.is_followed, "nothing is missed by it"
@@ -130,7 +130,7 @@ def test_missing_collection_is_retried():
     assert not story.index.is_absent
 
 
-def test_nonsense_does_not_end_it():
+def test_malformed_event_triggers_a_new_list():
     story = Story(([pod("a", 3)], "9"), [{"type": "ADDED", "object": {}}], ([pod("b", 10)], "11"))
     assert story.source.since == ["list", "9", "list"]
     assert story.names == ["b"]

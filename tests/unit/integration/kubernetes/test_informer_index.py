@@ -31,7 +31,7 @@ def names(found: ObjectIndex, job: str = "llama") -> list[str]:
     return [one["metadata"]["name"] for one in found.of_job("default", job)]
 
 
-def test_only_what_is_new_wakes_its_job():
+def test_only_new_versions_wake_their_job():
     told: list[str] = []
     found = index(told)
     found.replace_all([pod("a", 3), pod("b", 4, job="qwen")], "5")
@@ -44,7 +44,7 @@ def test_only_what_is_new_wakes_its_job():
     assert names(found) == []
 
 
-def test_what_was_written_is_there_at_once_and_the_watch_says_nothing_new():
+def test_written_pod_is_visible_at_once_and_its_event_is_ignored():
     told: list[str] = []
     found = index(told)
     found.replace_all([], "5")
@@ -54,7 +54,7 @@ def test_what_was_written_is_there_at_once_and_the_watch_says_nothing_new():
     assert told == []
 
 
-def test_an_answer_that_comes_after_the_watch_has_said_that_it_is_gone_brings_nothing_back():
+def test_late_answer_does_not_restore_a_deleted_pod():
     found = index()
     found.replace_all([], "5")
     found.heard("ADDED", pod("a", 7))
@@ -63,7 +63,7 @@ def test_an_answer_that_comes_after_the_watch_has_said_that_it_is_gone_brings_no
     assert names(found) == []
 
 
-def test_the_end_of_an_earlier_pod_of_that_name_is_not_this_ones():
+def test_deletion_of_an_older_pod_with_the_same_name_is_ignored():
     found = index()
     found.replace_all([pod("a", 3, uid="old")], "5")
     found.answered(pod("a", 9, uid="new"))
@@ -71,7 +71,7 @@ def test_the_end_of_an_earlier_pod_of_that_name_is_not_this_ones():
     assert names(found) == ["a"]
 
 
-def test_a_list_of_all_forgets_what_is_gone_and_keeps_what_came_since():
+def test_full_list_drops_missing_pods_and_keeps_newer_ones():
     found = index()
     found.replace_all([pod("a", 3), pod("b", 4)], "5")
     found.answered(pod("c", 9))
@@ -79,7 +79,7 @@ def test_a_list_of_all_forgets_what_is_gone_and_keeps_what_came_since():
     assert names(found) == ["b", "c"]
 
 
-def test_a_list_of_one_job_forgets_its_pods_for_good():
+def test_list_of_a_job_drops_its_missing_pods_for_good():
     """Also where the watch has yet to say that they were there, and that they went."""
     found = index()
     found.replace_all([pod("a", 3), pod("other", 4, job="qwen")], "5")
@@ -93,7 +93,7 @@ def test_a_list_of_one_job_forgets_its_pods_for_good():
     assert names(found) == ["b"]
 
 
-def test_one_that_is_being_deleted_is_leaving_before_the_watch_says_so():
+def test_deleted_pod_is_terminating_before_the_watch_event():
     found = index()
     found.replace_all([pod("a", 3)], "5")
     found.leaves("default", "a", "another")
@@ -102,7 +102,7 @@ def test_one_that_is_being_deleted_is_leaving_before_the_watch_says_so():
     assert found.of_job("default", "llama")[0]["metadata"]["deletionTimestamp"]
 
 
-def test_a_kind_that_is_not_there_any_more():
+def test_missing_resource_kind_clears_the_index():
     told: list[str] = []
     found = index(told)
     found.replace_all([pod("a", 3)], "5")
@@ -222,7 +222,7 @@ def test_late_events_never_move_the_index_back():
     run_state_machine_as_test(Watched, settings=settings(max_examples=examples(300), deadline=None))
 
 
-def test_a_list_of_one_job_that_comes_after_what_the_watch_said_says_nothing():
+def test_outdated_list_of_a_job_is_ignored():
     found = index()
     found.replace_all([pod("a", 3)], "5")
     found.heard("ADDED", pod("b", 8))

@@ -59,12 +59,12 @@ def test_a_step_for_every_size_up_to_the_greatest(policy, sizes):
     assert [step.replicas_by_group["workers"] for step in found] == [step.size - step.previous_size for step in found]
 
 
-def test_the_next_is_asked_for_once_all_before_it_are_admitted():
+def test_next_step_is_requested_after_all_before_it_are_admitted():
     job = _job(elasticPolicy={"minReplicas": 1, "maxReplicas": 4})
     assert [len(_steps(job, admitted)) for admitted in range(6)] == [1, 2, 3, 4, 4, 4]
 
 
-def test_names_tell_jobs_of_the_same_name_apart_and_nothing_else():
+def test_workload_names_depend_on_the_job_uid():
     first, again, other = _job(), _job(), _job()
     other["metadata"]["uid"] = "another"
     (a,), (b,), (c,) = (_steps(one, 0) for one in (first, again, other))
@@ -77,7 +77,7 @@ def test_names_tell_jobs_of_the_same_name_apart_and_nothing_else():
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=4),
     st.integers(1, 3),
 )
-def test_steps_add_up_to_what_the_job_may_have_at_each_size(drawn, step):
+def test_steps_add_up_to_each_allowed_size(drawn, step):
     groups = [
         {"name": f"g{at}", "replicas": replicas, "maxReplicas": replicas + more, "spares": spares}
         for at, (replicas, more, spares) in enumerate(drawn)
@@ -96,7 +96,7 @@ def test_steps_add_up_to_what_the_job_may_have_at_each_size(drawn, step):
         assert all(count > 0 for each in found for count in each.replicas_by_group.values())
 
 
-def test_a_workload_is_the_jobs_and_goes_with_it():
+def test_workload_is_owned_by_the_job():
     job = _job()
     (step,) = _steps(job, 0)
     made = build_workload(job, step, "v1beta2")
@@ -155,7 +155,7 @@ def _plan(workload: dict[str, Any], pods: list[dict[str, Any]], now_s: float = 0
     return plan_admission(job, parse_job_resource(job), [workload], pods, now_s)
 
 
-def test_a_pod_whose_machine_is_lost_holds_no_quota_for_ever():
+def test_pod_on_a_lost_machine_releases_its_quota_after_a_timeout():
     evicted = _admitted_workload()
     evicted["status"]["conditions"].append({"type": "Evicted", "status": "True", "reason": "Preempted", "message": "m"})
     name = evicted["metadata"]["name"]
@@ -166,7 +166,7 @@ def test_a_pod_whose_machine_is_lost_holds_no_quota_for_ever():
     assert _plan(evicted, [pod], due_s + 61).status_updates
 
 
-def test_quota_is_given_back_in_kueues_words_and_all_else_is_kept():
+def test_released_quota_status_matches_kueue_and_keeps_other_conditions():
     evicted = _admitted_workload()
     evicted["status"]["conditions"] += [
         {"type": "Evicted", "status": "True", "reason": "PodsReadyTimeout", "message": "too slow"},
@@ -195,7 +195,7 @@ def test_fewer_pods_where_kueue_admitted_fewer():
     assert [seat for seat, _ in assign_workloads(_plan(_admitted_workload(), []), seats, [], ())] == seats[:1]
 
 
-def test_what_checks_want_added_is_added_to_the_pods_of_their_set():
+def test_admission_checks_and_flavors_are_added_to_the_pods():
     toleration = {"key": "a", "operator": "Exists"}
     update = {"name": "workers", "labels": {"l": "1"}, "annotations": {"n": "2"}, "nodeSelector": {"s": "3"}}
     checks = [{"podSetUpdates": [{**update, "tolerations": [toleration]}, {"name": "others", "labels": {"no": ""}}]}]
@@ -233,7 +233,7 @@ def _no_list(what):
     ("served", "version"),
     [(["v1beta1"], "v1beta1"), (["v1beta1", "v1beta2"], "v1beta2"), (["v1alpha1"], None), (None, None)],
 )
-def test_the_best_version_that_is_served(served, version, monkeypatch):
+def test_best_served_kueue_version_is_used(served, version, monkeypatch):
     cluster = ApiServerClient(None)
     answer = ResourceNotFoundError("none") if served is None else {"versions": [{"version": one} for one in served]}
     monkeypatch.setattr(cluster, "request", _Asked(answer))
@@ -241,7 +241,7 @@ def test_the_best_version_that_is_served(served, version, monkeypatch):
     assert (kueue.version if kueue else None) == version
 
 
-def test_a_status_is_written_over_what_was_read():
+def test_workload_status_update_requires_the_version_read_before():
     ask = _Asked({})
     KueueClient(ask, _no_list, "v1beta1").update_workload_status(_admitted_workload(), {"admission": None})
     ((method, path, body),) = ask.calls
@@ -252,13 +252,13 @@ def test_a_status_is_written_over_what_was_read():
 
 
 @pytest.mark.parametrize("gone", [ResourceNotFoundError("no"), ResourceConflictError("another")])
-def test_this_very_workload_is_deleted_or_gone(gone):
+def test_workload_is_deleted_with_preconditions(gone):
     ask = _Asked(gone)
     KueueClient(ask, _no_list, "v1beta2").delete_workload(_admitted_workload())
     assert ask.calls[0][2]["preconditions"] == {"uid": "w", "resourceVersion": "3"}
 
 
-def test_what_a_class_is_worth():
+def test_priority_class_values_are_resolved():
     ask = _Asked({"value": 5}, {"value": -3}, ResourceNotFoundError("404"))
     kueue = KueueClient(ask, _no_list, "v1beta2")
     assert kueue.priority_value(PriorityClass("a", is_kueue_class=True)) == 5

@@ -19,7 +19,7 @@ def test_namespace_comes_from_the_pod(tmp_path: Path, monkeypatch: pytest.Monkey
     assert leader_lease._own_namespace(URL) == "training"
 
 
-def test_missing_namespace_is_not_an_unreadable_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_namespace_differs_from_an_unreadable_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_lease, "_NAMESPACE", tmp_path / "namespace")
     with pytest.raises(PolicyError, match="this is no pod"):
         leader_lease._own_namespace(URL)

@@ -33,7 +33,7 @@ def test_a_pod_knows_its_job_and_its_place():
     assert not is_owned_by(pod, "a job of that name before it")
 
 
-def test_its_agent_is_told_how_many_nodes_and_processes():
+def test_pod_environment_has_the_node_and_process_counts():
     pod = build_pod(job_object(), ReplicaSlot("workers", 0), nodes=16)
     found = _variables(pod)
     assert found["NNODES"]["value"] == "16"
@@ -41,7 +41,7 @@ def test_its_agent_is_told_how_many_nodes_and_processes():
     assert found["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
 
 
-def test_the_template_has_the_last_word_on_its_environment():
+def test_environment_of_the_template_wins():
     container = {"name": "pytorch", "env": [{"name": "NNODES", "value": "64"}, {"name": "URL", "value": "$(POD_IP)"}]}
     pod = build_pod(_with_template(containers=[container]), ReplicaSlot("workers", 0), nodes=2)
     assert _variables(pod)["NNODES"]["value"] == "64"
@@ -65,7 +65,7 @@ def test_kueue_sees_the_pods_in_the_queue_of_the_job():
     assert meta["annotations"] == topology
 
 
-def test_kubernetes_never_starts_it_again_by_itself():
+def test_pod_is_never_restarted_by_kubernetes():
     pod = build_pod(_with_template(restartPolicy="Always"), ReplicaSlot("workers", 0), nodes=2)
     assert pod["spec"]["restartPolicy"] == "Never"
 
@@ -90,7 +90,7 @@ def test_every_alternative_of_the_template_keeps_away_from_unhealthy_nodes():
     assert rule == {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n8", "n9"]}
 
 
-def test_the_job_is_left_as_it_was():
+def test_building_a_pod_leaves_the_job_unchanged():
     job = job_object()
     before = copy.deepcopy(job)
     build_pod(job, ReplicaSlot("workers", 0), nodes=2, avoid=["n1"])["spec"]["containers"][0]["env"].clear()

@@ -14,7 +14,7 @@ def _missing(wanted, pods, state=None):
     return missing_slots("llama", DesiredPods(wanted), state or JobState(), pods)
 
 
-def test_what_agents_say_and_what_nodes_are_said_to_be():
+def test_observation_joins_agent_status_and_node_health():
     answer = AgentStatus(state=AgentState.READY)
     pods = pod_objects(0, 1, 2)
     seen = observe_job(pods, {"llama-workers-0": answer}, {"n1": "UnschedulablePendingReboot", "n2": "Schedulable"})
@@ -25,11 +25,11 @@ def test_what_agents_say_and_what_nodes_are_said_to_be():
     assert not third.terminating
 
 
-def test_a_pod_whose_container_has_ended_is_no_pod():
+def test_pod_with_an_ended_container_is_not_observed():
     assert not observe_job(pod_objects(0, phase="Failed"), {}, {}).pods
 
 
-def test_a_pod_that_is_being_deleted_is_asked_back():
+def test_deleted_pod_is_terminating():
     (pod,) = observe_job([pod_object(0, deletionTimestamp="2026-01-01T00:00:00Z")], {}, {}).pods
     assert pod.terminating
 
@@ -43,7 +43,7 @@ def test_all_of_them_at_first():
     assert _missing({"a": 2, "b": 1}, []) == [ReplicaSlot("a", 0), ReplicaSlot("a", 1), ReplicaSlot("b", 0)]
 
 
-def test_the_one_in_between():
+def test_gap_in_the_indices_is_filled():
     assert _missing({"workers": 3}, pod_objects(0, 2)) == [ReplicaSlot("workers", 1)]
 
 
@@ -52,13 +52,13 @@ def test_a_name_that_the_operator_remembers_is_not_given_to_another():
     assert _missing({"workers": 2}, pod_objects(0), state) == [ReplicaSlot("workers", 3)]
 
 
-def test_a_name_that_is_taken_is_not_asked_for():
+def test_occupied_name_is_not_reused():
     ended = pod_object(1, phase="Failed")
     going = pod_object(2, deletionTimestamp="2026-01-01T00:00:00Z")
     assert _missing({"workers": 2}, [pod_object(0), ended, going]) == [ReplicaSlot("workers", 3)]
 
 
-def test_one_that_is_to_go_counts_no_more():
+def test_replaced_pod_does_not_count():
     state = JobState(replaced_pods=("llama-workers-0",))
     assert _missing({"workers": 1}, pod_objects(0), state) == [ReplicaSlot("workers", 1)]
 
@@ -73,7 +73,7 @@ def test_too_many_are_not_made_fewer_here():
 
 
 @given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.integers(0, 12))
-def test_as_many_as_wanted_and_all_of_them_new(there, remembered, count):
+def test_missing_slots_are_new_and_as_many_as_needed(there, remembered, count):
     state = JobState(members=tuple(f"llama-workers-{index}" for index in sorted(remembered)))
     found = _missing({"workers": count}, pod_objects(*there), state)
     assert len(found) == max(0, count - len(there))

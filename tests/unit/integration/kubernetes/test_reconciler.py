@@ -96,7 +96,7 @@ def test_finished_job_keeps_pods_by_its_cleanup_policy(policy, left):
     assert len(story.kube.names(running=False)) == left
 
 
-def test_it_goes_itself_when_its_time_is_up():
+def test_finished_job_is_deleted_after_its_ttl():
     story = Story(runPolicy={"ttlSecondsAfterFinished": 100})
     story.until_running(2)
     story.kube.complete()
@@ -127,7 +127,7 @@ def test_a_pod_that_has_failed_is_replaced_under_another_name():
     assert before[0] in story.members
 
 
-def test_a_node_that_is_said_to_be_unhealthy_is_left():
+def test_pod_on_an_unhealthy_node_is_replaced():
     story = Story()
     story.until_running(2)
     bad = story.kube.node_of(story.members[0])
@@ -151,7 +151,7 @@ def test_scaled_by_hand_through_the_scale_subresource():
     assert story.kube.job_now()["status"]["restartCount"] == 0, "a change of size is no fault"
 
 
-def test_suspended_and_gone_on_with():
+def test_suspended_job_resumes():
     story = Story()
     story.until_running(2)
     story.kube.change_spec(runPolicy={"suspend": True})
@@ -177,7 +177,7 @@ def test_an_impossible_change_disturbs_nothing():
     assert "InvalidSpec" not in story.true_conditions()
 
 
-def test_while_nobody_answers_nothing_is_forgotten():
+def test_unreachable_agents_do_not_change_the_state():
     story = Story()
     story.until_running(2)
     story.kube.unreachable = True
@@ -190,7 +190,7 @@ def test_while_nobody_answers_nothing_is_forgotten():
     story.until(lambda: story.phase is JobPhase.SUCCEEDED)
 
 
-def test_while_something_is_going_on_the_next_look_is_soon():
+def test_pass_during_a_change_is_requeued_sooner():
     story = Story()
     story.until_running(2)
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
@@ -200,7 +200,7 @@ def test_while_something_is_going_on_the_next_look_is_soon():
     assert passing.reconcile("default", "llama").requeue_after_s == 0.2
 
 
-def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
+def test_refused_pods_are_reported_once_and_retried():
     story = Story()
     story.kube.refusal = "exceeded quota"
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
@@ -212,7 +212,7 @@ def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
     story.until_running(2)
 
 
-def test_pods_that_are_refused_are_asked_for_less_and_less_often():
+def test_refused_pods_are_retried_with_backoff():
     story = Story()
     story.kube.refusal = "exceeded quota"
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
@@ -230,7 +230,7 @@ def test_pods_that_are_refused_are_asked_for_less_and_less_often():
     assert asked[-1] - asked[-2] >= 30
 
 
-def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
+def test_decision_on_a_stale_state_has_no_effect():
     """A controller that is held up for a while must not start agents as it had once meant to."""
     story = Story()
     story.until(lambda: story.phase is JobPhase.STARTING)
@@ -292,7 +292,7 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
     return story
 
 
-def test_what_decides_needs_neither_a_client_nor_torch():
+def test_decision_modules_import_neither_client_nor_torch():
     names = "reconciler", "pods", "resource_status", "api_client", "kueue_admission", "cached_client"
     imports = "; ".join(f"import integration.kubernetes.{name}" for name in names)
     found = "{name.partition('.')[0] for name in sys.modules} & {'kubernetes', 'torch'}"

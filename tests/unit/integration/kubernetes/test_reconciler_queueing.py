@@ -86,7 +86,7 @@ class Waiting:
         return next(one for one in found if one["type"] == "Admitted")
 
 
-def test_it_waits_until_the_least_it_needs_is_admitted():
+def test_job_waits_until_its_minimum_is_admitted():
     story = Waiting(quota=0)
     story.turns(5)
     (first,) = story.kueue.names()
@@ -102,7 +102,7 @@ def test_it_waits_until_the_least_it_needs_is_admitted():
     assert story.kube.job_now()["status"]["restartCount"] == 0
 
 
-def test_each_further_step_that_is_admitted_makes_it_larger():
+def test_each_admitted_step_grows_the_job():
     story = Waiting(quota=1)
     story.until(lambda: story.runs(1))
     assert len(story.kueue.names()) == 2, "the next step waits, and no other"
@@ -115,7 +115,7 @@ def test_each_further_step_that_is_admitted_makes_it_larger():
     assert story.kube.job_now()["status"]["restartCount"] == 0
 
 
-def test_one_that_is_evicted_gives_back_its_own_pods_gracefully_and_then_its_quota():
+def test_evicted_step_releases_its_pods_gracefully_and_then_its_quota():
     story = Waiting(quota=3)
     story.until(lambda: story.runs(3))
     last = story.kueue.names()[-1]
@@ -133,7 +133,7 @@ def test_one_that_is_evicted_gives_back_its_own_pods_gracefully_and_then_its_quo
     story.until(lambda: story.runs(3))
 
 
-def test_without_its_least_size_it_waits_and_lets_go_of_all():
+def test_job_without_its_minimum_releases_everything_and_waits():
     story = Waiting(quota=3)
     story.until(lambda: story.runs(3))
     first = story.kueue.names()[0]
@@ -147,7 +147,7 @@ def test_without_its_least_size_it_waits_and_lets_go_of_all():
     story.until(lambda: story.runs(3))
 
 
-def test_a_step_in_between_that_is_evicted_does_not_take_the_later_one_with_it():
+def test_evicted_middle_step_keeps_the_later_one():
     story = Waiting(quota=3)
     story.until(lambda: story.runs(3))
     _, middle, last = story.kueue.names()
@@ -174,7 +174,7 @@ def test_spares_are_admitted_with_the_least_size():
     assert len(story.kube.names()) == 2
 
 
-def test_a_job_that_is_not_elastic_is_one_workload():
+def test_non_elastic_job_is_a_single_workload():
     story = Waiting(quota=1, replicaSpecs=[{**WORKERS, "replicas": 2, "maxReplicas": 2}], elasticPolicy=None)
     story.turns(5)
     assert not story.kube.names(running=False), "half of it is of no use"
@@ -200,7 +200,7 @@ def test_a_fault_fills_the_same_place_again():
 
 
 @pytest.mark.parametrize(("ends", "reason"), [("complete", "Succeeded"), ("fail", "Failed")])
-def test_whatever_it_held_or_waited_for_is_free_when_it_has_ended(ends, reason):
+def test_ended_job_releases_its_workloads(ends, reason):
     story = Waiting(quota=2, runPolicy={"jobMaxRetryCount": 0})
     story.until(lambda: story.runs(2))
     story.kueue.quota = 9
@@ -235,7 +235,7 @@ def test_a_pod_that_never_began_holds_no_quota_for_good(policy, ends):
     assert kept <= set(story.state.members), "what has run is kept, if it is to be"
 
 
-def test_scaled_by_hand_asks_for_no_more_and_gives_back_the_rest():
+def test_scaled_down_job_releases_the_rest():
     story = Waiting(quota=9)
     story.until(lambda: story.runs(3))
     story.kube.change_spec(replicas=1)
@@ -246,7 +246,7 @@ def test_scaled_by_hand_asks_for_no_more_and_gives_back_the_rest():
     assert story.kueue.used() == 2
 
 
-def test_suspended_it_holds_nothing():
+def test_suspended_job_holds_no_quota():
     story = Waiting(quota=2)
     story.until(lambda: story.runs(2))
     story.kube.change_spec(runPolicy={"suspend": True})
@@ -256,7 +256,7 @@ def test_suspended_it_holds_nothing():
     story.until(lambda: story.runs(2))
 
 
-def test_a_workload_that_somebody_deleted_is_asked_for_again():
+def test_deleted_workload_is_requested_again():
     story = Waiting(quota=2)
     story.until(lambda: story.runs(2))
     second = story.kueue.names()[1]
@@ -266,7 +266,7 @@ def test_a_workload_that_somebody_deleted_is_asked_for_again():
     story.until(lambda: story.runs(2))
 
 
-def test_a_queue_that_is_changed_while_it_waits():
+def test_queue_change_updates_a_waiting_workload():
     story = Waiting(quota=0)
     story.turns(3)
     story.kube.job_now()["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team-b"}
@@ -275,7 +275,7 @@ def test_a_queue_that_is_changed_while_it_waits():
     assert story.kueue.workload(only)["spec"]["queueName"] == "team-b"
 
 
-def test_a_priority_class_that_is_not_there_is_complained_of_once():
+def test_missing_priority_class_is_reported_once():
     story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
     passing = JobReconciler(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
     for _ in range(4):
@@ -287,7 +287,7 @@ def test_a_priority_class_that_is_not_there_is_complained_of_once():
     assert story.kueue.workload(story.kueue.names()[0])["spec"]["priority"] == 7
 
 
-def test_a_workload_that_is_refused_is_asked_for_less_and_less_often():
+def test_refused_workload_is_retried_with_backoff():
     story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
     asked: list[float] = []
     priority = story.kueue.priority_value
@@ -322,7 +322,7 @@ def test_pods_go_where_their_quota_is():
     assert not [label for label in pod["metadata"]["labels"] if label.startswith("kueue.x-k8s.io/")]
 
 
-def test_a_flavor_that_is_gone_is_complained_of():
+def test_missing_flavor_is_reported():
     story = Waiting(quota=1)
     story.kueue.flavors["other"] = {}
     story.turns(5)
@@ -331,7 +331,7 @@ def test_a_flavor_that_is_gone_is_complained_of():
     story.until(lambda: story.runs(1))
 
 
-def test_without_a_queue_nothing_is_asked_of_kueue():
+def test_job_without_a_queue_does_not_use_kueue():
     story = Waiting(labels={}, replicaSpecs=[{**WORKERS, "replicas": 2}])
     story.kueue.is_installed = False
     _until_it_runs_anyhow(story)
@@ -351,7 +351,7 @@ def test_without_kueue_pods_wait_in_the_queue_by_themselves():
     assert {story.kube.state_of(name) for name in story.state.members} == {AgentState.RUNNING}
 
 
-def test_kueue_that_is_taken_away_stops_nothing():
+def test_removal_of_kueue_stops_no_job():
     story = Waiting(quota=2)
     story.until(lambda: story.runs(2))
     story.kueue.is_installed = False
@@ -422,7 +422,7 @@ def test_killed_at_any_write_the_job_does_not_notice(cuts):
         max_size=12,
     )
 )
-def test_whatever_happens_no_more_is_used_than_is_given_and_in_the_end_it_runs(happens):
+def test_random_changes_never_exceed_the_quota_and_end_running(happens):
     """What is asserted after every single pass is :meth:`Waiting.nothing_is_used_that_is_not_given`."""
     story = Waiting(quota=2)
     for what, number in happens:

@@ -66,7 +66,7 @@ def test_a_state_that_was_tampered_with_is_not_taken_for_a_new_job(message):
         load_job_state(_job_with({"conditions": conditions}))
 
 
-def test_awss_own_model_reads_it():
+def test_aws_model_reads_the_status():
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     read = models.HyperPodPytorchJobStatus.model_validate(_status(), by_name=True)
     assert read.restartCount == 3
@@ -88,12 +88,12 @@ def test_nothing_is_written_where_nothing_has_changed():
     assert status_differs(job_object(), _status())
 
 
-def test_moments_are_what_kubernetes_takes():
+def test_times_use_the_kubernetes_format():
     assert _status()["startTime"] == "2023-11-14T22:13:20Z"
     assert "completionTime" not in _status()
 
 
-def test_an_impossible_change_keeps_all_that_is_known():
+def test_invalid_spec_keeps_the_known_status():
     job = _job_with(_status())
     problem = "impossible job: maxReplicas is 1"
     job["status"] |= invalid_spec_status(job, problem, 5.0)

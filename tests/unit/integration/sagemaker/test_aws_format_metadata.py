@@ -33,7 +33,7 @@ def two_ranks():
     )
 
 
-def test_it_says_what_is_where():
+def test_metadata_locates_tensors_and_objects():
     blobs, metadata = two_ranks()
     found = parse_metadata(pickled(metadata), "m")
     assert found.tensors["w"].shape == (4, 3)
@@ -46,7 +46,7 @@ def test_it_says_what_is_where():
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_as_aws_pickles_it(protocol):
+def test_pickle_of_the_aws_class_is_parsed(protocol):
     """With AWS's own class in it, in every protocol."""
     info = pytest.importorskip("amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info")
     _, metadata = two_ranks()
@@ -71,7 +71,7 @@ def by_early_311(metadata, protocol, *, asks=getattr, whose=_MEM_FORMAT_ENCODING
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_as_an_early_python_3_11_pickles_it(protocol):
+def test_pickle_of_early_python_3_11_is_parsed(protocol):
     _, metadata = two_ranks()
     data = by_early_311(metadata, protocol)
     assert (b"__builtin__" if protocol == 2 else b"builtins") in data
@@ -80,13 +80,13 @@ def test_as_an_early_python_3_11_pickles_it(protocol):
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("changed", [{"whose": Metadata}, {"whose": "a name"}, {"asks": vars}])
-def test_nothing_but_an_enumeration_is_asked_for_a_name(protocol, changed):
+def test_getattr_is_allowed_only_on_enumerations(protocol, changed):
     _, metadata = two_ranks()
     with pytest.raises(CheckpointDamagedError):
         parse_metadata(by_early_311(metadata, protocol, **changed), "m")
 
 
-def test_what_is_written_here_is_aws_own_class():
+def test_written_metadata_uses_the_aws_class():
     info = pytest.importorskip("amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info")
     _, metadata = two_ranks()
     found = pickle.loads(pickled(metadata))
@@ -106,7 +106,7 @@ def test_every_element_type(dtype):
     assert parse_metadata(pickled(metadata), "m").tensors["w"].dtype == str(dtype).removeprefix("torch.")
 
 
-def test_a_planner_may_keep_what_it_likes_to_itself():
+def test_unknown_planner_data_is_ignored():
     _, metadata = two_ranks()
     metadata.planner_data = {"w": ["a", 1.5]}
     assert parse_metadata(pickled(metadata), "m").paths is None
@@ -160,7 +160,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_does_not_fit_is_damage(what):
+def test_inconsistent_metadata_is_damage(what):
     with pytest.raises(CheckpointDamagedError):
         parse_metadata(pickled(BAD[what]), "m")
 

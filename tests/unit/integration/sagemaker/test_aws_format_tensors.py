@@ -60,7 +60,7 @@ def test_without_checksums():
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((4, 3), torch.float32), ((3, 4), torch.int32), ((12,), torch.float32)])
-def test_another_tensor_than_was_said(sizes, dtype):
+def test_tensor_of_another_shape_or_dtype_is_damage(sizes, dtype):
     with pytest.raises(CheckpointDamagedError, match="should be"):
         read_archived_tensor(memoryview(archive_of(torch.zeros(3, 4))), sizes, dtype, "w")
 
@@ -127,7 +127,7 @@ HOSTILE = {
 }
 
 
-def test_what_is_not_expected_is_refused_before_it_has_memory():
+def test_unexpected_size_is_refused_before_allocation():
     """One element with strides of zero says that it is a gibibyte, and marks have every element written."""
     one = torch.zeros(1).as_strided((1 << 28,), (0,))
     data = archive_of(torch._neg_view(one))

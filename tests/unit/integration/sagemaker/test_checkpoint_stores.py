@@ -34,7 +34,7 @@ def spoil(place, step, how, rank=1):
 
 
 @pytest.mark.parametrize("how", SPOILS)
-def test_a_step_that_is_not_whole_gives_way_to_an_older_one(how):
+def test_incomplete_step_falls_back_to_an_older_one(how):
     place = FakePlace()
     put(place, 10)
     put(place, 20)
@@ -45,7 +45,7 @@ def test_a_step_that_is_not_whole_gives_way_to_an_older_one(how):
 
 
 @pytest.mark.parametrize("how", SPOILS)
-def test_where_none_is_whole_that_is_damage(how):
+def test_no_complete_step_is_damage(how):
     place = FakePlace()
     put(place, 10)
     spoil(place, 10, how)
@@ -54,7 +54,7 @@ def test_where_none_is_whole_that_is_damage(how):
 
 
 @given(st.dictionaries(st.integers(0, 40), st.sampled_from([None, *SPOILS]), max_size=5), st.integers(0, RANKS - 1))
-def test_the_newest_whole_step_whatever_else_there_is(steps, rank):
+def test_newest_complete_step_is_chosen(steps, rank):
     place = FakePlace()
     for step, how in steps.items():
         put(place, step)
@@ -83,14 +83,14 @@ def test_nothing_is_absent_and_no_answer_is_unknown():
         newest_checkpoint([empty, down])
 
 
-def test_one_place_that_does_not_answer_does_not_hide_the_other():
+def test_unreachable_store_does_not_hide_the_other():
     full, down = FakePlace("memory"), FakePlace("bucket")
     down.down = TierUnavailableError("no route")
     put(full, 5)
     assert newest_checkpoint([down, full]).step == 5
 
 
-def test_a_step_that_cannot_be_asked_for_is_not_called_damaged():
+def test_unreachable_step_is_not_reported_as_damaged():
     place = FakePlace()
     put(place, 5)
     place.trouble[5] = TierUnavailableError("no route")
@@ -98,7 +98,7 @@ def test_a_step_that_cannot_be_asked_for_is_not_called_damaged():
         newest_checkpoint([place])
 
 
-def test_a_shard_lost_in_memory_is_whole_in_the_bucket():
+def test_shard_lost_in_memory_is_read_from_the_bucket():
     memory, bucket = FakePlace("memory"), FakePlace("bucket")
     put(memory, 5)
     put(bucket, 5)
@@ -106,7 +106,7 @@ def test_a_shard_lost_in_memory_is_whole_in_the_bucket():
     assert newest_checkpoint([memory, bucket]).store is bucket
 
 
-def test_the_step_that_is_asked_for_and_no_other():
+def test_requested_step_is_the_only_choice():
     place = FakePlace()
     put(place, 10)
     put(place, 20)
@@ -118,7 +118,7 @@ def test_the_step_that_is_asked_for_and_no_other():
         newest_checkpoint([place], 20)
 
 
-def test_a_rank_without_anything_to_write_is_not_missed():
+def test_rank_without_data_is_not_missing():
     place = FakePlace()
     place.put(3, *write([[("w", (0,), torch.ones(2))], []]))
     del place.blobs[3, 1]

@@ -30,7 +30,7 @@ plain = st.recursive(
 
 
 @given(plain, st.sampled_from([2, 3, 4, 5]))
-def test_what_is_data_comes_back(value, protocol):
+def test_plain_data_round_trips(value, protocol):
     if protocol == 2 and _has_bytes(value):
         return  # protocol 2 makes bytes by calling a codec
     assert parse_pickle(pickle.dumps(value, protocol), NOTHING) == value
@@ -60,7 +60,7 @@ def test_a_name_stays_a_name_and_a_call_is_not_made():
     assert made.kind == PickledName("fractions", "Fraction")
 
 
-def test_a_persistent_reference_stays_one():
+def test_persistent_reference_is_kept():
     assert parse_pickle(b"\x80\x02K\x07Q.", NOTHING) == PersistentRef(7)
 
 

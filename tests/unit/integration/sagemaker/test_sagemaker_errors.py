@@ -88,6 +88,6 @@ def test_an_error_comes_out_as_the_nearest_of_aws_names(cause):
 
 
 @pytest.mark.parametrize("cause", public(ours), ids=lambda kind: kind.__name__)
-def test_what_a_caller_tells_apart_stays_apart(cause):
+def test_errors_map_to_distinct_sagemaker_errors(cause):
     found = aws.to_sagemaker_error(cause("why"))
     assert [kind for kind in ANSWERS if isinstance(found, kind)] == [k for k in ANSWERS if issubclass(cause, k)]

@@ -68,7 +68,7 @@ def test_new_roster_pings_unseen_nodes():
     assert member.ping_new_members(0.7) == ()
 
 
-def test_in_a_large_job_only_the_next_ones_are():
+def test_large_job_pings_only_its_ring_successors_at_start():
     many = nodes(1000)
     member = SwimMembership(many[0], 1, MembershipSettings(ring_neighbours=4), seed=1)
     member.set_member_list(0.0, member_list(1, many))
@@ -124,7 +124,7 @@ def test_pings_that_fail_at_once_count_at_once_and_only_once():
     assert member.state_of(N2.id) is SUSPECT
 
 
-def test_an_answer_however_late_ends_the_count():
+def test_late_ping_reply_clears_the_missed_pings():
     member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     for second in range(20):
         member.tick(float(second))
@@ -133,7 +133,7 @@ def test_an_answer_however_late_ends_the_count():
     assert member.state_of(N2.id) is ALIVE
 
 
-def test_a_ping_that_waits_for_its_turn_is_not_late():
+def test_queued_ping_is_not_late():
     member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     for ping in member.tick(0.0):
         member.pings_queued([ping.node.id])
@@ -148,7 +148,7 @@ def test_a_ping_that_waits_for_its_turn_is_not_late():
     assert member.state_of(N2.id) is SUSPECT
 
 
-def test_who_does_not_answer_is_pinged_by_two_others_too_and_lives_where_they_reach_it():
+def test_unresponsive_node_is_pinged_through_two_others_and_stays_alive_if_reached():
     member = view(sees=[N2, N3, N4, N5])
     for second in range(12):
         for ping in member.tick(float(second)):
@@ -166,7 +166,7 @@ def test_who_does_not_answer_is_pinged_by_two_others_too_and_lives_where_they_re
     assert member.state_of(N2.id) is SUSPECT
 
 
-def test_a_suspected_node_raises_its_number_and_that_refutes_it():
+def test_suspected_node_refutes_by_raising_its_generation():
     accused, other = view(N2, number=7), view(N3, sees=[N1])
     other.receive_gossip(0.0, N1.id, says(MemberUpdate(N2, 7, SUSPECT)))
     accused.receive_gossip(0.0, N3.id, other.gossip_for(N2.id))
@@ -175,7 +175,7 @@ def test_a_suspected_node_raises_its_number_and_that_refutes_it():
     assert other.state_of(N2.id) is ALIVE
 
 
-def test_who_speaks_to_this_node_is_only_suspected_on_anothers_word_and_refutes_it():
+def test_reachable_node_reported_dead_is_only_suspected_and_refutes_it():
     member = view(sees=[N2, N3, N4, N5])
     member.receive_gossip(1.0, N3.id, says(lives(N3)))
     member.receive_gossip(2.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))
@@ -195,7 +195,7 @@ def test_ping_reply_counts_as_a_message():
     assert member.state_of(N3.id) is SUSPECT
 
 
-def test_anothers_word_counts_of_a_node_that_says_nothing_to_this_one():
+def test_death_report_of_a_silent_node_is_accepted():
     member = view(sees=[N2, N3, N4, N5])
     member.receive_gossip(1.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))  # which was never heard itself
     assert member.state_of(N3.id) is DEAD
@@ -219,7 +219,7 @@ def test_unrefuted_suspicion_becomes_death():
 
 
 @given(st.data())
-def test_a_node_that_answers_every_ping_is_never_dead_whatever_others_say(data):
+def test_node_that_answers_every_ping_is_never_dead(data):
     """They may repeat what is long refuted, and say of its present life that it is over."""
     member, other = view(sees=[N2, N3, N4, N5]), view(N3, number=data.draw(st.integers(1, 9)))
     for second in range(20):
@@ -272,7 +272,7 @@ def test_a_node_that_restarts_wins_over_its_death():
     assert again in member.alive
 
 
-def test_a_node_whose_clock_fell_behind_between_two_lives_still_wins():
+def test_restarted_node_with_a_slower_clock_wins():
     member = view(N2, number=5)
     other = view(N1, sees=[])
     other.receive_gossip(0.0, N3.id, says(lives(msgspec.structs.replace(N2, address="old:1"), 9)))
@@ -281,7 +281,7 @@ def test_a_node_whose_clock_fell_behind_between_two_lives_still_wins():
     assert N2 in other.alive
 
 
-def test_one_bad_path_is_not_accused_again_and_again():
+def test_bad_path_is_not_suspected_repeatedly():
     """Others reach n2 and refute for it; this node does not. It learns that the path is bad."""
     member = view(roster=member_list(1, [N1, N2, N3]), sees=[N2, N3])
     accusations, number, now = 0, 1, 0.0
@@ -356,7 +356,7 @@ def test_quorum(me, roster, sees, quorum):
     assert member.explain_quorum()
 
 
-def test_who_is_seen_is_counted_once_however_often_a_quorum_is_asked_for(monkeypatch):
+def test_quorum_is_computed_once_between_changes(monkeypatch):
     """The scribe of thousands of nodes asks with each of their reports."""
     counted, count = [], MemberList.has_quorum
     monkeypatch.setattr(MemberList, "has_quorum", lambda roster, seen: counted.append(seen) or count(roster, seen))
@@ -368,13 +368,13 @@ def test_who_is_seen_is_counted_once_however_often_a_quorum_is_asked_for(monkeyp
     assert len(counted) == 2
 
 
-def test_without_a_roster_there_is_no_quorum_and_nobody_to_ping():
+def test_no_member_list_means_no_quorum_and_no_pings():
     member = view(roster=None, sees=[N2])
     assert (member.has_quorum, member.alive, member.tick(0.0), member.state_of(N1.id)) == (False, (), (), None)
     assert member.explain_quorum() == "nobody has said yet which nodes belong to the job"
 
 
-def test_a_quorum_is_explained_in_words():
+def test_quorum_is_explained():
     member = view(sees=[N3])
     member.receive_gossip(0.0, N3.id, says(MemberUpdate(N4, 1, DEAD)))
     member.tick(1.0)
@@ -385,7 +385,7 @@ def test_a_quorum_is_explained_in_words():
     assert len(view(many[0], member_list(1, many), sees=many[:50]).explain_quorum()) < 400
 
 
-def test_a_node_cut_off_from_a_thousand_knows_it_within_seconds():
+def test_node_cut_off_from_a_thousand_loses_quorum_within_seconds():
     """It cannot ask them all in that time; a few at random are enough to know that its beliefs are old."""
     everybody = nodes(1000)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
@@ -401,7 +401,7 @@ def test_a_node_cut_off_from_a_thousand_knows_it_within_seconds():
 
 
 @pytest.mark.parametrize("leap_s", [3600.0, -3600.0, 6.0])
-def test_a_clock_that_jumps_declares_nobody_dead(leap_s):
+def test_clock_jump_declares_no_node_dead(leap_s):
     member = view(sees=[N2, N3, N4, N5])
     now = periods(member, 3, start=0.0)  # two of three pings of everybody are missing by now
     member.receive_gossip(now, N2.id, says(MemberUpdate(N5, 1, SUSPECT)))
@@ -414,7 +414,7 @@ def test_a_clock_that_jumps_declares_nobody_dead(leap_s):
     assert [member.state_of(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, DEAD]
 
 
-def test_a_node_that_slept_looks_around_before_it_decides_anything():
+def test_resumed_node_has_no_quorum_until_pings_succeed():
     member = view(sees=[N2, N3, N4, N5])
     now = periods(member, 3, start=0.0, answers={one.id for one in FIVE.nodes})
     assert member.has_quorum
@@ -440,7 +440,7 @@ def test_times_that_are_a_little_out_of_order_are_no_leap():
 # -- rosters and the fence --------------------------------------------------------------------------------------------
 
 
-def test_the_roster_decides_who_belongs_to_the_job():
+def test_member_list_decides_membership():
     member = view(sees=[N2, N3, N4])
     assert member.set_member_list(1.0, member_list(2, [N1, N2, N5]))
     assert (member.alive, member.state_of(N3.id)) == ((N1, N2), None)
@@ -449,7 +449,7 @@ def test_the_roster_decides_who_belongs_to_the_job():
     assert {ping.node.id for ping in member.tick(2.0)} == {N2.id, N5.id}
 
 
-def test_a_lower_version_never_replaces_a_higher_one():
+def test_lower_list_version_never_replaces_a_higher_one():
     member = view(roster=member_list(5, [N1, N2]))
     before = member.changes
     for version in (0, 4, 5):
@@ -458,7 +458,7 @@ def test_a_lower_version_never_replaces_a_higher_one():
     assert (member.member_list.version, len(member.member_list.nodes), member.changes) == (5, 2, before)
 
 
-def test_of_two_rosters_with_one_version_all_choose_the_same():
+def test_conflicting_lists_of_one_version_converge():
     small, one, other = member_list(3, [N1, N2]), member_list(3, [N1, N2, N3]), member_list(3, [N1, N2, N4])
     chosen = max(one.list_version, other.list_version)
     for order in ([small, one, other], [other, one, small], [one, small, other]):
@@ -468,7 +468,7 @@ def test_of_two_rosters_with_one_version_all_choose_the_same():
         assert member.member_list.list_version == chosen
 
 
-def test_whoever_hears_of_a_newer_roster_asks_for_it_and_decides_nothing_until_then():
+def test_newer_list_elsewhere_suspends_quorum_until_received():
     member, newer = view(sees=[N2, N3]), member_list(2, [N1, N2, N3])
     member.receive_gossip(1.0, N3.id, says(lives(N3), roster=newer))
     assert (member.newer_list_holder, member.has_quorum) == (N3.id, False)
@@ -477,7 +477,7 @@ def test_whoever_hears_of_a_newer_roster_asks_for_it_and_decides_nothing_until_t
     assert (member.newer_list_holder, member.has_quorum) == (None, True)
 
 
-def test_a_newer_roster_that_nobody_can_show_is_given_up():
+def test_unavailable_newer_list_is_abandoned():
     member = view(sees=[N2, N3])
     member.receive_gossip(1.0, N3.id, says(roster=member_list(2, [N1, N2, N3])))
     periods(member, 7, start=1.0, answers={N2.id, N3.id})
@@ -490,7 +490,7 @@ def test_a_higher_version_of_the_same_nodes_is_simply_taken():
     assert (member.newer_list_holder, member.member_list.version) == (None, 9)
 
 
-def test_what_the_node_does_not_say_of_itself_the_roster_says():
+def test_member_list_supplies_attributes_missing_in_gossip():
     listed = PeerNode(NodeId("n2"), "10.0.0.2:7070", (("rack", "r2"),), 5)
     member = view(roster=member_list(1, [N1, listed]))
     member.receive_gossip(0.0, N2.id, says(lives(PeerNode(NodeId("n2"), "", (), 0))))
@@ -531,7 +531,7 @@ def test_every_change_is_counted_and_nothing_else():
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_and_least_told_goes_first_and_everything_has_its_turn():
+def test_newest_and_least_sent_updates_go_first():
     names = [NodeId(f"n{number}") for number in range(10)]
     news = BroadcastQueue(names)
     for name in names[:4]:

@@ -38,7 +38,7 @@ def dead_in(net: Network, name: str) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 60])
-def test_nodes_that_start_together_find_each_other(count):
+def test_simultaneously_started_nodes_converge(count):
     net = Network(nodes(count), seed=count)
     assert net.until(net.agreed, within_s=20) < 10
     assert net.with_quorum() == set(names(count))
@@ -56,7 +56,7 @@ def test_a_dead_node_is_dead_for_all(count, weather):
     assert dead_in(net, "n0001") == count - 1
 
 
-def test_a_lossy_network_kills_nobody():
+def test_lossy_network_declares_no_node_dead():
     net = Network(nodes(30), 11, **LOSSY)
     net.run(20)
 
@@ -70,7 +70,7 @@ def test_a_lossy_network_kills_nobody():
 
 
 @pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
-def test_one_broken_path_between_two_nodes_makes_neither_suspect(one_way):
+def test_broken_path_between_two_nodes_suspects_neither(one_way):
     net = Network(nodes(30), 3)
     net.until(net.agreed, within_s=30)
     a = net.up["n0000"]
@@ -84,7 +84,7 @@ def test_one_broken_path_between_two_nodes_makes_neither_suspect(one_way):
 
 
 @pytest.mark.parametrize("count", [5, 8, 30])
-def test_neighbours_that_one_node_does_not_reach_are_suspected_by_nobody_and_cost_no_quorum(count):
+def test_nodes_unreachable_from_a_single_node_are_not_suspected_and_keep_quorum(count):
     net = Network(nodes(count), 7)
     net.until(net.agreed, within_s=30)
     one = "n0000"
@@ -101,7 +101,7 @@ def test_neighbours_that_one_node_does_not_reach_are_suspected_by_nobody_and_cos
 
 
 @pytest.mark.parametrize(("hears", "speaks"), [(False, True), (True, False), (False, False)])
-def test_a_node_that_hears_or_reaches_nobody_is_dead_to_the_others_and_has_no_quorum(hears, speaks):
+def test_node_that_cannot_send_or_receive_is_dead_to_others_and_has_no_quorum(hears, speaks):
     net = Network(nodes(9), 5)
     net.until(net.agreed, within_s=30)
     deaf = "n0004"
@@ -124,7 +124,7 @@ def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_addr
     assert all(again in member.alive for member in net.up.values())
 
 
-def test_a_suspended_machine_declares_nobody_dead_when_it_wakes():
+def test_resumed_machine_declares_no_node_dead():
     net = Network(nodes(9), 4)
     net.until(net.agreed, within_s=30)
     sleeper = net.up["n0005"]
@@ -139,7 +139,7 @@ def test_a_suspended_machine_declares_nobody_dead_when_it_wakes():
 
 
 @pytest.mark.parametrize("leap_s", [3600.0, -3600.0])
-def test_a_clock_that_jumps_on_one_node_is_nobody_elses_business(leap_s):
+def test_clock_jump_of_one_node_does_not_affect_others(leap_s):
     net = Network(nodes(9), 6)
     net.until(net.agreed, within_s=30)
     net.clock["n0002"] += leap_s
@@ -178,7 +178,7 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
 
 
 @pytest.mark.parametrize("minority", [1, 4, 12, 20, 29, 30])
-def test_the_smaller_side_stops_deciding_and_the_larger_one_goes_on(minority):
+def test_minority_loses_quorum_and_the_majority_continues(minority):
     net = Network(nodes(60), seed=minority)
     net.until(net.agreed, within_s=30)
     small = set(net.random.sample(names(60)[1:], minority))
@@ -196,7 +196,7 @@ def test_the_smaller_side_stops_deciding_and_the_larger_one_goes_on(minority):
 # -- rosters and fences -----------------------------------------------------------------------------------------------
 
 
-def test_a_fence_reaches_everybody_also_after_a_partition():
+def test_fence_reaches_all_nodes_after_a_partition():
     net = Network(nodes(30), 2, **LOSSY)
     net.until(net.agreed, within_s=60)
     small = set(names(30)[20:])
@@ -210,7 +210,7 @@ def test_a_fence_reaches_everybody_also_after_a_partition():
     net.until(lambda: {member.fence for member in net.up.values()} == {(2, "new")}, within_s=30)
 
 
-def test_a_new_roster_told_to_one_node_becomes_everybodys():
+def test_new_member_list_spreads_from_a_single_node():
     net = Network(nodes(20), 9)
     net.until(net.agreed, within_s=30)
     newcomer = node("newcomer")
@@ -222,7 +222,7 @@ def test_a_new_roster_told_to_one_node_becomes_everybodys():
     assert "n0000 is not in roster 2" in net.up["n0000"].explain_quorum()
 
 
-def test_a_node_that_knows_no_roster_gets_one_from_who_pings_it():
+def test_node_without_a_member_list_gets_it_from_a_ping():
     net = Network(nodes(5), 9)
     net.kill("n0002")
     assert net.start(nodes(5)[2]).member_list is None

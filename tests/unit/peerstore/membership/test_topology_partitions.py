@@ -22,7 +22,7 @@ def cut(nodes, split_from=2):
 
 
 @given(NAMES, st.integers(2, 64))
-def test_every_node_is_looked_at_once(nodes, split_from):
+def test_every_node_is_in_exactly_one_partition(nodes, split_from):
     districts = NodePartitions(nodes, split_from=split_from)
     for me in nodes:
         assert me in districts.partition_of(me)
@@ -31,7 +31,7 @@ def test_every_node_is_looked_at_once(nodes, split_from):
 
 
 @given(NAMES, st.randoms())
-def test_all_who_have_the_same_nodes_cut_in_the_same_way(nodes, random):
+def test_partitions_are_independent_of_the_node_order(nodes, random):
     shuffled = list(nodes)
     random.shuffle(shuffled)
     one, other = NodePartitions(nodes, split_from=2), NodePartitions(shuffled, split_from=2)
@@ -41,7 +41,7 @@ def test_all_who_have_the_same_nodes_cut_in_the_same_way(nodes, random):
 
 
 @given(NAMES)
-def test_whoever_is_asked_finds_in_its_district_whom_it_is_asked_for(nodes):
+def test_delegates_have_the_expected_partition(nodes):
     districts = NodePartitions(nodes, split_from=2)
     for me in nodes:
         for members in districts.other_partitions(me):
@@ -49,14 +49,14 @@ def test_whoever_is_asked_finds_in_its_district_whom_it_is_asked_for(nodes):
 
 
 @given(NAMES, st.integers(2, 300))
-def test_a_small_job_is_one_district(nodes, split_from):
+def test_small_job_is_a_single_partition(nodes, split_from):
     districts = NodePartitions(nodes, split_from=split_from)
     if len(nodes) < split_from:
         assert all(set(districts.partition_of(me)) == nodes and districts.other_partitions(me) == [] for me in nodes)
 
 
 @given(NAMES, st.data())
-def test_a_node_that_goes_changes_its_own_district_alone(nodes, data):
+def test_removed_node_changes_only_its_own_partition(nodes, data):
     """Unless the number of nodes makes other districts due."""
     gone = data.draw(st.sampled_from(sorted(nodes)))
     left = nodes - {gone}
@@ -67,7 +67,7 @@ def test_a_node_that_goes_changes_its_own_district_alone(nodes, data):
 
 
 @pytest.mark.parametrize("count", [64, 100, 511, 512, 1000, 2047, 2048, 10_000])
-def test_districts_are_as_many_as_they_are_large(count):
+def test_partition_count_and_size_are_near_the_square_root(count):
     nodes = hosts(count)
     districts = cut(nodes, PARTITION_MIN_NODES)
     root = math.sqrt(count)
@@ -75,14 +75,14 @@ def test_districts_are_as_many_as_they_are_large(count):
     assert max(map(len, districts)) <= 2.5 * root
 
 
-def test_of_two_numbers_of_districts_one_is_the_other_cut_in_two():
+def test_doubling_the_partition_count_splits_each_in_two():
     nodes = hosts(2047)
     small, large = cut(nodes), cut([*nodes, "one-more"])
     assert len(large) == 2 * len(small)
     assert all(any(district - {"one-more"} <= before for before in small) for district in large)
 
 
-def test_as_many_ask_the_one_as_the_other():
+def test_delegates_are_loaded_evenly():
     nodes = hosts(1000)
     districts = NodePartitions(nodes)
     asked = Counter(members[0] for me in nodes for members in districts.other_partitions(me))
@@ -91,7 +91,7 @@ def test_as_many_ask_the_one_as_the_other():
     assert len(asked) >= 0.9 * len(nodes), "everybody is somebody's lookout"
 
 
-def test_one_outside_of_the_roster_looks_like_all_others():
+def test_node_outside_the_member_list_sees_all_nodes():
     nodes = hosts(500)
     districts = NodePartitions(nodes)
     seen = [
@@ -110,7 +110,7 @@ def test_partitions_of_no_nodes_are_empty():
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.sets(st.sampled_from("abcdefgh")))
-def test_the_living_are_asked_in_turn_and_not_all_of_them(members, gone):
+def test_live_delegates_are_tried_in_order_up_to_the_limit(members, gone):
     errand = DelegateCandidates(members, gone=gone.__contains__)
     asked = list(iter(errand.next_delegate, None))
     assert asked == [node for node in members if node not in gone][:MAX_DELEGATES]

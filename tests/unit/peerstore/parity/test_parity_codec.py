@@ -88,7 +88,7 @@ def wire(record):
     return msgspec.to_builtins(record, builtin_types=(bytes,))
 
 
-def test_a_record_comes_back_as_it_was():
+def test_parity_record_round_trips():
     record = Kept({name: bytes(50) for name in nodes(4)}).records["n8"]
     assert decode_message(msgspec.msgpack.encode(record), ParityRecord) == record
     assert str(record) == "parity 0 of job/3 on n8"
@@ -144,7 +144,7 @@ def test_a_hostile_record_is_refused(path, value, error):
         decode_message(change(path, value), ParityRecord)
 
 
-def test_large_chunks_are_refused_before_anybody_allocates_one():
+def test_large_chunks_are_refused_before_allocation():
     shard = msgspec.structs.replace(shard_record(0, b"x"), chunk_bytes=1 << 30)
     with pytest.raises(RequestError, match="chunks of 1073741824 bytes"):
         Stripe(0, ("a", "b"), (shard, None))
@@ -176,7 +176,7 @@ def test_a_group_has_two_to_many_nodes(count):
         Stripe(0, members, tuple(shards[member][0] for member in members))
 
 
-def test_a_node_outside_the_group_has_no_place_in_it():
+def test_node_outside_the_group_is_refused():
     stripe = Kept({"a": b"x", "b": b"y"}).stripe
     with pytest.raises(RequestError, match="node z"):
         stripe.segments("z")

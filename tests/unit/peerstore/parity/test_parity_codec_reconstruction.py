@@ -35,7 +35,7 @@ def whole(chunks):
 
 @untimed
 @given(kept())
-def test_any_one_lost_shard_and_parity_come_back(group):
+def test_lost_shard_and_parity_are_rebuilt(group):
     for lost in group.stripe.members:
         if lost in group.shards:
             assert whole(rebuilt(group, lost)) == group.shards[lost]
@@ -43,7 +43,7 @@ def test_any_one_lost_shard_and_parity_come_back(group):
         assert whole([(index, bytes(data)) for index, data in again]) == group.parities[lost]
 
 
-def test_what_the_lost_node_kept_itself_does_not_matter():
+def test_own_parity_of_the_lost_node_is_ignored():
     group = Kept({name: bytes(range(40)) for name in nodes(3)})
     own = msgspec.structs.replace(group.records["n0"], stripe=group.stripe)
     found = decode_shard(
@@ -54,7 +54,7 @@ def test_what_the_lost_node_kept_itself_does_not_matter():
 
 @untimed
 @given(kept(), st.data())
-def test_a_shard_comes_back_where_what_it_is_made_of_is_left_and_nowhere_else(group, data):
+def test_shard_is_rebuilt_exactly_when_its_inputs_remain(group, data):
     lost = data.draw(st.sets(st.sampled_from(group.stripe.members), min_size=1))
     for member in lost & group.shards.keys():
         keepers = {segment.keeper for segment in group.stripe.segments(member) if segment.size_bytes}
@@ -68,7 +68,7 @@ def test_a_shard_comes_back_where_what_it_is_made_of_is_left_and_nowhere_else(gr
 
 @untimed
 @given(kept(missing=False), st.data())
-def test_a_range_of_chunks_reads_only_what_it_is_made_from(group, data):
+def test_chunk_range_reads_only_its_inputs(group, data):
     lost = data.draw(st.sampled_from(group.stripe.members))
     count = len(group.stripe.shard(lost).checksums) // 8
     start = data.draw(st.integers(0, count))
@@ -154,7 +154,7 @@ def test_no_parity_is_made_of_damaged_bytes(count, data):
         list(encode_parity(group.stripe, keeper, group.shard_readers()))
 
 
-def test_intact_inputs_that_do_not_belong_together_are_told_as_such():
+def test_mismatched_intact_inputs_are_reported():
     group = Kept({name: bytes([ord(name[-1])]) * 40 for name in nodes(3)})
     others = Kept({name: bytes([7]) * 40 for name in nodes(3)})
     mixed = [
@@ -166,14 +166,14 @@ def test_intact_inputs_that_do_not_belong_together_are_told_as_such():
 
 
 @pytest.mark.parametrize("which", ["shards", "parities"])
-def test_fewer_bytes_than_asked_for_are_damage(which):
+def test_short_read_is_damage(which):
     group = Kept({name: bytes(40) for name in nodes(3)})
     del getattr(group, which)["n8"][-1:]
     with pytest.raises(ShardDamagedError, match=r"on n8: bytes .* were asked for, 3 bytes came"):
         rebuilt(group, "n0")
 
 
-def test_a_reader_that_cannot_reach_its_node_says_so_itself():
+def test_unreachable_reader_raises_its_own_error():
     group = Kept({name: bytes(40) for name in nodes(3)})
 
     def unreachable(start, stop):

@@ -60,7 +60,7 @@ def test_shards_are_numbered_as_they_were_sealed_each_version_for_itself():
     assert assign_stripe_numbers(facts, {})[facts[2].key] == 0
 
 
-def test_a_number_stays_whatever_comes_and_goes():
+def test_stripe_number_is_stable():
     first, gone, late = fact(5, 10), fact(6, 20), fact(1, 1)
     known = assign_stripe_numbers([first, gone], {})
     assert assign_stripe_numbers([first, late], known) == {first.key: 0, late.key: 2}
@@ -102,7 +102,7 @@ def test_stripes_due(told, done, complete, due):
     assert parities_to_make("n0", MEMBERS, told, done, complete=complete) == due
 
 
-def test_a_parity_goes_when_another_one_has_everything_that_is_in_it():
+def test_parity_superseded_by_a_fuller_one_is_removed():
     early, late = kept("n0", n16=1), kept("n0", n16=1, n8=2)
     other_group = kept("n0", members=("n0", "n16"), n16=1)
     assert superseded_parities([early, late, other_group], [early, late, other_group]) == [early.key]
@@ -113,7 +113,7 @@ def test_a_parity_goes_when_another_one_has_everything_that_is_in_it():
 # -- how it is kept ---------------------------------------------------------------------------------------------------
 
 
-def test_a_parity_is_found_under_what_it_is_made_of():
+def test_parity_key_depends_on_its_inputs():
     one = stripe(n16=1, n8=2)
     assert parity_key(one, NodeId("n0")) == parity_key(stripe(n16=1, n8=2), NodeId("n0"))
     keys = [
@@ -126,7 +126,7 @@ def test_a_parity_is_found_under_what_it_is_made_of():
     assert all(key.kind and key.slot_part < 0 for key in keys)
 
 
-def test_a_record_that_is_not_what_it_says_is_refused():
+def test_inconsistent_parity_record_is_refused():
     record = parity_shard_record(
         stripe(n16=1), NodeId("n0"), chunk_checksums(memoryview(bytes(4)), chunk_bytes=4) * 2, 1
     )
@@ -158,7 +158,7 @@ def missing(one, living, held=()):
     ]
 
 
-def test_what_nobody_is_known_to_hold_is_missing():
+def test_shard_without_a_known_holder_is_missing():
     mine = kept("n0", n16=1, n8=2)
     first, second = (mine.shards[NodeId(node)].key for node in ("n16", "n8"))
     assert missing(mine, MEMBERS) == [(1, ("n0", "n8")), (2, ("n0", "n16"))]
@@ -181,7 +181,7 @@ def test_the_first_that_has_a_parity_makes_a_shard_again():
     assert is_first_rebuilder(lost, "n8", {"n0": looked(kept("n0", version=4, n16=1, n8=2))})
 
 
-def test_only_whole_sets_of_parities_give_a_shard_back():
+def test_only_complete_parity_sets_rebuild_a_shard():
     first, third = kept("n0", n16=1, n8=2), kept("n8", n0=0, n16=1)
     lost = first.shards[NodeId("n16")].key
     parities = [first.parity, third.parity]
@@ -210,7 +210,7 @@ def facts_of(group, *keepers, parts):
     ]
 
 
-def test_what_parities_give_back():
+def test_rebuildable_parts_follow_from_parities():
     parts = {"n0": 0, "n16": 1, "n8": 2}
     found = facts_of(G1, "n0", "n8", parts=parts)
     assert rebuildable_parts(found, {G1: {0, 2}}) == {G1: {1}}
@@ -221,7 +221,7 @@ def test_what_parities_give_back():
     assert rebuildable_parts([*found, *emptier], {G1: {0}}) == {G1: {1}}, "without the part that nobody has"
 
 
-def test_only_a_version_newer_than_the_newest_whole_one_is_waited_for():
+def test_only_versions_newer_than_the_newest_complete_one_are_rebuilt():
     parts = {"n0": 0, "n16": 1, "n8": 2}
     found = [one for group in (G1, G2, G3) for one in facts_of(group, "n0", "n8", parts=parts)]
     in_all = dict.fromkeys((G1, G2, G3), 3)

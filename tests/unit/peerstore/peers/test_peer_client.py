@@ -88,7 +88,7 @@ def test_a_call_that_has_a_second_gives_the_greeting_no_more():
     assert silent.channels[1].waited[0] == pytest.approx(HANDSHAKE_TIMEOUT_S, abs=1.0)
 
 
-def test_who_waits_for_a_greeting_is_woken_when_the_node_is_given_up():
+def test_waiting_greeting_fails_when_the_node_is_dropped():
     network = MemoryNetwork()
     accepted, ended = threading.Event(), threading.Event()
 

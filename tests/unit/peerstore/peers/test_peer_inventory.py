@@ -69,7 +69,7 @@ class Line:
         return self.watched.answers[self.name].pop(0) if self.name in self.watched.answers else EMPTY
 
 
-def test_dead_node_is_asked_seldom_with_a_short_timeout():
+def test_dead_node_is_queried_seldom_with_a_short_timeout():
     watched = Watched("n1", "n2")
     watched.lose("n2")
     with watched.looked_at() as looking:
@@ -84,7 +84,7 @@ def test_dead_node_is_asked_seldom_with_a_short_timeout():
         assert len([asked for asked in watched.asked if asked[0] == "n2"]) == 2
 
 
-def test_node_heard_from_again_is_asked_at_once():
+def test_recovered_node_is_queried_at_once():
     watched = Watched("n1")
     watched.lose("n1")
     with watched.looked_at() as looking:
@@ -110,7 +110,7 @@ def test_dead_node_that_answers_is_included():
         assert looking.get(fresh=True).unreachable == {}
 
 
-def test_one_whose_machine_says_at_once_that_nobody_is_there_is_asked_every_time():
+def test_refusing_node_is_queried_every_time():
     """That costs nothing, and an agent that starts again is seen before its first ping."""
     watched = Watched("n1")
     watched.lose("n1")
@@ -121,7 +121,7 @@ def test_one_whose_machine_says_at_once_that_nobody_is_there_is_asked_every_time
         assert len(watched.asked) == 3
 
 
-def test_node_not_known_dead_is_asked_every_time():
+def test_node_not_known_dead_is_queried_every_time():
     watched = Watched("n1")
     watched.away.add("n1")
     with watched.looked_at() as looking:
@@ -148,7 +148,7 @@ def test_inventory_names_a_node_that_verifies_too_long():
     assert sight.unreachable == {"n1": "it still verifies 3 shards that its last agent left"}
 
 
-def test_all_dead_ones_are_asked_together():
+def test_dead_nodes_are_queried_concurrently():
     """As many as there are wait at one time: a barrier that all of them have to reach."""
     names = [f"n{number}" for number in range(20)]
     watched = Watched(*names)

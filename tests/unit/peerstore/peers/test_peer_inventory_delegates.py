@@ -60,7 +60,7 @@ def done(answer):
     return future
 
 
-def test_one_of_two_simultaneous_replies_counts():
+def test_either_of_two_simultaneous_replies_counts():
     with afar(Tending({})) as one:
         asking = _DelegateRound(one, [DelegateCandidates((), gone=lambda _: False)])
         asking._asked = {done(all_of(["a"])): 0, done(all_of(["a", "b"])): 0}
@@ -69,7 +69,7 @@ def test_one_of_two_simultaneous_replies_counts():
     assert asking._asked == {}
 
 
-def test_one_delegate_per_partition_is_asked():
+def test_single_delegate_per_partition_is_queried():
     tending = Tending({"a": all_of, "c": all_of})
     with afar(tending) as one:
         found = one.collect([("a", "b"), ("c", "d")], short_s=1.0)
@@ -87,7 +87,7 @@ def test_dead_delegates_are_skipped_and_failed_ones_replaced():
     assert set(found) == {"a", "b", "c", "d"}
 
 
-def test_nodes_are_asked_directly_when_all_delegates_fail():
+def test_nodes_are_queried_directly_when_all_delegates_fail():
     tending = Tending({})
     with afar(tending) as one:
         found = one.collect([("a", "b")], short_s=1.0)
@@ -95,7 +95,7 @@ def test_nodes_are_asked_directly_when_all_delegates_fail():
     assert found == dict.fromkeys("ab", "looked at directly")
 
 
-def test_who_was_not_reached_is_looked_at_for_a_short_time_unless_it_is_held_dead():
+def test_unreached_node_is_queried_briefly_unless_known_dead():
     def some(nodes):
         return PartitionInventory(
             {"a": EMPTY, "x": EMPTY}, {"b": "it does not answer", "c": "it does not answer", "x": "?"}

@@ -28,7 +28,7 @@ def fill(spans, shard):
         assert at == span.stop
 
 
-def test_neighbours_are_one_span_and_strangers_are_not():
+def test_adjacent_targets_share_a_span():
     first, second, third, fourth = targets = targets_of([(5, 10), (0, 20), (64, 7), (65, 9)])
     one, other = coalesce_targets(reversed(targets))
     assert (one.start, one.stop, other.start, other.stop) == (5, 106, 171, 180)
@@ -39,12 +39,12 @@ def test_neighbours_are_one_span_and_strangers_are_not():
     assert other.views == (fourth.view,)
 
 
-def test_bytes_that_are_wanted_twice_are_read_twice():
+def test_overlapping_targets_are_read_twice():
     wanted = [ReadTarget(0, 8, memoryview(bytearray(8))), ReadTarget(4, 12, memoryview(bytearray(8)))]
     assert [(span.start, span.stop) for span in coalesce_targets(wanted)] == [(0, 8), (4, 12)]
 
 
-def test_nothing_is_asked_for_where_nothing_is_wanted():
+def test_empty_targets_need_no_span():
     assert coalesce_targets([]) == []
     assert coalesce_targets([ReadTarget(3, 3, memoryview(b""))]) == []
 

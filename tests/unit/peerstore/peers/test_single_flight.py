@@ -26,7 +26,7 @@ class Work:
         return number
 
 
-def test_however_many_ask_while_somebody_works_share_the_next_turn():
+def test_concurrent_callers_share_the_next_run():
     work = Work()
     turns = SingleFlight(work)
     found = {}
@@ -68,7 +68,7 @@ def test_recent_result_is_reused():
     assert turns.cached(2.0) == 4
 
 
-def test_a_turn_that_fails_is_nobody_elses():
+def test_failed_run_does_not_affect_the_next_caller():
     outcomes = iter([ValueError("the first"), 2])
 
     def work():
@@ -102,7 +102,7 @@ def test_an_answer_is_as_new_as_the_question():
     assert failures == []
 
 
-def test_who_cannot_wait_is_told_so_and_the_turn_is_still_everybody_elses():
+def test_caller_that_times_out_does_not_cancel_the_shared_run():
     work = Work()
     turns = SingleFlight(work)
     with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
@@ -118,7 +118,7 @@ def test_who_cannot_wait_is_told_so_and_the_turn_is_still_everybody_elses():
     assert later == [2]
 
 
-def test_what_is_found_for_all_is_not_cut_short_by_who_began_it():
+def test_shared_run_has_no_deadline_of_its_first_caller():
     left = []
     turns = SingleFlight(lambda: left.append(deadlines.remaining_s()))
     with deadlines.timeout_scope(60):

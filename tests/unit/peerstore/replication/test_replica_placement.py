@@ -63,7 +63,7 @@ def fatal_racks(placement, nodes):
 
 @untimed
 @given(any_cluster, copies_of)
-def test_every_node_has_as_many_partners_as_there_are_nodes_for_it(nodes, copies):
+def test_every_node_gets_all_its_partners(nodes, copies):
     partners = place_replicas(nodes, copies=copies).partners
     assert set(partners) == {node.id for node in nodes}
     for node, found in partners.items():
@@ -99,7 +99,7 @@ def test_every_process_and_release_gives_the_same_answer():
 
 @untimed
 @given(any_cluster, copies_of)
-def test_two_copies_are_in_one_domain_only_while_no_other_has_room(nodes, copies):
+def test_copies_share_a_domain_only_without_room_elsewhere(nodes, copies):
     placement = place_replicas(nodes, copies=copies)
     where, share, load = failure_domains(nodes, ("zone", "rack")).innermost, memory_shares(nodes), loads(placement)
     each = min(copies, len(nodes)) - 1
@@ -128,7 +128,7 @@ def test_no_node_exceeds_its_memory_share(nodes, alike, copies):
 @given(clusters())
 @example(cluster(5, 3))
 @example(cluster(1, 1, 8))
-def test_two_copies_load_everybody_the_same_unless_one_domain_has_most_nodes(nodes):
+def test_two_copies_load_nodes_evenly_unless_one_domain_dominates(nodes):
     placement = place_replicas(nodes)
     largest = max(Counter(failure_domains(nodes, ("zone", "rack")).innermost.values()).values(), default=0)
     if 2 * largest <= len(nodes):
@@ -140,7 +140,7 @@ def test_two_copies_load_everybody_the_same_unless_one_domain_has_most_nodes(nod
 
 @untimed
 @given(clusters())
-def test_three_copies_load_nobody_twice_as_much_unless_one_domain_has_a_third(nodes):
+def test_three_copies_load_is_bounded_unless_one_domain_has_a_third(nodes):
     largest = max(Counter(failure_domains(nodes, ("zone", "rack")).innermost.values()).values(), default=0)
     if 3 * largest <= len(nodes):
         assert max(loads(place_replicas(nodes, copies=3)).values(), default=0) <= 4
@@ -148,7 +148,7 @@ def test_three_copies_load_nobody_twice_as_much_unless_one_domain_has_a_third(no
 
 @untimed
 @given(st.integers(2, 20), st.integers(1, 8), st.integers(0, 10**6))
-def test_racks_are_paired_with_racks_and_an_odd_one_makes_a_ring_of_three(racks, size, tag):
+def test_racks_are_paired_and_an_odd_count_has_a_ring_of_three(racks, size, tag):
     nodes = cluster(*[size] * racks, tag=str(tag))
     placement = place_replicas(nodes)
     fatal = fatal_racks(placement, nodes)
@@ -163,7 +163,7 @@ def test_racks_are_paired_with_racks_and_an_odd_one_makes_a_ring_of_three(racks,
 
 @untimed
 @given(st.integers(2, 40), st.integers(0, 10**6))
-def test_one_rack_is_pairs_and_a_ring_of_three(size, tag):
+def test_single_rack_is_pairs_and_a_ring_of_three(size, tag):
     copysets = place_replicas(cluster(size, tag=str(tag))).copysets()
     assert len(copysets) == (size // 2 if size % 2 == 0 else (size - 3) // 2 + 3)
 
@@ -206,7 +206,7 @@ def test_a_small_zone_is_not_overloaded_for_the_sake_of_others(racks, size, tag)
     assert all(zone[placement.partners[node][0]] == "\x1ea" for node in zone if zone[node] == "\x1eb")
 
 
-def test_a_rack_is_another_in_another_zone_and_unlabelled_zones_are_one():
+def test_racks_are_distinct_per_zone_and_unlabelled_zones_are_the_same():
     nodes = [
         PeerNode(NodeId("x"), "", (("rack", "r1"), ("zone", "a"))),
         PeerNode(NodeId("y"), "", (("rack", "r1"), ("zone", "b"))),
@@ -219,7 +219,7 @@ def test_a_rack_is_another_in_another_zone_and_unlabelled_zones_are_one():
     assert len(set(failure_domains(nodes, ("zone",)).innermost.values())) == 4
 
 
-def test_only_the_levels_that_were_asked_for_count():
+def test_only_the_configured_levels_count():
     nodes = cluster(2, 2, 2, 2, zones="aabb")
     zone = failure_domains(nodes, ("zone",)).innermost
     assert all(zone[node] != zone[found[0]] for node, found in place_replicas(nodes, levels=("zone",)).partners.items())
@@ -250,7 +250,7 @@ def test_on_average_nodes_keep_in_proportion_to_their_memory(sizes, copies):
 
 @untimed
 @given(st.integers(2, 12), st.integers(0, 10**6))
-def test_small_nodes_keep_nothing_while_large_ones_have_room(pairs, tag):
+def test_small_nodes_store_no_copies_while_large_ones_have_space(pairs, tag):
     nodes = cluster(*[1] * 2 * pairs, memory=(1, 10**6), tag=str(tag))
     placement = place_replicas(nodes)
     large = [node.id for node in nodes if node.memory_bytes > 1]
@@ -309,7 +309,7 @@ def moves(sizes, leaves, copies=2, how=place_replicas):
         ([1] * 128, "node", 3, 12, 24),
     ],
 )
-def test_few_nodes_change_partners_when_one_comes_or_goes(sizes, leaves, copies, mean, most):
+def test_few_nodes_change_partners_when_a_node_joins_or_leaves(sizes, leaves, copies, mean, most):
     found = moves(sizes, leaves, copies)
     assert statistics.mean(found) <= mean
     assert max(found) <= most
@@ -324,7 +324,7 @@ def test_far_fewer_than_when_pairing_starts_from_scratch():
 
 
 @pytest.mark.parametrize("copies", [0, 4])
-def test_a_number_of_copies_nobody_can_mean(copies):
+def test_invalid_copy_count_is_refused(copies):
     with pytest.raises(RequestError, match="choose 1 to 3"):
         place_replicas(cluster(4), copies=copies)
 
@@ -334,6 +334,6 @@ def test_a_node_given_twice():
         place_replicas([*cluster(3), PeerNode(NodeId("n0-1"), "elsewhere:1")])
 
 
-def test_no_level_at_all():
+def test_empty_levels_are_refused():
     with pytest.raises(RequestError, match="rack"):
         place_replicas(cluster(3), levels=())

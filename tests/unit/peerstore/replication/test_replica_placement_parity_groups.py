@@ -34,7 +34,7 @@ tags = st.integers(0, 10**6).map(str)
 
 @untimed
 @given(any_sizes, st.integers(2, 9), tags)
-def test_every_node_is_in_one_group_of_about_the_size(sizes, size, tag):
+def test_every_node_is_in_a_group_of_about_the_requested_size(sizes, size, tag):
     nodes = racks(*sizes, tag=tag)
     found = parity_groups(nodes, size)
     members = sorted(node for group in found for node in group)
@@ -44,14 +44,14 @@ def test_every_node_is_in_one_group_of_about_the_size(sizes, size, tag):
 
 @untimed
 @given(st.integers(2, 14), st.integers(1, 9), st.integers(2, 9), tags)
-def test_racks_of_one_size_never_meet_themselves(count, each, size, tag):
+def test_equal_racks_are_never_crowded(count, each, size, tag):
     nodes = racks(*[each] * count, tag=tag)
     assert not crowded(parity_groups(nodes, size), nodes)
 
 
 @untimed
 @given(any_sizes, st.integers(2, 9), tags)
-def test_nor_do_racks_that_are_small_enough(sizes, size, tag):
+def test_small_racks_are_never_crowded(sizes, size, tag):
     nodes = racks(*sizes, tag=tag)
     if max(sizes, default=0) * (2 * size - 1) <= len(nodes):
         assert not crowded(parity_groups(nodes, size), nodes)
@@ -66,14 +66,14 @@ def test_the_order_in_which_nodes_are_given_does_not_matter(sizes, size, tag, sh
     assert parity_groups(nodes, size) == found
 
 
-def test_groups_have_the_size_asked_for_where_that_divides_well():
+def test_groups_have_the_requested_size_when_it_divides_well():
     assert Counter(map(len, parity_groups(racks(*[8] * 16), 8))) == {8: 16}
     assert Counter(map(len, parity_groups(racks(*[8] * 4), 8))) == {4: 8}
     assert Counter(map(len, parity_groups(racks(32), 8))) == {8: 4}
 
 
 @pytest.mark.parametrize("tag", ["", "a", "b", "c"])
-def test_groups_are_smaller_rather_than_crowded_when_one_rack_is_larger(tag):
+def test_larger_rack_makes_groups_smaller_and_not_crowded(tag):
     nodes = racks(8, 6, 4, tag=tag)
     assert not crowded(parity_groups(nodes, 8), nodes)
 
@@ -89,7 +89,7 @@ def test_groups_are_apart_in_zones_when_there_are_enough():
     assert all(len({zone[node] for node in group}) == len(group) == 4 for group in parity_groups(nodes, 4))
 
 
-def test_few_groups_change_when_a_node_goes():
+def test_few_groups_change_when_a_node_leaves():
     shares = []
     for seed in range(16):
         nodes = racks(*[1] * 128, tag=f"-{seed}")
@@ -99,6 +99,6 @@ def test_few_groups_change_when_a_node_goes():
     assert statistics.mean(shares) <= 5  # of 16
 
 
-def test_a_group_of_one_cannot_share_anything():
+def test_group_size_of_one_is_refused():
     with pytest.raises(RequestError, match="2 or more"):
         parity_groups(racks(4), 1)

@@ -37,7 +37,7 @@ def accounts(copies=2):
     return ReplicationState(NodeId("n1"), ReplicationPolicy(copies))
 
 
-def test_a_sealed_shard_goes_to_the_partner_and_is_then_kept():
+def test_sealed_shard_is_replicated_once_to_the_partner():
     book = accounts()
     duty = book.next_task(look())
     assert duty == ReplicationTask(KEY, "n2", ("n1", "n2"))
@@ -67,7 +67,7 @@ def test_failed_replication_is_retried(error, again_s):
     assert book.next_task(look(again_s + 0.1)) == duty
 
 
-def test_a_copy_on_one_node_is_no_answer_to_what_is_wrong_with_another():
+def test_copy_on_one_node_keeps_the_error_of_another():
     book, three = accounts(copies=3), {"living": ("n1", "n2", "n3")}
     first = book.next_task(look(**three))
     book.task_failed(first, ShardDamagedError("it arrived damaged"), 0.0)
@@ -79,7 +79,7 @@ def test_a_copy_on_one_node_is_no_answer_to_what_is_wrong_with_another():
     assert book.last_errors(KEY) == ""
 
 
-def test_a_partner_that_stays_busy_is_passed_over_so_that_the_version_is_settled():
+def test_busy_partner_is_passed_over_after_a_limit():
     book = accounts()
     duty = book.next_task(look())
     book.task_failed(duty, ArenaBusyError(""), 0.0)
@@ -94,7 +94,7 @@ def test_a_partner_that_stays_busy_is_passed_over_so_that_the_version_is_settled
 
 
 @pytest.mark.parametrize("between", [ShardPendingError("not verified yet"), PeerUnreachableError("")])
-def test_a_partner_that_was_busy_now_and_then_is_asked_on(between):
+def test_occasionally_busy_partner_is_retried(between):
     book = accounts()
     duty = book.next_task(look())
     for now, error in enumerate([ArenaBusyError(""), between, between, between, between, ArenaBusyError("")]):
@@ -102,7 +102,7 @@ def test_a_partner_that_was_busy_now_and_then_is_asked_on(between):
     assert book.next_task(look(7.0)) == duty
 
 
-def test_a_partner_that_is_not_reached_though_it_lives_is_replaced_and_asked_again_later():
+def test_unreachable_live_partner_is_replaced_and_retried_later():
     book, living = accounts(), ("n1", "n2", "n3")
     duty = book.next_task(look(living=living))
     (other,) = {"n2", "n3"} - {duty.target}
@@ -117,7 +117,7 @@ def test_a_partner_that_is_not_reached_though_it_lives_is_replaced_and_asked_aga
     assert book.next_task(look(now + REFUSED_RETRY_S, living=living)).target == duty.target
 
 
-def test_the_only_partner_is_waited_for_however_long_it_is_not_reached():
+def test_only_partner_is_never_replaced():
     book, now = accounts(), 0.0
     for _ in range(2 * UNREACHABLE_AFTER):
         duty = book.next_task(look(now))
@@ -127,7 +127,7 @@ def test_the_only_partner_is_waited_for_however_long_it_is_not_reached():
         now += 1.5
 
 
-def test_a_partner_that_is_reached_now_and_then_is_not_replaced():
+def test_intermittent_partner_is_not_replaced():
     book, living, now = accounts(), ("n1", "n2", "n3"), 0.0
     duty = book.next_task(look(living=living))
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_a_partner_that_is_reached_now_and_then_is_not_replaced():
     assert not isinstance(book.next_task(look(now, living=living)), ReplicationTask)
 
 
-def test_a_version_of_the_past_is_wanted_when_the_job_went_on_from_it():
+def test_past_version_is_replicated_when_the_job_resumed_from_it():
     book, now = accounts(), 100.0
     assert not isinstance(book.next_task(look(now, epoch=2)), ReplicationTask)
     assert isinstance(book.next_task(look(now, epoch=2, facts=[fact(whole=True)])), ReplicationTask)
@@ -148,7 +148,7 @@ def test_a_version_of_the_past_is_wanted_when_the_job_went_on_from_it():
     assert not isinstance(book.next_task(look(now, settled=VersionId(1, 6, 0, "a"))), ReplicationTask)
 
 
-def test_a_partner_that_started_again_is_asked_again():
+def test_restarted_partner_gets_the_copy_again():
     book = accounts()
     duty = book.next_task(look())
     book.task_done(duty, 1, None)
@@ -157,7 +157,7 @@ def test_a_partner_that_started_again_is_asked_again():
     assert not isinstance(book.next_task(look(life=lambda _: 2)), ReplicationTask)
 
 
-def test_who_keeps_a_copy_sees_to_a_writer_that_started_again():
+def test_copy_holder_replicates_to_a_restarted_writer():
     """It lives, and may have lost what it wrote; the others would take it for somebody who looks after it."""
     book = accounts()
     copy = [fact(holders=("n2", "n1"))]
@@ -166,7 +166,7 @@ def test_who_keeps_a_copy_sees_to_a_writer_that_started_again():
     assert book.next_task(look(facts=copy, life=lambda _: 2)) == ReplicationTask(KEY, "n2", ("n2", "n1"))
 
 
-def test_of_the_past_only_what_the_job_went_on_from_is_wanted():
+def test_only_the_resume_point_of_the_past_is_replicated():
     book, now = accounts(), 100.0
     kept = fact(whole=True)
     assert isinstance(
@@ -178,7 +178,7 @@ def test_of_the_past_only_what_the_job_went_on_from_is_wanted():
     )
 
 
-def test_who_has_heard_since_that_the_job_went_back_is_asked_again():
+def test_partner_that_learned_of_a_rewind_gets_the_copy_again():
     """The other node had taken the version for superfluous; it may have given it up, or not have mended it."""
     book = accounts()
     duty = book.next_task(look())
@@ -191,7 +191,7 @@ def test_who_has_heard_since_that_the_job_went_back_is_asked_again():
     assert not isinstance(book.next_task(look(base=back)), ReplicationTask)
 
 
-def test_what_was_of_the_past_is_offered_at_once_when_the_job_goes_back_to_it():
+def test_fenced_version_is_offered_at_once_when_the_job_rewinds_to_it():
     book = accounts()
     duty = book.next_task(look())
     book.task_failed(duty, FencedError("older than version 6, which has all its copies"), 0.0)

@@ -29,7 +29,7 @@ def greeted(ends):
     return here
 
 
-def test_an_agent_that_says_nothing_does_not_keep_its_watch_from_ending():
+def test_silent_agent_does_not_block_closing_the_watchdog():
     ends = []
     with contextlib.ExitStack() as cleanup:
         watch = AgentWatchdog(lambda: greeted(ends), lambda: False)
@@ -42,7 +42,7 @@ def test_an_agent_that_says_nothing_does_not_keep_its_watch_from_ending():
         assert time.monotonic() - began < 30
 
 
-def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
+def test_close_does_not_wait_for_a_running_launch_and_no_other_follows():
     ends, starting, go_on = [], threading.Event(), threading.Event()
 
     def connect():
@@ -64,7 +64,7 @@ def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
     ends[1].close()
 
 
-def test_an_agent_that_ends_takes_its_socket_along_before_anybody_hears_of_it(tmp_path):
+def test_ending_agent_removes_its_socket_before_closing_connections(tmp_path):
     arena = MemfdArena()
     store = NodeStore(arena, StoreSettings(budget="64MiB"), threads=1)
     asked, go_on = threading.Event(), threading.Event()

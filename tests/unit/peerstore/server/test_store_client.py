@@ -63,7 +63,7 @@ def test_a_connection_in_the_middle_of_a_call_is_closed_with_the_client(agent):
     assert agent.ends[0].recv(1) == b"", "the connection was kept by a closed client"
 
 
-def test_calls_one_after_the_other_share_a_connection(agent):
+def test_successive_calls_share_a_connection(agent):
     client = Client(agent.connect, retry_s=0)
     agent.answer(1)
     assert client.epoch("job") == 1
@@ -81,7 +81,7 @@ def test_an_agent_of_another_protocol_is_named(agent):
     assert agent.ends[0].recv(1) == b"", "the refused connection was left open"
 
 
-def test_a_client_without_an_agent_says_so():
+def test_client_without_an_agent_raises():
     def nobody():
         raise AgentUnreachableError("no agent answers on nowhere")
 
@@ -89,7 +89,7 @@ def test_a_client_without_an_agent_says_so():
         Client(nobody, retry_s=0)
 
 
-def test_time_is_lost_once_for_an_agent_that_is_gone():
+def test_retry_time_is_spent_once_on_a_lost_agent():
     """Calls of a loop that goes on without its agent are tried once each, until one gets through."""
     agent, tries = ScriptedAgent(), []
     waiting = [agent.connect()]
@@ -127,7 +127,7 @@ def test_a_closed_client_opens_nothing_again(agent):
     assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
 
 
-def test_a_wait_that_is_nearly_over_proves_nothing_about_the_agent(agent):
+def test_short_remaining_wait_does_not_replace_the_agent(agent):
     """That would take longer than there is time."""
     asked = []
     client = Client(agent.connect, retry_s=0, replace=lambda: bool(asked.append(1)))
@@ -136,7 +136,7 @@ def test_a_wait_that_is_nearly_over_proves_nothing_about_the_agent(agent):
     assert asked == []
 
 
-def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
+def test_failed_replacement_of_a_hanging_agent_fails_the_call(agent):
     def hangs():
         raise AgentUnreachableError("it hangs")
 
@@ -148,7 +148,7 @@ def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
 # -- deadlines --------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_says_how_long_it_is_waited_for(agent):
+def test_request_carries_its_remaining_time(agent):
     with contextlib.closing(Client(agent.connect, retry_s=0)) as client:
         agent.answer(1)
         client.epoch("job")
@@ -163,7 +163,7 @@ def test_a_request_says_how_long_it_is_waited_for(agent):
         assert 2.0 < budget <= 3.0
 
 
-def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(agent):
+def test_retried_call_has_the_remaining_time(agent):
     with contextlib.closing(Client(agent.connect)) as client:
         answers = []
         caller = threading.Thread(
@@ -180,7 +180,7 @@ def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(agent):
         assert 0 < second.remaining_s < first.remaining_s <= 30.0
 
 
-def test_an_agent_that_says_nothing_is_an_error_that_says_so(agent):
+def test_silent_agent_raises_an_error(agent):
     with contextlib.closing(Client(agent.connect)) as client:
         began = time.monotonic()
         said = rf"process {os.getpid()}\) did not answer 'epoch': nothing was heard of it for \d\.\d s"
@@ -191,7 +191,7 @@ def test_an_agent_that_says_nothing_is_an_error_that_says_so(agent):
             client.epoch("job")
 
 
-def test_an_agent_that_accepts_nobody_costs_no_more_than_the_time_there_is(agent_of_nobody):
+def test_agent_that_does_not_accept_costs_no_more_than_the_deadline(agent_of_nobody):
     with deadlines.timeout_scope(0.2), pytest.raises(AgentUnreachableError):
         Client(agent_of_nobody)
 

@@ -36,7 +36,7 @@ def test_private_directory_keeps_existing_parents(anybody, tmp_path):
         ensure_private_directory(tmp_path / "shared")
 
 
-def test_a_private_one_that_nobody_may_enter_is_opened_again(tmp_path):
+def test_inaccessible_private_directory_is_opened_again(tmp_path):
     """As after ``chmod 000``, which a superuser does not notice: only the mode tells."""
     job = tmp_path / "job"
     ensure_private_directory(job / "node")

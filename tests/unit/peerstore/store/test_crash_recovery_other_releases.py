@@ -137,7 +137,7 @@ def test_intact_unknown_metadata_is_kept(directory, kind, harm):
         assert (directory / "slots" / aside.name).exists()
 
 
-def test_a_note_that_cannot_be_read_is_not_one_that_is_wrong(directory):
+def test_unreadable_metadata_differs_from_invalid_metadata(directory):
     with opened(directory) as store:
         save(store, OLD)
     (place,) = (directory / "notes").glob("seal.*")
@@ -149,7 +149,7 @@ def test_a_note_that_cannot_be_read_is_not_one_that_is_wrong(directory):
 
 
 @pytest.mark.parametrize("which", ["seal.*", "job.*"])
-def test_an_agent_that_is_short_of_descriptors_does_not_start_without_its_shards(directory, which):
+def test_agent_short_of_descriptors_does_not_start_without_its_shards(directory, which):
     with opened(directory) as store:
         save(store, OLD)
     (place,) = (directory / "notes").glob(which)

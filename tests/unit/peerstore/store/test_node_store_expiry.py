@@ -110,7 +110,7 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     assert store.status().arena.slots == 0
 
 
-def test_a_job_that_somebody_reads_or_uploads_is_kept(store, clock):
+def test_job_with_a_reader_or_an_upload_is_kept(store, clock):
     save(store, key())
     store.hold(key(), "drain")
     clock.now += TTL + 1
@@ -121,7 +121,7 @@ def test_a_job_that_somebody_reads_or_uploads_is_kept(store, clock):
     assert store.list_shards() == []
 
 
-def test_how_long_nobody_needed_the_store(store, clock):
+def test_idle_time_counts_from_the_last_client(store, clock):
     clock.now += 5
     assert store.idle_s() == 5
     store.client_connected(current_process(), "job")
@@ -164,7 +164,7 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
     arena.purge()
 
 
-def test_only_so_many_ends_are_remembered(store, clock, monkeypatch):
+def test_number_of_remembered_expired_jobs_is_limited(store, clock, monkeypatch):
     monkeypatch.setattr("peerstore.store.job_table._FORGOTTEN_REMEMBERED", 3)
     for number in range(5):
         save(store, key(job=f"job{number}"), 100)
@@ -185,7 +185,7 @@ def patient(clock):
     arena.purge()
 
 
-def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room(patient, clock):
+def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
     told = []
     listener = StoreListener()
     listener.on_job_expired = told.append
@@ -209,7 +209,7 @@ def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room
     assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, False, False]
 
 
-def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, clock):
+def test_recent_or_used_job_is_not_evicted(patient, clock):
     patient.client_connected(current_process(), "running")
     save(patient, key(job="running"), 20 * MIB)
     save(patient, key(job="read"), 20 * MIB)
@@ -226,7 +226,7 @@ def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, cloc
     pin.close()
 
 
-def test_nobody_gives_way_where_that_would_not_help(patient, clock):
+def test_no_job_is_evicted_when_that_would_not_suffice(patient, clock):
     save(patient, key(job="old"), 16 * MIB)
     clock.now += 2 * 3600
     with pytest.raises(ArenaFullError):

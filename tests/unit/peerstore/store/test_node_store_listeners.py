@@ -73,7 +73,7 @@ def test_late_listener_receives_damage_found_after_a_restart(place):
     ]
 
 
-def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
+def test_damage_report_of_an_absent_shard_is_ignored(place):
     store, diary = place(), Diary()
     store.subscribe(diary)
     store.report_damage(key(1), "so they say")

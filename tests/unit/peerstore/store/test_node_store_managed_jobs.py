@@ -69,7 +69,7 @@ def test_managed_job_without_processes_does_not_expire(store: NodeStore, clock: 
     assert [fact.key.job for fact in store.list_shards()] == ["managed"]
 
 
-def test_whose_it_is_is_known_before_anything_is_written(store: NodeStore) -> None:
+def test_managed_job_is_registered_before_any_write(store: NodeStore) -> None:
     store.manage_job("managed", 1, "owner")
     assert store.epoch("managed") == 1
     store.manage_job("managed", 1, "owner")

@@ -78,7 +78,7 @@ def test_missing_file_of_a_leased_slot(store, directory, harm):
     go_on(store, range(1, 4))
 
 
-def test_missing_file_of_a_lease_that_is_requested_again(store, directory, harm):
+def test_missing_file_of_a_repeated_lease(store, directory, harm):
     lease = store.lease(key(1), MIB, 1)
     harm(directory / "slots" / lease.slot)
     again = store.lease(key(1), MIB, 1)

@@ -99,7 +99,7 @@ def test_damaged_shard_is_dropped(store, harm, bad):
 
 
 @pytest.mark.parametrize("harm", [lambda path: os.truncate(path, MIB), os.unlink], ids=["short", "gone"])
-def test_a_reader_hears_of_damage_once_and_of_nothing_from_then_on(store, harm):
+def test_reader_gets_damage_once_and_then_not_found(store, harm):
     harm(store.shard_path(KEY))
     with pytest.raises(ShardDamagedError):
         store.pin(KEY)
@@ -109,7 +109,7 @@ def test_a_reader_hears_of_damage_once_and_of_nothing_from_then_on(store, harm):
 
 
 @pytest.mark.parametrize("size_bytes", [5 * MIB // 2, 8 * MIB], ids=["nothing behind it", "more behind it"])
-def test_a_file_of_another_size_that_has_every_byte_that_counts_is_whole(store, size_bytes):
+def test_file_of_another_size_with_all_needed_bytes_is_intact(store, size_bytes):
     os.truncate(store.shard_path(KEY), size_bytes)
     is_whole(store)
 
@@ -160,7 +160,7 @@ class Clock:
         return self.now
 
 
-def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
+def test_permanently_unreadable_shard_blocks_no_recovery(directory):
     """A page of memory that the machine has lost, say: the others are served, and newer versions take its room."""
     with opened(directory) as store:
         save(store, KEY, MIB)
@@ -200,7 +200,7 @@ def lent(store, *ranges):
 
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_another_node_hears_that_it_cannot_be_read_and_not_that_it_is_absent(store, directory, call, code):
+def test_unreadable_shard_is_reported_to_other_nodes_as_unreadable(store, directory, call, code):
     with failing(call, code, below=str(directory / "slots")):
         with pytest.raises(ShardUnreadableError):
             lent(store, (10, 20))
@@ -212,7 +212,7 @@ def test_another_node_hears_that_it_cannot_be_read_and_not_that_it_is_absent(sto
     assert store.status().arena.pins == 0
 
 
-def test_a_file_that_is_gone_is_damage_to_another_node(store):
+def test_missing_file_is_reported_to_other_nodes_as_damage(store):
     Path(store.shard_path(KEY)).unlink()
     with pytest.raises(ShardDamagedError):
         lent(store, (10, 20))

@@ -244,7 +244,7 @@ def each_fails(calls, code):
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_nothing_is_lost_and_the_next_try_works(made, code):
+def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
     """Every place that calls fails here with one of the errors."""
     places = list({(call.what, call.stack[:2]): call for call in made}.values())
     assert len(places) > 100
@@ -254,5 +254,5 @@ def test_nothing_is_lost_and_the_next_try_works(made, code):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_whichever_call_and_whichever_error_it_is(made, code):
+def test_every_syscall_failure_loses_no_data(made, code):
     each_fails(made, code)

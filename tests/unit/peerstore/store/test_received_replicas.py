@@ -14,7 +14,7 @@ def record(version, epoch=1, incarnation="a", part=0, parts=2):
     return ShardRecord(key, parts, len(DATA), CHUNK_BYTES, chunk_checksums(DATA), b"", 0)
 
 
-def test_a_whole_version_of_a_past_incarnation_still_gets_its_copies():
+def test_complete_version_of_a_past_incarnation_gets_its_copies():
     with memory_store() as store:
         store.claim("job", "b", at_least=1)
         lease = store.begin_replica(record(3), whole=True)
@@ -40,7 +40,7 @@ def take_in(store, wanted, holders=("n1", "n2")):
     store.seal_replica(lease.id, wanted, holders)
 
 
-def test_a_damaged_part_of_the_settled_version_gets_its_slot_back():
+def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
     """All slots of the part hold versions, none of which may go while the settled one is damaged: but for itself."""
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
@@ -67,7 +67,7 @@ def test_repaired_shard_is_not_damaged():
         seal_own(store, 4)
 
 
-def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
+def test_versions_after_the_resume_point_do_not_block_new_ones():
     """They were whole once, as somebody said, and are not any more: nobody will ever settle them."""
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
@@ -81,7 +81,7 @@ def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
         assert records[0].key in {fact.key for fact in store.list_shards("job")}
 
 
-def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_for_good():
+def test_versions_between_replicated_and_resume_point_are_not_kept():
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
@@ -93,7 +93,7 @@ def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_f
         assert {fact.key.version for fact in store.list_shards("job")} == {0, 2, 3}
 
 
-def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_what_it_went_back_to():
+def test_stale_decision_does_not_evict_the_resume_point():
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1)]
@@ -107,7 +107,7 @@ def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_w
         assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, records[0].key.version_id)
 
 
-def test_a_node_without_processes_keeps_what_the_others_went_on_from():
+def test_node_without_processes_keeps_the_resume_point():
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         take_in(store, record(3))
@@ -122,7 +122,7 @@ def test_a_node_without_processes_keeps_what_the_others_went_on_from():
             store.begin_replica(record(6, epoch=2, incarnation="b"), whole=False)
 
 
-def test_of_what_is_said_of_the_past_the_latest_counts():
+def test_latest_resume_point_wins():
     with memory_store() as store:
         store.replicas.set_replication_guard("job", guarded=True)
         store.claim("job", "a")
@@ -143,7 +143,7 @@ def test_of_what_is_said_of_the_past_the_latest_counts():
         assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[1])
 
 
-def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_write():
+def test_side_without_quorum_announces_its_resume_point_only_when_it_may_write():
     """Else what the other side settled meanwhile would count as left behind when both hear of each other again."""
     with memory_store() as store:
         cut_off = True
@@ -167,7 +167,7 @@ def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_writ
         assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[0])
 
 
-def test_what_was_loaded_for_an_incarnation_that_another_overtook_is_not_said_for_the_next():
+def test_resume_point_of_an_overtaken_incarnation_is_dropped():
     with memory_store() as store:
         may = [NoQuorumError("sees 2 of 4 nodes")]
 
@@ -183,7 +183,7 @@ def test_what_was_loaded_for_an_incarnation_that_another_overtook_is_not_said_fo
 
 
 @pytest.mark.parametrize(("me", "gives_way"), [("n1", False), ("n3", True)])
-def test_of_two_that_answer_for_one_shard_one_goes_on_doing_so(me, gives_way):
+def test_exactly_one_of_two_owners_of_a_shard_stays_owner(me, gives_way):
     with memory_store() as store:
         own = seal_own(store, 0)
         store.replicas.merge_holders(own.key, ("n2", me), me=me)

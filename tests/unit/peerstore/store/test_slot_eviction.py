@@ -79,7 +79,7 @@ def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
 
 
 @given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60), st.integers(1, 4))
-def test_a_chosen_slot_fits_and_costs_nothing_anybody_needs(slots, whole, limits, part, size, epoch):
+def test_chosen_slot_fits_and_evicts_nothing_needed(slots, whole, limits, part, size, epoch):
     decision = choose_slot(slots, job="job", part=part, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
     if isinstance(decision, SlotsBusy | BudgetExceeded):
         assert "part" in decision.reason
@@ -101,7 +101,7 @@ def test_a_chosen_slot_fits_and_costs_nothing_anybody_needs(slots, whole, limits
 
 
 @given(slot_views(), wholes, limits, st.integers(0, 100), st.integers(1, 4), st.randoms())
-def test_room_to_grow_fits_and_costs_nothing_anybody_needs(slots, whole, limits, size, epoch, random):
+def test_growing_a_slot_fits_and_evicts_nothing_needed(slots, whole, limits, size, epoch, random):
     leased = [slot for slot in slots if slot.state is SlotState.LEASED]
     if not leased:
         return
@@ -128,7 +128,7 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
 
 
 @given(slot_views(), wholes)
-def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
+def test_only_versions_older_than_a_committed_one_are_evictable(slots, whole):
     found = evictable_slots(slots, newest_committed(whole))
     assert all(slot.version_id < max(whole[slot.job]) and not slot.busy for slot in found)
     assert [slot.version_id for slot in found] == sorted(slot.version_id for slot in found)
@@ -152,7 +152,7 @@ def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
     st.integers(1, 4),
 )
 @example({}, {group(1): set()}, 4)
-def test_whole_is_all_parts_here_or_somebodys_word_and_nothing_lost_since(here, marked, count):
+def test_committed_means_all_parts_or_a_mark_without_later_loss(here, marked, count):
     parts = dict.fromkeys(here, count)
     found = committed_versions(here, parts, marked)
     for one in here.keys() | marked.keys():
@@ -174,7 +174,7 @@ WHOLE = {"job": {group(1), group(2)}}
 
 
 @given(st.integers(0, 1 << 50))
-def test_a_slot_is_at_most_a_sixty_fourth_larger_than_what_it_is_made_for(size):
+def test_size_class_is_at_most_a_sixty_fourth_larger(size):
     assert size <= size_class(size) <= size + size // 64 + 1
     assert size_class(size_class(size)) == size_class(size)
 
@@ -203,7 +203,7 @@ def test_the_order_of_preference(slots, whole, expected):
     assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole=whole) == expected
 
 
-def test_several_old_versions_go_when_one_is_not_enough():
+def test_several_old_versions_are_evicted_when_needed():
     slots = [sealed("a", 1, job="old", size=30), sealed("b", 2, job="old", size=30), sealed("c", 3, job="old", size=30)]
     whole = {"old": {group(3)}}
     decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=60, limits=SlotLimits(100, 2, 1), whole=whole)
@@ -228,7 +228,7 @@ def test_unfinished_versions_of_the_running_incarnation_stay():
         ([SlotView("a", SlotState.LEASED, 995, "x", 0), free("b", size=0)], {}, "free, but the budget is used up"),
     ],
 )
-def test_a_refusal_says_what_is_in_the_way(slots, whole, said):
+def test_refusal_names_its_cause(slots, whole, said):
     decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=10, limits=ROOMY, whole=whole)
     assert isinstance(decision, SlotsBusy)
     assert said in decision.reason
@@ -238,7 +238,7 @@ def test_a_refusal_says_what_is_in_the_way(slots, whole, said):
 @example(
     [SlotView("s0", SlotState.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
 )  # nobody has told this node that the version is whole
-def test_the_settled_version_is_never_given_up(slots, whole, settled, limits, epoch):
+def test_replicated_version_is_never_evicted(slots, whole, settled, limits, epoch):
     decision = choose_slot(
         slots, job="job", part=0, epoch=epoch, size_bytes=10, limits=limits, whole=whole, settled=settled
     )
@@ -329,7 +329,7 @@ class Node:
 @example([(100, 250)], [], 120)
 @example([(100, 0), (900, 0)], [50], 700)
 @example([(129, 0), (129, 0)], [], 129)
-def test_what_is_said_to_be_enough_is_enough(writers, others, budget):
+def test_suggested_budget_is_sufficient(writers, others, budget):
     """Whichever save is refused first: at the number it names it goes through, and with it all that come after. Where
     writers differ, each that was not seen yet may have to say its own, once.
     """
@@ -349,7 +349,7 @@ def test_what_is_said_to_be_enough_is_enough(writers, others, budget):
     assert refused is None
 
 
-def test_a_writer_that_waits_for_ever_is_told_what_would_be_enough():
+def test_blocked_writer_is_refused_with_a_sufficient_budget():
     """Two writers and room for three slots: the one that comes second finds none, however long it waits."""
     slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotState.LEASED, 10, "job", 0)]
     decision = choose_slot(

@@ -57,7 +57,7 @@ def greeted(channel, **more):
 
 
 @pytest.mark.parametrize("kind", ["memory", "tcp", "tls"])
-def test_both_know_who_the_other_is_and_go_on(kind, tmp_path):
+def test_both_sides_learn_the_peer_identity(kind, tmp_path):
     with wire(kind, tmp_path) as line:
         near, far = line.meet()
         server = line.aside(admitted, far)
@@ -86,7 +86,7 @@ def test_an_unknown_job_and_another_secret_look_the_same(line, secret_of):
 
 
 @pytest.mark.parametrize("secret_of", [knows(secret=OTHER), knows(job="other"), knows()], ids=["secret", "job", "none"])
-def test_who_cannot_prove_it_is_told_the_same_whatever_is_wrong(line, secret_of):
+def test_client_without_proof_gets_a_uniform_refusal(line, secret_of):
     """A client that goes on although the server's proof was none, or without any secret."""
     near, far = line.meet()
     server = line.aside(admitted, far, secret_of=secret_of)
@@ -100,7 +100,7 @@ def test_who_cannot_prove_it_is_told_the_same_whatever_is_wrong(line, secret_of)
         server.result(PATIENCE_S)
 
 
-def test_a_job_nobody_knows_is_not_entered_with_the_proof_of_its_decoy(line):
+def test_unknown_job_cannot_be_entered_with_the_decoy_secret(line):
     """Even one who guessed the random bytes that stand in for the secret does not get in."""
     near, far = line.meet()
     server = line.aside(admitted, far, secret_of=lambda job: None, nonce=lambda size: NONCE)
@@ -110,7 +110,7 @@ def test_a_job_nobody_knows_is_not_entered_with_the_proof_of_its_decoy(line):
         server.result(PATIENCE_S)
 
 
-def test_another_node_than_expected_is_not_spoken_to(line):
+def test_client_refuses_an_unexpected_node(line):
     near, far = line.meet()
     server = line.aside(admitted, far)
     with pytest.raises(PeerRefusedError, match="is node n2, not n3"):
@@ -120,7 +120,7 @@ def test_another_node_than_expected_is_not_spoken_to(line):
         server.result(PATIENCE_S)
 
 
-def test_a_proof_sent_back_to_who_made_it_proves_nothing(line):
+def test_reflected_proof_is_refused(line):
     """The server shows its proof first; a client without the secret returns it as its own."""
     near, far = line.meet()
     server = line.aside(admitted, far)
@@ -131,7 +131,7 @@ def test_a_proof_sent_back_to_who_made_it_proves_nothing(line):
         server.result(PATIENCE_S)
 
 
-def test_a_nonce_sent_back_gets_no_proof_that_is_good_elsewhere(line):
+def test_relayed_nonce_gets_no_valid_proof(line):
     """An attacker that A connects to lets B prove itself to it, with A's nonce, and passes that on as its own."""
     to_attacker, attacker = line.meet()
     to_b, b = line.meet()
@@ -191,13 +191,13 @@ SWAPPED_CHALLENGE = Challenge(2, "n2", NONCE, b"", "0.2")
         (SECRET, "client", msgspec.structs.replace(HELLO, protocol=1), CHALLENGE),
     ],
 )
-def test_a_proof_is_good_for_exactly_what_was_said(changed):
+def test_proof_covers_exactly_its_messages(changed):
     assert hmac_proof(*changed) != hmac_proof(SECRET, "client", HELLO, CHALLENGE)
     assert hmac_proof(SECRET, "client", HELLO, CHALLENGE) == hmac_proof(SECRET, "client", HELLO, CHALLENGE)
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", b"x" * 15])
-def test_a_secret_that_is_none_opens_nothing(line, secret):
+def test_short_secret_admits_no_client(line, secret):
     near, far = line.meet()
     server = line.aside(admitted, far, secret_of=knows(secret=secret))
     near.send(encode(HELLO))
@@ -217,7 +217,7 @@ def test_a_secret_that_is_none_opens_nothing(line, secret):
     ],
     ids=["protocol", "job", "node", "nobody", "no-nonce", "long-nonce"],
 )
-def test_a_wrong_hello_is_told_so(line, hello, error, told):
+def test_invalid_hello_is_refused_with_a_reason(line, hello, error, told):
     near, far = line.meet()
     server = line.aside(admitted, far)
     near.send(encode(hello))
@@ -248,7 +248,7 @@ def test_a_client_does_not_believe_any_server(line, challenge, error, match):
     assert len(str(raised.value)) < 300
 
 
-def test_a_server_whose_node_has_no_proper_name_is_no_peer(line):
+def test_server_with_an_invalid_node_name_is_refused(line):
     near, far = line.meet()
     client = line.aside(greeted, near)
     hello = decode(far, Hello)
@@ -259,7 +259,7 @@ def test_a_server_whose_node_has_no_proper_name_is_no_peer(line):
 
 
 @pytest.mark.parametrize("side", [admitted, greeted])
-def test_strangers_may_send_little_and_no_payload(line, side):
+def test_unauthenticated_peer_is_limited_to_small_headers(line, side):
     for header, payload in ((b"x" * 4097, b""), (encode(HELLO), b"p")):
         near, far = line.meet()
         work = line.aside(side, far)
@@ -280,7 +280,7 @@ def test_malformed_message_ends_the_handshake(line, side):
             work.result(PATIENCE_S)
 
 
-def test_it_takes_ten_seconds_in_all_also_for_who_sends_byte_by_byte(line, clock):
+def test_handshake_is_limited_to_ten_seconds_even_byte_by_byte(line, clock):
     near, far = line.meet()
     server = line.aside(admitted, far, clock=clock.now)
     message = encode(HELLO)
@@ -312,7 +312,7 @@ def test_silence_between_its_messages_counts_too(line, clock):
         server.result(PATIENCE_S)
 
 
-def test_who_does_not_read_is_given_up_too(clock):
+def test_handshake_with_a_peer_that_does_not_read_times_out(clock):
     network = MemoryNetwork(clock=clock, capacity_bytes=64)
     with contextlib.closing(Wire(network.transport("n1"), network.transport("n2"), "n2:0")) as line:
         near, far = line.meet()

@@ -37,7 +37,7 @@ def test_text_is_the_secret():
     assert read_secret("a/" + "b" * 4000) == b"a/" + b"b" * 4000
 
 
-def test_a_file_has_it(file):
+def test_secret_is_read_from_a_file(file):
     path = file(SECRET + "\n")
     assert read_secret(path) == read_secret(f"file:{path}") == SECRET.encode()
     assert read_secret(file(os.urandom(32).replace(b"\n", b".") + b"x", 0o400))
@@ -52,7 +52,7 @@ def test_links_are_followed_as_kubernetes_makes_them(file, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 15, " " * 40, "x" * 15 + "\n"])
-def test_short_secret_is_refused_with_a_way_to_generate_one(file, text):
+def test_short_secret_is_refused_with_a_command_to_generate_another(file, text):
     for given in (text, file(text)):
         with pytest.raises(RequestError, match=r"at least 16 are needed: make one with: python"):
             read_secret(given)
@@ -64,7 +64,7 @@ def test_overlong_secret_is_refused(file):
             read_secret(given)
 
 
-def test_a_refusal_does_not_say_the_secret(file):
+def test_refusal_does_not_contain_the_secret(file):
     with pytest.raises(RequestError) as refused:
         read_secret("hunter2")
     assert "hunter2" not in str(refused.value)
@@ -90,12 +90,12 @@ def test_a_file_that_others_may_read_or_write_is_refused(file, mode):
         (0o100400, 0, True),
     ],
 )
-def test_who_may_read_it(monkeypatch, mode, owner, fine):
+def test_exposed_secret_file_permissions_are_detected(monkeypatch, mode, owner, fine):
     monkeypatch.setattr("os.getuid", lambda: 1000)
     assert (exposed_permissions(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) == "") == fine
 
 
-def test_secret_path_that_is_no_file_is_refused(tmp_path):
+def test_secret_path_must_be_a_file(tmp_path):
     with pytest.raises(RequestError, match="No such file"):
         read_secret(tmp_path / "absent")
     with pytest.raises(RequestError, match="not a file"):
@@ -105,7 +105,7 @@ def test_secret_path_that_is_no_file_is_refused(tmp_path):
         read_secret(tmp_path / "pipe")
 
 
-def test_a_file_name_given_as_the_secret_is_noticed(file):
+def test_file_name_given_as_a_secret_is_detected(file):
     path = file(SECRET)
     with pytest.raises(RequestError, match=f"write file:{path}"):
         read_secret(str(path))

@@ -24,7 +24,7 @@ def worked_off(views, most_bytes, step):
 
 @pytest.mark.parametrize("step", [1, 2, 7, 100, 5000])
 @pytest.mark.parametrize("most_bytes", [1, 3, 64, 10_000])
-def test_every_byte_comes_by_once_and_in_order(most_bytes, step):
+def test_cursor_yields_every_byte_once_in_order(most_bytes, step):
     sizes = [0, 1, 1, 5, 0, 64, 200, 3, 0]
     data = bytes(range(251)) + bytes(23)
     views, at = [], 0
@@ -39,7 +39,7 @@ def test_no_more_views_at_a_time_than_the_kernel_takes():
     assert worked_off([memoryview(data)[at : at + 1] for at in range(len(data))], 1 << 20, 1 << 20) == data
 
 
-def test_what_it_made_is_let_go_with_the_next_window_and_at_the_end():
+def test_windows_are_released_at_the_next_window_and_at_the_end():
     target = array.array("d", bytes(800))
     with memoryview(target) as view:
         with BufferCursor([view]) as cursor:
@@ -54,7 +54,7 @@ def test_what_it_made_is_let_go_with_the_next_window_and_at_the_end():
     target.append(1)
 
 
-def test_views_that_are_given_stay_the_giver_s():
+def test_given_views_are_not_released():
     view = memoryview(bytearray(10))
     with BufferCursor([view]) as cursor:
         assert cursor.window(10) == [view]

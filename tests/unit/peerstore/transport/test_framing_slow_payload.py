@@ -36,7 +36,7 @@ class Trickle:
         pass
 
 
-def test_trickling_payload_is_given_up():
+def test_trickling_payload_times_out():
     channel = FramedChannel(Trickle(1, 29.0), "n2", 30.0)
     assert channel.receive().payload_bytes == SIZE
     with pytest.raises(PeerUnreachableError):

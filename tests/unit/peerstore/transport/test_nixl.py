@@ -22,7 +22,7 @@ SECRET = b"the secret of the job"
 encode = msgspec.msgpack.encode
 
 
-def test_a_backend_that_is_not_there_is_said():
+def test_missing_backend_is_refused_with_alternatives():
     with pytest.raises(RequestError, match=r"NIXL cannot use 'NOSUCH' here .* it comes with .*UCX"):
         NixlTransport(backend="NOSUCH").listen("127.0.0.1:0", lambda channel: None)
 
@@ -69,7 +69,7 @@ def test_large_payloads_do_not_pass_through_the_carrier(line):
     assert sum(carried) == 5
 
 
-def test_buffers_come_back_once_they_were_read(line):
+def test_buffers_return_after_they_were_read(line):
     near, far = line.meet()
     for _ in range(3):
         sent = line.aside(near.send, b"", [memoryview(bytes(20 * MIB))])
@@ -98,7 +98,7 @@ def test_sent_payload_is_readable_after_its_sender_closed(line):
     assert far.receive(idle_s=PATIENCE_S) is None
 
 
-def test_buffers_that_nobody_will_read_are_used_again_but_not_at_once(line, monkeypatch):
+def test_abandoned_buffers_are_reused_after_a_delay(line, monkeypatch):
     near, far = line.meet()
     near.send(b"", [memoryview(bytes(3 * MIB))])
     far.close()
@@ -112,7 +112,7 @@ def test_buffers_that_nobody_will_read_are_used_again_but_not_at_once(line, monk
     assert free(memory) == 6
 
 
-def test_strangers_may_offer_nothing(line):
+def test_unauthenticated_peer_may_offer_no_payload(line):
     near, far = line.meet()
     server = line.aside(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
     near.send(b"", [memoryview(bytes(MIB))])
@@ -120,7 +120,7 @@ def test_strangers_may_offer_nothing(line):
         server.result(PATIENCE_S)
 
 
-def test_peers_that_know_each_other_may(line):
+def test_authenticated_peers_may_offer_payloads(line):
     near, far = line.meet()
     server = line.aside(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
     authenticate_to_server(near, job="job", me="n1", secret=SECRET)
@@ -171,7 +171,7 @@ def test_messages_that_make_no_sense_end_the_channel(raw, header, payload, match
 
 
 @pytest.mark.parametrize("introduction", [b"x", b"nixl" * 100, bytes(500)])
-def test_an_introduction_that_is_none_ends_the_channel(raw, introduction):
+def test_invalid_introduction_closes_the_channel(raw, introduction):
     near, far = raw
     near.send(envelope(1, encode(PayloadOffer(5000, introduction))))
     with pytest.raises(PeerUnreachableError, match="does not know how to reach it"):
@@ -221,7 +221,7 @@ def test_a_reader_with_smaller_buffers_reads_in_steps(raw, memory):
     other.close()
 
 
-def test_a_buffer_is_waited_for_until_it_makes_no_sense_any_more(memory):
+def test_buffer_wait_ends_when_the_channel_is_closed(memory):
     for _ in range(3):
         memory.take(lambda: None)
     asked = []

@@ -7,7 +7,7 @@ from peerstore.transport import nixl
 from peerstore.transport.nixl import NixlTransport
 
 
-def test_without_nixl_it_is_said_how_to_get_it(monkeypatch):
+def test_missing_nixl_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(nixl, "_MODULES", ("nixl_of_nobody._bindings",))
     with pytest.raises(RequestError, match=r"pip install 'tieredckpt\[nixl\]'"):
         NixlTransport()

@@ -64,7 +64,7 @@ def test_unknown_bytes_close_the_channel(raw, data, message):
 
 
 @pytest.mark.parametrize("data", [b"t", prefix(5, 0)[:-1], prefix(5, 0), prefix(5, 0) + b"hell"])
-def test_a_header_that_never_ends_is_not_waited_for(raw, data):
+def test_endless_header_times_out(raw, data):
     sock, channel = raw(timeout_s=0.05)
     sock.sendall(data)
     with pytest.raises(PeerUnreachableError, match=r"silent|too long"):
@@ -72,7 +72,7 @@ def test_a_header_that_never_ends_is_not_waited_for(raw, data):
 
 
 @pytest.mark.parametrize("data", [b"t", prefix(5, 0), prefix(5, 0) + b"hell"])
-def test_a_header_that_is_cut_is_not_a_close_between_messages(raw, data):
+def test_truncated_header_differs_from_a_clean_close(raw, data):
     sock, channel = raw()
     sock.sendall(data)
     sock.shutdown(socket.SHUT_WR)
@@ -99,7 +99,7 @@ def test_a_header_that_drips_has_to_be_complete_in_time_all_the_same(raw):
     thread.join()
 
 
-def test_a_payload_that_stops_is_not_waited_for(raw):
+def test_stalled_payload_times_out(raw):
     sock, channel = raw(timeout_s=0.05)
     sock.sendall(prefix(0, 100) + bytes(99))
     assert channel.receive(idle_s=PATIENCE_S).payload_bytes == 100
@@ -108,7 +108,7 @@ def test_a_payload_that_stops_is_not_waited_for(raw):
         channel.receive_into([memoryview(target)])
 
 
-def test_a_reset_is_a_peer_that_is_gone(raw):
+def test_connection_reset_is_an_unreachable_peer(raw):
     sock, channel = raw()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     sock.close()
@@ -133,7 +133,7 @@ def test_files_the_kernel_does_not_send_by_itself_are_read(raw, monkeypatch):
     os.close(fd)
 
 
-def test_small_messages_are_one_packet_each_and_peers_are_looked_after(opened):
+def test_sockets_use_nodelay_keepalive_and_a_user_timeout(opened):
     transport = TcpTransport(timeout_s=7)
     listener = opened(transport.listen("127.0.0.1:0", lambda channel: channel.receive()))
     sock = opened(transport.connect(listener.address))._stream._sock
@@ -157,7 +157,7 @@ def test_addresses_of_either_family_and_names(opened, address):
 
 
 @pytest.mark.parametrize("address", [":0", "0.0.0.0:0", "[::]:0"])
-def test_a_listener_on_every_address_tells_one_that_others_can_use(opened, address):
+def test_wildcard_listener_reports_a_reachable_address(opened, address):
     transport = TcpTransport()
     listener = opened(transport.listen(address, hello))
     host = listener.address.rpartition(":")[0]
@@ -172,18 +172,18 @@ def test_connections_are_bound_to_the_interface(opened):
     assert bound.receive().header.startswith(b"127.0.0.2:")
 
 
-def test_an_interface_that_is_not_there_is_said_at_once():
+def test_missing_interface_is_refused_at_once():
     with pytest.raises(RequestError, match="no interface 'eth77'"):
         TcpTransport(interface="eth77")
 
 
-def test_an_interface_that_does_not_lead_there_is_said(opened):
+def test_interface_without_a_route_is_reported(opened):
     listener = opened(TcpTransport().listen("127.0.0.1:0", hello))
     with pytest.raises(PeerUnreachableError, match="has no IPv4 address"):
         TcpTransport(interface="fd00::1").connect(listener.address)
 
 
-def test_a_peer_that_does_not_answer_is_given_up_in_time(opened):
+def test_unresponsive_peer_times_out(opened):
     """The backlog is full: the kernel lets nobody else in, and says nothing."""
     full = opened(socket.socket())
     full.bind(("127.0.0.1", 0))
@@ -229,7 +229,7 @@ def meet(opened, server, client):
     return channel.receive(idle_s=PATIENCE_S)
 
 
-def test_nodes_of_one_authority_trust_each_other(opened, tmp_path):
+def test_nodes_of_the_same_authority_connect(opened, tmp_path):
     authority = Authority(tmp_path)
     one, two = (
         node_files(tmp_path / "x")._replace(certificate=certificate, key=key, authority=authority.trusted)
@@ -245,7 +245,7 @@ def test_a_node_of_another_authority_is_refused_by_the_server(opened, tmp_path):
         meet(opened, ours, trusting)
 
 
-def test_a_node_that_is_refused_learns_why_although_it_talks_already(opened, tmp_path):
+def test_refused_node_learns_the_reason_while_sending(opened, tmp_path):
     ours, theirs = node_files(tmp_path / "ours"), node_files(tmp_path / "theirs")
     listener = opened(TcpTransport(tls=ours).listen("127.0.0.1:0", hello))
     channel = opened(TcpTransport(tls=theirs._replace(authority=ours.authority)).connect(listener.address))
@@ -260,7 +260,7 @@ def test_a_server_of_another_authority_is_refused_by_the_client(opened, tmp_path
         meet(opened, theirs, ours)
 
 
-def test_names_in_certificates_count_only_when_asked_for(opened, tmp_path):
+def test_certificate_names_are_checked_only_when_enabled(opened, tmp_path):
     moved = node_files(tmp_path / "moved", address="10.9.9.9")
     assert meet(opened, moved, moved).header
     with pytest.raises(PeerRefusedError, match=r"not accepted here.*127\.0\.0\.1"):
@@ -269,7 +269,7 @@ def test_names_in_certificates_count_only_when_asked_for(opened, tmp_path):
     assert meet(opened, proper, proper).header
 
 
-def test_a_client_without_tls_gets_nowhere_and_the_listener_goes_on(opened, tmp_path):
+def test_client_without_tls_is_refused_and_the_listener_continues(opened, tmp_path):
     tls = node_files(tmp_path / "tls")
     listener = opened(TcpTransport(tls=tls).listen("127.0.0.1:0", hello))
     plain = opened(TcpTransport().connect(listener.address))
@@ -290,7 +290,7 @@ def test_a_server_without_tls_is_found_out(opened, tmp_path):
         TcpTransport(tls=node_files(tmp_path / "tls")).connect(listener.address, timeout_s=PATIENCE_S)
 
 
-def test_who_is_silent_before_tls_keeps_nobody_else_waiting(opened, tmp_path):
+def test_silent_tls_clients_block_no_other_client(opened, tmp_path):
     tls = node_files(tmp_path / "tls")
     listener = opened(TcpTransport(tls=tls).listen("127.0.0.1:0", hello))
     host, _, port = listener.address.rpartition(":")
@@ -299,7 +299,7 @@ def test_who_is_silent_before_tls_keeps_nobody_else_waiting(opened, tmp_path):
     assert opened(TcpTransport(tls=tls).connect(listener.address)).receive().header
 
 
-def test_files_that_are_wrong_are_said_at_once(tmp_path):
+def test_invalid_tls_files_are_refused_at_once(tmp_path):
     tls = node_files(tmp_path / "tls")
     with pytest.raises(RequestError, match=r"absent.* cannot be used"):
         TcpTransport(tls=tls._replace(key=tmp_path / "absent"))
@@ -316,7 +316,7 @@ def test_certificates_can_be_renewed_under_a_running_listener(opened, tmp_path):
     assert opened(transport.connect(listener.address)).receive().header
 
 
-def test_only_tls_that_is_still_good_is_spoken(opened, tmp_path):
+def test_only_tls_1_3_is_used(opened, tmp_path):
     tls = node_files(tmp_path / "tls")
     listener = opened(TcpTransport(tls=tls).listen("127.0.0.1:0", hello))
     channel = opened(TcpTransport(tls=tls).connect(listener.address))

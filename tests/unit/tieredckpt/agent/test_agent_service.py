@@ -40,7 +40,7 @@ def leave_a_durable_step(arena):
         store.close()
 
 
-def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, monkeypatch, tmp_path):
+def test_step_under_verification_is_awaited(arena, monkeypatch, tmp_path):
     leave_a_durable_step(arena)
     may_verify, real = threading.Event(), ShardReader.damaged_chunks
 
@@ -76,7 +76,7 @@ def seal(store, step, part, parts):
     store.seal(lease.id, SIZE, encode_meta(meta))
 
 
-def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(arena, tmp_path):
+def test_incomplete_step_is_skipped_when_a_newer_one_is_durable(arena, tmp_path):
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     service = NodeAgentService(store)
     try:
@@ -94,7 +94,7 @@ def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(aren
         store.close()
 
 
-def test_one_node_reads_the_indexes_of_all_and_deletes_for_all(tmp_path, monkeypatch):
+def test_single_node_reads_indexes_and_deletes_for_all(tmp_path, monkeypatch):
     """Four nodes have a part each of three steps, of which one is kept."""
     count, looked, deleted = 4, [], []
     files, delete = DurableCatalog.shard_files, drain.delete_step
@@ -125,7 +125,7 @@ def test_one_node_reads_the_indexes_of_all_and_deletes_for_all(tmp_path, monkeyp
             one.close()
 
 
-def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_path, monkeypatch):
+def test_idle_committer_is_replaced(arena, tmp_path, monkeypatch):
     monkeypatch.setattr(drain, "_TAKE_OVER_S", 0.0)
     other = NodeStore(TmpfsArena(tmp_path / "other"), StoreSettings(budget="64MiB"))
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
@@ -142,7 +142,7 @@ def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_pat
             one.close()
 
 
-def test_where_steps_become_durable_is_kept_again_for_a_job_that_was_forgotten_and_comes_back(arena, tmp_path):
+def test_durable_settings_are_stored_again_for_a_job_that_expired_and_returned(arena, tmp_path):
     durable = DurableSettings(url=f"file://{tmp_path}/durable")
     now = [0.0]
     store = NodeStore(arena, StoreSettings(budget="64MiB", job_ttl_s=10.0), clock=lambda: now[0])
@@ -184,7 +184,7 @@ def ask_for_catalog(service):
         pass
 
 
-def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
+def test_concurrent_callers_open_a_single_store(arena, tmp_path):
     opened = Opened(2)
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     service = NodeAgentService(store, open_durable=opened)
@@ -200,7 +200,7 @@ def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
         assert opened.open == []
 
 
-def test_a_store_that_is_being_opened_when_the_job_moves_is_not_kept(arena, tmp_path):
+def test_store_opened_during_a_move_is_discarded(arena, tmp_path):
     opened = Opened(2)
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     service = NodeAgentService(store, open_durable=opened)

@@ -34,7 +34,7 @@ def test_agent_loads_memory_service_by_entry_point(store: NodeStore, tmp_path: P
         assert service.status()["address"] == (tmp_path / "memory-service").read_text()
 
 
-def test_agent_without_memory_service_imports_none_of_it(store: NodeStore, tmp_path: Path) -> None:
+def test_agent_without_memory_service_does_not_import_the_service(store: NodeStore, tmp_path: Path) -> None:
     with agent._memory_service(store, MemoryServiceOptions(), "n1", tmp_path, None) as service:
         assert service is None
     command = f"import sys, tieredckpt.agent.__main__; sys.exit({MODULE!r} in sys.modules)"

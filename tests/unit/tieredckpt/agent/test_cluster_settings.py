@@ -22,11 +22,11 @@ AT_3 = {"enabled": True, "agent": {"budget": "3%"}}
     ],
     ids=["the same", "a share", "the command line says it", "no share any more", "switched off", "others"],
 )
-def test_what_changes(now, fixed, expected):
+def test_settings_change_is_computed(now, fixed, expected):
     assert settings_change(AT_3, now, budget="3%", default="50%", fixed=fixed) == expected
 
 
-def test_a_smaller_arena_gives_back_free_slots_at_once_and_keeps_what_it_has():
+def test_smaller_budget_frees_empty_slots_and_keeps_shards():
     with memory_store("64MiB") as store:
         lease = store.lease(ShardKey("job", 0, store.claim("job", "a"), "a", 0, 0), 8 << 20, 2)
         store.reserve("job", 1, 16 << 20, slots=2)

@@ -137,7 +137,7 @@ def test_restarted_agent_lists_existing_steps(nodes, outside):
     assert there(outside) == [4, 5, 6]
 
 
-def test_who_commits_changes_from_step_to_step(nodes, outside):
+def test_alternating_committers_list_consistently(nodes, outside):
     a, b = nodes("a", keep_last=3), nodes("b", keep_last=3)
     for step in range(0, 20, 2):
         a.save(step)
@@ -148,7 +148,7 @@ def test_who_commits_changes_from_step_to_step(nodes, outside):
     assert there(outside) == [21, 22, 23]
 
 
-def test_steps_that_somebody_else_deleted_do_not_count_as_kept(nodes, outside):
+def test_steps_deleted_by_others_do_not_count_as_kept(nodes, outside):
     node = nodes("a", keep_last=3)
     node.save(*range(10))
     assert there(outside) == [7, 8, 9]
@@ -160,7 +160,7 @@ def test_steps_that_somebody_else_deleted_do_not_count_as_kept(nodes, outside):
     assert there(outside) == [10, 11, 12]
 
 
-def test_steps_that_somebody_else_quarantined_do_not_count_as_kept(nodes, outside):
+def test_steps_quarantined_by_others_do_not_count_as_kept(nodes, outside):
     node = nodes("a", keep_last=2)
     node.save(*range(4))
     outside.quarantine(group_of(3), "bad")
@@ -170,7 +170,7 @@ def test_steps_that_somebody_else_quarantined_do_not_count_as_kept(nodes, outsid
     assert there(outside) == [4, 5]
 
 
-def test_a_step_that_somebody_else_wants_kept_stays(nodes, outside):
+def test_step_pinned_by_others_is_kept(nodes, outside):
     node = nodes("a", keep_last=2)
     node.save(*range(4))
     outside.keep(group_of(2), kept=True)

@@ -13,7 +13,7 @@ def kept(catalog):
     return {group.version for group in catalog.listing(fresh=True).kept}
 
 
-def test_an_unpin_is_not_undone_by_a_node_that_has_not_heard_of_it(nodes, outside):
+def test_unpin_is_not_reverted_by_a_stale_node(nodes, outside):
     a, b = nodes("a"), nodes("b")
     a.save(0)
     for node in (a, b):
@@ -38,7 +38,7 @@ def test_a_pin_after_an_unpin_counts(nodes, outside):
     assert outside.keep_changed_at(group_of(0), kept=False) == 0
 
 
-def test_an_unpin_that_only_memory_heard_of_reaches_the_durable_tier(nodes, outside):
+def test_unpin_in_memory_reaches_the_durable_tier(nodes, outside):
     a = nodes("a")
     a.save(0)
     a.store.retain("job", group_of(0))
@@ -60,7 +60,7 @@ def test_a_pin_of_an_earlier_release_has_no_time_and_stays(nodes, outside):
     assert kept(outside) == {1}
 
 
-def test_a_clock_that_is_behind_takes_back_what_one_ahead_has_said(nodes, outside):
+def test_slow_clock_can_revert_a_mark_of_a_fast_clock(nodes, outside):
     a = nodes("a")
     a.save(0)
     ahead = time.time_ns() + 3600 * 10**9

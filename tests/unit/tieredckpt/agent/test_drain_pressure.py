@@ -108,7 +108,7 @@ def stored(directory):
 # -- saves in memory go on ----------------------------------------------------------------------------------------
 
 
-def test_the_oldest_of_what_was_asked_for_gives_way_when_nothing_else_can(node, road):
+def test_oldest_required_step_is_dropped_when_no_other_can_be(node, road):
     road.away = True
     for step in (1, 2):
         seal(node.store, step, durable=True, required=True)
@@ -120,7 +120,7 @@ def test_the_oldest_of_what_was_asked_for_gives_way_when_nothing_else_can(node, 
     assert node.drain.totals.errors >= 1
 
 
-def test_what_nobody_asked_for_gives_way_first(node, road):
+def test_optional_step_is_dropped_first(node, road):
     road.away = True
     seal(node.store, 1, durable=True, required=True)
     seal(node.store, 2, durable=True)
@@ -130,7 +130,7 @@ def test_what_nobody_asked_for_gives_way_first(node, road):
     assert [state_of(node, step).state for step in (1, 2)] == ["waiting", "skipped"]
 
 
-def test_what_gave_way_is_told_to_whoever_waits_for_it_or_for_all(node, road):
+def test_dropped_step_is_reported_to_waiters(node, road):
     road.away = True
     for step in (1, 2):
         seal(node.store, step, durable=True, required=True)
@@ -150,7 +150,7 @@ def test_what_gave_way_is_told_to_whoever_waits_for_it_or_for_all(node, road):
     assert node.wait_durable(JOB, None, 0.0).state == "done"
 
 
-def test_what_was_asked_for_is_not_given_up_while_the_store_works_and_the_save_waits(node, road):
+def test_required_step_is_not_dropped_while_the_store_works(node, road):
     road.may_go.clear()
     seal(node.store, 1, durable=True)
     assert road.waits.wait(LONG_S)
@@ -164,7 +164,7 @@ def test_what_was_asked_for_is_not_given_up_while_the_store_works_and_the_save_w
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
 
 
-def test_parts_that_come_after_their_step_gave_way_do_not_bring_it_back(node, road):
+def test_late_parts_do_not_revive_a_dropped_step(node, road):
     road.away = True
     seal(node.store, 1, 0, 2, durable=True, required=True)
     seal(node.store, 2, 0, 2, durable=True, required=True)
@@ -174,7 +174,7 @@ def test_parts_that_come_after_their_step_gave_way_do_not_bring_it_back(node, ro
     assert state_of(node, 1).state == "failed"
 
 
-def test_a_torn_step_that_was_asked_for_has_failed(node, road):
+def test_torn_required_step_fails(node, road):
     road.may_go.clear()
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
@@ -214,7 +214,7 @@ def two(tmp_path):
         yield services, roads
 
 
-def test_what_one_node_gave_up_is_heard_by_the_others_at_once(two):
+def test_drop_on_one_node_is_reported_to_others_at_once(two):
     (first, second), roads = two
     roads[1].away = True
     for number, service in enumerate((first, second)):
@@ -230,7 +230,7 @@ def test_what_one_node_gave_up_is_heard_by_the_others_at_once(two):
     assert told[0].error == f"node n2: {state_of(second, 1).error}"
 
 
-def test_an_upload_for_a_step_that_another_node_gave_up_ends(two):
+def test_upload_of_a_step_dropped_elsewhere_is_canceled(two):
     (first, second), roads = two
     roads[0].may_go.clear()
     roads[1].away = True
@@ -243,7 +243,7 @@ def test_an_upload_for_a_step_that_another_node_gave_up_ends(two):
     assert roads[0].cancelled == 1
 
 
-def test_a_part_that_is_sealed_after_another_node_gave_the_step_up_is_not_uploaded(two):
+def test_part_sealed_after_its_step_was_dropped_elsewhere_is_not_uploaded(two):
     (first, second), roads = two
     roads[1].away = True
     seal(second.store, 1, 1, 2, durable=True, required=True)
@@ -255,7 +255,7 @@ def test_a_part_that_is_sealed_after_another_node_gave_the_step_up_is_not_upload
     assert not roads[0].waits.is_set()
 
 
-def test_what_the_store_refuses_of_one_node_is_heard_by_the_others(two):
+def test_store_refusal_on_one_node_is_reported_to_others(two):
     (first, second), roads = two
     roads[1].refuses = True
     for number, service in enumerate((first, second)):
@@ -264,7 +264,7 @@ def test_what_the_store_refuses_of_one_node_is_heard_by_the_others(two):
     assert (found.state, "node n2: " in found.error, "says no" in found.error) == ("failed", True, True)
 
 
-def test_words_about_steps_that_never_come_take_little_room(node):
+def test_reports_about_unknown_steps_are_bounded(node):
     for step in range(200):
         node.store.notify_not_durable(JOB, group_of(step), "node n2: no")
     assert len(node.drain_status(JOB)) <= 32
@@ -273,7 +273,7 @@ def test_words_about_steps_that_never_come_take_little_room(node):
 # -- what is dropped stays away -----------------------------------------------------------------------------------
 
 
-def test_an_upload_of_what_is_dropped_ends(node, road, tmp_path):
+def test_upload_of_a_deleted_step_is_canceled(node, road, tmp_path):
     road.may_go.clear()
     seal(node.store, 1, durable=True)
     assert road.waits.wait(LONG_S)
@@ -284,7 +284,7 @@ def test_an_upload_of_what_is_dropped_ends(node, road, tmp_path):
     assert stored(tmp_path) == []
 
 
-def test_a_step_that_another_node_drops_does_not_come_back(tmp_path):
+def test_step_deleted_on_another_node_does_not_return(tmp_path):
     """Each of two nodes has a part; one of them uploads its own while the other one drops the step."""
     with contextlib.ExitStack() as cleanup:
         both = cleanup.enter_context(neighbours("n1", "n2", copies=1))
@@ -306,7 +306,7 @@ def test_a_step_that_another_node_drops_does_not_come_back(tmp_path):
         assert services["n2"].list_steps(JOB, fresh=True).views == ()
 
 
-def test_what_is_dropped_while_it_is_committed_is_taken_back(node, road, tmp_path, monkeypatch):
+def test_step_deleted_during_its_commit_is_removed(node, road, tmp_path, monkeypatch):
     commit, entered, may_end = DurableCatalog.commit, threading.Event(), threading.Event()
 
     def slowly(catalog, manifest, base):
@@ -326,7 +326,7 @@ def test_what_is_dropped_while_it_is_committed_is_taken_back(node, road, tmp_pat
 # -- other settings -----------------------------------------------------------------------------------------------
 
 
-def test_an_upload_goes_on_in_the_store_it_began_in_while_settings_change(node, road, tmp_path):
+def test_upload_continues_in_its_store_while_settings_change(node, road, tmp_path):
     road.may_go.clear()
     seal(node.store, 1, durable=True)
     assert road.waits.wait(LONG_S)
@@ -351,7 +351,7 @@ def test_an_upload_begins_again_where_the_job_becomes_durable_now(node, road, tm
     assert len([name for name in stored(tmp_path / "new") if name.endswith(".safetensors")]) == 2
 
 
-def test_what_was_uploaded_elsewhere_is_not_counted_here(node, road, tmp_path):
+def test_upload_to_another_store_does_not_count(node, road, tmp_path):
     seal(node.store, 1, 0, 2, durable=True)
     until(lambda: "other parts" in state_of(node, 1).error)
     node.configure(JOB, durable_in(tmp_path / "new"))

@@ -38,7 +38,7 @@ def directory(tmp_path):
 
 
 @pytest.mark.parametrize("error", [TierUnavailableError, DurableRefusedError])
-def test_the_ranks_of_a_node_wait_for_one_failure_together(directory, error):
+def test_ranks_of_a_node_share_a_failed_listing(directory, error):
     store, now = Away(directory, error), [100.0]
     catalog = DurableCatalog(store, "job", clock=lambda: now[0])
     failures = []
@@ -67,7 +67,7 @@ def test_a_listing_has_an_end(directory):
     assert max(store.patience_s) <= 60
 
 
-def test_many_steps_are_deleted_without_a_look_at_all_of_them_each_time(directory, monkeypatch):
+def test_many_deletions_need_no_full_listing_each(directory, monkeypatch):
     catalog, groups = DurableCatalog(directory, "job"), [VersionId(1, step, 0, "a") for step in range(300)]
     for group in groups:
         directory.put(object_keys.manifest_key("job", group, None), b"no manifest is read")

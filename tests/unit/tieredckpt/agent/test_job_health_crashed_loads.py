@@ -39,14 +39,14 @@ def end(loads, owner, group=STEP, rank=0, *, done=False):
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_who_dies_in_a_load_or_before_its_first_step_counts(loads, done):
+def test_death_in_a_load_or_before_the_first_step_counts(loads, done):
     for number in range(3):
         end(loads, dead(number), done=done)
     assert loads.count("job") == {STEP: 3}
     assert loads.count("other") == {}
 
 
-def test_who_says_goodbye_or_lives_does_not(loads):
+def test_clean_exit_or_live_process_does_not_count(loads):
     loads.load_started(dead(1), "job", STEP, 0)
     loads.load_ended(dead(1), "job", stepped=False)
     loads.process_left(dead(1), "job")
@@ -55,13 +55,13 @@ def test_who_says_goodbye_or_lives_does_not(loads):
     assert loads.count("job") == {}
 
 
-def test_ranks_of_one_node_that_die_together_are_one_restart(loads):
+def test_ranks_of_a_node_that_die_together_count_once(loads):
     for rank in range(8):
         end(loads, dead(rank), rank=rank)
     assert loads.count("job") == {STEP: 1}
 
 
-def test_who_looks_at_what_it_loaded_for_long_did_not_die_of_it(loads, clock):
+def test_death_long_after_a_load_does_not_count(loads, clock):
     loads.load_started(dead(1), "job", STEP, 0)
     loads.load_done(dead(1), "job")
     clock.now += 3600
@@ -69,7 +69,7 @@ def test_who_looks_at_what_it_loaded_for_long_did_not_die_of_it(loads, clock):
     assert loads.count("job") == {}
 
 
-def test_it_expires(loads, clock):
+def test_crashed_load_expires(loads, clock):
     end(loads, dead(1))
     clock.now += CRASHED_LOAD_EXPIRY_S / 2
     end(loads, dead(2))
@@ -80,7 +80,7 @@ def test_it_expires(loads, clock):
     assert loads.count("job") == {}
 
 
-def test_a_step_after_it_and_a_newer_save_clear_it(loads):
+def test_completed_step_or_newer_save_clears_crashed_loads(loads):
     end(loads, dead(1))
     end(loads, dead(2), OLDER)
     loads.load_started(dead(3), "job", STEP, 0)
@@ -90,7 +90,7 @@ def test_a_step_after_it_and_a_newer_save_clear_it(loads):
     assert loads.count("job") == {}
 
 
-def test_lifting_one_step_leaves_the_others(loads):
+def test_clearing_one_step_keeps_the_others(loads):
     end(loads, dead(1))
     end(loads, dead(2), OLDER)
     loads.forget("job", group=STEP)

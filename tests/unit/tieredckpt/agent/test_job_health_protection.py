@@ -30,13 +30,13 @@ def test_since_when_a_job_is_not_protected(newer, left_out, since):
     assert (found.step, found.unprotected_since, found.missed_saves) == (7, since, left_out[0])
 
 
-def test_in_words():
+def test_protection_is_described():
     assert describe_protection(protection_status(7, [], (0, 0.0), now=NOW)) == "protected up to step 7"
     said = describe_protection(protection_status(-1, [], (3, NOW), now=NOW))
     assert said == "no step is protected yet, unprotected since 2001-09-09 01:46:40Z (3 saves skipped or failed)"
 
 
-def test_what_the_agent_says_is_written_down_when_it_changes(tmp_path):
+def test_protection_changes_are_recorded(tmp_path):
     recorded = SaveRestoreLog(EventLogWriter(tmp_path))
     for found in (ProtectionStatus(1), ProtectionStatus(1), ProtectionStatus(1, OLD, 1), ProtectionStatus(3)):
         recorded.protection(found)
@@ -47,7 +47,7 @@ def test_what_the_agent_says_is_written_down_when_it_changes(tmp_path):
     ]
 
 
-def test_saves_that_no_agent_hears_of_are_left_out_too(tmp_path):
+def test_saves_without_an_agent_count_as_left_out(tmp_path):
     recorded = SaveRestoreLog(EventLogWriter(tmp_path))
     recorded.protection(None)  # and nothing was left out: nothing is known
     recorded.protection(ProtectionStatus(4))

@@ -24,7 +24,7 @@ def test_zero_keeps_all():
     assert gone(1, 2, 3, keep_last=0, keep_every=2) == []
 
 
-def test_the_newest_so_many_stay_and_the_rest_goes_oldest_first():
+def test_newest_steps_stay_and_the_rest_expires_oldest_first():
     assert gone(30, 10, 20, 40, keep_last=2) == [10, 20]
     assert gone(1, 2, 3, keep_last=3) == gone(1, 2, 3, keep_last=99) == []
     assert gone(keep_last=1) == []
@@ -34,13 +34,13 @@ def test_round_steps_stay():
     assert gone(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, keep_last=2, keep_every=4) == [1, 2, 3, 5, 6, 7]
 
 
-def test_two_attempts_at_a_step_are_one_step():
+def test_two_attempts_at_a_step_count_once():
     again = group(3, epoch=2)
     assert gone(2, 3, again, keep_last=2) == []
     assert gone(2, 3, again, 4, 5, keep_last=2) == [2, 3, again]
 
 
-def test_a_quarantined_step_does_not_count_and_goes_with_its_neighbours():
+def test_quarantined_step_does_not_count_and_expires_with_adjacent_steps():
     assert gone(1, 2, 3, keep_last=2, quarantined=[group(3)]) == []
     assert gone(1, 2, 3, keep_last=1, quarantined=[group(3)]) == [1]
     assert gone(1, 2, 3, 4, keep_last=1, quarantined=[group(2)], keep_every=2) == [1, 2, 3]
@@ -68,7 +68,7 @@ def histories(draw):
 
 
 @given(histories(), st.integers(0, 4), st.integers(0, 4), st.data())
-def test_what_a_restore_would_choose_is_never_deleted(whole, keep_last, keep_every, data):
+def test_step_chosen_by_a_restore_is_never_deleted(whole, keep_last, keep_every, data):
     quarantined = data.draw(st.sets(st.sampled_from(sorted(whole)), max_size=3)) if whole else set()
     deleted = expired_steps(whole, keep_last=keep_last, keep_every=keep_every, quarantined=quarantined)
 

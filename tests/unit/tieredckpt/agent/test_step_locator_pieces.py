@@ -24,7 +24,7 @@ def index_of(step):
 
 
 @given(shapes, st.integers(1, 12), st.data())
-def test_the_same_pieces_as_one_by_one(shape, parts, data):
+def test_pieces_match_a_linear_search(shape, parts, data):
     held = [data.draw(boxes_in(shape)) for _ in range(parts)]
     others = [data.draw(st.booleans()) for _ in held]  # not all layouts have the same names
     shards = [
@@ -45,7 +45,7 @@ def test_the_same_pieces_as_one_by_one(shape, parts, data):
     assert [(best[one.layout][1], one.entry, one.box, one.item) for one in found if one.box.volume] == expected
 
 
-def test_what_there_is_by_name():
+def test_tensors_and_objects_are_found_by_name():
     step = stored(([piece("a", (4,), (0,), (2,))], {"x": 3}), ([piece("a", (4,), (2,), (2,))], {"x": 3, "y": 1}))
     index, _ = index_of(step)
     assert [entry.fqn for entry in index.tensors()] == ["a"]
@@ -66,7 +66,7 @@ def test_shapes_that_differ_are_damage_and_another_rank_a_mismatch(many):
         index.find("a", full_box((many,)), best.__getitem__)
 
 
-def test_several_slices_of_one_tensor_in_one_shard():
+def test_slices_of_a_tensor_within_a_shard_are_found():
     layout = build_layout([piece("a", (6,), (0,), (2,)), piece("a", (6,), (4,), (2,))], [], None)
     other = build_layout([piece("a", (6,), (2,), (2,))], [], None)
     index = PieceIndex({one.digest: LayoutColumns(encode_layout(one)) for one in (layout, other)})

@@ -26,7 +26,7 @@ def attempts(node, job, step):
     return sorted(fact.key.attempt for fact in node.store.list_shards(job) if fact.key.version == step)
 
 
-def test_what_was_saved_is_not_saved_again(node, state):
+def test_saved_step_is_not_saved_again(node, state):
     with Checkpointer("tiered://seal") as ckpt:
         saved = ckpt.save(state, 8)
         assert ckpt.seal(state, 8) is saved
@@ -34,14 +34,14 @@ def test_what_was_saved_is_not_saved_again(node, state):
         assert attempts(node, "seal", 8) == [0]
 
 
-def test_what_was_not_due_is_saved_now(node, state):
+def test_step_that_was_not_due_is_saved(node, state):
     with Checkpointer("tiered://seal", every=100) as ckpt:
         assert ckpt.save(state, 7).state is SaveState.NOT_DUE
         assert ckpt.seal(state, 7).state is SaveState.SEALED
         assert ckpt.restore({"weight": torch.zeros(12), "step": 0}) == 7
 
 
-def test_what_was_skipped_is_tried_as_the_others_try_it(node, state):
+def test_skipped_save_uses_the_attempt_of_the_other_ranks(node, state):
     with Checkpointer("tiered://seal") as ckpt:
         ckpt.save(state, 0).wait()
         ckpt._last_saved = None  # as after a save that was skipped
@@ -50,7 +50,7 @@ def test_what_was_skipped_is_tried_as_the_others_try_it(node, state):
         assert attempts(node, "seal", 8) == [3]
 
 
-def test_it_becomes_durable_where_that_is_wanted(node, state, tmp_path):
+def test_seal_makes_the_step_durable_on_request(node, state, tmp_path):
     with Checkpointer("tiered://seal", durable=f"file://{tmp_path}", durable_every=100) as ckpt:
         ckpt.save(state, 8).wait()
         assert ckpt.seal(state, 8, durable=True, timeout_s=30).state is SaveState.DURABLE
@@ -74,7 +74,7 @@ def test_a_failure_is_an_error_and_not_a_report(node, state):
             ckpt.seal(state, 8)
 
 
-def test_a_seal_that_is_refused_leaves_nothing_kept(node, state):
+def test_refused_seal_retains_no_pin(node, state):
     with Checkpointer("tiered://seal") as ckpt:
         ckpt.save(state, 0).wait()
         seal = ckpt.session.seal
@@ -89,12 +89,12 @@ def test_a_seal_that_is_refused_leaves_nothing_kept(node, state):
         assert node.store.retained("seal") == set()
 
 
-def test_switched_off_it_writes_a_plain_checkpoint(state, tmp_path):
+def test_disabled_checkpointer_writes_a_plain_checkpoint(state, tmp_path):
     settings = Settings(enabled=False, durable=DurableSettings(url=f"file://{tmp_path}"))
     with Checkpointer("tiered://seal", settings=settings) as ckpt:
         assert ckpt.seal(state, 8).state is SaveState.DURABLE
         assert [info.step for info in ckpt.steps()] == [8]
 
 
-def test_nothing_is_kept_by_one_that_keeps_nothing(state):
+def test_null_checkpointer_seals_nothing(state):
     assert NullCheckpointer().seal(state, 8).state is SaveState.NOT_DUE

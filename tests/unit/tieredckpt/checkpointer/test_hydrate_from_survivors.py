@@ -101,7 +101,7 @@ def test_the_step_that_was_reached_is_given(job):
     assert [info.step for info in job.ckpt.steps() if info.is_complete][-2:] == [8, 10]
 
 
-def test_a_step_that_is_whole_already_is_not_saved_again(job):
+def test_complete_step_is_not_saved_again(job):
     job.enter()
     job.train(6)
     job.leave()
@@ -110,7 +110,7 @@ def test_a_step_that_is_whole_already_is_not_saved_again(job):
     assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.steps_redone) == (6, "snapshot", 0)
 
 
-def test_a_torn_boundary_costs_what_was_not_saved(job):
+def test_torn_boundary_costs_the_unsaved_steps(job):
     job.enter()
     job.train(9)
     job.optimizer.step()
@@ -120,7 +120,7 @@ def test_a_torn_boundary_costs_what_was_not_saved(job):
     assert (job.first, job.ckpt.last_restore.steps_redone) == (6, 3)
 
 
-def test_the_ledger_says_how_each_restore_came_by_its_step(job, monkeypatch, tmp_path):
+def test_event_log_records_the_source_of_each_restore(job, monkeypatch, tmp_path):
     monkeypatch.setenv(EVENT_LOG_ENV, str(tmp_path))
     job.enter()
     job.train(9)
@@ -132,7 +132,7 @@ def test_the_ledger_says_how_each_restore_came_by_its_step(job, monkeypatch, tmp
     assert [(event.mode, event.step) for event in told] == [("nothing", -1), ("live", 8), ("snapshot", 8)]
 
 
-def test_before_anything_is_whole_nothing_is_given(job):
+def test_no_survivor_state_is_used_before_a_complete_step(job):
     job.enter()
     job.first = 1
     job.train(4)
@@ -142,7 +142,7 @@ def test_before_anything_is_whole_nothing_is_given(job):
     assert found.why == "no step is whole, and no survivor knows what belongs to the state"
 
 
-def test_what_survives_is_used_where_every_saved_step_is_lost(job):
+def test_survivor_state_is_used_when_all_saved_steps_are_lost(job):
     job.enter()
     job.train(9)
     job.leave()
@@ -156,7 +156,7 @@ def test_what_survives_is_used_where_every_saved_step_is_lost(job):
     assert said(job.enter()) == ("live", 9, 9)
 
 
-def test_what_survives_is_used_where_the_first_save_was_cut_short(job, monkeypatch):
+def test_survivor_state_is_used_when_the_first_save_was_interrupted(job, monkeypatch):
     job.enter()
     with monkeypatch.context() as broken:
         broken.setattr("tieredckpt.session.session.Session.seal", lambda *_args, **_named: 1 / 0)
@@ -166,7 +166,7 @@ def test_what_survives_is_used_where_the_first_save_was_cut_short(job, monkeypat
     assert said(job.enter()) == ("live", 0, 0)
 
 
-def test_names_that_nobody_compared_are_not_taken_for_all(job):
+def test_uncompared_names_are_not_taken_as_complete(job):
     job.enter()
     job.train(6)
     job.state["only here"] = torch.ones(2)
@@ -178,7 +178,7 @@ def test_names_that_nobody_compared_are_not_taken_for_all(job):
     assert found.why == "no step is whole, and no survivor knows what belongs to the state"
 
 
-def test_what_a_lost_rank_alone_had_cannot_be_made_up(job):
+def test_state_held_only_by_a_lost_rank_cannot_be_restored(job):
     job.enter()
     job.state["only there"] = torch.ones(2)
     job.train(6)
@@ -190,7 +190,7 @@ def test_what_a_lost_rank_alone_had_cannot_be_made_up(job):
     assert (said(found), found.why) == (("snapshot", -1, 7), "of step 7 no survivor has only there")
 
 
-def test_when_it_cannot_be_saved_the_snapshot_is_used(job, monkeypatch, caplog):
+def test_snapshot_is_used_when_saving_survivor_state_fails(job, monkeypatch, caplog):
     job.enter()
     job.train(9)
     job.leave()
@@ -205,7 +205,7 @@ def test_when_it_cannot_be_saved_the_snapshot_is_used(job, monkeypatch, caplog):
     assert job.held.retained == {}
 
 
-def test_what_is_kept_is_kept_for_the_world_after_the_next(job, monkeypatch):
+def test_survivor_state_is_retained_for_the_world_after_next(job, monkeypatch):
     job.enter()
     job.train(9)
     job.leave()
@@ -218,7 +218,7 @@ def test_what_is_kept_is_kept_for_the_world_after_the_next(job, monkeypatch):
     assert said(job.enter()) == ("live", 8, 8)
 
 
-def test_it_is_not_tried_for_ever(job, monkeypatch):
+def test_failed_hydration_is_not_retried_forever(job, monkeypatch):
     job.enter()
     job.train(9)
     job.leave()

@@ -26,7 +26,7 @@ def heard_of(meeting, packed: bytes):
     return meeting.hear(NAME, dict)
 
 
-def test_a_message_comes_as_it_was_said(meeting):
+def test_message_round_trips(meeting):
     meeting.say(NAME, SAID)
     assert meeting.hear(NAME, dict) == SAID
     assert heard_of(meeting, PACKED) == SAID
@@ -47,7 +47,7 @@ def test_a_damaged_message_is_refused(meeting, packed, why):
         heard_of(meeting, packed)
 
 
-def test_a_message_that_grows_too_large_is_refused_before_it_does(meeting, monkeypatch):
+def test_oversized_message_is_refused_before_unpacking(meeting, monkeypatch):
     monkeypatch.setattr(hydrate_from_survivors, "_MOST_BYTES", 1 << 20)
     bomb = zlib.compress(bytes(64 << 20))
     assert len(bomb) < 1 << 20

@@ -19,7 +19,7 @@ def heard():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_it_may_interrupt_whoever_starts_a_thread(heard):
+def test_signal_may_interrupt_a_starting_thread(heard):
     flushed = []
     told = PreemptionHandler(flushed.append, grace_s=0.2)
     with threading._active_limbo_lock:
@@ -30,7 +30,7 @@ def test_it_may_interrupt_whoever_starts_a_thread(heard):
     told.close()
 
 
-def test_a_forked_child_ends_as_it_would_have(heard):
+def test_forked_child_uses_the_previous_handler(heard):
     told = PreemptionHandler(lambda _left_s: pytest.fail("a child flushes nothing"), grace_s=60.0)
     child = os.fork()
     if child == 0:
@@ -41,7 +41,7 @@ def test_a_forked_child_ends_as_it_would_have(heard):
     assert heard == []
 
 
-def test_who_saves_in_time_is_not_flushed_again(heard):
+def test_save_in_time_prevents_another_flush(heard):
     flushed = []
     told = PreemptionHandler(flushed.append, grace_s=60.0)
     signal.raise_signal(signal.SIGTERM)

@@ -52,7 +52,7 @@ def saved(durable, *steps):
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_the_durable_copy_is_read_and_the_near_one_kept(slots, tmp_path, code):
+def test_durable_copy_is_read_and_the_unreadable_memory_copy_kept(slots, tmp_path, code):
     with saved(f"file://{tmp_path}", 1, 2) as ckpt:
         far, near = zeroed(state_at(0)), zeroed(state_at(0))
         with failing("preadv", code, below=slots):
@@ -68,7 +68,7 @@ def test_the_durable_copy_is_read_and_the_near_one_kept(slots, tmp_path, code):
         ]
 
 
-def test_the_only_copy_is_waited_for_and_no_older_step_is_taken(slots):
+def test_unreadable_only_copy_raises_instead_of_using_an_older_step(slots):
     with saved(None, 1, 2) as ckpt:
         with failing("preadv", errno.EMFILE, below=slots), pytest.raises(TierUnavailableError, match="load again"):
             ckpt.restore(zeroed(state_at(0)))
@@ -78,7 +78,7 @@ def test_the_only_copy_is_waited_for_and_no_older_step_is_taken(slots):
         assert [info.is_complete for info in ckpt.steps()] == [True, True]
 
 
-def test_a_step_that_is_given_up_while_it_is_looked_at_is_not_called_damaged(slots, caplog, monkeypatch):
+def test_step_dropped_during_verification_is_not_reported_as_damaged(slots, caplog, monkeypatch):
     verify = NodeStore.verify
     with saved(None, 1, 2) as ckpt:
 

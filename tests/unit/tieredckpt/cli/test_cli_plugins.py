@@ -61,7 +61,7 @@ def test_both_programs_take_them_each_from_its_own_group(added, capsys):
     assert "No such command" in capsys.readouterr().err
 
 
-def test_it_is_imported_only_when_it_is_meant(added):
+def test_plugin_is_imported_only_when_used(added):
     added({"greet": "plug_ends:greet"}, [("plug_ends", "raise SystemExit('imported')")])
     assert tieredckpt.cli.main(["ls", "--help"]) == 0
     assert "plug_ends" not in sys.modules
@@ -77,7 +77,7 @@ def test_it_is_imported_only_when_it_is_meant(added):
     ],
     ids=["absent", "without it", "raises", "of another kind"],
 )
-def test_one_that_is_broken_fails_by_itself(added, capsys, value, text, why):
+def test_broken_plugin_fails_alone(added, capsys, value, text, why):
     added({"greet": value}, [(value.partition(":")[0], text)] if text else [])
     for words in (["greet"], ["greet", "--help"], ["greet", "--some", "thing"]):
         assert tieredckpt.cli.main(words) == ExitCode.USAGE
@@ -93,7 +93,7 @@ def test_one_that_is_broken_fails_by_itself(added, capsys, value, text, why):
     assert "whatif" in shown
 
 
-def test_a_broken_one_answers_in_json_and_says_where_from(added, capsys):
+def test_broken_plugin_reports_json_and_its_origin(added, capsys):
     added({"greet": "plug_raises:greet"}, [("plug_raises", "raise ValueError('of this machine')")])
     assert tieredckpt.cli.main(["greet", "--json", "--debug"]) == ExitCode.USAGE
     said = capsys.readouterr()
@@ -102,7 +102,7 @@ def test_a_broken_one_answers_in_json_and_says_where_from(added, capsys):
     assert "plug_raises.py" in said.err
 
 
-def test_what_the_program_has_itself_is_not_replaced(added, capsys):
+def test_built_in_command_is_not_replaced(added, capsys):
     added({"ls": "plug_works:greet"}, [("plug_works", WORKS)])
     names = tieredckpt.cli.tieredckpt_cli.list_commands(click.Context(tieredckpt.cli.tieredckpt_cli))
     assert names.count("ls") == 1
@@ -110,7 +110,7 @@ def test_what_the_program_has_itself_is_not_replaced(added, capsys):
     assert "Say hello" not in capsys.readouterr().out
 
 
-def test_two_packages_that_add_the_same_name_are_told(added, capsys):
+def test_two_packages_with_the_same_command_are_reported(added, capsys):
     added({"greet": "plug_works:greet"}, [("plug_works", WORKS)], dist="one")
     added({"greet": "plug_more:greet"}, [("plug_more", WORKS)], dist="two")
     assert tieredckpt.cli.main(["greet", "you"]) == ExitCode.USAGE

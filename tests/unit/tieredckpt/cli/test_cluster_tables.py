@@ -54,7 +54,7 @@ def test_a_frame_fits(width):
     assert "250 ms after its seal" in shown
 
 
-def test_a_silent_node_is_no_empty_one():
+def test_silent_node_differs_from_an_empty_one():
     lines = text(looked()).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("n2")][:1]
     assert row == ["n2", "suspect", "b", "r2", "?", "?", "?", "?"]
@@ -67,7 +67,7 @@ def test_a_silent_node_is_no_empty_one():
     assert not value["complete"]
 
 
-def test_the_path_to_a_node_is_shown_where_it_was_measured():
+def test_measured_path_speed_is_shown():
     fast = view(node("n0"), node("n1", path_bytes_per_s=1.5 * (1 << 30)), node("n2", path_bytes_per_s=3 * MIB))
     lines = text(looked(fast)).splitlines()
     assert lines[3].split()[-1] == "PATH"
@@ -83,7 +83,7 @@ def test_nodes_in_trouble_are_not_left_out():
     assert len(shown.splitlines()) <= 24
 
 
-def test_rates_are_of_what_was_counted_in_between():
+def test_rates_are_computed_between_samples():
     seen = looked()
     before = [TrafficCounters(8.0, 0, 4 * MIB, 0, {})]
     assert "copies out 3.0 MiB/s" in text(seen, before)
@@ -91,7 +91,7 @@ def test_rates_are_of_what_was_counted_in_between():
     assert sample_json(seen, [])["bytes_per_s"] is None
 
 
-def test_what_lacks_copies_is_counted_and_located():
+def test_missing_copies_are_counted_and_located():
     steps = redundancy_by_step(BUSY, survey())
     assert (count_missing_copies(steps), count_steps_behind(BUSY, steps)) == (3, 1)
     notes = step_warnings(BUSY, steps)
@@ -119,7 +119,7 @@ def test_what_lacks_copies_is_counted_and_located():
         (("waiting", 0, 4), {"durable": [7]}, "yes"),
     ],
 )
-def test_durable_or_on_its_way(drain, more, cell):
+def test_durable_cell_shows_done_or_pending(drain, more, cell):
     said = survey(**more)
     drains = [DrainStatus(group(7), *drain)] if drain else []
     (one,) = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), said, drains)
@@ -132,7 +132,7 @@ def test_old_durable_steps_are_counted_not_listed():
     assert ([one.version_id.version for one in shown], hidden) == ([3, 7], 2)
 
 
-def test_who_still_verifies_may_hold_more():
+def test_verifying_node_may_hold_more():
     (line,) = unreachable_lines(view(node("n0"), node("n1", verifying=2)))
     assert "n1" in line
     assert "may hold more" in line

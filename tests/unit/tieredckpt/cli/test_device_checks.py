@@ -30,7 +30,7 @@ def bad_ones(found):
     return [one for one in found if one.status is CheckStatus.FAILED]
 
 
-def test_every_device_is_tried_and_left_as_it_was():
+def test_every_device_is_checked_and_left_unchanged():
     device = LateDevice(seed=3, count=2)
     found = tried(device)
     assert [one.subject for one in found] == ["device", *["registered memory", "copies", "health"] * 2]
@@ -42,7 +42,7 @@ def test_every_device_is_tried_and_left_as_it_was():
     assert (device.registered, device.violations, device.races) == (set(), [], [])
 
 
-def test_without_a_device_it_is_said_what_was_not_tried():
+def test_skipped_checks_are_named_without_a_device():
     found = check_devices(CpuBackend())
     assert [one.status for one in found] == [CheckStatus.FAILED, CheckStatus.WARNING]
     assert "reports no accelerator" in found[0].message
@@ -95,7 +95,7 @@ def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, wher
     assert (device.registered, device.violations) == (set(), [])
 
 
-def test_an_event_that_never_completes_ends_the_trial_and_memory_stays_under_the_copy(monkeypatch):
+def test_incomplete_event_fails_the_check_and_keeps_the_memory(monkeypatch):
     """What a device may still write to is neither unregistered nor given back."""
     device = LateDevice(count=1)
     for_ever = threading.Event()
@@ -109,7 +109,7 @@ def test_an_event_that_never_completes_ends_the_trial_and_memory_stays_under_the
 
 
 @pytest.mark.parametrize("where", ["copy", "register_host_memory", "synchronize"])
-def test_a_device_that_does_not_come_back_is_a_finding(monkeypatch, where):
+def test_hanging_device_is_a_finding(monkeypatch, where):
     device = LateDevice(count=1)
     for_ever = threading.Event()
     monkeypatch.setattr(device, where, lambda *_: for_ever.wait() and "")
@@ -120,7 +120,7 @@ def test_a_device_that_does_not_come_back_is_a_finding(monkeypatch, where):
     for_ever.set()
 
 
-def test_the_nccl_environment_is_said_as_it_is():
+def test_nccl_environment_is_reported():
     unset = about_nccl({}, needed=True)
     assert unset.status is CheckStatus.PASSED
     assert "unset: TORCH_NCCL_ASYNC_ERROR_HANDLING=0, TORCH_NCCL_ENABLE_MONITORING=0" in unset.message

@@ -43,7 +43,7 @@ def test_every_error_of_the_package_has_a_code():
     }
 
 
-def test_what_to_do_is_said_where_the_message_cannot_know():
+def test_hint_is_given_where_the_message_has_none():
     assert "tieredckpt agent" in hint_for(store_errors.AgentUnreachableError("x"))
     assert "doctor" in hint_for(errors.DurableRefusedError("x"))
     assert hint_for(errors.UsageError("x")) == ""

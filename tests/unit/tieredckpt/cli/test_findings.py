@@ -51,7 +51,7 @@ def test_without_a_durable_tier_a_lost_node_is_a_lost_job():
     assert "the store" not in left({})
 
 
-def test_with_one_the_last_uploaded_step_is_left():
+def test_unreplicated_setup_falls_back_to_the_last_uploaded_step():
     rows = left({"durable": {"url": "s3://b/x", "every": 50}, "memory": {"every": 5}})
     assert "one step in 50 is uploaded" in rows["this node or its memory"]
     assert "s3://b/x" in rows["all nodes of the job"]

@@ -23,7 +23,7 @@ def ledger(tmp_path, told):
     return folder
 
 
-def test_the_page_of_a_ledger(tmp_path, told, ledger, capsys):
+def test_html_report_of_an_event_log_is_written(tmp_path, told, ledger, capsys):
     out = tmp_path / "report.html"
     out.write_text("old")
     assert main(["goodput", str(ledger), "--html", str(out)]) == 0

@@ -36,7 +36,7 @@ def answer(run):
     return said
 
 
-def test_the_whole_answer(answer):
+def test_complete_answer_is_consistent(answer):
     said = answer("--gpus", 16384, "--recovery", "45s", "--interval", "10min", "--stall", "2s", "--work", "30d")
     assert said["mtbf_s"] == pytest.approx(11135, rel=1e-3)
     assert said["nodes"] == 2048
@@ -49,13 +49,13 @@ def test_the_whole_answer(answer):
     assert said["longest_recovery_s"]["0.99"] == pytest.approx(112, abs=0.5)
 
 
-def test_without_an_interval_it_is_the_best(answer):
+def test_default_interval_is_the_best(answer):
     said = answer("--mtbf", "3h/job", "--recovery", "45s")
     assert said["interval_s"] == said["best"]["interval_s"]
     assert said["closed_form"] == said["best"]["goodput"]
 
 
-def test_the_same_seed_says_the_same(run):
+def test_same_seed_gives_the_same_answer(run):
     asked = ["--mtbf", "3h/job", "--recovery", "45s", *QUICK]
     assert run(*asked) == run(*asked)
     assert run(*asked) != run(*asked, "--seed", 1)
@@ -73,7 +73,7 @@ def written(folder, events):
     return folder
 
 
-def test_a_recovery_as_a_run_had_it(run, answer, tmp_path):
+def test_recovery_time_is_read_from_an_event_log(run, answer, tmp_path):
     told = Imagined(faults=5, resizes=0)
     ledger = written(tmp_path / "ledger", told.events)
     past = analyse(told.events)
@@ -87,7 +87,7 @@ def test_a_recovery_as_a_run_had_it(run, answer, tmp_path):
     assert "the mean of its 5 recoveries" in run("--mtbf", "3h/job", "--event-log", ledger, *QUICK)[1]
 
 
-def test_a_run_that_says_nothing_about_recoveries(run, tmp_path):
+def test_event_log_without_recoveries_is_refused(run, tmp_path):
     quiet = written(tmp_path / "quiet", Imagined(faults=0, resizes=0).events)
     code, _, err = run("--mtbf", "3h/job", "--event-log", quiet)
     assert (code, "--event-log" in err, "--recovery" in err) == (2, True, True)
@@ -103,13 +103,13 @@ def test_spares_and_missing_nodes(run, answer):
     assert "closed form" in run(*asked, *QUICK)[1]
 
 
-def test_intervals_are_whole_steps(answer):
+def test_intervals_are_multiples_of_steps(answer):
     said = answer("--mtbf", "3h/job", "--recovery", "45s", "--step", "7s", "--interval", "1min", "--live-share", "20%")
     assert said["interval_s"] == 63
     assert all(one["interval_s"] % 7 == 0 for one in said["curve"])
 
 
-def test_memory_that_is_lost(answer):
+def test_memory_loss_lowers_goodput(answer):
     asked = ["--mtbf", "3h/job", "--recovery", "45s", "--interval", "1min"]
     kept = answer(*asked)
     lost = answer(*asked, "--durable-share", "10%", "--durable-every", 60, "--durable-recovery", "10min")
@@ -117,7 +117,7 @@ def test_memory_that_is_lost(answer):
     assert lost["recovery_s"] == pytest.approx(0.9 * 45 + 0.1 * 600)
 
 
-def test_too_many_faults_are_said_not_played(run):
+def test_excessive_faults_skip_the_simulation(run):
     code, out, _ = run("--mtbf", "5min/job", "--recovery", "1h", "--interval", "1h", *QUICK)
     assert code == 0
     assert "not played" in out
@@ -166,7 +166,7 @@ def shown():
 
 
 @pytest.mark.parametrize(("command", "output"), shown())
-def test_the_page_shows_what_is_printed(run, command, output):
+def test_documented_examples_match_the_output(run, command, output):
     code, out, err = run(*shlex.split(command))
     assert code == 0, err
     assert [line.rstrip() for line in out.splitlines()] == output.splitlines()

@@ -14,7 +14,7 @@ ONE, TWO = VersionId(1, 1, 0, "a"), VersionId(1, 2, 0, "a")
 NEAR = StepStatus(ONE, 8, {0: (Tier.MEMORY,), 7: (Tier.MEMORY,)})
 
 
-def test_memory_and_durable_views_of_one_step_are_one():
+def test_memory_and_durable_views_of_a_step_are_merged():
     far = StepStatus(ONE, 0, {}, durable=True, quarantined="bad")
     seen = merge_surveys(
         StepInventory((NEAR,)),

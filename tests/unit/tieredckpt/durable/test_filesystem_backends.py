@@ -36,7 +36,7 @@ def test_nothing_is_made_by_looking(store: RetryingStore, root: Path):
     assert not root.exists()
 
 
-def test_what_a_killed_writer_left_is_hidden_and_discarded(store: RetryingStore, root: Path):
+def test_staged_files_of_a_killed_writer_are_hidden_and_removed(store: RetryingStore, root: Path):
     store.put("a/x", b"1")
     left = [root / "a" / f".{name}.{'0' * 16}.staged" for name in ("y", "kept", "new")]
     for path in left:
@@ -66,7 +66,7 @@ def test_a_dangling_link_is_no_directory(store: RetryingStore, root: Path):
         store.put("a/b", b"1")
 
 
-def test_writers_and_deleters_of_one_directory_do_not_trip_over_each_other(store: RetryingStore):
+def test_concurrent_writers_and_deleters_do_not_conflict(store: RetryingStore):
     start = threading.Barrier(4)
 
     def work(number: int) -> None:

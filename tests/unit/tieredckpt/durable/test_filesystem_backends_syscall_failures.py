@@ -124,7 +124,7 @@ def each_fails(calls, code):
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_nothing_is_lost_and_the_next_try_works(made, code):
+def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
     """Every place that calls fails here with each of the errors."""
     places = list({(call.what, call.stack[:3]): call for call in made}.values())
     assert len(places) > 20
@@ -133,5 +133,5 @@ def test_nothing_is_lost_and_the_next_try_works(made, code):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_whichever_call_it_is(made, code):
+def test_every_syscall_failure_loses_no_data(made, code):
     each_fails(made, code)

@@ -186,12 +186,12 @@ def test_errors(error: BaseException, meaning: FailureKind):
     assert classify_error(error).meaning is meaning
 
 
-def test_a_library_nobody_heard_of_is_unknown():
+def test_error_of_an_unknown_library_is_unclassified():
     error = type("StrangeError", (Exception,), {"__module__": "strange"})("why")
     assert classify_error(error) == StoreFailure(AWAY, "StrangeError: why")
 
 
-def test_what_the_store_asks_for_is_found_in_its_headers():
+def test_retry_after_is_read_from_the_headers():
     error = client_error(503, "SlowDown", {"retry-after": "12"})
     assert classify_error(error).retry_after_s == 12
 

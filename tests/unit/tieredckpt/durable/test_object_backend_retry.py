@@ -54,7 +54,7 @@ AWAY, BUSY = HttpStatusError(500, "InternalError", "oops"), HttpStatusError(503,
 
 
 @given(attempt=st.integers(0, 10_000), low=st.floats(0, 1), asked=st.floats(0, 100))
-def test_the_pause_is_jittered_capped_and_not_below_what_was_asked(attempt: int, low: float, asked: float):
+def test_backoff_is_jittered_capped_and_at_least_retry_after(attempt: int, low: float, asked: float):
     pause = backoff_s(attempt, lambda least, most: least + (most - least) * low, asked)
     assert asked <= pause <= asked + BACKOFF_CAP_S
 
@@ -63,19 +63,19 @@ def test_pauses_double_up_to_the_cap():
     assert [backoff_s(n, lambda _, most: most) for n in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 20, 20]
 
 
-def test_what_another_try_changes_is_tried_again(retry: RetryPolicy, clock: Clock):
+def test_transient_errors_are_retried(retry: RetryPolicy, clock: Clock):
     operation = Fails(AWAY, ConnectionResetError(), TimeoutError(), BUSY)
     assert retry.run("x", operation) == "done"
     assert clock.slept == [0.2, 0.4, 0.8, 1.6]
 
 
-def test_what_the_store_asks_for_is_waited(retry: RetryPolicy, clock: Clock):
+def test_retry_after_is_respected(retry: RetryPolicy, clock: Clock):
     assert retry.run("x", Fails(HttpStatusError(503, "SlowDown", "", retry_after_s=7.0))) == "done"
     assert clock.slept == [7.2]
 
 
 @pytest.mark.parametrize(("error", "kind"), [(AWAY, TierUnavailableError), (BUSY, StoreBusyError)])
-def test_it_ends_in_time_and_says_how_often_it_tried(
+def test_retries_end_in_time_and_report_their_count(
     retry: RetryPolicy, clock: Clock, error: Exception, kind: type[Exception]
 ):
     with pytest.raises(kind, match=r"reading s3://b/x: .*tried 9 times; raise durable.retry_s") as caught:

@@ -11,7 +11,7 @@ from tieredckpt.durable.object_store import StopSignal, UploadCancelledError
 FOREVER_S = 3600.0
 
 
-def test_one_word_ends_sleeps_and_sockets_also_those_of_children():
+def test_stop_interrupts_sleeps_and_sockets_of_children():
     stop = StopSignal()
     child = stop.child()
     ours, theirs = socket.socketpair()
@@ -44,7 +44,7 @@ def test_children_of_the_stopped_are_stopped():
     assert stop.child().is_set()
 
 
-def test_errors_of_a_socket_are_its_own_while_nobody_stops():
+def test_socket_error_without_a_stop_is_unchanged():
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(BrokenPipeError), StopSignal().shutting_down_on_stop(ours):
         raise BrokenPipeError

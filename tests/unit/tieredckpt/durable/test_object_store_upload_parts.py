@@ -20,14 +20,14 @@ sizes = st.integers(0, MAX_UPLOAD_PARTS * MAX_UPLOAD_PART_BYTES)
 
 
 @given(size=sizes, wanted=st.integers(1, 10 * MAX_UPLOAD_PART_BYTES))
-def test_part_size_is_what_s3_allows(size: int, wanted: int):
+def test_part_size_is_within_the_s3_limits(size: int, wanted: int):
     part = part_size_for(size, wanted)
     assert MIN_UPLOAD_PART_BYTES <= part <= MAX_UPLOAD_PART_BYTES
     assert -(-size // part) <= MAX_UPLOAD_PARTS
 
 
 @given(size=st.integers(0, 100 << 30), wanted=st.integers(MIN_UPLOAD_PART_BYTES, MAX_UPLOAD_PART_BYTES))
-def test_part_size_is_as_wanted_where_it_can_be(size: int, wanted: int):
+def test_part_size_is_the_configured_one_where_possible(size: int, wanted: int):
     if -(-size // wanted) <= MAX_UPLOAD_PARTS:
         assert part_size_for(size, wanted) <= max(wanted, -(-size // MAX_UPLOAD_PARTS) + (1 << 20))
     if wanted * MAX_UPLOAD_PARTS >= size + (MAX_UPLOAD_PARTS << 20):

@@ -24,7 +24,7 @@ def test_any_window(tmp_path: Path, bounds: list[int]):
         assert view.readonly
 
 
-def test_a_file_that_shrinks_is_noticed_before_it_is_touched(tmp_path: Path):
+def test_shrunk_file_is_detected_before_it_is_read(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(DATA)
     with UploadSource(path, len(DATA)) as source:

@@ -24,7 +24,7 @@ from tieredckpt.settings import DurableSettings
         ("missing://x", {}, "pip install missingfs"),
     ],
 )
-def test_what_cannot_be_opened_says_why(url: str, options: dict[str, str], message: str):
+def test_unopenable_store_is_refused_with_a_reason(url: str, options: dict[str, str], message: str):
     fsspec.register_implementation(
         "missing", "no_such_module_anywhere.FS", clobber=True, errtxt="pip install missingfs to use missing://"
     )

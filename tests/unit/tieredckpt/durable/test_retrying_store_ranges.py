@@ -16,7 +16,7 @@ ranges_of_data = st.lists(a_range, max_size=20)
 
 
 @given(ranges=ranges_of_data, gap=st.integers(0, 300), most=st.integers(1, 500))
-def test_what_is_fetched_makes_up_what_was_asked(ranges: list[tuple[int, int]], gap: int, most: int):
+def test_assembled_ranges_match_the_requested_ones(ranges: list[tuple[int, int]], gap: int, most: int):
     fetches = plan_range_requests(ranges, gap_bytes=gap, most_bytes=most)
     got = assemble_ranges(ranges, fetches, [DATA[fetch.start : fetch.stop] for fetch in fetches])
     assert [bytes(each) for each in got] == [DATA[start:stop] for start, stop in ranges]
@@ -49,7 +49,7 @@ def test_close_together_far_apart():
     assert fetches == [RangeRequest(0, 20), RangeRequest(100, 125), RangeRequest(125, 130)]
 
 
-def test_one_fetch_gives_views_not_copies():
+def test_single_fetch_returns_views():
     whole = bytearray(DATA)
     (got,) = assemble_ranges([(10, 20)], [RangeRequest(0, len(whole))], [whole])
     whole[10] ^= 1
@@ -57,6 +57,6 @@ def test_one_fetch_gives_views_not_copies():
 
 
 @pytest.mark.parametrize("bad", [(-1, 0), (2, 1)])
-def test_what_is_not_a_range(bad: tuple[int, int]):
+def test_invalid_range_is_refused(bad: tuple[int, int]):
     with pytest.raises(UsageError, match="not a range"):
         plan_range_requests([bad], gap_bytes=0, most_bytes=1)

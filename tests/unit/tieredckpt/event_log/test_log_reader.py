@@ -49,7 +49,7 @@ def test_a_torn_last_line_is_normal(length):
     assert read.warnings == ()
 
 
-def test_every_event_survives_its_way():
+def test_every_event_round_trips():
     for event in (
         ProcessBegan(1.0, "job", "coordinator", again=True),
         FaultEvent(2.0, 3, "n1", 0, "node", "gone", since=1.5),
@@ -57,7 +57,7 @@ def test_every_event_survives_its_way():
         assert parse_event_line(msgspec.json.encode(event)) == event
 
 
-def test_absent_empty_and_no_directory_are_told_apart(tmp_path):
+def test_absent_empty_and_invalid_directories_differ(tmp_path):
     with pytest.raises(EventLogNotFoundError, match="there is no event log"):
         read_event_log(tmp_path / "none")
     with pytest.raises(EventLogNotFoundError, match="nothing has been written"):
@@ -67,7 +67,7 @@ def test_absent_empty_and_no_directory_are_told_apart(tmp_path):
         read_event_log(tmp_path / "file")
 
 
-def test_files_of_a_newer_release_are_read_and_said(tmp_path):
+def test_files_of_a_newer_release_are_read_with_a_warning(tmp_path):
     (tmp_path / "n0.1.2.jsonl").write_bytes(b'{"event":"opened","at":1,"pid":1,"version":2}\n' + LINE + b"\n")
     read = read_event_log(tmp_path)
     assert STEP in read.events

@@ -21,7 +21,7 @@ def steps(read):
     return sorted(event.step for event in read.events if isinstance(event, StepEvent))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_events_are_read(tmp_path):
     writer = EventLogWriter(tmp_path / "ledger", name="n0")
     written = [step(n, loss=0.5, tokens=n) for n in range(10)]
     for event in written:
@@ -74,7 +74,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
     assert read.damaged_lines == read.truncated_lines == read.missing_files == 0
 
 
-def test_its_size_is_bounded_and_what_was_given_up_is_said(tmp_path):
+def test_log_size_is_bounded_and_missing_files_are_reported(tmp_path):
     writer = EventLogWriter(tmp_path, part_bytes=1000, parts=3)
     for n in range(200):
         writer.write(step(n))
@@ -87,7 +87,7 @@ def test_its_size_is_bounded_and_what_was_given_up_is_said(tmp_path):
     assert any("missing" in one for one in read.warnings)
 
 
-def test_a_full_disk_is_one_warning_and_is_counted(caplog):
+def test_full_disk_warns_once_and_counts_lost_events(caplog):
     """``/dev/full`` is there for this."""
     writer = EventLogWriter("/dev/full")
     with caplog.at_level(logging.WARNING):
@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_warning_and_is_counted(caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_write_that_was_cut_short_damages_one_line_only(tmp_path, monkeypatch):
+def test_truncated_write_damages_a_single_line(tmp_path, monkeypatch):
     writer = EventLogWriter(tmp_path)
     writer.write(step(0))
     write = os.write
@@ -110,7 +110,7 @@ def test_a_write_that_was_cut_short_damages_one_line_only(tmp_path, monkeypatch)
     assert (steps(read), read.damaged_lines, writer.lost) == ([0, 2], 1, 1)
 
 
-def test_a_directory_that_is_lost_is_noticed_and_made_again(tmp_path):
+def test_deleted_directory_is_recreated(tmp_path):
     writer = EventLogWriter(tmp_path / "ledger")
     writer.write(step(0))
     shutil.rmtree(tmp_path / "ledger")
@@ -120,7 +120,7 @@ def test_a_directory_that_is_lost_is_noticed_and_made_again(tmp_path):
     assert steps(read_event_log(tmp_path / "ledger"))[-1] == 199
 
 
-def test_what_cannot_be_encoded_is_counted(tmp_path):
+def test_unencodable_event_is_counted(tmp_path):
     writer = EventLogWriter(tmp_path)
     writer.write(step(0, tokens=object()))
     writer.write(step(1))
@@ -128,7 +128,7 @@ def test_what_cannot_be_encoded_is_counted(tmp_path):
     writer.close()
 
 
-def test_one_ledger_for_a_process_or_none(tmp_path):
+def test_process_has_at_most_one_event_log(tmp_path):
     assert isinstance(event_log_from_environ({}), NullEventLog)
     environ = {EVENT_LOG_ENV: str(tmp_path / "ledger")}
     one = event_log_from_environ(environ)
@@ -137,12 +137,12 @@ def test_one_ledger_for_a_process_or_none(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["tieredckpt.event_log", "tieredckpt.event_log.event_types"])
-def test_no_torch_is_imported_for_it(module):
+def test_event_log_imports_no_torch(module):
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'boto3' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_settings_do_not_take_it_for_one_of_theirs():
+def test_event_log_variable_is_not_a_setting():
     from tieredckpt.settings import load_settings
 
     assert load_settings({EVENT_LOG_ENV: "/somewhere"}).enabled

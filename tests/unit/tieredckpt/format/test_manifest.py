@@ -87,7 +87,7 @@ def test_an_index_survives_its_encoding(files):
 
 
 @given(shard_files(), st.randoms(use_true_random=False))
-def test_a_manifest_is_rebuilt_from_its_shards_whatever_their_order(files, random):
+def test_manifest_is_rebuilt_from_shards_in_any_order(files, random):
     written = manifest_from_shard_files(files, created_ns=5, writer="w")
     data = encode_manifest(written)
     assert decode_manifest(data) == written
@@ -154,7 +154,7 @@ def built(*files):
     return decode_manifest(encode_manifest(manifest_from_shard_files(files, created_ns=0, writer="")))
 
 
-def test_a_complete_one_is_fine():
+def test_complete_manifest_is_accepted():
     assert built(simple(0), simple(1)).parts == 2
 
 
@@ -243,11 +243,11 @@ def opened(data):
     return [manifest.layout_of(shard) for shard in manifest.shards]
 
 
-def test_what_a_later_release_adds_is_ignored():
+def test_fields_of_a_later_release_are_ignored():
     assert decode_manifest(raw_manifest(colour="red")).step == 7
 
 
-def test_a_shard_file_with_a_strangers_layout_is_damage():
+def test_shard_file_with_a_foreign_layout_is_damaged():
     index, _, _ = simple()
     with pytest.raises(CheckpointDamagedError, match="not the one it is called"):
         decode_shard_file(encode_shard_file(index, encode_layout(build_layout([], [], None))))
@@ -258,7 +258,7 @@ def test_kinds_are_not_mixed_up():
         decode_manifest(encode_shard_file(*simple()))
 
 
-def test_an_older_format_is_read_and_a_newer_one_refused():
+def test_older_format_is_read_and_a_newer_one_refused():
     def of_format(number):
         packed = zstandard.compress(msgspec.msgpack.encode({"format": number, "kind": "shard", "body": None}))
         return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
@@ -278,7 +278,7 @@ def test_manifest_and_build_agree():
     assert direct == manifest_from_shard_files(files, created_ns=3, writer="x")
 
 
-def test_what_unpacks_to_more_than_its_size_can_be_worth_is_refused_before_it_is_unpacked():
+def test_decompression_bomb_is_refused_before_unpacking():
     packed = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     with pytest.raises(CheckpointDamagedError, match="are believed"):
         unpack_blob(packed)

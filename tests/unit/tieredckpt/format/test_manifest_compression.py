@@ -21,7 +21,7 @@ contents = st.builds(lambda noise, zeros: noise + b"\0" * zeros, st.binary(max_s
 
 
 @given(contents, st.sampled_from([64, 1000, 4096]))
-def test_every_window_of_chunks_comes_back(tmp_path_factory, data, chunk_bytes):
+def test_every_window_of_chunks_round_trips(tmp_path_factory, data, chunk_bytes):
     source = tmp_path_factory.getbasetemp() / "shard"
     source.write_bytes(data)
     index = index_of(data, chunk_bytes)
@@ -83,7 +83,7 @@ def test_a_damaged_frame_is_seen(data, draw):
     ],
     ids=["empty", "magic", "too little", "a bomb", "no size", "cut"],
 )
-def test_what_is_not_that_chunk_is_an_error_before_it_is_memory(frame):
+def test_invalid_compressed_chunk_is_an_error_before_allocation(frame):
     assert decompress_chunk(zstandard.compress(b"\0" * 100), 100) == b"\0" * 100
     with pytest.raises(zstandard.ZstdError):
         decompress_chunk(frame, 100)

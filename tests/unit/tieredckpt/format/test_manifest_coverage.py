@@ -60,7 +60,7 @@ def missing(table, shards):
 
 
 @given(states())
-def test_gaps_are_what_a_mask_shows(state):
+def test_missing_entries_match_a_mask(state):
     table, shards = state
     assert missing_entries(table, shards) == missing(table, shards)
 

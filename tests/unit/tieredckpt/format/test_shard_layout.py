@@ -55,7 +55,7 @@ def test_every_layout_is_a_valid_safetensors_file(tensors, tail):
 
 
 @given(st.lists(entries(), max_size=12))
-def test_tensors_follow_each_other_and_start_aligned(tensors):
+def test_tensors_are_contiguous_and_aligned(tensors):
     layout = build_layout(tensors, [], None)
     assert layout.header_bytes % HEADER_ALIGNMENT == 0
     at = 0

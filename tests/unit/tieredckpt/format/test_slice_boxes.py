@@ -45,7 +45,7 @@ def test_intersection_and_difference_partition_a_box(pair):
 
 
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), st.lists(boxes_in(s), max_size=5))))
-def test_uncovered_is_what_no_cover_has(case):
+def test_uncovered_cells_match_a_cell_set(case):
     shape, covers = case
     missing = uncovered(full_box(shape), covers)
     expected = cells(full_box(shape)) - set().union(*(cells(c) for c in covers), set())
@@ -76,7 +76,7 @@ def test_runs_move_exactly_the_bytes_of_the_common_box(case, itemsize):
     assert np.array_equal(target, expected.reshape(-1))
 
 
-def test_boxes_that_cross_each_other_in_every_direction_are_damage_not_a_product_of_splits():
+def test_boxes_crossing_in_many_axes_are_damage_without_many_splits():
     axes = 18
     slabs = [
         Box(tuple(int(axis == n) for n in range(axes)), tuple(1 if axis == n else 3 for n in range(axes)))

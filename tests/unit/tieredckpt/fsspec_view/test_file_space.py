@@ -57,6 +57,6 @@ def test_paths_of_other_files(path):
 
 
 @pytest.mark.parametrize("path", ["", "a b", "..", "job//x", "job/x/..", "job/other/.metadata", "job/__0_0.distcp"])
-def test_paths_that_are_none(path):
+def test_invalid_paths_are_refused(path):
     with pytest.raises(UsageError):
         parse_tiered_path(path)

@@ -58,7 +58,7 @@ def test_a_killed_rank_is_a_recovery_with_its_stages():
     assert [one.step for one in found.step_views if not one.counts] == [4]
 
 
-def test_what_was_injected_says_when_it_happened():
+def test_injection_time_starts_the_recovery():
     told = Told().began(0).world(0).steps(0, 3, at=1).injected(4.25, "kill", node="n0").fault(5, node="n0", since=4.75)
     told.world(5.5, epoch=1, how="respawn").steps(3, 1, at=6, epoch=1).ended(7)
     (_, recovery) = analyse(told.events).recoveries
@@ -105,7 +105,7 @@ def test_time_that_a_save_blocks_is_not_productive():
     assert found.save_s.count == 2
 
 
-def test_a_first_step_that_takes_longer_is_part_of_the_way_to_it():
+def test_slow_first_step_counts_as_startup():
     told = Told().began(0).world(0).steps(0, 1, at=1, each=4.0).steps(1, 3, at=5).ended(8)
     found = analyse(told.events)
     assert seconds(found) == {"startup": 4, "productive": 4}
@@ -124,7 +124,7 @@ def test_steps_that_were_done_again_are_lost_once():
     assert seconds(found) == {"productive": 7, "lost": 4, "recovery": 2}
 
 
-def test_what_is_restored_at_the_end_undoes_what_came_after_it():
+def test_final_restore_undoes_later_steps():
     told = Told().began(0).world(0).steps(0, 5, at=0).restored(2, at=6)
     found = analyse(told.events)
     assert (found.steps_counted, found.steps_lost) == (3, 2)
@@ -139,7 +139,7 @@ def test_a_fault_that_nothing_came_after():
     assert (found.mttr_s, found.mtbf_s, found.runs[0].how) == (None, 2.0, "gave up")
 
 
-def test_two_faults_before_the_next_step_are_one_recovery():
+def test_two_faults_before_the_next_step_are_a_single_recovery():
     told = Told().began(0).world(0).steps(0, 2, at=0).fault(2).world(3, epoch=1, how="restart").fault(4, epoch=1)
     told.world(5, epoch=2, how="replace").steps(2, 2, at=6, epoch=2)
     found = analyse(told.events)
@@ -147,7 +147,7 @@ def test_two_faults_before_the_next_step_are_one_recovery():
     assert (len(recovery.faults), recovery.seconds, recovery.how, found.faults) == (2, 4, "replace", 2)
 
 
-def test_a_job_that_is_resumed_was_down_in_between():
+def test_resumed_job_was_down_in_between():
     told = Told().began(0).world(0).steps(0, 3, at=1).ended(4, how="stopped")
     told.began(10).world(10).steps(2, 2, at=11).ended(13)
     found = analyse(told.events)
@@ -171,7 +171,7 @@ def test_a_coordinator_that_starts_again_begins_no_run():
     assert len(analyse(told.events).runs) == 1
 
 
-def test_a_run_that_goes_on_has_no_end():
+def test_running_job_has_no_end():
     found = analyse(Told().began(0).world(0).steps(0, 3, at=1).events)
     assert found.is_running
     assert seconds(found) == {"startup": 1, "productive": 3}
@@ -184,7 +184,7 @@ def test_faults_are_counted_before_the_first_step_too():
     assert seconds(found) == {"startup": 4, "productive": 2}
 
 
-def test_what_nobody_wrote_down_is_said_to_be_unknown():
+def test_unrecorded_time_is_unattributed():
     told = Told().began(0).world(0).steps(0, 2, at=0).world(2, epoch=1, how="grow").steps(2, 2, at=5, epoch=1)
     found = analyse(told.events)
     assert seconds(found) == {"productive": 4, "resize": 3}
@@ -255,7 +255,7 @@ def test_a_job_that_ends_unprotected():
     )
 
 
-def test_a_run_that_was_never_protected_and_the_next_one_that_was():
+def test_unprotected_run_followed_by_a_protected_one_is_reported():
     told = Told().began(0).world(0).steps(0, 3, at=0).protection(-1, at=2, since=1, left_out=1)
     told.began(50).world(50).steps(0, 5, at=50).protection(3, at=54).ended(60)
     found = analyse(told.events)
@@ -265,7 +265,7 @@ def test_a_run_that_was_never_protected_and_the_next_one_that_was():
     assert "protected up to step 3; it was unprotected once, for 53.00 s" in words_of(found)
 
 
-def test_nothing_is_said_of_protection_where_nobody_wrote_it_down():
+def test_protection_is_omitted_without_records():
     found = analyse(Told().began(0).world(0).steps(0, 3, at=0).ended(4).events)
     assert (found.protected_step, found.unprotected) == (None, ())
     assert "protected" not in words_of(found)

@@ -37,7 +37,7 @@ ledgers = st.lists(events, min_size=1, max_size=40)
 
 
 @given(ledgers)
-def test_intervals_are_the_whole_run(told):
+def test_intervals_cover_the_entire_run(told):
     found = analyse(told)
     assert found.timeline == () or (found.timeline[0].start_us, found.timeline[-1].end_us) == (
         found.start_us,
@@ -52,7 +52,7 @@ def test_intervals_are_the_whole_run(told):
 
 
 @given(ledgers)
-def test_of_every_step_number_that_was_done_at_most_the_last_one_counts(told):
+def test_each_step_number_counts_at_most_once(told):
     found = analyse(told)
     counted = [one.step for one in found.step_views if one.counts]
     assert counted == sorted(set(counted))
@@ -66,7 +66,7 @@ def test_the_order_of_events_does_not_matter(told, chance):
 
 
 @given(ledgers, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_who_wrote_what_into_which_file_and_torn_lines_do_not_matter(told, number, chance: random.Random):
+def test_file_split_and_truncated_lines_do_not_matter(told, number, chance: random.Random):
     lines = [msgspec.json.encode(event) + b"\n" for event in told]
     chance.shuffle(lines)
     torn = msgspec.json.encode(told[0])[:-3]
@@ -75,7 +75,7 @@ def test_who_wrote_what_into_which_file_and_torn_lines_do_not_matter(told, numbe
 
 
 @given(ledgers)
-def test_ways_are_what_their_stages_are(told):
+def test_recovery_time_is_the_sum_of_its_stages(told):
     for one in analyse(told).recoveries:
         assert sum(one.stages.values()) == pytest.approx(one.seconds) or one.seconds == 0
         assert one.start_us <= one.end_us

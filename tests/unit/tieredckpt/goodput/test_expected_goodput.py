@@ -67,7 +67,7 @@ def test_a_rate_is_of_a_gpu_a_node_or_the_job():
 
 
 @given(mtbf=st.floats(1, 1e7), interval=times, stall=st.floats(0, 1e3), recovery=st.floats(0, 1e4))
-def test_one_kind_of_faults_is_the_formula(mtbf, interval, stall, recovery):
+def test_single_fault_kind_matches_the_formula(mtbf, interval, stall, recovery):
     plain = goodput_formula(mtbf_s=mtbf, interval_s=interval, stall_s=stall, recovery_s=recovery)
     assume(plain > 1e-12)
     assert expected_goodput(restart_scheme(interval, stall, recovery), mtbf) == pytest.approx(plain, rel=1e-7)
@@ -76,7 +76,7 @@ def test_one_kind_of_faults_is_the_formula(mtbf, interval, stall, recovery):
     assert expected_goodput(durable, mtbf) == pytest.approx(plain, rel=1e-7)
 
 
-def test_what_loses_nothing_costs_only_recoveries():
+def test_lossless_recovery_costs_only_its_time():
     scheme = CheckpointScheme(600, 6, FaultCost(0, 0), live=FaultCost(1, 30))
     assert expected_goodput(scheme, 3000) == pytest.approx(600 / 606 * math.exp(-30 / 3000), rel=1e-12)
 
@@ -88,13 +88,13 @@ def test_a_live_fault_that_repeats_a_step_is_a_save_after_each():
     )
 
 
-def test_kinds_that_cost_the_same_are_one_kind():
+def test_fault_kinds_of_equal_cost_count_as_one():
     mixed = CheckpointScheme(600, 6, FaultCost(0.4, 30), durable=FaultCost(0.6, 30), durable_every=1)
     assert expected_goodput(mixed, 3000) == pytest.approx(expected_goodput(restart_scheme(600, 6, 30), 3000), rel=1e-12)
 
 
 @pytest.mark.parametrize("interval_s", [1.0, 3.0])
-def test_what_almost_never_happens_costs_nothing(interval_s):
+def test_nearly_impossible_fault_costs_no_time(interval_s):
     almost_never = CheckpointScheme(
         interval_s, 0, FaultCost(0, 0), live=FaultCost(1, 0), durable=FaultCost(5e-324, 0), durable_every=1
     )
@@ -159,6 +159,6 @@ def test_nothing_is_best_where_saving_or_not_saving_is_free():
         {"step_s": 7.0},
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_scheme_is_refused(wrong):
     with pytest.raises(UsageError, match=r"interval|stall|snapshot|durable|shares"):
         CheckpointScheme(**({"interval_s": 60, "stall_s": 1, "snapshot": FaultCost(1, 1)} | wrong))

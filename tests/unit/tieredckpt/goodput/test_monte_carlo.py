@@ -32,7 +32,7 @@ MIXED = [
 
 @pytest.mark.parametrize("mtbf_s", [1000.0, 20000.0])
 @pytest.mark.parametrize("scheme", PLAIN + MIXED)
-def test_played_is_what_is_worked_out(scheme, mtbf_s):
+def test_simulation_matches_the_closed_form(scheme, mtbf_s):
     forecast = forecast_goodput(scheme, SimulatedNodes(mtbf_s), work_s=20 * mtbf_s, runs=300, seed=7)
     assert forecast.is_comparable
     assert forecast.deviation_sigmas < 4  # standard errors: one in 16,000 by chance, and the seed is fixed

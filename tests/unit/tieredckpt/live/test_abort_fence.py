@@ -74,7 +74,7 @@ def world():
         yield one
 
 
-def test_only_what_had_completed_before_the_abort_is_believed(device, world):
+def test_only_work_completed_before_the_abort_is_trusted(device, world):
     here = current_fence()
     early = here.record([torch.ones(1)])
     device.complete()
@@ -88,14 +88,14 @@ def test_only_what_had_completed_before_the_abort_is_believed(device, world):
     assert [here.trusts(work) for work in (early, late, after)] == [True, False, False]
 
 
-def test_where_nothing_was_aborted_what_has_completed_is_believed(device, world):
+def test_completed_work_is_trusted_without_an_abort(device, world):
     work = current_fence().record([torch.ones(1)])
     assert not current_fence().trusts(work)
     device.complete()
     assert current_fence().trusts(work)
 
 
-def test_work_of_boundaries_that_nobody_has_any_more_is_forgotten(device, world):
+def test_work_of_released_boundaries_is_dropped(device, world):
     for _ in range(3):
         current_fence().record([torch.ones(1)])
     gc.collect()
@@ -163,7 +163,7 @@ def test_a_broken_world_saves_and_seals_nothing(world):
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
-def test_what_was_staged_while_the_world_broke_is_given_up(world, monkeypatch, is_planned):
+def test_state_staged_while_the_world_broke_is_discarded(world, monkeypatch, is_planned):
     from tieredckpt.tensors.slot_copy import MappedSlot
 
     fill = MappedSlot.copy_in

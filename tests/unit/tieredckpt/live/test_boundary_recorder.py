@@ -151,7 +151,7 @@ def test_other_changes_are_seen(change):
         assert held.retained == {}
 
 
-def test_without_an_optimizer_that_is_seen_nothing_is_believed():
+def test_boundary_without_an_observed_optimizer_is_not_trusted():
     with track_step_boundaries() as held:
         trained = Trained()
         trained.noter.record(trained.state, 0)
@@ -160,7 +160,7 @@ def test_without_an_optimizer_that_is_seen_nothing_is_believed():
 
 
 @pytest.mark.parametrize("what", ["a buffer", "a layer", "loaded", "a group", "a key"])
-def test_what_was_exchanged_between_two_boundaries_is_noticed(what):
+def test_replaced_state_between_boundaries_is_detected(what):
     with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
@@ -196,7 +196,7 @@ def test_large_tensors_that_no_optimizer_has_are_not_copied():
         assert held.retained == {}
 
 
-def test_saying_a_step_twice_notes_it_once():
+def test_repeated_step_is_recorded_once():
     with track_step_boundaries() as held:
         trained = Trained()
         trained.step(0)
@@ -205,7 +205,7 @@ def test_saying_a_step_twice_notes_it_once():
         assert held.boundaries["job"] is noted
 
 
-def test_two_states_of_which_one_trains_on():
+def test_only_the_state_that_trained_last_is_retained():
     with track_step_boundaries() as held:
         one, other = Trained(job="one"), Trained(job="other")
         one.step(3)
@@ -214,7 +214,7 @@ def test_two_states_of_which_one_trains_on():
         assert held.retained.keys() == {"other"}
 
 
-def test_what_cannot_be_noted_is_said_once_and_no_error(caplog):
+def test_unrecordable_state_warns_once(caplog):
     class Broken:
         def state_dict(self):
             raise ZeroDivisionError("not today")
@@ -233,7 +233,7 @@ def test_what_cannot_be_noted_is_said_once_and_no_error(caplog):
     ]
 
 
-def test_where_nobody_could_be_given_anything_nothing_is_noted():
+def test_boundaries_are_not_recorded_when_live_recovery_is_off():
     trained = Trained()
     trained.step(0)
     assert current_survivor_state() is None

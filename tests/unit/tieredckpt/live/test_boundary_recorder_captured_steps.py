@@ -64,7 +64,7 @@ def test_a_state_that_a_replayed_graph_has_changed_is_not_kept(trained, caplog):
     assert "replayed from a graph" in caplog.text
 
 
-def test_captured_steps_are_not_noted_which_is_said_once(trained, caplog):
+def test_captured_steps_are_not_recorded_and_warn_once(trained, caplog):
     trained.eager(0)
     for step in range(1, 4):
         trained.captured()
@@ -75,7 +75,7 @@ def test_captured_steps_are_not_noted_which_is_said_once(trained, caplog):
     assert trained.held.reached_steps == {"job": 3}
 
 
-def test_the_next_world_says_why_it_has_only_what_was_saved(trained):
+def test_next_world_reports_why_only_the_snapshot_is_used(trained):
     trained.eager(0)
     trained.captured()
     trained.noter.record(trained.state, 1)
@@ -112,7 +112,7 @@ def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeyp
     assert (replayed, seen) == ([1, 1], [1])
 
 
-def test_reduce_overhead_replays_through_the_class_that_is_watched():
+def test_reduce_overhead_replays_through_the_watched_class():
     (folder,) = importlib.util.find_spec("torch._inductor").submodule_search_locations
     source = (Path(folder) / "cudagraph_trees.py").read_text()
     assert "torch.cuda.CUDAGraph()" in source

@@ -64,7 +64,7 @@ def test_choices(held, step, why):
     assert (found.step, found.why) == (step, why)
 
 
-def test_where_no_step_is_whole_only_survivors_that_know_all_names_can_give_one():
+def test_survivors_with_all_names_give_a_step_when_none_is_complete():
     assert "no survivor knows what belongs" in chosen((7, WHOLE), needed=None).why
 
     def given(*held: tuple[int, SurvivorCoverage, bool]):
@@ -79,7 +79,7 @@ def test_where_no_step_is_whole_only_survivors_that_know_all_names_can_give_one(
     assert given((7, WHOLE, False)).why.startswith("what is saved is not known: its nodes are lost, and no survivor")
 
 
-def test_who_was_not_in_the_last_world_is_of_a_past_that_the_job_left():
+def test_holder_outside_the_last_world_is_ignored():
     old, new = SurvivorHolding(9, 1, "a"), SurvivorHolding(7, 2, "b")
     stands = [
         SurvivorReport(1, {"job": old}, {"job": 9}),
@@ -92,13 +92,13 @@ def test_who_was_not_in_the_last_world_is_of_a_past_that_the_job_left():
     assert holdings_by_job([SurvivorReport(1, {"job": old}), SurvivorReport(2)]) == {}
 
 
-def test_of_replicas_one_says_what_it_has():
+def test_single_replica_reports_its_coverage():
     assert coverage_reporters(
         {3: SurvivorHolding(7, 0, "a"), 1: SurvivorHolding(7, 0, "b"), 2: SurvivorHolding(6, 0, "a")}
     ) == {1: "b", 2: "a"}
 
 
-def test_no_step_is_believed_that_a_survivor_had_not_completed_before_its_abort():
+def test_steps_not_completed_before_the_abort_are_not_trusted():
     def stand(left, step, *, silent=True):
         return SurvivorReport(left, {}, {"job": step}, {"job": step} if silent else None)
 
@@ -109,7 +109,7 @@ def test_no_step_is_believed_that_a_survivor_had_not_completed_before_its_abort(
     assert trusted_steps([stand(2, 8, silent=False), stand(2, 7, silent=False)]) == {}
 
 
-def test_steps_that_are_not_believed_are_not_chosen():
+def test_untrusted_steps_are_not_chosen():
     covers = {WHOLE.digest: WHOLE}
     holdings = [SurvivorHolding(step, 0, WHOLE.digest) for step in (7, 8)]
     assert choose_survivor_step(holdings, covers, NEEDED, most=7).step == 7
@@ -127,7 +127,7 @@ def test_steps_that_are_not_believed_are_not_chosen():
     ]
 
 
-def test_replicas_of_which_one_holds_something_else_are_named():
+def test_diverging_replicas_are_named():
     holdings = {rank: SurvivorHolding(7, 0, "upper" if rank in (0, 2, 4) else "lower") for rank in range(4)}
     holdings[5] = SurvivorHolding(6, 0, "upper")  # alone at its step
     assert ranks_to_compare(holdings) == {0: [0, 2], 1: [1, 3]}

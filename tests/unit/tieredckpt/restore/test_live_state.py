@@ -31,7 +31,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_an_object_is_what_was_saved_of_it(value):
+def test_unchanged_object_matches_its_archive(value):
     assert object_matches(copy.deepcopy(value), archive_object(value)) is True
 
 
@@ -55,7 +55,7 @@ class Plain:
         self.value = value
 
 
-def test_an_object_that_cannot_be_told_from_another_one_is_neither():
+def test_indistinguishable_object_is_undecided():
     assert object_matches(Plain(3), archive_object(Plain(3))) is True
     assert object_matches(Plain(3), archive_object(Plain(4))) is None
     assert object_matches([1, Plain(3)], archive_object([2, Plain(4)])) is False
@@ -101,7 +101,7 @@ def test_chunks_of_live_memory_have_the_checksums_of_the_seal(shard):
 
 
 @given(shards(), st.data())
-def test_one_flipped_bit_anywhere_in_live_memory_is_seen(shard, data):
+def test_flipped_bit_in_live_memory_is_detected(shard, data):
     content, tensors, moves = shard
     index = data.draw(st.integers(0, len(tensors) - 1))
     tensors[index][data.draw(st.integers(0, tensors[index].numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -109,7 +109,7 @@ def test_one_flipped_bit_anywhere_in_live_memory_is_seen(shard, data):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_what_is_not_a_plain_tensor_is_looked_at_by_its_parts():
+def test_composite_tensor_is_compared_by_its_parts():
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     assert [tensor_bytes(part) for part in inner_tensors(dense.t())] == [tensor_bytes(dense.t().contiguous())]
     for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):

@@ -87,7 +87,7 @@ def is_right(found: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in content(7).items())
 
 
-def test_what_was_saved_is_on_the_devices_after_a_restore(saved):
+def test_restored_state_is_on_the_devices(saved):
     open_checkpointer, wanted = saved
     for seed in SEEDS:
         device, found, tier = restored(open_checkpointer, seed)
@@ -96,7 +96,7 @@ def test_what_was_saved_is_on_the_devices_after_a_restore(saved):
         assert (device.violations, device.races) == ([], [])
 
 
-def test_without_registered_buffers_it_is_the_same_and_said_once(saved, caplog):
+def test_restore_without_registered_buffers_warns_once(saved, caplog):
     device, found, _ = restored(saved[0], refuses="out of locked memory")
     assert is_right(found)
     assert device.violations == []
@@ -104,14 +104,14 @@ def test_without_registered_buffers_it_is_the_same_and_said_once(saved, caplog):
 
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
-def test_other_types_are_converted_on_the_way(saved):
+def test_other_dtypes_are_converted_during_a_restore(saved):
     with use_device_backend(LateDevice()) as device:
         state = {"large": device.put(torch.zeros(70, 90, dtype=torch.float64))}
         dcp.load(state, storage_reader=TieredReader(JOB, on_dtype_mismatch="cast"), no_dist=True)
         assert torch.equal(device.get(state["large"]), content(7)["large"].double())
 
 
-def test_a_box_is_cut_into_blocks_in_order_and_whole():
+def test_box_is_split_into_ordered_blocks_without_gaps():
     for sizes in ((), (7,), (5, 6, 7), (1, 1, 50), (3, 100)):
         box = Box(tuple(range(2, 2 + len(sizes))), sizes)
         there = torch.zeros([a + n for a, n in zip(box.offsets, box.sizes, strict=True)])

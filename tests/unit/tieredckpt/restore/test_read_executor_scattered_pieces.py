@@ -58,7 +58,7 @@ def test_pieces_of_every_other_chunk(stored, data):
     assert np.array_equal(target.numpy(), data[5 :: 2 * CHUNK])
 
 
-def test_pieces_that_overlap_and_go_on(stored, data):
+def test_overlapping_pieces_across_windows_are_read(stored, data):
     """Some begin in one window and end in another; some are the same."""
     store, index = stored
     ranges = [(0, 3), (0, len(data) // 50), (CHUNK - 1, CHUNK + 1), (0, 3), (10_000, 10_000), (20_001, 20_500)]

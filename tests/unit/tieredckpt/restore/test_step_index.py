@@ -54,7 +54,7 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 
 @given(shapes, st.data())
-def test_pieces_are_the_box_once_each_and_from_where_it_is(shape, data):
+def test_pieces_cover_the_box_once_from_the_best_tier(shape, data):
     held = data.draw(st.lists(boxes_in(shape), min_size=1, max_size=4))
     wanted = data.draw(boxes_in(shape))
     tiers = [data.draw(st.sampled_from([MEMORY, DURABLE])) for _ in held]
@@ -88,7 +88,7 @@ def test_the_nearest_copy_is_read():
     assert [step.object_part("o", rank) for rank in (0, 1)] == [0, 1]  # everybody's own, where everybody has one
 
 
-def test_what_is_not_there_is_a_mismatch_and_other_shapes_are_damage():
+def test_missing_name_is_a_mismatch_and_another_shape_damage():
     step = stored(([piece("t", (4,), (0,), (4,))], {}), ([piece("u", (4,), (0,), (2,))], {}))
     for ask in (lambda: list(step.pieces("x", Box((0,), (1,)))), lambda: step.object_part("x", 0)):
         with pytest.raises(MismatchError, match="has no"):

@@ -65,7 +65,7 @@ def slept(monkeypatch):
     return naps
 
 
-def test_a_node_that_is_in_this_very_world_is_not_waited_for(store, slept):
+def test_node_of_the_same_world_is_not_awaited(store, slept):
     store.set("tieredckpt/job/nodes/restoring/1/here/n1", "1")
     session = Session(Agent([("n1",)]))
     agent_discovery.join_peer_agents(session, restoring=True)
@@ -74,13 +74,13 @@ def test_a_node_that_is_in_this_very_world_is_not_waited_for(store, slept):
     assert [node.id for node in plan.member_list.nodes] == ["n0", "n1"]
 
 
-def test_one_that_is_away_is_waited_for_until_it_answers(store, slept):
+def test_absent_node_is_awaited_until_it_answers(store, slept):
     session = Session(Agent([("n2",), ("n2",), ()]))
     agent_discovery.join_peer_agents(session, restoring=True)
     assert len(slept) == 2
 
 
-def test_a_node_says_that_it_is_here_before_it_waits_for_others(store, slept, monkeypatch):
+def test_node_announces_itself_before_waiting_for_others(store, slept, monkeypatch):
     monkeypatch.setattr(
         agent_discovery.time,
         "sleep",

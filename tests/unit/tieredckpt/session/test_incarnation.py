@@ -29,7 +29,7 @@ def proposal(current=X, parts=2, base=None, reached=-1, known=0, **how):
     )
 
 
-def test_ranks_that_know_the_same_go_on():
+def test_agreeing_ranks_continue_their_incarnation():
     found = decide_save([proposal(base=4), proposal(base=4, attempts=2)], "new", 0)
     assert (found.incarnation, found.parts, found.base, found.attempt) == (X, 2, 4, 2)
     assert found.key(1).part == 1
@@ -46,7 +46,7 @@ def test_ranks_that_know_the_same_go_on():
     ],
     ids=["went back", "another incarnation", "heard of a newer one", "another world", "new"],
 )
-def test_one_rank_that_differs_makes_a_new_incarnation(other):
+def test_single_differing_rank_starts_a_new_incarnation(other):
     for proposals in ([proposal(known=3), other], [other, proposal(known=3)]):
         found = decide_save(proposals, "new", 0)
         assert found.incarnation.name == "new"
@@ -54,7 +54,7 @@ def test_one_rank_that_differs_makes_a_new_incarnation(other):
         assert found.parts == 2
 
 
-def test_a_later_incarnation_has_the_greater_number_although_nobody_knows_of_the_earlier_one():
+def test_later_incarnation_has_the_greater_epoch_even_if_unknown():
     """An agent that lost its memory, or a node that heard of nothing, counts from nothing again."""
     numbers = []
     for _ in range(3):
@@ -73,17 +73,17 @@ def test_a_clock_that_went_back_makes_no_lower_number():
     ]
 
 
-def test_a_new_incarnation_goes_on_from_where_a_rank_went_back_to():
+def test_new_incarnation_starts_at_the_rewind_of_a_rank():
     assert decide_save([proposal(base=1, reached=20), proposal(None, 0, base=10)], "new", 0).base == 10
 
 
-def test_a_new_incarnation_that_nobody_went_back_for_keeps_what_was_saved():
+def test_new_incarnation_without_a_rewind_keeps_saved_steps():
     assert decide_save([proposal(base=1, reached=20), proposal(None, 0)], "new", 0).base == 20
     assert decide_save([proposal(None, 0)] * 2, "new", 0).base is None
     assert decide_save([proposal(None, 0, base=-1)] * 2, "new", 0).base == -1
 
 
-def test_what_was_staged_before_a_load_is_written_for_its_own_incarnation_or_not_at_all():
+def test_state_staged_before_a_load_is_saved_only_in_its_own_incarnation():
     assert decide_save([proposal(is_stale=True), proposal(is_stale=True)], "new", 0).incarnation == X
     with pytest.raises(SaveFailedError, match="of a past that the job has left"):
         decide_save([proposal(is_stale=True), proposal(is_stale=True, known=4)], "new", 0)
@@ -91,17 +91,17 @@ def test_what_was_staged_before_a_load_is_written_for_its_own_incarnation_or_not
         decide_save([proposal(is_stale=True), proposal(None, 0, base=4)], "new", 0)
 
 
-def test_ranks_that_save_different_steps_are_told_so():
+def test_ranks_that_save_different_steps_are_refused():
     with pytest.raises(UsageError, match="rank 1 saves step 8 of job while rank 0 saves step 9"):
         decide_save([proposal(), proposal(step=8)], "new", 0)
 
 
-def test_a_rank_that_cannot_save_says_why_to_all():
+def test_failed_rank_fails_the_save_of_all_with_its_reason():
     with pytest.raises(SaveFailedError, match="rank 1 cannot save step 9 of job: no agent"):
         decide_save([proposal(), proposal(problem="no agent")], "new", 0)
 
 
-def test_the_newest_whole_version_is_told_to_all():
+def test_newest_complete_version_is_shared_with_all():
     whole = VersionId(3, 7, 0, "x")
     assert (
         decide_save(
@@ -138,7 +138,7 @@ def test_an_owner_does_not_remember_every_step():
     assert len(owner._tries) < 100
 
 
-def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_incarnation_back():
+def test_save_in_progress_during_a_load_does_not_revive_its_incarnation():
     owner = IncarnationTracker(JOB)
     first = agree([owner], 20)
     point = owner.capture()
@@ -151,7 +151,7 @@ def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_inc
         agree([owner], 22, [point], known=second.incarnation.epoch)
 
 
-def test_an_owner_knows_how_many_ranks_have_heard_what_it_has():
+def test_owner_counts_the_ranks_that_agreed():
     owners = [IncarnationTracker(JOB) for _ in range(2)]
     agree(owners, 3)
     assert owners[0].agreed_rank_count == 2
@@ -165,7 +165,7 @@ def test_an_owner_knows_how_many_ranks_have_heard_what_it_has():
     assert owners[0].agreed_rank_count is None
 
 
-def test_leaving_a_world_keeps_what_was_saved_in_it():
+def test_leaving_a_world_keeps_its_saves():
     owner = IncarnationTracker(JOB)
     owner.rewind_to(4)
     owner.leave_world()
@@ -224,14 +224,14 @@ def trainer():
     one.close()
 
 
-def test_the_trainer_hears_what_was_agreed_in_the_background(trainer):
+def test_trainer_learns_the_incarnation_agreed_in_the_background(trainer):
     first = trainer.save_in_background(1)
     assert trainer.owner.current == first.incarnation
     assert trainer.save(2).incarnation == first.incarnation
     assert [trainer.save_in_background(2).attempt, trainer.save(2).attempt] == [1, 2]
 
 
-def test_the_background_process_goes_back_with_its_trainer(trainer):
+def test_background_process_rewinds_with_its_trainer(trainer):
     first = trainer.save_in_background(1)
     trainer.owner.rewind_to(0)
     assert trainer.owner.current is None
@@ -243,7 +243,7 @@ def test_the_background_process_goes_back_with_its_trainer(trainer):
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(ways=st.lists(st.sampled_from(["save", "background", "load", "leave"]), max_size=12))
-def test_trainer_and_background_are_always_in_one_incarnation(ways):
+def test_trainer_and_background_share_an_incarnation(ways):
     trainer = Trainer()
     try:
         wanted = None
@@ -345,7 +345,7 @@ class Ranks(RuleBasedStateMachine):
 TestRanks = pytest.mark.slow(Ranks.TestCase)
 
 
-def test_a_save_that_ends_after_a_load_says_what_its_own_incarnation_began_from():
+def test_save_that_ends_after_a_load_keeps_its_own_base():
     """The load of another thread comes between what was captured and its seal."""
     with memory_node() as node, Checkpointer("tiered://late") as ckpt:
         ckpt.restore({"w": torch.zeros(3)})

@@ -19,7 +19,7 @@ def node():
         yield one
 
 
-def test_what_is_saved_next_can_be_read(node):
+def test_next_saved_step_is_readable(node):
     with Checkpointer("tiered://gone") as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step).wait()
@@ -37,7 +37,7 @@ def test_what_is_saved_next_can_be_read(node):
         assert torch.equal(found["w"], state_at(4)["w"])
 
 
-def test_it_still_becomes_durable(node, tmp_path):
+def test_step_still_becomes_durable(node, tmp_path):
     with Checkpointer("tiered://gone", durable=f"file://{tmp_path}") as ckpt:
         ckpt.save(state_at(1), 1).wait("durable")
         node.store.delete_versions("gone")
@@ -46,7 +46,7 @@ def test_it_still_becomes_durable(node, tmp_path):
         assert [info.step for info in ckpt.steps() if "durable" in info.tiers] == [1, 2]
 
 
-def test_a_shard_without_what_describes_it_is_not_sealed(node):
+def test_shard_without_its_layout_is_not_sealed(node):
     with Checkpointer("tiered://gone") as ckpt:
         ckpt.save(state_at(1), 1).wait()
         for name in node.store.list_blobs("gone"):

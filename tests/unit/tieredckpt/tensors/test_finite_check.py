@@ -45,7 +45,7 @@ def test_the_last_finite_step_is_kept_and_the_tensor_is_named(node, dtype, first
         assert ckpt.restore(state) == 6
 
 
-def test_what_is_infinite_from_the_beginning_is_meant_to_be(node):
+def test_initially_infinite_values_are_accepted(node):
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -INF)
     state = {"mask": mask, "weight": torch.ones(3)}
     with Checkpointer("tiered://finite") as ckpt:
@@ -61,7 +61,7 @@ def test_large_sums_of_finite_numbers_are_finite(node):
         assert [ckpt.save(state, step).wait() for step in (1, 2)] == [SaveState.SEALED] * 2
 
 
-def test_who_wants_it_saved_says_so(node):
+def test_nonfinite_state_is_saved_on_request(node):
     settings = Settings(memory=MemorySettings(nonfinite="save"))
     with Checkpointer("tiered://finite", settings=settings) as ckpt:
         for step in (1, 2):

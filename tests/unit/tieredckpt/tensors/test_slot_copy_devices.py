@@ -32,12 +32,12 @@ def faults(seeds) -> list[str]:
     return found
 
 
-def test_state_is_staged_as_it_was_whatever_the_devices_do_later():
+def test_staged_state_is_unaffected_by_later_device_work():
     assert faults(SEEDS) == []
 
 
 @pytest.mark.nightly
-def test_no_race_in_a_thousand_lives():
+def test_thousand_seeds_have_no_race():
     assert faults(MANY) == []
 
 
@@ -124,7 +124,7 @@ def test_mutant_that_cuts_a_registered_file(grows_again):
 # -- registration ------------------------------------------------------------------------------------------------
 
 
-def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
+def test_failed_registration_warns_once_and_is_remembered(caplog):
     with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         device.refuses = "out of locked memory"
         source = device.put(torch.randn(5000))
@@ -137,7 +137,7 @@ def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
     assert device.violations == []
 
 
-def test_a_thread_of_another_device_registers_in_the_name_of_the_one_that_is_used():
+def test_copy_thread_registers_for_the_device_of_the_source():
     """A new thread's current device is the first one, where this rank would then hold memory for nothing."""
     with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(100), index=1)

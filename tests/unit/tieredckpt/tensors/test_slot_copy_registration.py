@@ -35,7 +35,7 @@ def saved(session, device, step, elements):
     return staged, record, tensor
 
 
-def test_a_device_sees_the_slot_that_is_sealed_whatever_size_the_saves_have(session):
+def test_device_sees_the_sealed_slot_for_any_save_size(session):
     """Large, small, large again, as after a resize and back: what a device was shown at first is what is sealed."""
     device = LateDevice()
     for step, elements in enumerate([200_000, 200_000, 50_000, 50_000, 200_000, 200_000, 50_000]):
@@ -49,7 +49,7 @@ def test_a_device_sees_the_slot_that_is_sealed_whatever_size_the_saves_have(sess
         assert device.violations == [], f"save {step}"
 
 
-def test_a_slot_that_goes_is_unregistered_and_no_other(session):
+def test_only_released_slots_are_unregistered(session):
     device = LateDevice()
     memories = [saved(session, device, step, 50_000)[0].memory for step in range(4)]
     assert device.registered == {memory.address for memory in memories}
@@ -58,7 +58,7 @@ def test_a_slot_that_goes_is_unregistered_and_no_other(session):
     assert device.violations == []
 
 
-def test_a_refused_registration_is_said_once_and_not_tried_at_every_save(session, caplog):
+def test_refused_registration_warns_once_and_is_not_retried(session, caplog):
     device = LateDevice()
     device.refuses = "out of locked memory"
     memories = {saved(session, device, step, 50_000)[0].memory for step in range(6)}

@@ -64,7 +64,7 @@ def test_mirror_pairs(lost, step, gone):
     assert not outcome.unknown
 
 
-def test_each_part_is_read_from_whoever_is_left():
+def test_each_part_is_read_from_a_remaining_node():
     outcome, reads = foresee(PAIRS)("node:n0")
     assert reads == (ReadSource((0, 1), ("n8",)), ReadSource((2,), ("n16",)), ReadSource((3,), ("n16", "n24")))
     assert (outcome.from_memory, outcome.from_durable) == (True, False)
@@ -93,7 +93,7 @@ def test_a_durable_step_is_read_from_both():
     assert outcome.lost_steps == ()
 
 
-def test_a_plain_checkpoint_that_is_newer_is_used():
+def test_newer_plain_checkpoint_is_used():
     lose = foresee(PAIRS, survey(durable=[4], plain=(2, 6)))
     outcome, reads = lose("node:n0", "node:n8")
     assert (outcome.step, outcome.plain_step) == (6, 6)
@@ -133,7 +133,7 @@ def test_replicas_of_the_lost_parts_may_cover_the_state():
     assert lose("node:n0", "node:n1")[0].outlook is ResumeOutlook.NOTHING
 
 
-def test_a_past_that_was_left_does_not_come_back():
+def test_abandoned_step_is_not_chosen():
     left, later = VersionId(1, 9, 0, "a"), VersionId(2, 8, 0, "b")
     seen = view(
         node("n0", "", {left: [0], later: [0]}, parts=1, bases={1: -1, 2: 7}),
@@ -162,7 +162,7 @@ def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():
     assert Tier.PEER in outcome.resolution.unreachable
 
 
-def test_when_it_is_lost_too_nothing_is_unknown():
+def test_lost_unreachable_node_leaves_no_uncertainty():
     outcome, _ = foresee(QUIET)("node:n0", "node:n1")
     assert outcome.outlook is ResumeOutlook.NOTHING
     assert outcome.unknown == {}
@@ -170,7 +170,7 @@ def test_when_it_is_lost_too_nothing_is_unknown():
     assert outcome.resolution.unreachable == ()
 
 
-def test_a_newer_step_may_be_whole_with_what_it_holds():
+def test_newer_step_may_be_complete_with_an_unreachable_node():
     seen = view(*QUIET.nodes, node("n2", "rack=r2"))
     outcome, _ = foresee(seen)("node:n2")
     assert (outcome.step, outcome.outlook) == (6, ResumeOutlook.RESUMES)
@@ -185,7 +185,7 @@ def test_a_node_that_still_verifies_may_hold_more():
     assert "2 shards" in outcome.unknown["n1"]
 
 
-def test_a_store_that_is_away_is_not_an_empty_one():
+def test_unreachable_store_differs_from_an_empty_one():
     away = survey(unreachable={Tier.DURABLE: "503"})
     outcome, _ = foresee(PAIRS, away)("rack:r0", "rack:r1")
     assert outcome.outlook is ResumeOutlook.UNKNOWN
@@ -209,15 +209,15 @@ def test_quorum(lost, quorum):
     assert foresee(PAIRS)(*lost)[0].quorum == quorum
 
 
-def test_who_is_suspected_makes_no_quorum():
+def test_suspected_node_does_not_count_for_quorum():
     assert foresee(view(*QUIET.nodes, node("n2")))("node:n2")[0].quorum == QuorumAfterLoss(False, 1, 3)
 
 
-def test_a_job_on_one_node_has_none():
+def test_single_node_job_has_no_quorum():
     assert foresee(view(node("n0", "", {7: [0]}, parts=1), member_list_version=0))("node:n0")[0].quorum is None
 
 
-def test_what_a_quorum_means_is_said():
+def test_quorum_consequences_are_explained():
     assert "a new run may begin" in QuorumAfterLoss(True, 2, 3).explain()
     assert "before the list of the job's nodes" in QuorumAfterLoss(False, 1, 3).explain()
 
@@ -249,7 +249,7 @@ def test_domains_are_nested():
         ("", "say what it is"),
     ],
 )
-def test_an_unknown_name_is_an_error_that_names_what_there_is(name, said):
+def test_unknown_name_error_lists_the_known_ones(name, said):
     with pytest.raises(UsageError, match=said):
         find_failure_domain(name, cluster_failure_domains(PAIRS))
 

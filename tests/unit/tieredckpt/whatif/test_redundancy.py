@@ -71,7 +71,7 @@ def test_where_copies_are_missing_is_named_the_worst_first():
     assert only(one_node).under_replicated == (), "a job on one node lacks nothing"
 
 
-def test_what_is_older_than_the_settled_step_needs_no_copies():
+def test_steps_older_than_the_replicated_one_need_no_copies():
     seen = view(
         node("n0", "", {6: [0], 7: [0], 8: [0]}, parts=1, newest_replicated=group(7)),
         node("n1", "", {7: [~0]}, parts=1, newest_replicated=group(6)),
@@ -122,7 +122,7 @@ def test_steps_that_are_only_durable_are_there_too():
     assert seven.parts_in_memory == 2
 
 
-def test_attempts_at_one_step_are_apart():
+def test_attempts_at_a_step_are_separate():
     again = VersionId(2, 7, 0, "b")
     assert [one.version_id for one in redundancy_by_step(view(node("n0", "", {again: [0], 7: [0, 1]})), survey())] == [
         group(7),
@@ -130,12 +130,12 @@ def test_attempts_at_one_step_are_apart():
     ]
 
 
-def test_own_and_copied_bytes_are_told_apart():
+def test_own_and_copied_bytes_are_separate():
     held = node_share(node("n0", "", {6: [0, ~1], 7: [0]}))
     assert (held.steps, held.parts, held.own_bytes, held.copied_bytes) == (2, 3, 2 * SIZE, SIZE)
 
 
-def test_what_is_durable_by_now_is_not_pending():
+def test_durable_step_is_not_pending():
     drains = [
         DrainStatus(group(step), state) for step, state in ((5, "done"), (6, "waiting"), (7, "failed"), (8, "skipped"))
     ]
@@ -143,7 +143,7 @@ def test_what_is_durable_by_now_is_not_pending():
     assert [one.version_id.version for one in pending_drains(drains, survey(durable=[6]))] == [7]
 
 
-def test_whole_steps_are_those_a_load_could_use():
+def test_loadable_steps_are_complete_and_not_quarantined():
     whole = StepStatus(group(6), 1, {0: (Tier.PEER,)})
     bad = msgspec.structs.replace(whole, version_id=group(9), quarantined="NaN")
     assert loadable_steps(survey(whole, bad, StepStatus(group(8), 2, {0: (Tier.MEMORY,)}), durable=[3])) == [3, 6]

@@ -170,7 +170,7 @@ def test_settings_are_settings():
         msgspec.convert(tree["policy"], ScalingPolicy)
 
 
-def test_the_documentation_shows_what_is_printed():
+def test_documented_recipes_match_the_command_output():
     """Each block of docs/recipes.md that begins with a prompt."""
     text = (ROOT / "docs" / "recipes.md").read_text()
     blocks = re.findall(r"^```console\n\$ elastic recipe (.*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

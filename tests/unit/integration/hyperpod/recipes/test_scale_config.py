@@ -56,7 +56,7 @@ def test_there_are_as_many_recipes_as_are_published():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_one_limit_plans_every_number_of_a_recipe(name):
+def test_single_microbatch_limit_reproduces_every_size_of_a_recipe(name):
     """The largest microbatch that a recipe states anywhere is all the planner is told."""
     rows = RECIPES[name]
     config = read_scale_config(yaml.safe_load(yaml.safe_dump(recipe(*rows))))
@@ -90,7 +90,7 @@ def test_every_recipe_plans_between_its_sizes_and_on_other_machines(name, ranks_
         assert plan.microbatch_size <= (config.max_microbatch or 1)
 
 
-def test_a_file_as_it_is():
+def test_excerpt_file_is_read():
     config = read_scale_config(EXCERPT)
     assert config.name == EXCERPT.name
     assert list(config.sizes) == [1, 2, 3, 4, 6, 8, 16]
@@ -128,7 +128,7 @@ def test_numbers_that_we_would_not_plan_are_named(rows, field, theirs, ours):
     assert (field, theirs, ours) in [(wrong.field, wrong.stated, wrong.planned) for wrong in found]
 
 
-def test_a_size_that_is_another_one_is_named():
+def test_size_with_a_different_node_count_is_named():
     wrong = recipe((2, 128, 4))
     wrong["scale_config"][2]["trainer"]["num_nodes"] = 4
     (found,) = read_scale_config(wrong).disagreements()
@@ -136,11 +136,11 @@ def test_a_size_that_is_another_one_is_named():
 
 
 @pytest.mark.parametrize("uneven", [(16, 8, 9), (0, 7, 8), (16, 8, 0)])
-def test_an_uneven_batch_may_be_an_even_one(uneven):
+def test_uneven_batch_may_be_even(uneven):
     assert read_scale_config(recipe((2, 128, 8, 1e-4, uneven))).disagreements() == []
 
 
-def test_what_a_size_leaves_out_is_the_recipes():
+def test_values_missing_in_a_size_come_from_the_recipe():
     stated = recipe((1, 64, 4), (2, 64))
     stated["training_config"] = {"training_args": {"train_batch_size": 16, "micro_train_batch_size": 2}}
     del stated["scale_config"][2]["training_config"]["training_args"]["train_batch_size"]
@@ -162,14 +162,14 @@ def test_numbers_may_be_text():
     assert size == RecipeSize(8, 8, 128, 2, 1e-4, None)
 
 
-def test_sizes_hold_until_the_next_one():
+def test_size_holds_until_the_next_larger_one():
     config = read_scale_config(recipe((2, 128, 8, 1e-4), (8, 256, 8, 2e-4)))
     assert [config.size_for(nodes).global_batch for nodes in (2, 7, 8, 99)] == [128, 128, 256, 256]
     with pytest.raises(PolicyError, match="nothing about 1 nodes, its smallest size is 2"):
         config.size_for(1)
 
 
-def test_where_no_microbatch_is_stated_one_sample_is_known_to_fit():
+def test_single_sample_is_assumed_to_fit_without_a_microbatch():
     config = read_scale_config(recipe((1, 128)))
     assert (config.plan(1).microbatch_size, config.plan(1).accumulation_steps) == (1, 16)
     assert config.plan(1, max_microbatch=4).accumulation_steps == 4
@@ -219,7 +219,7 @@ ARGS = ("training_config", "training_args")
         (spoil(("trainer", "num_nodes"), -2), "trainer.num_nodes is -2"),
     ],
 )
-def test_what_is_missing_or_no_number_is_named(wrong, named):
+def test_missing_or_non_numeric_value_is_named(wrong, named):
     with pytest.raises(PolicyError) as found:
         read_scale_config(wrong)
     assert named in str(found.value)
@@ -238,7 +238,7 @@ def test_files_that_are_no_recipes(tmp_path, content, named):
     assert "recipe.yaml" in str(found.value)
 
 
-def test_a_file_that_is_not_there_is_not_an_empty_one(tmp_path):
+def test_missing_scale_config_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_scale_config(tmp_path / "recipe.yaml")
 

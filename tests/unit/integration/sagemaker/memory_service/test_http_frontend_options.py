@@ -90,14 +90,14 @@ def test_clients_show_certificates(store: NodeStore, certificates: tuple[Authori
         (MemoryServiceOptions(HERE, nodes="static:n1=h:1", secret="file:/nowhere"), "memory_service_secret"),
     ],
 )
-def test_what_cannot_be_is_said_at_the_start(
+def test_invalid_options_fail_at_startup(
     store: NodeStore, tmp_path: Path, options: MemoryServiceOptions, problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem), serve_memory_service(store, options, "n1", tmp_path, None):
         pass
 
 
-def test_nodes_that_cannot_reach_this_one_are_no_help(store: NodeStore, tmp_path: Path) -> None:
+def test_unreachable_peers_are_refused(store: NodeStore, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
     secret.write_text("x" * 32)

@@ -45,18 +45,18 @@ def put_together(*many: Registry) -> Registry:
 
 @settings(max_examples=examples(50))
 @given(many=st.lists(registries, min_size=1, max_size=3))
-def test_the_order_in_which_things_are_heard_does_not_matter(many: list[Registry]) -> None:
+def test_merge_is_independent_of_the_order(many: list[Registry]) -> None:
     found = [put_together(*order) for order in itertools.permutations(many)]
     assert all(one == found[0] for one in found)
     assert put_together(*many, *many) == found[0]
 
 
 @given(registry=registries)
-def test_it_travels_as_it_is(registry: Registry) -> None:
+def test_registry_round_trips(registry: Registry) -> None:
     assert decode_registry(encode_registry(registry)) == registry
 
 
-def test_a_namespace_that_is_made_again_is_another_one() -> None:
+def test_recreated_namespace_has_a_new_generation() -> None:
     first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
     gone = with_deleted_namespaces(first, "a", "never there", now_ns=NOW + 1)
     again = with_namespace(gone, "a", num_ranks=4, steps_retained=1, now_ns=NOW + 2)
@@ -67,13 +67,13 @@ def test_a_namespace_that_is_made_again_is_another_one() -> None:
         assert put_together(*order).get("a") == again.get("a")
 
 
-def test_who_was_away_when_it_was_deleted_does_not_bring_it_back() -> None:
+def test_stale_node_does_not_restore_a_deleted_namespace() -> None:
     first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
     gone = with_deleted_namespaces(first, "a", now_ns=NOW + 1)
     assert both(gone, first).get("a") is None
 
 
-def test_two_that_make_the_same_namespace_at_once_mean_the_same_one() -> None:
+def test_concurrent_creations_of_a_namespace_merge() -> None:
     one = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
     other = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW + 1)
     assert both(one, other).namespaces["a"].generation == 1

@@ -41,7 +41,7 @@ def whole(ranks: int, *facts: ShardInfo) -> list[int]:
 
 
 @given(steps=STEPS, retained=st.integers(1, 5), data=st.data())
-def test_the_newest_whole_step_and_the_last_one_put_are_never_counted_out(steps, retained, data) -> None:
+def test_newest_complete_and_last_written_steps_are_never_surplus(steps, retained, data) -> None:
     newest_whole = data.draw(st.none() | st.sampled_from(sorted(steps)))
     last_put = data.draw(st.sampled_from(sorted(steps)))
     gone = surplus_steps(steps, retained=retained, newest_whole=newest_whole, last_put=last_put)
@@ -52,7 +52,7 @@ def test_the_newest_whole_step_and_the_last_one_put_are_never_counted_out(steps,
 
 
 @given(steps=STEPS, retained=st.integers(2, 5))
-def test_where_every_save_is_whole_it_is_the_highest_that_stay(steps, retained) -> None:
+def test_highest_steps_stay_when_every_save_is_complete(steps, retained) -> None:
     """As the server that AWS's library is tested against does it."""
     kept: set[int] = set()
     before = None
@@ -63,7 +63,7 @@ def test_where_every_save_is_whole_it_is_the_highest_that_stay(steps, retained) 
     assert kept == set(sorted(steps)[-retained:])
 
 
-def test_one_step_to_keep_is_kept_until_the_next_is_whole() -> None:
+def test_only_retained_step_stays_until_the_next_is_complete() -> None:
     kept = registry(retained=1)
     halfway = [fact(0, 1, 1), fact(1, 1, 2), fact(0, 2, 3)]
     assert surplus_shards(namespace_view({"n1": halfway}, kept), kept, sure=True) == []
@@ -74,7 +74,7 @@ def test_one_step_to_keep_is_kept_until_the_next_is_whole() -> None:
     ]
 
 
-def test_failed_saves_count_out_each_other() -> None:
+def test_failed_saves_displace_each_other() -> None:
     kept = registry(retained=3)
     good = [fact(0, 10, 1), fact(1, 10, 2)]
     failed = [fact(0, step, step) for step in (20, 30, 40, 50)]
@@ -82,7 +82,7 @@ def test_failed_saves_count_out_each_other() -> None:
     assert gone == [namespace_shard_key(0, 20, 20), namespace_shard_key(0, 30, 30)]
 
 
-def test_while_a_node_is_silent_only_what_is_older_than_a_whole_step_goes() -> None:
+def test_silent_node_limits_removal_to_steps_older_than_a_complete_one() -> None:
     kept = registry(retained=2)
     facts = [fact(rank, step, step) for step in (10, 20, 30) for rank in (0, 1)]
     seen = [one for one in facts if one.key.version != 30 or one.key.part == 0]
@@ -103,7 +103,7 @@ def test_while_a_node_is_silent_only_what_is_older_than_a_whole_step_goes() -> N
         (1, {0}, True),
     ],
 )
-def test_a_step_is_whole_when_every_rank_is_there(ranks: int, found: set[int], is_whole: bool) -> None:
+def test_step_is_complete_when_every_rank_is_present(ranks: int, found: set[int], is_whole: bool) -> None:
     assert whole(ranks, *(fact(rank, 5, 1) for rank in found)) == ([5] if is_whole else [])
 
 
@@ -111,12 +111,12 @@ def test_a_step_is_whole_when_every_rank_is_there(ranks: int, found: set[int], i
     ("shards", "plan", "is_whole"),
     [({0, 1}, 2, True), ({0, 1, 2, 3, 4, 5, 6, 7}, 8, True), ({1}, 2, False), ({0, 1, 2}, 4, False), (set(), 0, True)],
 )
-def test_a_plan_says_how_many_ranks_a_job_came_back_with(shards: set[int], plan: int, is_whole: bool) -> None:
+def test_plan_gives_the_rank_count_of_a_resized_job(shards: set[int], plan: int, is_whole: bool) -> None:
     facts = [*(fact(rank, 5, 1) for rank in shards), fact(plan, 5, 1, plan=True)]
     assert whole(5, *facts) == ([5] if is_whole else [])
 
 
-def test_the_plan_is_the_one_that_dcp_writes() -> None:
+def test_dcp_metadata_is_recognized() -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
     assert is_dcp_metadata(pickle.dumps(Metadata({}), protocol=pickle.HIGHEST_PROTOCOL))
@@ -126,14 +126,14 @@ def test_the_plan_is_the_one_that_dcp_writes() -> None:
     assert not is_dcp_metadata(b"")
 
 
-def test_what_is_put_again_counts_wherever_it_is() -> None:
+def test_newest_attempt_wins_on_any_node() -> None:
     view = namespace_view({"n1": [fact(0, 5, 1)], "n2": [fact(0, 5, 2)], "n3": [fact(0, 5, 2)]}, registry())
     shard = view.of("a")[5][0]
     assert (shard.key.attempt, shard.nodes) == (2, ("n2", "n3"))
     assert view.outdated == [namespace_shard_key(0, 5, 1)]
 
 
-def test_what_was_put_into_an_earlier_generation_is_outdated_and_into_a_later_one_not_known_yet() -> None:
+def test_shards_of_an_older_generation_are_outdated_and_of_a_newer_one_unknown() -> None:
     held = {"n1": [fact(0, 1, 1, generation=1), fact(0, 2, 2, generation=2), fact(0, 3, 3, generation=3)]}
     view = namespace_view(held, registry(generation=2))
     assert list(view.of("a")) == [2]
@@ -143,13 +143,13 @@ def test_what_was_put_into_an_earlier_generation_is_outdated_and_into_a_later_on
     assert namespace_view(held, Registry()).outdated == []
 
 
-def test_a_deleted_shard_is_outdated_until_it_is_put_again() -> None:
+def test_deleted_shard_is_outdated_until_written_again() -> None:
     said = Registry(registry().namespaces, (RemovedShard("a", 1, 0, 5, 7),))
     assert namespace_view({"n1": [fact(0, 5, 7)]}, said).outdated == [namespace_shard_key(0, 5, 7)]
     assert list(namespace_view({"n1": [fact(0, 5, 8)]}, said).of("a")) == [5]
 
 
-def test_what_others_keep_under_the_same_job_is_left_alone() -> None:
+def test_foreign_shards_of_the_job_are_left_alone() -> None:
     strange = ShardInfo(namespace_shard_key(0, 5, 1), NAMESPACE_PARTS, 1, b"\xff not ours", 0, marked_committed=False)
     few = ShardInfo(namespace_shard_key(0, 6, 1), 4, 1, b"", 0, marked_committed=False)
     view = namespace_view({"n1": [strange, few]}, registry())

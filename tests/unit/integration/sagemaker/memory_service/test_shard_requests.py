@@ -70,7 +70,7 @@ def test_a_step_may_be_0_and_a_rank_any_of_them() -> None:
 
 @settings(max_examples=examples(50))
 @given(method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]), target=st.text(max_size=80))
-def test_whatever_is_asked_is_understood_or_refused(method: str, target: str) -> None:
+def test_every_request_is_parsed_or_refused(method: str, target: str) -> None:
     for path in (target, "/v1/cp/" + target, "/v1/cp/checkpoints/" + target):
         with contextlib.suppress(RequestRefusedError):  # nothing else comes of it
             parse_request(method, path)
@@ -129,7 +129,7 @@ def test_chunks_come_together_and_nothing_behind_them_is_taken(pieces: list[byte
 
 
 @given(wire=st.binary(max_size=80), window=st.integers(1, 64))
-def test_whatever_chunks_say_it_ends(wire: bytes, window: int) -> None:
+def test_every_chunked_body_ends(wire: bytes, window: int) -> None:
     body = ChunkedBody(io.BufferedReader(io.BytesIO(wire)))
     read(body, window)
     assert body.at_end != bool(body.problem)
@@ -144,7 +144,7 @@ def test_chunks_that_are_torn_or_wrong_are_a_problem(wire: bytes) -> None:
     assert body.problem
 
 
-def test_a_body_that_is_cut_off_is_a_problem() -> None:
+def test_truncated_body_is_a_problem() -> None:
     body = SizedBody(io.BufferedReader(io.BytesIO(b"abc")), 5)
     assert (read(body, 16), bool(body.problem)) == (b"abc", True)
 
@@ -162,7 +162,7 @@ def test_a_body_that_is_cut_off_is_a_problem() -> None:
         {"Transfer_Encoding": ["chunked", "chunked"]},
     ],
 )
-def test_where_headers_say_two_things_nothing_is_believed(said: dict[str, str | list[str]]) -> None:
+def test_contradictory_headers_are_refused(said: dict[str, str | list[str]]) -> None:
     with pytest.raises(RequestRefusedError) as refused:
         request_body(headers(**said), io.BytesIO(b"abc"))
     assert refused.value.status == 400
@@ -185,7 +185,7 @@ def test_where_headers_say_two_things_nothing_is_believed(said: dict[str, str | 
         (None, False),
     ],
 )
-def test_who_shows_the_token_may_come(shown: str | None, may: bool) -> None:
+def test_matching_token_is_admitted(shown: str | None, may: bool) -> None:
     if may:
         TokenCheck(b"s3cret").check(shown)
     else:
@@ -195,7 +195,7 @@ def test_who_shows_the_token_may_come(shown: str | None, may: bool) -> None:
     TokenCheck().check(shown)
 
 
-def test_a_token_that_is_made_stays_and_is_nobody_elses(tmp_path: Path) -> None:
+def test_generated_token_is_kept_and_must_be_private(tmp_path: Path) -> None:
     token_check("token", "", tmp_path)
     path = tmp_path / "memory-service.token"
     token = path.read_text()

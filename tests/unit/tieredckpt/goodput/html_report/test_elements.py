@@ -41,7 +41,7 @@ def test_points_of_time_are_few(seconds):
 
 
 @given(st.floats(1e-9, 1e12))
-def test_there_is_room_above(value):
+def test_rounded_tick_is_above_the_value(value):
     assert value * (1 - 1e-6) <= round_up_tick(value) <= 3 * value
 
 
@@ -65,7 +65,7 @@ def test_thinning_keeps_the_peaks(points, most):
     assert {min(y for _, y in kept), max(y for _, y in kept)} == {min(y for _, y in points), max(y for _, y in points)}
 
 
-def test_a_scale_of_one_value():
+def test_scale_of_a_single_value_is_constant():
     assert LinearScale(3, 3, 10, 20)(3) == 10
     assert LinearScale(0, 10, 10, 20)(5) == 15
     assert LinearScale(0, 10, 20, 10)(10) == 10

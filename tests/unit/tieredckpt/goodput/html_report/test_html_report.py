@@ -114,7 +114,7 @@ def test_the_numbers_are_those_of_the_analysis(job):
     assert sum(spent) == analysis.wall.total
 
 
-def test_the_same_ledger_is_the_same_page():
+def test_same_events_give_the_same_page():
     events = JOBS["minutes"]
     assert html_report(analyse(events)) == html_report(analyse(list(reversed(events))))
 
@@ -154,7 +154,7 @@ def test_few_faults_each_have_a_bar_and_many_are_summed_up():
     assert "70 faults" in many
 
 
-def test_losses_where_they_were_said():
+def test_losses_are_shown_where_recorded():
     with_, without = html_report(analyse(JOBS["minutes"])), html_report(analyse(JOBS["no fault, no loss"]))
     assert "loss over steps" in with_
     assert "loss over steps" not in without
@@ -170,7 +170,7 @@ def test_steps_that_were_undone_are_shown():
     assert loss.count('class="dot"') == 2 * analysis.steps_lost
 
 
-def test_damage_of_the_ledger_is_said():
+def test_damage_of_the_event_log_is_shown():
     source = html_report(analyse(JOBS["seconds"], warnings=["3 damaged lines were passed over"]))
     assert Parsed(source).sections[-1] == "event-log"
     assert "3 damaged lines" in source
@@ -182,7 +182,7 @@ def test_runs_are_listed_where_there_were_several():
     assert "not running" in source
 
 
-def test_what_is_not_finite_and_what_was_injected_are_on_the_page():
+def test_nonfinite_losses_and_injections_are_shown():
     told = Told().began(0).world(1).steps(0, 4, at=2, loss=1.5)
     told.steps(4, 2, at=6, not_finite="nan").steps(6, 3, at=8, loss=1.25).injected(6.5, "nan", step=4, node="n1")
     told.injected(10.5, "sigkill", node="n0").fault(10.6, node="n0").ended(12)
