@@ -99,7 +99,7 @@ class JobTable:
         """A killed agent had let this incarnation write, also where its note of that was lost."""
         known = self.get_or_create(key.job)
         known.last_seen_at = self._table.clock()
-        if key.epoch > known.epoch:
+        if key.epoch > known.epoch and key.job not in self.managed:
             known.epoch, known.incarnation = key.epoch, key.incarnation
 
     # -- incarnations -----------------------------------------------------------------------------------------
@@ -130,10 +130,18 @@ class JobTable:
                 f"({known.incarnation}). This process must stop writing"
             )
 
+    def manage(self, job: str, epoch: int, incarnation: str) -> None:
+        """Make this process the only owner of the job, also where an earlier agent recorded another one."""
+        self.managed.add(validate_job_name(job))
+        known = self.get_or_create(job)
+        known.resume_point = known.replicated = None
+        if (known.epoch, known.incarnation) != (epoch, validate_incarnation(incarnation)):
+            self._set_incarnation(job, epoch, incarnation)
+
     def fence(self, job: str, epoch: int, incarnation: str) -> None:
         """Another node says who owns the job: writers of the past are refused from here on."""
         known = self.get_or_create(job)
-        if not self.is_plausible_epoch(job, epoch):
+        if job in self.managed or not self.is_plausible_epoch(job, epoch):
             return
         if (epoch, incarnation) > (known.epoch, known.incarnation):
             self._set_incarnation(job, epoch, incarnation)
@@ -389,7 +397,7 @@ class JobTable:
     def learn_resume_point(self, job: str, base: ResumePoint) -> None:
         """Another node says what the job went on from."""
         known = self.get_or_create(job)
-        if not self.is_plausible_epoch(job, max(base.epoch, base.version_id.epoch)):
+        if job in self.managed or not self.is_plausible_epoch(job, max(base.epoch, base.version_id.epoch)):
             return
         if known.resume_point is None or base.order > known.resume_point.order:
             self._set_resume_point(job, base)

@@ -44,7 +44,6 @@ from peerstore.shard_records import (
     SlotInfo,
     StoreStatus,
     VersionId,
-    validate_incarnation,
     validate_job_name,
 )
 from peerstore.store.arena import Arena
@@ -398,8 +397,7 @@ class NodeStore:
         it is forgotten by name. ``incarnation`` owns it on every node, so nobody has to be asked whether it may begin.
         """
         with self._lock:
-            self._jobs.managed.add(validate_job_name(job))
-            self._jobs.fence(job, epoch, validate_incarnation(incarnation))
+            self._jobs.manage(job, epoch, incarnation)
 
     def jobs(self) -> list[str]:
         """Every job this node has heard of."""

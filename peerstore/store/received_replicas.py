@@ -97,6 +97,8 @@ class ReplicaStore:
 
     def _check_fence(self, key: ShardKey, *, whole: bool) -> None:
         known = self._jobs.get_or_create(key.job)
+        if key.job in self._jobs.managed and (key.epoch, key.incarnation) != (known.epoch, known.incarnation):
+            raise RequestError(f"{key}: only the agents of the nodes write shards of job {key.job}")
         if known.replicated is not None and key.version_id < known.replicated and not self._kept(key):
             raise FencedError(f"{key} is older than version {known.replicated.version}, which has all its copies")
         if key.version_id in known.aborted:
@@ -234,6 +236,8 @@ class ReplicaStore:
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """What the node that counts has come to, wherever it was heard."""
         with self._table.lock:
+            if job in self._jobs.managed:  # its shards are removed by name only
+                return
             if decided.committed is not None and self._jobs.get_or_create(job).would_be_newest(decided.committed):
                 self._jobs.mark_committed(job, decided.committed)
             if decided.replicated is not None:

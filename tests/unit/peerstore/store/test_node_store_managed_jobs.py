@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from peerstore.commit_protocol import CommitDecision
 from peerstore.errors import ArenaBusyError, RequestError
 from peerstore.settings import StoreSettings
-from peerstore.shard_records import ShardKey
+from peerstore.shard_records import ResumePoint, ShardKey, ShardRecord, VersionId
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
 
@@ -82,4 +83,43 @@ def test_managed_job_name_is_reserved(store: NodeStore) -> None:
         store.claim("managed", "trainer")
     with pytest.raises(RequestError, match="this agent's own"):
         store.lease(ShardKey("managed", 1, 2, "trainer", 0, 0), 100, 1)
+    keep(store, "managed", 1)
+
+
+STRANGER = VersionId(2, 5, 0, "stranger")
+
+
+def offer(store: NodeStore) -> None:
+    key = ShardKey("managed", 5, 2, "stranger", 0, 0)
+    with contextlib.suppress(RequestError):
+        store.begin_replica(ShardRecord(key, PARTS, 0, 1 << 20, b"", b"", 1), whole=True)
+
+
+def resume(store: NodeStore) -> None:
+    store.replicas.learn_resume_point("managed", ResumePoint(2, "stranger", 0, STRANGER))
+
+
+def fence(store: NodeStore) -> None:
+    store.replicas.fence("managed", 2, "stranger")
+
+
+def decide(store: NodeStore) -> None:
+    store.replicas.apply_decision("managed", CommitDecision(STRANGER, STRANGER, (VersionId(1, 1, 0, "owner"),)))
+
+
+@pytest.mark.parametrize("message", [offer, resume, fence, decide])
+def test_managed_job_ignores_other_incarnations(store: NodeStore, message: Callable[[NodeStore], None]) -> None:
+    store.manage_job("managed", 1, "owner")
+    kept = [keep(store, "managed", 1)]
+    message(store)
+    kept.append(keep(store, "managed", 2))
+    assert [fact.key for fact in store.list_shards("managed")] == kept
+    received = ShardRecord(ShardKey("managed", 3, 1, "owner", 0, 0), PARTS, 0, 1 << 20, b"", b"", 1)
+    assert store.begin_replica(received, whole=False) is not None
+
+
+def test_managed_job_replaces_a_recorded_owner(store: NodeStore) -> None:
+    store.replicas.fence("managed", 2, "stranger")
+    store.manage_job("managed", 1, "owner")
+    assert store.epoch("managed") == 1
     keep(store, "managed", 1)
