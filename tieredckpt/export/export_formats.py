@@ -271,7 +271,7 @@ class _Writer(FileSystemWriter):
                 data = planner.resolve_data(item)
                 if isinstance(data, torch.Tensor):
                     torch.save(data, stream)  # type: ignore[arg-type]
-                    self._advance(data.nbytes if data.layout is torch.strided else stream.tell() - start)
+                    self._advance(data.nbytes)
                 else:
                     stream.write(data.getvalue())
                 size = stream.tell() - start
@@ -281,7 +281,24 @@ class _Writer(FileSystemWriter):
         return future
 
 
+def _refuse_sparse_tensors(source: StepSource, names: Mapping[str, str]) -> None:
+    """Raise where DCP would load a tensor as something else than it is."""
+    archived = [
+        name
+        for name in names
+        if name in source.step.tensors and any(place.item >= 0 for place in source.step.tensors[name])
+    ]
+    sparse = [f"'{name}'" for name in archived if source.tensor(name).layout is not torch.strided]
+    if sparse:
+        more = f" and {len(sparse) - _SHOWN} more" if len(sparse) > _SHOWN else ""
+        raise UsageError(
+            f"Cannot export {', '.join(sparse[:_SHOWN])}{more} in DCP format: DCP does not load sparse tensors. Use "
+            "--format torch, or leave them out with --exclude."
+        )
+
+
 def write_dcp(folder: Path, source: StepSource, names: Mapping[str, str], advance: Callable[[int], None]) -> None:
+    _refuse_sparse_tensors(source, names)
     values: dict[str, Any] = {}
     for name in names:
         if name in source.step.tensors:

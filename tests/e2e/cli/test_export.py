@@ -1,8 +1,8 @@
 """``tieredckpt export``: bit for bit, in every format, whole or not at all."""
 
-import io
 import json
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,20 +140,31 @@ def test_a_dcp_folder_loads_with_dcp(cli, saved, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_dcp_folder_has_tensors_of_other_layouts_as_files_have_them(cli, agent_dir, durable, tmp_path):
+def test_dcp_export_refuses_sparse_tensors(cli, agent_dir, durable, tmp_path):
     dense = torch.eye(4)
     state = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "w": torch.ones(3)}
     save(Job(agent_dir, durable, "sparse"), state)
-    assert cli("export", "sparse", tmp_path / "dcp", "--format", "dcp").code == 0
+    said = cli("export", "sparse", tmp_path / "dcp", "--format", "dcp")
+    assert said.code == 2
+    assert "Cannot export 'coo', 'csr' in DCP format" in said.err
+    assert not list(tmp_path.glob("*dcp*"))
+    assert cli("export", "sparse", tmp_path / "dcp", "--format", "dcp", "--exclude", "c*").code == 0
     target = {"w": torch.zeros(3)}
     dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert torch.equal(target["w"], state["w"])
-    places = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().storage_data
-    for index, place in places.items():
-        data = (tmp_path / "dcp" / place.relative_path).read_bytes()[place.offset :][: place.length]
-        found = torch.load(io.BytesIO(data), weights_only=True)
-        assert found.layout is state[index.fqn].layout
-        assert torch.equal(found.to_dense(), state[index.fqn].to_dense())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf", "torch", "dcp"])
+def test_export_writes_hostile_names_only_inside_the_destination(cli, agent_dir, durable, tmp_path, kind):
+    names = ["../up", "/tieredckpt-absolute", "a/../../b", "line\nbreak"]
+    save(Job(agent_dir, durable, "hostile"), {name: torch.ones(3) for name in names})
+    place = tmp_path / "deep" / "place"
+    said = cli("export", "hostile", place / "out", "--format", kind, "--max-shard-size", "12B")
+    assert said.code == 0, said.err
+    assert not Path("/tieredckpt-absolute").exists()
+    assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["place"]
+    assert [entry.name for entry in place.iterdir()] == ["out"]
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"deep", "durable"}
 
 
 def test_only_selected_names(cli, saved, tmp_path):
