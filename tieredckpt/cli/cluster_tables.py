@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus, StepInventory
 from tieredckpt.agent.job_health import describe_protection
-from tieredckpt.cli.command_output import format_age, format_ranges, iso_time, text_table
+from tieredckpt.cli.command_output import format_age, format_ranges, iso_time, literal, text_table
 from tieredckpt.resolve_step import Tier
 from tieredckpt.whatif.redundancy import StepRedundancy, UnderReplicatedParts, node_share, unknown_nodes
 
@@ -48,9 +47,9 @@ def nodes_table(view: ClusterStatus, nodes: Sequence[ClusterNode]) -> Table:
         labels = dict(one.node.labels)
         rows.append(
             [
-                escape(one.node.id),
+                literal(one.node.id),
                 f"[{_COLOURS.get(one.state, 'yellow')}]{one.state}[/]",
-                *(escape(labels.get(level, "-")) for level in levels),
+                *(literal(labels.get(level, "-")) for level in levels),
                 *holds,
                 *([f"{show_size(one.path_bytes_per_s)}/s" if one.path_bytes_per_s else "-"] if paths else []),
             ]
@@ -65,7 +64,7 @@ def unreachable_lines(view: ClusterStatus) -> list[str]:
     lines = []
     for name, why in unknown_nodes(view).items():
         what = "could not be asked, what it holds is not known" if name in silent else "may hold more"
-        lines.append(f"[yellow]{escape(name)}[/] {what}: {escape(why)}")
+        lines.append(f"[yellow]{literal(name)}[/] {what}: {literal(why)}")
     return lines
 
 
@@ -115,8 +114,10 @@ def step_warnings(view: ClusterStatus, steps: Iterable[StepRedundancy]) -> list[
     for one in steps:
         name = f"step {one.version_id.version}"
         if one.quarantined:
-            lines.append(f"[red]{name}[/] is quarantined: {escape(one.quarantined)}")
-        lines += [f"[red]{name}[/] part {part} was damaged: {escape(why)}" for part, why in sorted(one.damaged.items())]
+            lines.append(f"[red]{name}[/] is quarantined: {literal(one.quarantined)}")
+        lines += [
+            f"[red]{name}[/] part {part} was damaged: {literal(why)}" for part, why in sorted(one.damaged.items())
+        ]
         lines += [f"[yellow]{name}[/] {_weak(weak, view)}" for weak in one.under_replicated[:_WEAK_SHOWN]]
         if len(one.under_replicated) > _WEAK_SHOWN:
             more = sum(len(weak.parts) for weak in one.under_replicated[_WEAK_SHOWN:])
@@ -128,7 +129,7 @@ def _weak(weak: UnderReplicatedParts, view: ClusterStatus) -> str:
     parts = f"part {weak.parts[0]}" if len(weak.parts) == 1 else f"parts {format_ranges(weak.parts)}"
     if weak.nodes:
         more = "+" if unknown_nodes(view) else ""
-        return f"{parts}: {len(weak.nodes)}{more} of {view.copies} copies, on {escape(', '.join(weak.nodes))}"
+        return f"{parts}: {len(weak.nodes)}{more} of {view.copies} copies, on {literal(', '.join(weak.nodes))}"
     return f"{parts}: " + ("not seen on any node that could be asked" if unknown_nodes(view) else "on no node")
 
 
@@ -144,7 +145,7 @@ def protection_line(view: ClusterStatus) -> str:
     if view.protected is None:
         return ""
     colour = "green" if view.protected.unprotected_since is None else "bold yellow"
-    return f"\n[{colour}]{escape(describe_protection(view.protected))}[/]"
+    return f"\n[{colour}]{literal(describe_protection(view.protected))}[/]"
 
 
 # -- as JSON ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ _UNSEEN = {number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 
 }
 """What a terminal obeys, or shows in another order than it is. Names and reasons come from whoever wrote a job."""
 
+_LINE_BREAKS = _UNSEEN | {ord("\n"): "\\x0a", ord("\t"): "\\x09", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
 AdvanceProgress = Callable[[int], None]
 """Called with the number of bytes just done."""
 
@@ -110,6 +112,11 @@ class _Escaped:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._shown, options):
             yield segment if segment.control else segment._replace(text=segment.text.translate(_UNSEEN))
+
+
+def literal(text: str) -> str:
+    """Return ``text`` as markup that shows on one line, with its control characters escaped."""
+    return escape(text.translate(_LINE_BREAKS))
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.server.store_client import connect_to_agent
@@ -26,7 +25,7 @@ from peerstore.settings import AgentPaths, parse_budget
 from peerstore.sizes_and_durations import parse_size, show_size
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.agent_http import UNIX
-from tieredckpt.cli.command_output import CommandOutput, text_table
+from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.findings import (
@@ -104,7 +103,7 @@ def _print_report(screen: CommandOutput, settings: Settings | None, found: Seque
         if rows:
             out.print()
             out.print(
-                text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.loss, escape(row.survives)] for row in rows])
+                text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.loss, literal(row.survives)] for row in rows])
             )
 
     screen.result(value, show)
@@ -115,10 +114,11 @@ def _show_findings(out: Console, found: Sequence[CheckResult]) -> None:
     colours = {CheckStatus.PASSED: "green", CheckStatus.WARNING: "yellow", CheckStatus.FAILED: "bold red"}
     width = max(len(one.subject) for one in found)
     for one in found:
-        out.print(f"[{colours[one.status]}]{one.status.value:<4}[/]  {one.subject:<{width}}  {escape(one.message)}")
+        out.print(f"[{colours[one.status]}]{one.status.value:<4}[/]  {one.subject:<{width}}  {literal(one.message)}")
         if one.hint:
             out.print(
-                f"{'':<{width + 8}}{escape(one.hint)}", style="dim" if one.status is CheckStatus.WARNING else "bold"
+                f"{'':<{width + 8}}{literal(one.hint)}",
+                style="dim" if one.status is CheckStatus.WARNING else "bold",
             )
 
 

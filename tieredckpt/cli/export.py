@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
-from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, pluralized
+from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, literal, pluralized
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, open_tier_client
@@ -175,9 +174,9 @@ def _show(out: Console, value: dict[str, Any]) -> None:
         f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
     )
     out.print(
-        f"{escape(value['job'])}/step-{value['step']}: {what} ({show_size(value['size_bytes'])}) in {files} at "
-        f"{escape(value['destination'])}, read {read} in {show_seconds(value['seconds'])}"
+        f"{literal(value['job'])}/step-{value['step']}: {what} ({show_size(value['size_bytes'])}) in {files} at "
+        f"{literal(value['destination'])}, read {read} in {show_seconds(value['seconds'])}"
     )
     if value["left_out"]:
         names = ", ".join(value["left_out"][:6]) + (", ..." if len(value["left_out"]) > 6 else "")
-        out.print(f"left out, because safetensors holds tensors only: {escape(names)}")
+        out.print(f"left out, because safetensors holds tensors only: {literal(names)}")

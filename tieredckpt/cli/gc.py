@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
@@ -23,7 +22,7 @@ from tieredckpt.agent.durable_catalog import (
     orphaned_parts,
 )
 from tieredckpt.agent.retention import expired_steps
-from tieredckpt.cli.command_output import CommandOutput, format_age, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent
@@ -228,7 +227,7 @@ def _show(out: Console, value: dict[str, Any]) -> None:
     policy += f" and those divisible by {value['keep_every']}" if value["keep_every"] else ""
     verb = "would be deleted" if value["dry_run"] else "deleted"
     out.print(
-        f"{pluralized(len(deleted), 'step')} {verb} from {escape(value['durable'])} "
+        f"{pluralized(len(deleted), 'step')} {verb} from {literal(value['durable'])} "
         f"({show_size(value['deleted_bytes'])}), "
         f"{len(value['kept'])} kept: {policy}"
     )
@@ -237,6 +236,6 @@ def _show(out: Console, value: dict[str, Any]) -> None:
         out.print(f"shards of {pluralized(len(lost), 'step')} without a manifest:")
         for one in lost:
             verdict = "stays" if not one["deleted"] else "would be deleted" if value["dry_run"] else "deleted"
-            out.print(f"  step {one['step']}, {show_size(one['size_bytes'])}: {verdict} ({escape(one['reason'])})")
+            out.print(f"  step {one['step']}, {show_size(one['size_bytes'])}: {verdict} ({literal(one['reason'])})")
     if value["discarded_uploads"]:
         out.print(f"{pluralized(value['discarded_uploads'], 'unfinished upload')} discarded")

@@ -15,12 +15,11 @@ import click
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.text import Text
 
 from tieredckpt.agent.agent_api import ProtectionStatus
 from tieredckpt.agent.job_health import describe_protection
-from tieredckpt.cli.command_output import CommandOutput, format_age, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.errors import UsageError
@@ -103,7 +102,7 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
 
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
     """The few lines that say the most."""
-    name, total_s = escape(found.job or "job"), found.wall.total / 1e6
+    name, total_s = literal(found.job or "job"), found.wall.total / 1e6
     how = "goes on, or was killed" if found.is_running else found.runs[-1].how
     began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     sizes = f"{pluralized(found.worlds, 'world')}, at most {pluralized(found.ranks, 'rank')}"

@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.cli.command_output import CommandOutput, format_ranges, iso_time, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_ranges, iso_time, literal, pluralized, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import open_tier_client
@@ -131,19 +130,19 @@ def _sharding(entry: TensorEntry, boxes: Sequence[Box]) -> str:
 def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
     shown, tensors, objects = value["shards"], value["tensors"], value["objects"]
     out.print(
-        f"[bold]{escape(value['job'])}/step-{value['step']}[/]  epoch {value['epoch']}, incarnation "
+        f"[bold]{literal(value['job'])}/step-{value['step']}[/]  epoch {value['epoch']}, incarnation "
         f"{value['incarnation']}, saved {value['saved']}, {show_size(value['size_bytes'])} in "
         f"{pluralized(value['parts'], 'part')}"
     )
     if value["quarantined"]:
-        out.print(f"[red]quarantined:[/] {escape(value['quarantined'])}")
+        out.print(f"[red]quarantined:[/] {literal(value['quarantined'])}")
     rows = [
         [
             str(one["part"]),
             ", ".join(one["tiers"]),
             show_size(one["size_bytes"]),
-            escape(one["encoding"]),
-            escape(one["object"] or "-"),
+            literal(one["encoding"]),
+            literal(one["object"] or "-"),
         ]
         for one in shown
     ]
@@ -157,7 +156,7 @@ def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
             _show_pieces(out, one)
     if objects:
         out.print()
-        rows = [[escape(one["name"]), show_size(one["size_bytes"]), format_ranges(one["parts"])] for one in objects]
+        rows = [[literal(one["name"]), show_size(one["size_bytes"]), format_ranges(one["parts"])] for one in objects]
         out.print(text_table(["OBJECT", "SIZE", "PARTS"], rows, right=("SIZE",)))
     total = sum(one["size_bytes"] for one in tensors)
     out.print(f"\n{pluralized(len(tensors), 'tensor')} with {show_size(total)}, {pluralized(len(objects), 'object')}")
@@ -166,8 +165,8 @@ def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
 def _rows(tensors: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
-            escape(one["name"]),
-            escape(one["dtype"]),
+            literal(one["name"]),
+            literal(one["dtype"]),
             "x".join(map(str, one["shape"])) or "scalar",
             show_size(one["size_bytes"]),
             one["sharding"] + (" (archive)" if one["archived"] else ""),
@@ -178,7 +177,7 @@ def _rows(tensors: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _show_pieces(out: Console, tensor: dict[str, Any]) -> None:
-    out.print(f"\n{escape(tensor['name'])}")
+    out.print(f"\n{literal(tensor['name'])}")
     for piece in tensor["pieces"]:
         offsets, sizes = (", ".join(map(str, piece[key])) for key in ("offsets", "sizes"))
         out.print(f"  part {piece['part']}: from ({offsets}) size ({sizes})")

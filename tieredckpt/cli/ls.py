@@ -13,13 +13,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import DrainStatus, StepInventory, StepStatus
 from tieredckpt.cli.cluster_tables import STATES
-from tieredckpt.cli.command_output import CommandOutput, format_age, iso_time, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, iso_time, literal, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client, step_not_found_error
@@ -223,10 +222,10 @@ def _show(
     plain: Sequence[int],
 ) -> None:
     url = survey.durable.url if survey.durable else ""
-    out.print(f"[bold]{escape(location.job)}[/]" + (f"  durable tier {escape(url)}" if url else "  no durable tier"))
+    out.print(f"[bold]{literal(location.job)}[/]" + (f"  durable tier {literal(url)}" if url else "  no durable tier"))
     _show_block(out, lines, plain)
     for tier, text in survey.unreachable.items():
-        out.print(f"[yellow]{tier.value} tier not asked:[/] {escape(text)}")
+        out.print(f"[yellow]{tier.value} tier not asked:[/] {literal(text)}")
 
 
 def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
@@ -249,7 +248,7 @@ def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) ->
                 str(line.copies) if line.copies else "-",
                 show_size(line.size_bytes) if line.size_bytes else "-",
                 format_age((now - line.saved_ns) / 1e9) if line.saved_ns else "-",
-                escape(_note(line)),
+                literal(_note(line)),
             ]
         )
     rows += [
@@ -358,7 +357,7 @@ def _add_durable_jobs(screen: CommandOutput, sight: TierClient, found: dict[str,
 
 def _show_jobs(out: Console, sight: TierClient, rows: Sequence[dict[str, Any]]) -> None:
     if sight.agent is None:
-        out.print(f"[yellow]memory tier not asked:[/] {escape(sight.agent_error)}")
+        out.print(f"[yellow]memory tier not asked:[/] {literal(sight.agent_error)}")
     if not rows:
         out.print("no jobs")
         return
@@ -368,7 +367,7 @@ def _show_jobs(out: Console, sight: TierClient, rows: Sequence[dict[str, Any]]) 
         left = row["forgotten_in_s"]
         cells.append(
             [
-                escape(row["job"]),
+                literal(row["job"]),
                 str(row["steps_in_memory"]),
                 _or_dash(row["newest_in_memory"]),
                 _or_dash(row["durable_steps"]),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.markup import escape
 
 from tieredckpt.agent.agent_api import StepStatus
-from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_job_and_step,
     pass_output,
@@ -65,7 +64,7 @@ def _say(
     said = f"is kept in {where} until it is unpinned" if kept else f"is not kept any more in {where}"
     if not kept and not before:
         said = "was not kept"
-    screen.result(value, lambda out: out.print(f"{escape(str(location))} {said}"))
+    screen.result(value, lambda out: out.print(f"{literal(str(location))} {said}"))
     return ExitCode.OK
 
 

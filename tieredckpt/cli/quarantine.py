@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from tieredckpt.agent.agent_api import StepStatus
-from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_step_target,
     pass_output,
@@ -91,8 +90,8 @@ def _lift(sight: TierClient, location: Location, views: Sequence[StepStatus]) ->
 def _show(out: Console, location: Location, value: dict[str, Any]) -> None:
     where = " and ".join(f"the {tier} tier" for tier in value["marked"])
     if value["quarantined"]:
-        out.print(f"{escape(str(location))} is quarantined in {where}: {escape(value['reason'])}")
+        out.print(f"{literal(str(location))} is quarantined in {where}: {literal(value['reason'])}")
     elif any(value["before"]):
-        out.print(f"{escape(str(location))} may be chosen again, its mark is gone from {where}")
+        out.print(f"{literal(str(location))} may be chosen again, its mark is gone from {where}")
     else:
-        out.print(f"{escape(str(location))} was not quarantined")
+        out.print(f"{literal(str(location))} was not quarantined")

@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.durable_catalog import DurableCatalog, manifest_from_shard_files
-from tieredckpt.cli.command_output import CommandOutput, pluralized
+from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
 from tieredckpt.cli.common_options import (
     parse_step_target,
     pass_output,
@@ -142,6 +141,6 @@ def _replace(catalog: DurableCatalog, manifest: Manifest) -> None:
 def _show(out: Console, location: Location, value: dict[str, Any]) -> None:
     done = "can be rebuilt from" if value["dry_run"] else "was rebuilt from"
     out.print(
-        f"{escape(str(location))} {done} {pluralized(value['found'], 'shard')} ({show_size(value['size_bytes'])}, all "
-        f"verified): {escape(value['manifest'])}"
+        f"{literal(str(location))} {done} {pluralized(value['found'], 'shard')} ({show_size(value['size_bytes'])}, all "
+        f"verified): {literal(value['manifest'])}"
     )

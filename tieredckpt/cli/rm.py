@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import click
-from rich.markup import escape
 
-from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_job_and_step,
     pass_output,
@@ -60,7 +59,7 @@ def rm_command(
         sight.delete_attempts(location.job, [view.version_id for view in views])
     value = {"job": location.job, "step": location.step, "attempts": len(views), "not_asked": why}
     said = f"{location} is deleted from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
-    screen.result({**value, "deleted_from": tiers}, lambda out: out.print(escape(said)))
+    screen.result({**value, "deleted_from": tiers}, lambda out: out.print(literal(said)))
     return ExitCode.OK
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import click
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.shard_records import ArenaStatus, JobStatus, StoreStatus
 from peerstore.sizes_and_durations import show_size
@@ -25,7 +24,7 @@ from tieredckpt.cli.cluster_tables import (
     steps_to_show,
     unreachable_lines,
 )
-from tieredckpt.cli.command_output import CommandOutput, format_age, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
@@ -91,17 +90,17 @@ def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, step
     for line in step_warnings(view, shown):
         out.print(line)
     if hidden:
-        out.print(f"{pluralized(hidden, 'older step')} in the durable tier: tieredckpt ls {escape(view.job)}")
+        out.print(f"{pluralized(hidden, 'older step')} in the durable tier: tieredckpt ls {literal(view.job)}")
     if Tier.DURABLE in survey.unreachable:
-        out.print(f"[yellow]durable tier not asked:[/] {escape(survey.unreachable[Tier.DURABLE])}")
+        out.print(f"[yellow]durable tier not asked:[/] {literal(survey.unreachable[Tier.DURABLE])}")
 
 
 def cluster_headline(view: ClusterStatus) -> str:
-    name = f"[bold]{escape(view.job)}[/]"
+    name = f"[bold]{literal(view.job)}[/]"
     if not view.member_list_version:
-        return f"{name}  only on this node ({escape(view.this_node)}): no copies on others{protection_line(view)}"
+        return f"{name}  only on this node ({literal(view.this_node)}): no copies on others{protection_line(view)}"
     settled = newest_replicated(view)
-    seen = f"{escape(view.this_node)} {escape(view.sees)}"
+    seen = f"{literal(view.this_node)} {literal(view.sees)}"
     wanted = "parity" if view.mode == "parity" else f"{view.copies} copies"
     text = f"{name}  {wanted} wanted" + (f", replicated step {settled.version}" if settled else "")
     return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
@@ -149,7 +148,7 @@ def _show_node(
 ) -> None:
     arena = state.arena
     free = f", {arena.free_slots} free" if arena.free_slots else ""
-    out.print(f"[bold]agent[/]   {escape(str(agent.place.directory))}")
+    out.print(f"[bold]agent[/]   {literal(str(agent.place.directory))}")
     out.print(
         f"[bold]memory[/]  {show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)} in "
         f"{pluralized(arena.slots, 'slot')}{free}; {show_size(arena.sealed_bytes)} sealed"
@@ -165,22 +164,22 @@ def _show_node(
     for row in rows:
         left = row["forgotten_in_s"]
         if left is not None:
-            out.print(f"{escape(row['job'])}: no process left, its memory is given back in {format_age(left)}")
+            out.print(f"{literal(row['job'])}: no process left, its memory is given back in {format_age(left)}")
         for tier, text in row["unreachable"].items():
-            out.print(f"[yellow]{escape(row['job'])}: {tier} tier not asked:[/] {escape(text)}")
+            out.print(f"[yellow]{literal(row['job'])}: {tier} tier not asked:[/] {literal(text)}")
         for one in row["pending"]:
             if one["error"]:
                 colour = "red" if one["state"] == "failed" else "yellow"
                 out.print(
-                    f"[{colour}]{escape(row['job'])} step {one['step']} is not durable:[/] {escape(one['error'])}"
+                    f"[{colour}]{literal(row['job'])} step {one['step']} is not durable:[/] {literal(one['error'])}"
                 )
     for text in damages[-3:]:
-        out.print(f"[red]damaged:[/] {escape(text)}")
+        out.print(f"[red]damaged:[/] {literal(text)}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     numbers = [row[name] for name in ("epoch", "processes", "steps_in_memory", "newest_complete", "newest_replicated")]
-    return [escape(row["job"]), *("-" if one is None else str(one) for one in numbers), _drain_cell(row)]
+    return [literal(row["job"]), *("-" if one is None else str(one) for one in numbers), _drain_cell(row)]
 
 
 def _drain_cell(row: dict[str, Any]) -> str:

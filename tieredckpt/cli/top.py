@@ -17,7 +17,6 @@ from typing import Any
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -38,7 +37,7 @@ from tieredckpt.cli.cluster_tables import (
     unreachable_lines,
     upload_percent,
 )
-from tieredckpt.cli.command_output import CommandOutput, iso_time, pluralized
+from tieredckpt.cli.command_output import CommandOutput, iso_time, literal, pluralized
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import open_tier_client, require_agent, resolve_job_name
@@ -169,7 +168,9 @@ def unhealthy_first(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
 def _head(seen: ClusterSample, steps: Sequence[StepRedundancy]) -> Text:
     view = seen.view
     at = datetime.fromtimestamp(seen.at_ns / 1e9).astimezone().strftime("%H:%M:%S")
-    lines = [f"[bold]{escape(view.job)}[/]  {at}  {escape(view.this_node)} {escape(view.sees or 'is the only node')}"]
+    lines = [
+        f"[bold]{literal(view.job)}[/]  {at}  {literal(view.this_node)} {literal(view.sees or 'is the only node')}"
+    ]
     if not view.quorum:
         lines[0] = f"{lines[0]}  [bold yellow]no quorum[/]"
     if view.protected is not None:
@@ -192,7 +193,7 @@ def _traffic(seen: ClusterSample, speed: TrafficRates | None, drains: Sequence[D
     grid.add_column()
     view = seen.view
     if view.member_list_version:
-        grid.add_row("copies", escape(f"sending {view.sending}" if view.sending else "nothing to send"))
+        grid.add_row("copies", literal(f"sending {view.sending}" if view.sending else "nothing to send"))
         if view.lag_s:
             grid.add_row("lag", f"the last copy was there {show_seconds(view.lag_s)} after its seal")
     for number, one in enumerate(drains):
@@ -315,6 +316,6 @@ def _live(out: Console, agent: NodeAgentClient, job: str) -> None:
                     live.update(last, refresh=True)
             except (PeerStoreError, TieredCheckpointError, OSError) as error:
                 # It may come back; until then what was seen last stays, and says that it is old.
-                away = Text.from_markup(f"[bold red]the agent does not answer:[/] {escape(str(error))}")
+                away = Text.from_markup(f"[bold red]the agent does not answer:[/] {literal(str(error))}")
                 live.update(Group(away, last), refresh=True)
                 time.sleep(_REFRESH_S)

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.checksums import chunk_count
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
@@ -19,7 +18,7 @@ from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import ClusterStatus, PeerSource, StepStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.cluster_tables import unreachable_lines
-from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, text_table
+from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode, worst_exit_code
 from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client
@@ -244,8 +243,8 @@ def _show(
         part = str(check.part) if check.part >= 0 else "-"
         rows.append(
             [
-                *(str(check.step), part, check.tier.value, escape(check.node or "-"), shown),
-                *(show_size(check.size_bytes), escape(_problem(check))),
+                *(str(check.step), part, check.tier.value, literal(check.node or "-"), shown),
+                *(show_size(check.size_bytes), literal(_problem(check))),
             ]
         )
     if rows:
@@ -255,7 +254,7 @@ def _show(
     for line in unreachable_lines(cluster) if cluster is not None else ():
         out.print(line)
     for tier, text in unreachable.items():
-        out.print(f"[yellow]{tier} tier not asked:[/] {escape(text)}")
+        out.print(f"[yellow]{tier} tier not asked:[/] {literal(text)}")
     good = [check for check in checks if check.result is ExitCode.OK]
     damaged = sum(check.result is ExitCode.DAMAGED for check in checks)
     verdict = f"{len(good)} of {len(checks)} copies of {location} are good ({show_size(_bytes(good))} read)"

@@ -8,13 +8,20 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import ClusterStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
-from tieredckpt.cli.command_output import CommandOutput, format_age, format_ranges, pluralized, print_fields, text_table
+from tieredckpt.cli.command_output import (
+    CommandOutput,
+    format_age,
+    format_ranges,
+    literal,
+    pluralized,
+    print_fields,
+    text_table,
+)
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode, worst_exit_code
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
@@ -170,7 +177,7 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
     what = " and ".join(map(str, outcome.lost))
     nodes = "" if all(one.level == "node" for one in outcome.lost) else f" ({_names(outcome.nodes)})"
     out.print(
-        f"[bold]{escape(view.job)}[/]  without {escape(what)}{escape(nodes)}, as {escape(view.this_node)} sees it"
+        f"[bold]{literal(view.job)}[/]  without {literal(what)}{literal(nodes)}, as {literal(view.this_node)} sees it"
     )
     out.print()
     lines = [("resumes from", _resumes(outcome))]
@@ -179,10 +186,10 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
     lines += [("", _gone(one)) for one in outcome.lost_steps]
     if outcome.quorum is not None:
         colour = "" if outcome.quorum.enough else "yellow"
-        text = escape(outcome.quorum.explain())
+        text = literal(outcome.quorum.explain())
         lines.append(("quorum", f"[{colour}]{text}[/]" if colour else text))
     for number, (name, why) in enumerate(outcome.unknown.items()):
-        lines.append(("not known" if not number else "", f"[yellow]{escape(name)}:[/] {escape(why)}"))
+        lines.append(("not known" if not number else "", f"[yellow]{literal(name)}:[/] {literal(why)}"))
     if outcome.unknown:
         lines.append(("", _unknown(outcome)))
     torn = [group.version for group, verdict in outcome.resolution.verdicts.items() if verdict is StepVerdict.TORN]
@@ -212,7 +219,7 @@ def _read_lines(reads: Sequence[ReadSource]) -> list[tuple[str, str]]:
     width = max((len(_parts(one.parts)) for one in reads), default=0)
     for number, one in enumerate(reads[:_READS_SHOWN]):
         where = f"memory of {_names(one.nodes, 'or')}" if one.nodes else "durable tier"
-        lines.append(("read from" if not number else "", f"{_parts(one.parts):<{width}}  {escape(where)}"))
+        lines.append(("read from" if not number else "", f"{_parts(one.parts):<{width}}  {literal(where)}"))
     if len(reads) > _READS_SHOWN:
         lines.append(("", f"and {pluralized(len(reads) - _READS_SHOWN, 'more group')} of parts; --json has all"))
     return lines
@@ -241,7 +248,7 @@ def _lost(outcome: LossOutcome) -> str:
 
 
 def _gone(one: LostStep) -> str:
-    return f"step {one.version_id.version}: {_parts(one.parts)} only on {escape(_names(one.nodes))}"
+    return f"step {one.version_id.version}: {_parts(one.parts)} only on {literal(_names(one.nodes))}"
 
 
 def _unknown(outcome: LossOutcome) -> str:
@@ -273,11 +280,11 @@ def _each(screen: CommandOutput, view: ClusterStatus, outcomes: Sequence[LossOut
 def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> None:
     before = outcomes[0].step_before_loss
     now = f"step {before}" if before is not None else "nothing that is known"
-    out.print(f"[bold]{escape(view.job)}[/]  would now resume from {now}, as {escape(view.this_node)} sees it")
+    out.print(f"[bold]{literal(view.job)}[/]  would now resume from {now}, as {literal(view.this_node)} sees it")
     out.print()
     rows = [
         [
-            escape(str(one.lost[0])),
+            literal(str(one.lost[0])),
             str(len(one.nodes)),
             _cell(one),
             "-" if one.step is None or one.step_before_loss is None else str(max(0, one.step_before_loss - one.step)),
@@ -294,7 +301,7 @@ def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome
     names = sorted({name for one in outcomes for name in one.unknown})
     for name in names:
         why = next(one.unknown[name] for one in outcomes if name in one.unknown)
-        out.print(f"[yellow]{escape(name)} could not be asked:[/] {escape(why)}")
+        out.print(f"[yellow]{literal(name)} could not be asked:[/] {literal(why)}")
     if names:
         out.print("What they hold counts neither as there nor as gone.")
 

@@ -167,6 +167,14 @@ def test_export_writes_hostile_names_only_inside_the_destination(cli, agent_dir,
     assert {entry.name for entry in tmp_path.iterdir()} <= {"deep", "durable"}
 
 
+def test_inspect_escapes_control_characters_in_names(cli, agent_dir, durable):
+    state = {"line\nbreak": torch.ones(3), "car\rriage\ttab\x1b[2J": torch.ones(3), "object\nname": 1}
+    save(Job(agent_dir, durable, "hostile"), state)
+    said = cli("inspect", "hostile", "--pieces")
+    for shown in ("line\\x0abreak", "car\\x0driage\\x09tab\\x1b[2J", "object\\x0aname"):
+        assert shown in said.out
+
+
 def test_only_selected_names(cli, saved, tmp_path):
     path = tmp_path / "some.safetensors"
     assert cli("export", "m", path, "--select", "model.fp8*", "--select", "*.embed", "--exclude", "*_5").code == 0
