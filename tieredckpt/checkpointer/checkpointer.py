@@ -310,6 +310,7 @@ class Checkpointer:
         (what is sealed outlives this process all the same); raises when the step is not sealed, or not durable.
         """
         abort_fence.raise_if_aborted()
+        self._check_open()
         deadline = time.monotonic() + timeout_s
         if not self.settings.enabled:
             return self._save_plain(state, check_step(step), durable=True)
@@ -691,6 +692,7 @@ class Checkpointer:
 
     def steps(self) -> list[StepInfo]:
         """Every step this node can see, oldest first."""
+        self._check_open()
         if not self.settings.enabled:
             found = plain_steps(self.settings.durable, self._location.job)
             return [StepInfo(step, ("durable",), is_complete=True) for step in found]

@@ -546,9 +546,11 @@ def test_one_that_is_closed_has_no_agent_started_again(agent_dir):
     saved = ckpt.save(state_at(0), 0)
     saved.wait()
     ckpt.close()
-    assert [one.step for one in ckpt.steps()] == [0], "what its process still has a session for can be looked at"
-    close_sessions()
     end_agent(agent_dir)
+    for call in (ckpt.steps, lambda: ckpt.seal(state_at(0), 0), lambda: ckpt.drop(0)):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    close_sessions()
     for ask in (ckpt.steps, lambda: saved.wait("durable"), lambda: ckpt.session):
         with pytest.raises(UsageError, match="closed"):
             ask()
