@@ -15,7 +15,7 @@ from elastic.schedulers import slurm, torchelastic
 from elastic.schedulers.allocation import SchedulerAllocation, merge_allocations
 from peerstore.transport.authentication import read_secret
 from tieredckpt.event_log import EVENT_LOG_ENV
-from tieredckpt.settings import load_settings
+from tieredckpt.settings import AgentSettings, load_settings
 
 SOCKET_VARIABLE = "ELASTIC_SOCKET"
 TOKEN_VARIABLE = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
@@ -99,6 +99,11 @@ def has_peer_secret(environ: Mapping[str, str] = os.environ) -> bool:
 def has_agent_name(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this node's agent has a name of its own."""
     return bool(load_settings(environ).agent.node)
+
+
+def has_agent_address(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the configuration names the address at which this node's agent listens."""
+    return load_settings(environ).agent.peers != AgentSettings().peers
 
 
 def has_agent_directory(environ: Mapping[str, str] = os.environ) -> bool:

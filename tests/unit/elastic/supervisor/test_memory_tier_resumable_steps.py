@@ -174,7 +174,21 @@ def test_node_and_its_agent_share_a_name(monkeypatch, place, configured, expecte
     assert "TIEREDCKPT_AGENT_NODE" not in named.environ
 
 
-def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
+def test_simulated_nodes_listen_on_loopback_only(monkeypatch, place):
+    monkeypatch.delenv("TIEREDCKPT_AGENT_PEERS", raising=False)
+    options = {"node": "", "simulate_nodes": 2, "agent": True, "coordinator": "", "coordinator_here": False}
+
+    def address(**more):
+        environ = run._node_task(place, RUN, "n0", {**options, "verbose": 0, **more}).environ
+        return environ.get("TIEREDCKPT_AGENT_PEERS")
+
+    assert address() == "127.0.0.1:0"
+    assert address(simulate_nodes=None) is None  # other jobs use the agent of the machine
+    monkeypatch.setenv("TIEREDCKPT_AGENT_PEERS", "off")
+    assert address() is None
+
+
+def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
     monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY", raising=False)
 
     def memory(name="here", **more):
