@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import set_element  # the inverse of DCP's own flattening
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError
+from peerstore.message_codec import from_json
+from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
@@ -44,7 +47,8 @@ from tieredckpt.tensors.state_dict import StateDict, flatten_state, resolve_stat
 
 log = logging.getLogger(__name__)
 
-_MAX_FALLBACKS = 8
+_MAX_RETRIES = 8
+"""How often a restore looks again after nodes or steps went away during a load."""
 _TRIES = 15
 _LOOK_AGAIN_S = 1.0
 OnLost = Literal["raise", "start_fresh"]
@@ -80,10 +84,14 @@ class CheckpointRestorer:
         given = None if held is None else held.hydrations.get(self._job)
         fresh = given is not None  # what was given was not there a moment ago
         error: BaseException | None = None
-        for _ in range(_MAX_FALLBACKS):
+        failed: dict[VersionId | int, str] = {}
+        retries = 0
+        while retries < _MAX_RETRIES:
             began = time.perf_counter()
+            known = set(failed)
             reader = TieredReader(self._job, step, settings=self._settings)
             reader.fresh, reader.strict, reader.defers_proof, reader.epoch = fresh, strict, True, epoch
+            reader.failed, reader.tries_one_kind = failed, True
             reader.selective_prefixes = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
                 self._look(reader)
@@ -105,10 +113,13 @@ class CheckpointRestorer:
                 if isinstance(error, PeersLostError) or (step is None and isinstance(error, CheckpointDeletedError)):
                     log.error("restore of %s: %s; looking again what there is", self._job, error)
                     fresh = True
+                    retries += 1
                     continue
                 if step is not None or not isinstance(error, CheckpointDamagedError):
                     raise error from failure
                 log.error("restore of %s: %s; trying the next older step", self._job, error)
+                if not self._share_failed(reader, error, known):
+                    raise error from failure
                 continue
             state.update(
                 {name: value for name, value in filled.items() if not isinstance(value, _StatefulWithPlaceholders)}
@@ -119,11 +130,19 @@ class CheckpointRestorer:
                 held.mark_names_complete(self._job, names_digest(reader.restored_names))
             self._say(state, reader, strict=strict)
             return reader.restored_step, reader.report
-        if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged
-            raise error
-        raise CheckpointDamagedError(
-            f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded: {error}"
-        )
+        assert error is not None  # noqa: S101 - the loop ends only after one
+        raise error
+
+    def _share_failed(self, reader: TieredReader, error: Exception, known: set[VersionId | int]) -> bool:
+        """Mark what failed on any rank as failed on all ranks; return whether any of it is not in ``known``."""
+        steps = [[step, str(error)] for step in reader.tried] + [[*item] for item in reader.failed.items()]
+        gathered = self._together.all_gather(msgspec.json.encode(steps).decode())
+        new = False
+        for text in gathered:
+            for step, why in from_json(text, list[tuple[VersionId | int, str]]):
+                new = new or step not in known
+                reader.mark_failed(step, why.removeprefix(f"step {step}: "))
+        return new
 
     def _prove(self, state: StateDict, reader: TieredReader, exclude_from_proof: Collection[str], began: float) -> None:
         """Compare what is live now with what the save recorded: one answer for all ranks."""
@@ -265,12 +284,20 @@ class CheckpointRestorer:
             if step is not None:
                 raise CheckpointNotFoundError(f"{durable.url} has no plain checkpoint of {job} step {step}")
             return -1
-        reader = plain_reader(durable, job, steps[-1], trust_objects=self._settings.memory.trust_objects)
-        try:
-            self._together.call_dcp(dcp.load, state, storage_reader=reader)
-        except CheckpointException as failure:
-            raise unwrap_load_error(failure) from failure
-        return steps[-1]
+        failed: list[str] = []
+        for found in reversed(steps):
+            reader = plain_reader(durable, job, found, trust_objects=self._settings.memory.trust_objects)
+            try:
+                self._together.call_dcp(dcp.load, state, storage_reader=reader)
+            except CheckpointException as failure:
+                error = unwrap_load_error(failure)
+                if step is not None or not isinstance(error, CheckpointDamagedError):
+                    raise error from failure
+                log.error("restore of %s: %s; trying the next older step", job, error)
+                failed.append(f"step {found}: {error}")
+            else:
+                return found
+        raise CheckpointDamagedError(f"no plain checkpoint of {job} can be used: {'; '.join(failed)}")
 
 
 def _show(proof: RestoreProof | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import unquote, urlsplit
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from tieredckpt.durable.retrying_store import open_store
-from tieredckpt.errors import CheckpointDamagedError, UsageError
+from tieredckpt.errors import CheckpointDamagedError, CheckpointDeletedError, UsageError
 from tieredckpt.format import object_keys
 from tieredckpt.settings import DurableSettings
 from tieredckpt.tensors.safe_objects import check_safe_object, load_dcp_metadata
@@ -57,19 +58,32 @@ def folder_reader(path: Path, *, trust_objects: bool = False) -> StorageReader:
     return found
 
 
+_DAMAGE = (
+    *(AssertionError, EOFError, FileNotFoundError, LookupError, RuntimeError, TypeError, ValueError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile),
+)
+"""What DCP and torch raise for a data file that is missing or damaged."""
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
 class _SafeFileSystemReader(FileSystemReader):
     """DCP's reader unpickles ``.metadata``, and its planner each object: here both are read as data."""
 
     trust_objects = False
     _error: CheckpointDamagedError | None = None
+    _found: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP asks again for each rank's own after an error, and would report only that there is none."""
-        if "rank" in kwargs and self._error is not None:
-            return Metadata({})
-        self._error = None
+        rank = kwargs.get("rank")
+        if rank is not None:
+            return Metadata({}) if self._error is not None else self._metadata(rank)
+        if self._error is not None:
+            raise self._error
         try:
-            return self._metadata(kwargs.get("rank"))
+            if self._found is None:
+                self._found = self._metadata(None)
+            return self._found
         except CheckpointDamagedError as error:
             self._error = error
             raise
@@ -81,20 +95,27 @@ class _SafeFileSystemReader(FileSystemReader):
 
     def _metadata(self, rank: int | None) -> Metadata:
         path = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
-        with self.fs.create_stream(path, "rb") as file:
-            try:
+        try:
+            with self.fs.create_stream(path, "rb") as file:
                 found = load_dcp_metadata(cast("IO[bytes]", file))
-            except (AttributeError, EOFError, ImportError, IndexError, LookupError, TypeError, ValueError) as error:
-                raise CheckpointDamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-            except pickle.UnpicklingError as error:
-                raise CheckpointDamagedError(f"{path} is no metadata of DCP: {error}") from error
+        except FileNotFoundError as error:
+            raise CheckpointDeletedError(f"{path} was deleted before it was read. Load again") from error
+        except (AttributeError, EOFError, ImportError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise CheckpointDamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        except pickle.UnpicklingError as error:
+            raise CheckpointDamagedError(f"{path} is no metadata of DCP: {error}") from error
         meta = getattr(found, "storage_meta", None) or StorageMeta()  # older releases wrote none
         meta.load_id = self.load_id
         found.storage_meta = meta
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        return super().read_data(plan, planner if self.trust_objects else _SafeLoadPlanner(planner))
+        try:
+            return super().read_data(plan, planner if self.trust_objects else _SafeLoadPlanner(planner))
+        except _DEVICE_ERRORS:
+            raise
+        except _DAMAGE as error:
+            raise CheckpointDamagedError(f"{self.path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _SafeLoadPlanner(LoadPlanner):

@@ -16,7 +16,7 @@ import secrets
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,6 +158,7 @@ class TieredReader(StorageReader):
         self._steps: dict[VersionId, RankReadPlan] = {}
         self._unreadable: defaultdict[VersionId, set[int]] = defaultdict(set)
         """Parts that this node's memory has and cannot read for now."""
+        self._undescribed: dict[VersionId, Exception] = {}
         self._order: list[Candidate] = []
         self._reluctant: dict[VersionId, int] = {}
         """Steps whose loads have ended their process on this node, and how many times."""
@@ -168,6 +169,12 @@ class TieredReader(StorageReader):
         """The step whose pieces were verified and are pinned."""
         self._plain: tuple[int, StorageReader] | None = None
         """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
+        self._plain_readers: dict[int, StorageReader] = {}
+        """Readers of plain checkpoints, which read the metadata once."""
+        self.failed: dict[VersionId | int, str] = {}
+        """Steps that failed and why: this reader does not try them again. A plain checkpoint has only a number."""
+        self.tries_one_kind = False
+        """Whether the caller falls back itself: a load does not pass over a plain checkpoint to an older step."""
         self._voted = LoadVote(())
         self._decided: LoadDecision | None = None
         """What this rank has decided for all, where nothing travels between ranks."""
@@ -242,8 +249,12 @@ class TieredReader(StorageReader):
         self.error = None
         try:
             step = self._choose()
-            if self._plain is not None:
-                return self._plain[1].read_metadata()
+            while self._plain is not None:
+                try:
+                    return self._plain[1].read_metadata()
+                except CheckpointDamagedError as error:
+                    self.mark_failed(self._plain[0], error)
+                    step = self._choose()
             step = step or self._steps[self._order[0].version_id]
             self._described_step = step.version_id.version
             with gc_paused():
@@ -322,6 +333,29 @@ class TieredReader(StorageReader):
 
     # -- choosing ---------------------------------------------------------------------------------------------
 
+    @property
+    def tried(self) -> list[VersionId | int]:
+        """The steps that the last load tried: the one that the ranks agreed on, or all that they voted on."""
+        if self._plain is not None:
+            return [self._plain[0]]
+        if self._decided is not None:
+            return [self._decided.version_id]
+        return [candidate.version_id for candidate in self._order]
+
+    def mark_failed(self, step: VersionId | int, error: object) -> None:
+        """Do not try ``step`` again."""
+        if step not in self.failed:
+            number = step if isinstance(step, int) else step.version
+            log.error("step %d of %s cannot be used: %s", number, self._location.job, error)
+            self.failed[step] = f"step {number}: {error}"
+
+    def _nothing_left(self, resolution: Resolution) -> TieredCheckpointError:
+        if self.failed and not resolution.unreachable:
+            return CheckpointDamagedError(
+                f"no step of {self._location} can be used: {'; '.join(self.failed.values())}. {START_FRESH_HINT}"
+            )
+        return no_step_error(self._location, resolution)
+
     def describe_choice(self) -> str:
         """What would be loaded, in words; raises what a load would raise when there is nothing."""
         resolution, plain = self._survey()
@@ -331,18 +365,17 @@ class TieredReader(StorageReader):
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:
-            raise no_step_error(self._location, resolution)
+            raise self._nothing_left(resolution)
         return f"step {resolution.chosen.version_id.version}"
 
     def _survey(self) -> tuple[Resolution, int | None]:
         """What could be loaded right now, as this node sees it; or the plain checkpoint that is newer."""
         job, step = self._location.job, self._location.step
         if not self.settings.enabled:
-            newest = max((s for s in plain_steps(self.settings.durable, job) if step in (None, s)), default=None)
-            return Resolution(None, {}), newest
+            return Resolution(None, {}), self._newest_plain(plain_steps(self.settings.durable, job))
         seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
         candidates = [view.candidate for view in seen.views if self.epoch in (None, view.version_id.epoch)]
-        bad = {view.version_id for view in seen.views if view.quarantined}
+        bad = {view.version_id for view in seen.views if view.quarantined or view.version_id in self.failed}
         limit = self.settings.memory.avoid_after_crashed_loads
         often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
         self._reluctant = often if step is None else {}
@@ -356,10 +389,17 @@ class TieredReader(StorageReader):
             torn=seen.torn,
             forgotten=seen.forgotten,
         )
-        plain = max((s for s in seen.plain if step in (None, s) and self.epoch is None), default=None)
+        plain = self._newest_plain(seen.plain) if self.epoch is None else None
         if plain is not None and (found.chosen is None or found.chosen.version_id.version < plain):
             return found, plain
+        if plain is not None and self.tries_one_kind:
+            newer = tuple(one for one in found.alternatives if one.version_id.version >= plain)
+            return dataclasses.replace(found, alternatives=newer), None
         return found, None
+
+    def _newest_plain(self, steps: Iterable[int]) -> int | None:
+        step = self._location.step
+        return max((one for one in steps if step in (None, one) and one not in self.failed), default=None)
 
     def _choose(self) -> RankReadPlan | None:
         """The step this rank would load; ``None`` when that is a plain checkpoint."""
@@ -367,16 +407,21 @@ class TieredReader(StorageReader):
         self._let_go()
         self._steps.clear()
         self._unreadable.clear()
-        self._refused.clear()
+        self._refused[:] = self.failed.values()
         self._plain = None
+        self._decided = None
+        self._order = []
         if plain is not None:
             durable = self.settings.durable
             if not durable.url:
                 durable = self.session.agent.list_steps(self._location.job).durable or durable
-            self._plain = plain, plain_reader(durable, self._location.job, plain, trust_objects=self._trust)
+            if plain not in self._plain_readers:
+                reader = plain_reader(durable, self._location.job, plain, trust_objects=self._trust)
+                self._plain_readers[plain] = reader
+            self._plain = plain, self._plain_readers[plain]
             return None
         if resolution.chosen is None:
-            raise no_step_error(self._location, resolution)
+            raise self._nothing_left(resolution)
         for tier in resolution.unreachable:
             why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
@@ -403,7 +448,9 @@ class TieredReader(StorageReader):
             step = self._described(candidate.version_id)
             if step is not None:
                 return step
-        raise CheckpointDamagedError(f"no step of {self._location} can be used: {'; '.join(self._refused)}")
+        for candidate in self._order:
+            self.mark_failed(candidate.version_id, self._undescribed[candidate.version_id])
+        return self._choose()
 
     def _described(self, group: VersionId) -> RankReadPlan | None:
         """The step in full, or ``None`` when it cannot be used after all."""
@@ -415,6 +462,7 @@ class TieredReader(StorageReader):
                 self._steps[group] = step
             except (CheckpointDamagedError, CheckpointNotFoundError) as error:
                 self._refuse(group, error)
+                self._undescribed[group] = error
                 return None
         return self._steps[group]
 

@@ -12,6 +12,7 @@ import argparse
 import collections
 import datetime as dt
 import decimal
+import enum
 import fractions
 import functools
 import io
@@ -21,7 +22,8 @@ import pickle
 import re
 import threading
 import types
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import IO, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -122,8 +124,97 @@ def _of_numpy() -> dict[str, Any]:
 # -- metadata of DCP's own file format --------------------------------------------------------------------------------
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes that DCP's ``.metadata`` consists of; any other name ends it."""
+_OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
+    *("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES", "EMPTY_DICT", "EMPTY_LIST"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "GLOBAL"),
+    *("STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+)
+_HANDLERS: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
+_SIMPLE = (str, int, float, bool, bytes, type(None))
+_WORK_PER_BYTE, _WORK = 4, 1000
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Makes the classes that DCP's ``.metadata`` consists of, with work in proportion to the file's size.
+
+    The unpickler in C hashes whatever key a pickle builds. A tuple of tuples that names each one many times takes
+    minutes to hash and a kilobyte to write.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        getattr(pickle, name)[0]: _HANDLERS[getattr(pickle, name)[0]] for name in _OPCODES
+    }
+    stack: list[Any]
+    metastack: list[list[Any]]
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._budget = _WORK + _WORK_PER_BYTE * len(data)
+
+    def _spend(self, work: int) -> None:
+        self._budget -= work
+        if self._budget < 0:
+            raise pickle.UnpicklingError("it makes more work than its size allows")
+
+    def _check_items(self, target: object, keys: Sequence[object]) -> None:
+        if type(target) not in (dict, collections.OrderedDict):
+            raise pickle.UnpicklingError(f"it sets an item of a {type(target).__name__}")
+        for key in keys:
+            if type(key) is MetadataIndex:
+                fields = vars(key)
+                offset = fields.get("offset")
+                valid = type(fields.get("fqn")) is str and type(fields.get("index")) in (int, type(None))
+                if not valid or type(offset) not in (torch.Size, type(None)):
+                    raise pickle.UnpicklingError("it holds a damaged index")
+                self._spend(len(offset or ()))
+            elif type(key) not in _SIMPLE:
+                raise pickle.UnpicklingError(f"a {type(key).__name__} is no key of metadata")
+
+    def _check_call(self) -> None:
+        made, given = self.stack[-2:]
+        if type(given) is not tuple:
+            raise pickle.UnpicklingError("it calls something with no arguments")
+        if made is torch.Size:
+            given = given[0] if len(given) == 1 and type(given[0]) is tuple else ()
+        self._spend(len(given))
+        if not all(type(one) in (*_SIMPLE, enum.EnumMeta) for one in given):
+            raise pickle.UnpicklingError("it calls something with more than names and numbers")
+
+    def _load_reduce(self) -> None:
+        self._check_call()
+        _HANDLERS[pickle.REDUCE[0]](self)
+
+    def _load_newobj(self) -> None:
+        self._check_call()
+        _HANDLERS[pickle.NEWOBJ[0]](self)
+
+    def _load_build(self) -> None:
+        target, state = self.stack[-2:]
+        if type(target) not in _described_kinds() or type(state) not in (dict, tuple):
+            raise pickle.UnpicklingError(f"it gives a {type(target).__name__} a state")
+        if type(state) is tuple and type(target) is not TensorProperties:
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(target).__name__}")
+        self._spend(len(state))
+        _HANDLERS[pickle.BUILD[0]](self)
+
+    def _load_setitem(self) -> None:
+        self._check_items(self.stack[-3], self.stack[-2:-1])
+        _HANDLERS[pickle.SETITEM[0]](self)
+
+    def _load_setitems(self) -> None:
+        self._check_items(self.metastack[-1][-1], self.stack[::2])
+        _HANDLERS[pickle.SETITEMS[0]](self)
+
+    dispatch.update(
+        {
+            pickle.REDUCE[0]: _load_reduce,
+            pickle.NEWOBJ[0]: _load_newobj,
+            pickle.BUILD[0]: _load_build,
+            pickle.SETITEM[0]: _load_setitem,
+            pickle.SETITEMS[0]: _load_setitems,
+        }
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         found = _of_metadata().get((module, name))
@@ -134,18 +225,45 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def load_dcp_metadata(file: IO[bytes]) -> Metadata:
     """A ``.metadata`` file as data; ``pickle.UnpicklingError`` for one that holds anything else."""
-    found = _MetadataUnpickler(file).load()
+    found = _MetadataUnpickler(file.read()).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    _check_metadata(found)
     return found
+
+
+def _check_metadata(found: Metadata) -> None:
+    """Raise ``pickle.UnpicklingError`` where a field is not what DCP writes there."""
+    for name, value in vars(found).items():
+        if name in ("state_dict_metadata", "storage_data", "planner_data") and not isinstance(value, dict | None):
+            raise pickle.UnpicklingError(f"its {name} is a {type(value).__name__}")
+    seen: set[int] = set()
+    for name, value in found.state_dict_metadata.items():
+        valid = type(name) is str and type(value) in (TensorStorageMetadata, BytesStorageMetadata)
+        if valid and type(value) is TensorStorageMetadata and id(value.chunks) not in seen:
+            seen.add(id(value.chunks))
+            valid = type(value.size) is torch.Size and type(value.properties) is TensorProperties
+            valid = valid and type(value.chunks) is list
+            valid = valid and all(type(chunk) is ChunkStorageMetadata for chunk in value.chunks)
+            valid = valid and all(type(c.offsets) is type(c.sizes) is torch.Size for c in value.chunks)
+        if not valid:
+            raise pickle.UnpicklingError(f"it describes {name!r:.80} by a {type(value).__name__}")
+    for index, place in (found.storage_data or {}).items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise pickle.UnpicklingError(f"it stores a {type(index).__name__} in a {type(place).__name__}")
+
+
+def _described_kinds() -> tuple[type, ...]:
+    """The classes whose instances get their fields from a pickle."""
+    return (
+        *(Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata, TensorStorageMetadata, TensorProperties),
+        *(ChunkStorageMetadata, _StorageInfo),
+    )
 
 
 @functools.cache
 def _of_metadata() -> dict[tuple[str, str], Any]:
-    kinds: tuple[Any, ...] = (
-        *(Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata, TensorStorageMetadata, TensorProperties),
-        *(ChunkStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, collections.OrderedDict),
-    )
+    kinds: tuple[Any, ...] = (*_described_kinds(), _MEM_FORMAT_ENCODING, collections.OrderedDict)
     found: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in kinds}
     found[("torch", "Size")] = torch.Size
     found[("torch.serialization", "_get_layout")] = torch.serialization._get_layout
@@ -159,7 +277,7 @@ def _of_metadata() -> dict[tuple[str, str], Any]:
 
 def _member(kind: Any, name: Any) -> Any:
     """Python 3.11 and later pickle a member of an enum as ``getattr(kind, name)``; of nothing else is it needed."""
-    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+    if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in _MEM_FORMAT_ENCODING.__members__:
         raise pickle.UnpicklingError("it asks for an attribute of something")
     return _MEM_FORMAT_ENCODING[name]
 
