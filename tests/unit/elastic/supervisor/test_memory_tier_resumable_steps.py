@@ -188,7 +188,7 @@ def test_simulated_nodes_listen_on_loopback_only(monkeypatch, place):
     assert address() is None
 
 
-def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
+def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
     monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY", raising=False)
 
     def memory(name="here", **more):
