@@ -243,6 +243,14 @@ class UnrecognizedSlot(msgspec.Struct, frozen=True):
     name: str
     size_bytes: int
     reason: str
+    job: str = ""
+    """The job of a slot; empty for metadata without one."""
+    key: ShardKey | None = None
+    """The sealed shard, where its metadata still states it."""
+    format: int | None = None
+    """Format that the metadata states; ``None`` where it states none."""
+    readable_format: int = 0
+    """Newest format that this agent reads."""
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):

@@ -13,7 +13,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peerstore.shard_records import ExpiredJob, VersionId
+from peerstore.shard_records import ExpiredJob, UnrecognizedSlot, VersionId
+from tieredckpt.errors import FormatVersionError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 
 _NAMED = 8
@@ -206,6 +207,45 @@ def resolve_step(
         max(known, default=None),
         forgotten,
         dict(unreachable) if isinstance(unreachable, Mapping) else {},
+    )
+
+
+def unrecognized_error(
+    job: str,
+    slots: Iterable[UnrecognizedSlot],
+    candidates: Sequence[Candidate] = (),
+    *,
+    newest: int = -1,
+    step: int | None = None,
+    quarantined: Collection[VersionId] = (),
+) -> TieredCheckpointError | None:
+    """Return why a load cannot ignore ``slots`` that this release cannot read, newer than step ``newest``."""
+    branches = IncarnationBranches(candidates if step is None else (), quarantined)
+    known = {one.version_id for one in candidates if one.is_complete}
+    found = [
+        one
+        for one in slots
+        if (one.key is None and newest < 0)
+        or (
+            one.key is not None
+            and one.key.version > newest
+            and step in (None, one.key.version)
+            and one.key.version_id not in known
+            and not branches.supersede(one.key.version_id)
+        )
+    ]
+    if not found:
+        return None
+    steps = sorted({one.key.version for one in found if one.key is not None})
+    what = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[-_NAMED:]))}" if steps else "steps"
+    formats = sorted({one.format for one in found if one.format is not None})
+    if not formats:
+        return TierUnavailableError(f"Cannot read {what} of job {job!r} in this node's memory: {found[0].reason}")
+    newest_format = found[0].readable_format
+    remedy = "Install a newer release of tieredckpt" if formats[-1] > newest_format else "Run the release that wrote it"
+    return FormatVersionError(
+        f"Cannot read {what} of job {job!r} in this node's memory: its metadata has format "
+        f"{', '.join(map(str, formats))}, and the newest format that this release reads is {newest_format}. {remedy}"
     )
 
 

@@ -43,6 +43,7 @@ from peerstore.shard_records import (
     ShardRecord,
     SlotInfo,
     StoreStatus,
+    UnrecognizedSlot,
     VersionId,
     validate_job_name,
 )
@@ -466,6 +467,11 @@ class NodeStore:
                 ),
                 only=listener,
             )
+
+    def unrecognized_slots(self, job: str) -> tuple[UnrecognizedSlot, ...]:
+        """Return the job's slots that this release cannot read."""
+        with self._lock:
+            return tuple(one for one in self._table.unrecognized.values() if one.job == job)
 
     def status(self) -> StoreStatus:
         with self._lock:

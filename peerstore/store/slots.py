@@ -15,6 +15,7 @@ for what an agent that does not know it must not touch: such an agent sets the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -31,6 +32,7 @@ import msgspec
 from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import (
     LeaseLostError,
+    PeerStoreError,
     ShardDamagedError,
     ShardNotFoundError,
     UnavailableError,
@@ -82,6 +84,16 @@ class SealMetadata(msgspec.Struct, frozen=True):
     holders: tuple[str, ...] = ()
     """For a copy: the nodes that were to hold this shard, the one that wrote it first. Empty for this node's own."""
     format: int = METADATA_FORMAT
+
+
+class _StatedKey(msgspec.Struct, frozen=True):
+    key: ShardKey
+
+
+class _StatedSeal(msgspec.Struct, frozen=True):
+    """What a seal of any format is expected to state."""
+
+    record: _StatedKey
 
 
 class VersionParts(msgspec.Struct, frozen=True):
@@ -151,6 +163,17 @@ class MetadataStore:
             return from_msgpack(data, of)
         except (msgspec.DecodeError, RecursionError) as error:
             raise UnsupportedFormatError(f"note {kind}{name} is not what this version writes: {error}") from error
+
+    def stated(self, kind: str, name: str) -> tuple[int | None, ShardKey | None]:
+        """Return the format and the shard that metadata of another release states, as far as they can be read."""
+        written: int | None = None
+        with contextlib.suppress(msgspec.DecodeError, RecursionError, PeerStoreError):
+            data = self._arena.get_metadata(kind + name)
+            if data is not None:
+                written = from_msgpack(data, _Format).format
+                if kind == SEAL_METADATA:
+                    return written, from_msgpack(data, _StatedSeal).record.key
+        return written, None
 
     def remove(self, kind: str, name: str) -> None:
         self._arena.remove_metadata(kind + name)
@@ -452,7 +475,11 @@ class SlotTable:
     def mark_unrecognized(self, name: str, size_bytes: int, reason: str) -> None:
         reason = reason[:_REASON_CHARS]
         log.error("%s (%d bytes) is set aside: %s", name, size_bytes, reason)
-        self.unrecognized[name] = UnrecognizedSlot(name, size_bytes, reason)
+        written, key, job = None, None, ""
+        if name.startswith(SLOT_PREFIX):
+            written, key = self.metadata.stated(SEAL_METADATA, name)
+            job = key.job if key is not None else name.removeprefix(SLOT_PREFIX).rsplit(".", 2)[0]
+        self.unrecognized[name] = UnrecognizedSlot(name, size_bytes, reason, job, key, written, METADATA_FORMAT)
 
     def drop_unrecognized(self, names: Collection[str] | None) -> int:
         """Somebody says that what was set aside (of these names) is of no use; how many bytes it had."""

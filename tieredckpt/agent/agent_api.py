@@ -10,7 +10,7 @@ import msgspec
 from peerstore.membership.topology import PeerNode
 from peerstore.server.store_api import Store
 from peerstore.settings import JobPeersConfig
-from peerstore.shard_records import ExpiredJob, ShardInfo, ShardKey, VersionId
+from peerstore.shard_records import ExpiredJob, ShardInfo, ShardKey, UnrecognizedSlot, VersionId
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.format.manifest import Manifest, ShardIndex, build_manifest, checked_layout, unpack_blob
 from tieredckpt.resolve_step import Candidate, Tier
@@ -66,6 +66,8 @@ class StepInventory(msgspec.Struct, frozen=True):
     """When and why this node gave back what it had of the job, where nobody had said so and nothing is whole since."""
     torn: tuple[VersionId, ...] = ()
     """Versions of which a rank left its part out, so that what the others had of it was given up."""
+    unrecognized: tuple[UnrecognizedSlot, ...] = ()
+    """Slots of the job in this node's memory that this release cannot read."""
 
 
 class PeerSource(msgspec.Struct, frozen=True):

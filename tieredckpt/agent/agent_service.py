@@ -214,7 +214,9 @@ class NodeAgentService(StoreListener):
         forgotten = self.store.expired_job(job)
         if forgotten is not None and any(one.candidate.is_complete and one.saved_ns > forgotten.at_ns for one in found):
             forgotten = None  # the job has begun again since
-        return StepInventory(found, unreachable, plain, known, newest, forgotten, torn)
+        return StepInventory(
+            found, unreachable, plain, known, newest, forgotten, torn, self.store.unrecognized_slots(job)
+        )
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)

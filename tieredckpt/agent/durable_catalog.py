@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 
 from peerstore.shard_records import VersionId
 from tieredckpt.durable.object_store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, ObjectStore
-from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TieredCheckpointError, TierUnavailableError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    DurableRefusedError,
+    FormatVersionError,
+    TieredCheckpointError,
+    TierUnavailableError,
+)
 from tieredckpt.format import object_keys
 from tieredckpt.format.manifest import (
     UNKNOWN_PART_COUNT,
@@ -155,7 +161,11 @@ class DurableCatalog:
             raise ObjectNotFoundError(
                 f"job {self._job} has no step {group.version} ({object_keys.group_stem(group)}) in {self.store.url}"
             )
-        manifest = decode_manifest(self.store.get(object_keys.manifest_key(self._job, group, entry.base)))
+        data = self.store.get(object_keys.manifest_key(self._job, group, entry.base))
+        try:
+            manifest = decode_manifest(data)
+        except FormatVersionError as error:
+            raise FormatVersionError(f"step {group.version} of {self._job} in {self.store.url}: {error}") from error
         if manifest.job != self._job or manifest.group != group:
             raise CheckpointDamagedError(
                 f"the manifest of {self._job} step {group.version} describes {manifest.job} step {manifest.step}"

@@ -32,6 +32,7 @@ from tieredckpt.errors import (
     CheckpointLostError,
     CheckpointNotFoundError,
     CheckpointTornError,
+    FormatVersionError,
     PeersLostError,
     RestoreProofError,
     TieredCheckpointError,
@@ -253,6 +254,8 @@ class CheckpointRestorer:
             found = f"damaged {error}"
         except CheckpointLostError as error:
             found = f"lost {error}"
+        except FormatVersionError as error:
+            found = f"format {error}"
         except (TieredCheckpointError, PeerStoreError) as error:
             found = f"unknown {error}"
         answers = self._together.all_gather(found)
@@ -261,6 +264,9 @@ class CheckpointRestorer:
         lost = [answer for answer in answers if answer.startswith("lost ")]
         torn = [answer for answer in answers if answer.startswith("torn ")]
         absent = [answer for answer in answers if answer.startswith(("absent ", "torn "))]
+        unread = [answer for answer in answers if answer.startswith("format ")]
+        if unread:
+            raise FormatVersionError(unread[0].removeprefix("format "))
         if unknown:
             raise TierUnavailableError(unknown[0].removeprefix("unknown "))
         if damaged:

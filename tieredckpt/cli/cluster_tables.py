@@ -23,6 +23,7 @@ STATES = {
     "lost": "red",
     "quarantined": "red",
     "damaged": "red",
+    "unsupported": "red",
 }
 _WEAK_SHOWN = 4
 

@@ -42,7 +42,13 @@ from tieredckpt.cli.findings import (
 )
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
-from tieredckpt.errors import DurableRefusedError, SettingsError, TieredCheckpointError, TierUnavailableError
+from tieredckpt.errors import (
+    DurableRefusedError,
+    FormatVersionError,
+    SettingsError,
+    TieredCheckpointError,
+    TierUnavailableError,
+)
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 _PATIENCE_S = 5.0
@@ -235,14 +241,34 @@ def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[Chec
         found.append(
             check_warning("damage", f"{damage.what}: {damage.reason}", "look for failing memory when this repeats")
         )
+    for slot in status.unrecognized:
+        found.append(
+            check_failed(
+                "metadata format", f"{slot.name}: {slot.reason}", "run the release that wrote it, or a newer one"
+            )
+        )
     known = None
     for job in status.jobs:
+        found += _about_newest_manifest(agent, job.job)
         known = agent.list_steps(job.job).durable or known
         for drain in agent.drain_status(job.job):
             if drain.state == "failed" or (drain.state == "waiting" and drain.error):
                 what = f"{job.job}/step-{drain.version_id.version} is {drain.state}: {drain.error}"
                 found.append(check_failed("drain", what, f"see {place.log}"))
     return found, known
+
+
+def _about_newest_manifest(agent: NodeAgentClient, job: str) -> list[CheckResult]:
+    """Return a finding where this release cannot read the job's newest durable step."""
+    durable = [view.version_id for view in agent.list_steps(job).views if view.durable]
+    try:
+        if durable:
+            agent.describe_step(job, max(durable))
+    except FormatVersionError as error:
+        return [check_failed("metadata format", str(error), "install a newer release")]
+    except (TieredCheckpointError, PeerStoreError):
+        pass  # other findings and `tieredckpt verify` name it
+    return []
 
 
 def _status_at(http: str) -> str:

@@ -136,7 +136,7 @@ def gc_command(
 
 def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: bool) -> ExitCode:
     store = require_agent(sight).store
-    found = [one for one in store.status().unrecognized if one.name.startswith(f"slot.{job}.")]
+    found = [one for one in store.status().unrecognized if one.job == job]
     if not dry_run:
         store.drop_unrecognized([one.name for one in found])
     value = {

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
     DurableRefusedError,
+    FormatVersionError,
     TieredCheckpointError,
     TierUnavailableError,
     UsageError,
@@ -63,6 +64,8 @@ class StepRow:
     """It is known to have been whole."""
     unsure: bool = False
     """Who could not be asked may have the parts that are missing."""
+    unsupported: str = ""
+    """Why this release cannot read the step's metadata."""
 
     @property
     def tiers(self) -> list[str]:
@@ -72,6 +75,8 @@ class StepRow:
     def state(self) -> str:
         if self.quarantined:
             return "quarantined"
+        if self.unsupported:
+            return "unsupported"
         if self.damaged:
             return "damaged"
         return "whole" if self.complete else "unknown" if self.unsure else "lost" if self.was_complete else "torn"
@@ -94,6 +99,7 @@ class StepRow:
             "age_s": round((now_ns - self.saved_ns) / 1e9, 1) if self.saved_ns else None,
             "quarantined": self.quarantined or None,
             "damaged": self.damaged or None,
+            "unsupported": self.unsupported or None,
             "crashed_loads": self.crashed_loads,
             "kept": self.kept,
             "drain": _drain_json(self.drain) if draining and self.drain is not None else None,
@@ -188,12 +194,15 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
     wanted = [view.version_id for view in views if view.durable]
     manifests: dict[VersionId, Manifest] = {}
     damaged: dict[VersionId, str] = {}
+    unsupported: dict[VersionId, str] = {}
 
     def read(group: VersionId) -> None:
         try:
             manifests[group] = sight.catalog(location.job).manifest(group)
         except CheckpointDamagedError as error:
             damaged[group] = str(error)
+        except FormatVersionError as error:
+            unsupported[group] = str(error)
         except (TierUnavailableError, DurableRefusedError):
             # The agent may have credentials that this process lacks; without it sizes and copies stay unknown.
             with contextlib.suppress(TieredCheckpointError):
@@ -203,6 +212,11 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
         list(readers.map(read, wanted))
         views = list(readers.map(lambda view: sight.with_quarantine_reason(location.job, view), views))
+    for slot in survey.unrecognized:
+        if slot.key is not None and location.step in (None, slot.key.version):
+            unsupported.setdefault(slot.key.version_id, slot.reason)
+            if all(view.version_id != slot.key.version_id for view in views):
+                views.append(StepStatus(slot.key.version_id, 0, {}))
     lines = [
         step_row(
             *(view, manifests.get(view.version_id), damaged.get(view.version_id, ""), drains.get(view.version_id)),
@@ -211,6 +225,7 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
         )
         for view in views
     ]
+    lines = [replace(line, unsupported=unsupported.get(line.version_id, "")) for line in lines]
     return sorted(lines, key=lambda line: (line.version_id.version, *line.version_id))
 
 
@@ -268,8 +283,8 @@ def _durable_cell(line: StepRow) -> str:
 
 
 def _note(line: StepRow) -> str:
-    if line.quarantined or line.damaged:
-        return line.quarantined or line.damaged
+    if line.quarantined or line.unsupported or line.damaged:
+        return line.quarantined or line.unsupported or line.damaged
     if line.drain is not None and line.drain.error and not line.durable:
         return line.drain.error
     if not line.complete:

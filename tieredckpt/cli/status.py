@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,17 @@ def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCod
     with screen.spinner("looking at the jobs of this node"):
         rows = [_job_json(agent, one) for one in jobs]
     damages = [f"{one.what}: {one.reason}" for one in state.damage_reports if only in (None, one.job)]
+    unread = [f"{one.name}: {one.reason}" for one in state.unrecognized if only in (None, one.job)]
+    problems = {"unsupported": unread, "damaged": damages}
     value = {
         "agent": str(agent.place.directory),
         "arena": {name: getattr(state.arena, name) for name in ArenaStatus.__struct_fields__},
         "verifying": state.verifying,
         "jobs": rows,
         "damage_reports": damages,
+        "unrecognized": unread,
     }
-    screen.result(value, lambda out: _show_node(out, agent, state, rows, damages))
+    screen.result(value, lambda out: _show_node(out, agent, state, rows, problems))
     return ExitCode.UNAVAILABLE if any(row["unreachable"] for row in rows) else ExitCode.OK
 
 
@@ -144,7 +148,11 @@ def _job_json(agent: NodeAgentClient, state: JobStatus) -> dict[str, Any]:
 
 
 def _show_node(
-    out: Console, agent: NodeAgentClient, state: StoreStatus, rows: list[dict[str, Any]], damages: list[str]
+    out: Console,
+    agent: NodeAgentClient,
+    state: StoreStatus,
+    rows: list[dict[str, Any]],
+    problems: Mapping[str, Sequence[str]],
 ) -> None:
     arena = state.arena
     free = f", {arena.free_slots} free" if arena.free_slots else ""
@@ -173,8 +181,9 @@ def _show_node(
                 out.print(
                     f"[{colour}]{literal(row['job'])} step {one['step']} is not durable:[/] {literal(one['error'])}"
                 )
-    for text in damages[-3:]:
-        out.print(f"[red]damaged:[/] {literal(text)}")
+    for problem, texts in problems.items():
+        for text in texts[-3:]:
+            out.print(f"[red]{problem}:[/] {escape(text)}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

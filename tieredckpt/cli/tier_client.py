@@ -35,7 +35,7 @@ from tieredckpt.format import object_keys
 from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.location import Location, parse_location
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
-from tieredckpt.resolve_step import Tier, describe_forgotten, resolve_step
+from tieredckpt.resolve_step import Tier, describe_forgotten, resolve_step, unrecognized_error
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
@@ -274,6 +274,9 @@ def step_not_found_error(location: Location, survey: StepInventory, why: str = "
     told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
     if is_unclear(survey):
         return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
+    problem = unrecognized_error(location.job, survey.unrecognized, step=location.step)
+    if problem is not None:
+        return problem
     if survey.forgotten is not None and survey.forgotten.newest_committed.version >= (location.step or 0):
         return CheckpointLostError(f"there is no {location} any more: {describe_forgotten(survey.forgotten)}")
     known = survey.once_whole
@@ -319,6 +322,7 @@ def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
         max((one.once_whole for one in (a, b) if one.once_whole is not None), default=None),
         a.forgotten or b.forgotten,
         tuple(sorted({*a.torn, *b.torn})),
+        (*a.unrecognized, *(one for one in b.unrecognized if one not in a.unrecognized)),
     )
 
 

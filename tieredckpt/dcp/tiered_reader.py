@@ -64,6 +64,7 @@ from tieredckpt.resolve_step import (
     describe_forgotten,
     elect_step,
     resolve_step,
+    unrecognized_error,
 )
 from tieredckpt.restore.proof import LoadEvidence, RestoreProof, RestoreProver, load_planner_is_transparent
 from tieredckpt.restore.read_executor import ReadExecutor, read_item_box
@@ -158,6 +159,8 @@ class TieredReader(StorageReader):
         self._steps: dict[VersionId, RankReadPlan] = {}
         self._unreadable: defaultdict[VersionId, set[int]] = defaultdict(set)
         """Parts that this node's memory has and cannot read for now."""
+        self._unread: TieredCheckpointError | None = None
+        """What to report of newer steps that this release cannot read."""
         self._undescribed: dict[VersionId, Exception] = {}
         self._order: list[Candidate] = []
         self._reluctant: dict[VersionId, int] = {}
@@ -390,6 +393,16 @@ class TieredReader(StorageReader):
             forgotten=seen.forgotten,
         )
         plain = self._newest_plain(seen.plain) if self.epoch is None else None
+        newest = max(
+            found.chosen.version_id.version if found.chosen is not None else -1, -1 if plain is None else plain
+        )
+        slots = (
+            one for one in seen.unrecognized if self.epoch is None or one.key is None or one.key.epoch == self.epoch
+        )
+        problem = unrecognized_error(job, slots, candidates, newest=newest, step=step, quarantined=bad)
+        if problem is not None and newest < 0:
+            raise problem
+        self._unread = problem
         if plain is not None and (found.chosen is None or found.chosen.version_id.version < plain):
             return found, plain
         if plain is not None and self.tries_one_kind:
@@ -431,6 +444,9 @@ class TieredReader(StorageReader):
         for group in resolution.lost:
             if group.version > resolution.chosen.version_id.version and not resolution.unreachable:
                 self._refuse(group, CheckpointLostError(resolution.describe(group)))
+        if self._unread is not None:
+            log.error("%s; step %d is restored", self._unread, resolution.chosen.version_id.version)
+            self._refused.append(str(self._unread))
         forgotten = resolution.forgotten
         if forgotten is not None and forgotten.newest_committed.version > resolution.chosen.version_id.version:
             self._refuse(forgotten.newest_committed, CheckpointLostError(describe_forgotten(forgotten)))

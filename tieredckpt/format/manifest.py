@@ -311,7 +311,7 @@ def _open(kind: str, data: bytes, into: type[T]) -> T:
         if envelope.format > FORMAT_VERSION:
             raise FormatVersionError(
                 f"this {kind} has format {envelope.format}, this release reads up to {FORMAT_VERSION}: upgrade "
-                f"tieredckpt"
+                "tieredckpt to a newer release"
             )
         if envelope.kind != kind:
             raise ValueError(f"it is a {envelope.kind}")
