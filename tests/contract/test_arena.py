@@ -40,7 +40,7 @@ def read(path):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 1 << 20, 1 << 33])
-def test_a_slot_has_exactly_the_size_asked_for(arena, size):
+def test_slot_has_exactly_the_requested_size(arena, size):
     arena.create("slot.a", size)
     assert arena.size("slot.a") == size
     assert arena.list_slots() == ["slot.a"]
@@ -64,7 +64,7 @@ def test_a_slot_is_opened_for_reading_or_for_writing_too(arena):
     assert read(arena.path("slot.a"))[:5] == b"hello"
 
 
-def test_who_has_a_slot_open_keeps_it_when_it_is_removed(arena):
+def test_open_slot_stays_readable_after_removal(arena):
     arena.create("slot.a", 8192)
     write(arena.path("slot.a"), b"kept")
     with closing_fd(arena.open("slot.a")) as fd:
@@ -76,7 +76,7 @@ def test_who_has_a_slot_open_keeps_it_when_it_is_removed(arena):
     assert arena.removed_in_use() == {}
 
 
-def test_a_size_nobody_has_leaves_nothing_behind(arena):
+def test_impossible_size_creates_no_slot(arena):
     arena.create("slot.b", 10)
     for size in (1 << 63, 1 << 64):
         with pytest.raises(ArenaFullError, match=str(size)):
@@ -93,7 +93,7 @@ def test_a_name_is_taken_once(arena):
     assert read(arena.path("slot.a"))[:4] == b"kept"
 
 
-def test_a_slot_that_is_not_there(arena):
+def test_missing_slot_raises(arena):
     with pytest.raises(FileNotFoundError):
         arena.size("slot.a")
 
@@ -137,7 +137,7 @@ def test_names_with_tricks_are_refused(arena, name):
             attempt()
 
 
-def test_threads_that_put_the_same_note_leave_one_of_theirs(arena):
+def test_concurrent_writers_of_a_metadata_file_leave_one_complete_version(arena):
     """Each thread's note is whole whenever somebody looks, and nothing else stays."""
     notes = [bytes([number]) * (1 << 14) for number in range(4)]
     seen, errors = set(), []
@@ -165,7 +165,7 @@ def test_threads_that_put_the_same_note_leave_one_of_theirs(arena):
     assert seen <= {*notes, None}
 
 
-def test_a_folder_goes_and_comes_while_others_write_into_it(arena):
+def test_folder_is_recreated_while_others_write_into_it(arena):
     errors = []
 
     def churn(number):
@@ -228,7 +228,7 @@ def strangers(place):
     return sorted(path.name for path in place.iterdir())
 
 
-def test_files_of_strangers_are_neither_listed_nor_touched(directory):
+def test_foreign_files_are_neither_listed_nor_changed(directory):
     arena = TmpfsArena(directory)
     left = strangers(directory / "slots"), strangers(directory / "notes")
     arena.create("slot.a", 10)
@@ -242,7 +242,7 @@ def test_files_of_strangers_are_neither_listed_nor_touched(directory):
 
 
 @pytest.mark.parametrize("name", ["slot.folder", "slot.link", "slot.broken", "job.fifo"])
-def test_reading_what_is_not_a_note_is_damage_and_does_not_wait(directory, name):
+def test_reading_a_non_file_is_damage_and_does_not_block(directory, name):
     arena = TmpfsArena(directory)
     strangers(directory / "notes")
     with pytest.raises(ShardDamagedError):

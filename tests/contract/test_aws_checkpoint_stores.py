@@ -105,7 +105,7 @@ def opened(kept):
         yield place
 
 
-def test_what_was_put_is_there(kept, opened):
+def test_stored_step_is_readable(kept, opened):
     blobs, metadata = STATE
     kept.put(4, blobs, pickled(metadata))
     kept.put(0, blobs, pickled(metadata))
@@ -137,7 +137,7 @@ def test_a_step_without_metadata_is_there_but_not_described(kept, opened):
         opened.contents(4)
 
 
-def test_a_rank_that_is_gone_is_absent(kept, opened):
+def test_lost_rank_is_absent(kept, opened):
     blobs, metadata = STATE
     kept.put(4, blobs[:1], pickled(metadata))
     if isinstance(kept, InMemory):  # metadata is the rank behind the last
@@ -148,7 +148,7 @@ def test_a_rank_that_is_gone_is_absent(kept, opened):
         opened.blob_size(4, 1)
 
 
-def test_no_answer_is_not_an_empty_one(kept, opened):
+def test_unreachable_store_is_not_an_empty_one(kept, opened):
     blobs, metadata = STATE
     kept.put(4, blobs, pickled(metadata))
     kept.break_down(opened)
@@ -156,7 +156,7 @@ def test_no_answer_is_not_an_empty_one(kept, opened):
         opened.steps()
 
 
-def test_metadata_that_is_none(kept, opened):
+def test_invalid_metadata_is_damage(kept, opened):
     blobs, _ = STATE
     kept.put(4, blobs, b"\x80\x04N.")
     with pytest.raises(CheckpointDamagedError):
@@ -175,7 +175,7 @@ def in_memory():
         yield kept
 
 
-def test_a_blob_that_is_not_what_was_sent_is_damage(in_memory):
+def test_blob_that_differs_from_its_checksum_is_damage(in_memory):
     service = in_memory.service
     data = service.blob(NAMESPACE, 0, 4)
     service.replace(NAMESPACE, 0, 4, data[:-1] + b"?", resealed=False)
@@ -187,7 +187,7 @@ def test_a_blob_that_is_not_what_was_sent_is_damage(in_memory):
     "meta",
     ["", "{}", "null", "no json", '{"checksum": 5, "algorithm": "xxh3_128"}', '{"checksum": "", "algorithm": "md5"}'],
 )
-def test_a_blob_without_a_checksum_is_not_believed(in_memory, meta):
+def test_blob_without_a_checksum_is_damage(in_memory, meta):
     service = in_memory.service
     service.shards[NAMESPACE][0][4] = (service.blob(NAMESPACE, 0, 4), meta)
     with pytest.raises(CheckpointDamagedError):
@@ -196,7 +196,7 @@ def test_a_blob_without_a_checksum_is_not_believed(in_memory, meta):
 
 @pytest.mark.parametrize("guess", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("said", [2, 3, 9])
-def test_metadata_is_found_whatever_world_is_guessed(in_memory, guess, said):
+def test_metadata_is_found_for_any_configured_world_size(in_memory, guess, said):
     """Its key is one more than the last rank that saved, and neither reader nor namespace need to know that."""
     in_memory.service.namespaces[NAMESPACE] = (said, 3)
     assert MemoryServiceStore(in_memory.service.url, NAMESPACE, world_size=guess).contents(4).tensors
@@ -208,7 +208,7 @@ def test_metadata_is_found_behind_a_lost_shard(in_memory):
     assert in_memory.open().contents(4).tensors
 
 
-def test_no_service_at_all():
+def test_missing_service_is_unavailable():
     with memory_service() as service:
         url = service.url
     with pytest.raises(TierUnavailableError, match="cannot be asked"):
@@ -216,12 +216,12 @@ def test_no_service_at_all():
 
 
 @pytest.mark.parametrize("url", ["", "here:9200", "ftp://here", "http://"])
-def test_what_is_no_service(url):
+def test_invalid_service_url_is_refused(url):
     with pytest.raises(UsageError):
         MemoryServiceStore(url, NAMESPACE)
 
 
-def test_its_checksum_is_the_one_of_the_wire():
+def test_checksum_matches_the_aws_example():
     """Base64 of xxh3-128 in big-endian order, as in AWS's example."""
     from tests.support.memory_service import shard_meta
 

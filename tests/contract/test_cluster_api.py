@@ -69,7 +69,7 @@ def plugin(monkeypatch):
     )
 
 
-def test_enabling_sends_what_the_api_really_needs(cluster):
+def test_enabling_sends_the_required_request(cluster):
     aws = SageMaker()
     code, out, err = cluster(aws, "enable", "--percent", 30, "--json")
     assert (code, err) == (0, "")
@@ -97,7 +97,7 @@ def test_a_dry_run_sends_nothing(cluster):
     assert [operation for operation, _ in aws.requests] == ["DescribeCluster"]
 
 
-def test_what_is_so_already_is_not_asked_for(cluster):
+def test_unchanged_configuration_sends_no_update(cluster):
     aws = SageMaker(TieredStorageConfig=ON)
     code, out, _ = cluster(aws, "enable")
     assert code == 0
@@ -107,7 +107,7 @@ def test_what_is_so_already_is_not_asked_for(cluster):
     assert [operation for operation, _ in aws.requests] == ["DescribeCluster"]
 
 
-def test_disabling_keeps_the_recovery_as_it_is(cluster):
+def test_disabling_keeps_the_node_recovery(cluster):
     aws = SageMaker(TieredStorageConfig=ON, NodeRecovery="None")
     code, out, _ = cluster(aws, "disable")
     assert code == 0
@@ -119,7 +119,7 @@ def test_disabling_keeps_the_recovery_as_it_is(cluster):
     }
 
 
-def test_what_show_prints_is_what_agents_read(cluster, tmp_path):
+def test_show_output_is_readable_by_agents(cluster, tmp_path):
     code, out, _ = cluster(SageMaker(TieredStorageConfig=ON), "show", "--json", name=ARN)
     assert code == 0
     (tmp_path / "cluster.json").write_text(out)
@@ -142,7 +142,7 @@ def test_what_show_prints_is_what_agents_read(cluster, tmp_path):
         ((400, "ResourceLimitExceeded", "full"), ExitCode.FAILED, "full"),
     ],
 )
-def test_refusals_are_told_apart(cluster, refusal, code, words):
+def test_refusals_map_to_exit_codes(cluster, refusal, code, words):
     aws = SageMaker()
     aws.refusal = refusal
     found, out, err = cluster(aws, "show")
@@ -151,7 +151,7 @@ def test_refusals_are_told_apart(cluster, refusal, code, words):
     assert "Traceback" not in err
 
 
-def test_a_cluster_that_is_not_there_and_a_name_that_cannot_be(cluster):
+def test_missing_cluster_and_invalid_name_are_reported(cluster):
     code, _, err = cluster(SageMaker(), "enable", "--percent", 30, name="other")
     assert code == ExitCode.NOT_FOUND
     assert "there is no cluster other" in err
@@ -176,7 +176,7 @@ def test_without_credentials_or_region(cluster, monkeypatch):
     assert region_of_arn("ml") is None
 
 
-def test_nobody_answers(capsys, monkeypatch):
+def test_unreachable_api_is_unavailable(capsys, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: None)
     from tieredckpt.cli import main
 
@@ -185,7 +185,7 @@ def test_nobody_answers(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["error"]["exit"] == 5
 
 
-def test_words_that_make_no_sense_are_usage(cluster, capsys, tmp_path):
+def test_invalid_options_are_usage_errors(cluster, capsys, tmp_path):
     from tieredckpt.cli import main
 
     assert cluster(SageMaker(), "enable")[0] == ExitCode.USAGE
@@ -208,7 +208,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "rolled back"])
-def test_waiting_until_it_is_so(keeps):
+def test_wait_ends_when_the_update_is_applied(keeps):
     aws, clock = SageMaker(), Clock()
     aws.keeps = keeps
     wanted = TieredStorageConfig(TieredStorageMode.ENABLE, 30)

@@ -108,7 +108,7 @@ def test_where_every_node_keeps_a_store_all_ranks_know_all_of_them():
             seat.report_finished()
 
 
-def test_nothing_is_wanted_of_a_world_that_is_well(start):
+def test_healthy_world_has_no_notice(start):
     job = start(2)
     all_ready(job.planes)
     assert [seat.notice() for seat in job.planes] == [None, None]
@@ -121,7 +121,7 @@ def test_a_wait_for_a_world_ends_in_time(start):
     assert [place.world_size for place in all_ready(job.planes)] == [2, 2]
 
 
-def test_a_resize_stops_all_at_the_greatest_step_said(start):
+def test_resize_pauses_all_ranks_at_the_greatest_step(start):
     job = start(3)
     before = all_ready(job.planes)
     job.resize(2)
@@ -182,7 +182,7 @@ def resized_world(start, checkpoints):
     ],
     ids=["the same", "one rank sealed nothing", "steps of two incarnations", "nobody checkpoints"],
 )
-def test_a_resize_names_what_the_next_world_restores(kind, checkpoints, expected):
+def test_resize_names_the_step_of_the_next_world(kind, checkpoints, expected):
     with contextlib.ExitStack() as stack:
         places = resized_world(lambda *args: stack.enter_context(PLANES[kind](*args)), checkpoints)
     assert [place.resume_from for place in places] == [expected] * 2
@@ -195,7 +195,7 @@ def test_a_world_after_a_fault_restores_the_newest_step(start):
     assert [place.resume_from for place in next_world(job, job.planes)] == [None, None]
 
 
-def test_a_notice_is_gone_with_its_epoch(start):
+def test_notice_ends_with_its_epoch(start):
     job = start(2)
     all_ready(job.planes)
     job.resize(1)
@@ -213,7 +213,7 @@ def test_a_notice_is_gone_with_its_epoch(start):
             assert_left_over(job, seat, one)
 
 
-def test_one_that_came_is_in_the_next_world(start):
+def test_joined_rank_is_in_the_next_world(start):
     job = start(1, grow_s=0.0)
     before = all_ready(job.planes)
     if job.starts_anew:
@@ -237,7 +237,7 @@ def test_one_that_came_is_in_the_next_world(start):
     assert [place.rank for place in places] == [0, 1]
 
 
-def test_a_later_notice_replaces_an_earlier_one_and_pauses_stay(start):
+def test_later_notice_replaces_an_earlier_one_and_keeps_pauses(start):
     job = start(3)
     all_ready(job.planes)
     job.resize(2)
@@ -248,7 +248,7 @@ def test_a_later_notice_replaces_an_earlier_one_and_pauses_stay(start):
     assert results([*waiting, *at_once(lambda: job.planes[2].agree_on_step(6))]) == [6, 6, 6]
 
 
-def test_who_is_lost_ends_the_wait_of_others(start):
+def test_lost_rank_ends_the_wait_of_others(start):
     job = start(3)
     all_ready(job.planes)
     job.resize(2)
@@ -266,7 +266,7 @@ def test_who_is_lost_ends_the_wait_of_others(start):
     assert [place.world_size for place in places] == [2, 2]
 
 
-def test_a_fault_is_told_to_all_and_runs_what_aborts(start):
+def test_fault_is_reported_to_all_ranks_and_runs_aborts(start):
     job = start(2)
     heard: dict[int, threading.Event] = {}
     for number, seat in enumerate(job.planes):
@@ -284,14 +284,14 @@ def test_a_fault_is_told_to_all_and_runs_what_aborts(start):
     assert [seat.notice() for seat in job.planes] == [None, None]
 
 
-def test_several_faults_of_one_epoch_are_one(start):
+def test_several_faults_of_an_epoch_count_once(start):
     job = start(2)
     all_ready(job.planes)
     results(at_once(*(lambda s=seat: s.report_fault("the other one is gone") for seat in job.planes)))
     assert {place.restarts for place in next_world(job, job.planes)} == {1}
 
 
-def test_a_fault_in_an_epoch_that_is_broken_already_changes_nothing(start):
+def test_fault_in_a_broken_epoch_changes_nothing(start):
     job = start(2)
     all_ready(job.planes)
     job.planes[0].report_fault("the other one is gone")
@@ -303,7 +303,7 @@ def test_a_fault_in_an_epoch_that_is_broken_already_changes_nothing(start):
     assert {place.restarts for place in next_world(job, job.planes)} == {1}
 
 
-def test_who_comes_late_to_a_broken_epoch_is_told(start):
+def test_late_subscriber_of_a_broken_epoch_is_notified(start):
     job = start(2)
     all_ready(job.planes)
     job.planes[0].report_fault("lost")
@@ -330,7 +330,7 @@ def test_a_closed_rank_is_a_lost_rank(start):
     assert after[0].rank == places[0].rank
 
 
-def test_who_ignores_a_resize_is_lost(start):
+def test_rank_that_ignores_a_resize_is_lost(start):
     job = start(2, grace_s=0.3)
     all_ready(job.planes)
     job.resize(1)
@@ -358,7 +358,7 @@ def test_who_ignores_a_resize_is_lost(start):
     assert good.notice() is None
 
 
-def test_a_rank_asks_for_a_change(start):
+def test_rank_may_request_a_change(start):
     job = start(2)
     all_ready(job.planes)
     job.planes[1].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
@@ -366,7 +366,7 @@ def test_a_rank_asks_for_a_change(start):
     assert "half is enough" in job.planes[0].notice().reason
 
 
-def test_a_rank_whose_machine_goes_away_is_not_in_the_next_world(start):
+def test_preempted_rank_is_not_in_the_next_world(start):
     job = start(2)
     all_ready(job.planes)
     job.planes[0].request_change(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
@@ -419,7 +419,7 @@ def test_a_spare_is_dismissed_when_all_have_finished(start):
     assert_left_over(job, job.planes[1], coming)
 
 
-def test_what_is_said_in_no_world_is_refused(start):
+def test_calls_outside_a_world_are_refused(start):
     seat = start(1).planes[0]
     with pytest.raises(StaleEpochError):
         seat.agree_on_step(0)

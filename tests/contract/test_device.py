@@ -58,7 +58,7 @@ def test_copies_both_ways_are_done_when_the_stream_is_synchronized(device):
         assert torch.equal(one, other)
 
 
-def test_a_stream_that_waits_for_another_s_event_finds_what_was_copied_there(device):
+def test_stream_that_waits_for_an_event_sees_the_copied_data(device):
     place = device.current()
     source, there, back = torch.randn(ELEMENTS), on(device, torch.zeros(ELEMENTS)), torch.zeros(ELEMENTS)
     first, second = device.new_stream(place), device.new_stream(place)
@@ -72,7 +72,7 @@ def test_a_stream_that_waits_for_another_s_event_finds_what_was_copied_there(dev
     assert torch.equal(source, back)
 
 
-def test_work_so_far_has_completed_once_it_was_waited_for_whoever_asks(device):
+def test_awaited_work_has_completed_for_any_thread(device):
     place = device.current()
     source, there = torch.randn(ELEMENTS), on(device, torch.zeros(ELEMENTS))
     device.copy([DeviceCopy(there, source)], device.current_stream(place))
@@ -102,7 +102,7 @@ def test_slots_are_filled_from_a_device_bit_by_bit(device):
                 assert torch.equal(memory.tensor(piece.start, source.dtype, source.shape), source)
 
 
-def test_a_device_is_filled_from_buffers_by_turns_bit_by_bit(device):
+def test_device_is_filled_from_alternating_buffers(device):
     sources = contents()
     there = [on(device, torch.zeros_like(one)) for one in sources]
     place = device.device_of(there[0]) or device.current()
@@ -144,13 +144,13 @@ def test_the_current_device_is_a_thread_s_own(device):
     assert device.current() == before
 
 
-def test_what_is_in_this_process_s_memory_is_on_no_device(device):
+def test_process_memory_is_on_no_device(device):
     assert device.device_of(torch.zeros(3)) is None
     if device.device_count():
         assert device.device_of(on(device, torch.zeros(3))) == device.current()
 
 
-def test_a_device_has_a_generator_where_there_is_one(device):
+def test_device_has_a_generator_where_available(device):
     generator = device.default_generator()
     assert (generator is None) == (device.device_count() == 0)
     if generator is not None:
@@ -171,7 +171,7 @@ def test_there_is_memory_to_account_for_and_to_give_back(device):
     assert device.memory_allocated() == before
 
 
-def test_what_is_installed_is_asked_by_all_threads_until_the_block_ends():
+def test_installed_backend_applies_to_all_threads_until_the_block_ends():
     before = accelerator()
     with use_device_backend(CpuBackend()) as outer:
         with use_device_backend(CpuBackend()) as inner:
@@ -218,7 +218,7 @@ def pinned(elements: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, 4 * elements + mmap.PAGESIZE), dtype=torch.float32)[:elements]
 
 
-def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_for(late):
+def test_late_copy_to_registered_memory_is_poison_until_awaited(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
     late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     stream = late.new_stream(late.current())
@@ -231,7 +231,7 @@ def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_
     assert torch.equal(target, source)
 
 
-def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_the_bytes(late):
+def test_late_queried_event_completes_after_some_of_the_bytes(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
     late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     late.copy([DeviceCopy(target, source)], late.current_stream(late.current()))
@@ -242,7 +242,7 @@ def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_th
     assert torch.equal(target, source)
 
 
-def test_late_memory_that_is_not_registered_is_copied_before_the_call_returns(late):
+def test_late_unregistered_memory_is_copied_before_the_call_returns(late):
     source, target = late.put(torch.randn(ELEMENTS)), torch.zeros(ELEMENTS)
     stream = late.new_stream(late.current())
     late.copy([DeviceCopy(target, source)], stream)
@@ -253,7 +253,7 @@ def test_late_memory_that_is_not_registered_is_copied_before_the_call_returns(la
     assert torch.equal(late.get(there), source)
 
 
-def test_late_a_source_that_changes_before_its_copy_is_done_is_copied_as_it_is_then(late):
+def test_late_source_changed_before_its_copy_is_copied_changed(late):
     source, target = late.put(torch.ones(ELEMENTS)), pinned(ELEMENTS)
     late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     side = late.new_stream(late.current())
@@ -292,7 +292,7 @@ def test_late_a_registration_is_not_undone_under_a_copy_nor_is_memory_cut(late, 
             assert said in late.violations
 
 
-def test_late_a_tensor_that_ends_under_another_stream_s_copy_is_a_violation_unless_that_was_said(late):
+def test_late_tensor_freed_under_an_unrecorded_copy_is_a_violation(late):
     target, side = pinned(ELEMENTS), late.new_stream(late.current())
     late.register_host_memory(target.data_ptr(), target.nbytes, late.current())
     for is_said in (True, False):

@@ -121,7 +121,7 @@ def test_all_nodes_are_named_in_the_order_of_their_ids(source):
     assert list(source.open().member_list().nodes) == plain()
 
 
-def test_two_nodes_that_are_told_the_same_have_the_same_roster(source):
+def test_nodes_with_the_same_source_have_the_same_member_list(source):
     source.tell(ADDRESSES)
     assert source.open().member_list().list_version == source.open().member_list().list_version
 
@@ -132,7 +132,7 @@ def test_nothing_new_is_no_new_version(source):
     assert discovery.member_list() == discovery.member_list()
 
 
-def test_a_change_is_noticed_and_has_a_higher_version(source):
+def test_change_is_detected_with_a_higher_version(source):
     changing(source)
     source.tell(ADDRESSES)
     discovery = source.open()
@@ -143,7 +143,7 @@ def test_a_change_is_noticed_and_has_a_higher_version(source):
     assert after.version > before.version
 
 
-def test_what_cannot_be_asked_is_unknown_not_empty_and_may_be_known_later(source):
+def test_unreachable_source_is_unknown_and_may_recover(source):
     changing(source)
     source.tell(ADDRESSES)
     discovery = source.open()
@@ -183,14 +183,14 @@ def test_a_static_list_has_names_addresses_and_failure_domains():
         ("n2=host:1/rack=a/rack=b", "given twice"),
     ],
 )
-def test_what_is_wrong_with_a_list_names_the_entry(entry, says):
+def test_invalid_entry_is_named(entry, says):
     with pytest.raises(RequestError, match="node '") as error:
         StaticMembers(f"n1=host:7070,{entry}")
     assert entry in str(error.value)
     assert says in str(error.value)
 
 
-def test_a_list_with_one_name_twice_or_no_name_is_refused():
+def test_duplicate_or_empty_list_is_refused():
     with pytest.raises(RequestError, match="'n1' is listed twice"):
         StaticMembers("n1=a:1,n1=b:1")
     with pytest.raises(RequestError, match="without a node"):
@@ -198,12 +198,12 @@ def test_a_list_with_one_name_twice_or_no_name_is_refused():
 
 
 @pytest.mark.parametrize("text", ["", "static", "file:", "hyperpod:", "dns:", "etcd:host:1", "dns:a:b:c", "dns:name:x"])
-def test_a_source_nobody_knows_is_refused(text):
+def test_unknown_source_is_refused(text):
     with pytest.raises(RequestError):
         parse_discovery(text)
 
 
-def test_a_line_of_configuration_says_where_to_ask():
+def test_configuration_selects_the_discovery_source():
     assert isinstance(parse_discovery("hyperpod"), PodResourceConfig)
     assert HYPERPOD_FILE == "/opt/ml/input/config/pod_resourceconfig.json"
     with pytest.raises(UnavailableError, match=r"/nowhere/x\.json"):
@@ -225,7 +225,7 @@ def test_a_source_that_cannot_be_loaded_is_named(monkeypatch):
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_tells_labels_and_memory(tmp_path):
+def test_file_supplies_labels_and_memory(tmp_path):
     path = tmp_path / "nodes.json"
     told = {"id": "n1", "address": "a:1", "labels": {"zone": "a", "rack": "r"}, "memory_bytes": 5}
     path.write_text(json.dumps({"version": 4, "nodes": [told]}))
@@ -247,7 +247,7 @@ def test_a_file_tells_labels_and_memory(tmp_path):
         {"version": 1, "nodes": [{"id": "n", "address": "a:1"}, {"id": "n", "address": "b:1"}]},
     ],
 )
-def test_a_file_that_cannot_be_right_is_not_asked_again(tmp_path, told):
+def test_invalid_file_is_refused(tmp_path, told):
     path = tmp_path / "nodes.json"
     path.write_text(json.dumps(told))
     with pytest.raises(RequestError, match=str(path)):
@@ -271,7 +271,7 @@ def hyperpod(path, ips, stamp="7"):
     return PodResourceConfig(path, port=9)
 
 
-def test_ranks_whose_address_is_not_told_yet_make_the_roster_unknown_not_smaller(tmp_path):
+def test_missing_rank_addresses_make_the_member_list_unknown(tmp_path):
     discovery = hyperpod(tmp_path / "f", ["10.0.0.1", None, "10.0.0.3", None])
     with pytest.raises(UnavailableError, match=r"of rank 1, 3 yet \(4 ranks\)"):
         discovery.member_list()
@@ -279,7 +279,7 @@ def test_ranks_whose_address_is_not_told_yet_make_the_roster_unknown_not_smaller
         hyperpod(tmp_path / "f", []).member_list()
 
 
-def test_pods_of_one_node_are_one_node(tmp_path):
+def test_pods_of_a_node_are_a_single_node(tmp_path):
     roster = hyperpod(tmp_path / "f", ["10.0.0.2", "10.0.0.2", "fd00::2"]).member_list()
     assert [one.address for one in roster.nodes] == ["10.0.0.2:9", "[fd00::2]:9"]
     assert roster.nodes[1].id == "fd00-0000-0000-0000-0000-0000-0000-0002"
@@ -312,12 +312,12 @@ def test_the_operators_stamp_is_the_version(tmp_path, stamp, version):
         ([None] * 100_002, "7"),
     ],
 )
-def test_an_operator_that_writes_something_else_is_told_so(tmp_path, ips, stamp):
+def test_unexpected_operator_file_is_refused(tmp_path, ips, stamp):
     with pytest.raises(RequestError, match=str(tmp_path)):
         hyperpod(tmp_path / "f", ips, stamp).member_list()
 
 
-def test_a_file_without_an_end_is_not_read_to_it(tmp_path):
+def test_endless_file_is_not_read_completely(tmp_path):
     with (tmp_path / "f").open("wb") as file:
         file.truncate(1 << 40)  # takes no room
     with pytest.raises(RequestError, match="longer than 64 MiB"):
@@ -333,7 +333,7 @@ _JSON = st.recursive(
 
 @hypothesis.given(_JSON | st.fixed_dictionaries({"ips": st.lists(_JSON, max_size=3), "ips_timestamp": _JSON}))
 @hypothesis.settings(max_examples=examples(60), deadline=None)
-def test_whatever_the_file_holds_is_a_roster_or_unknown_or_wrong(told):
+def test_any_file_is_a_member_list_unknown_or_refused(told):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f"
         path.write_text(json.dumps(told))
@@ -344,7 +344,7 @@ def test_whatever_the_file_holds_is_a_roster_or_unknown_or_wrong(told):
     assert {one.id for one in roster.nodes} == {node_from_ip(ip, 7070).id for ip in told["ips"]}
 
 
-def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
+def test_reader_sees_one_complete_version_during_replacement(tmp_path):
     path = tmp_path / "f"
     discovery = hyperpod(path, ["10.0.0.1"], "1")
 
@@ -368,7 +368,7 @@ def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
 # -- DNS --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_in_dns_has_the_time_it_was_seen_and_never_a_lower_version():
+def test_dns_change_never_lowers_the_version():
     answers, times = [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.3"], ["10.0.0.3"]], [100.0, 50.0]
     discovery = HeadlessServiceDns("x", resolve=lambda *_: answers.pop(0), clock=lambda: times.pop(0))
     assert [discovery.member_list().version for _ in range(4)] == [1, 100_000, 100_001, 100_001]
@@ -383,7 +383,7 @@ def test_no_addresses_and_no_such_name_are_unknown():
             HeadlessServiceDns("agents", resolve=resolve).member_list()
 
 
-def test_a_pod_with_addresses_of_both_families_is_one_node():
+def test_dual_stack_pod_is_a_single_node():
     discovery = HeadlessServiceDns("x", resolve=lambda *_: ["fd00::1", "10.0.0.1", "10.0.0.1"])
     assert [one.id for one in discovery.member_list().nodes] == ["10.0.0.1"]
 
@@ -427,7 +427,7 @@ def test_kubernetes_labels_become_failure_domains(labels, ours):
     assert labels_from_kubernetes(labels) == tuple(sorted(ours.items()))
 
 
-def test_a_label_that_is_no_name_is_refused():
+def test_invalid_label_is_refused():
     with pytest.raises(InvalidNameError, match="zone"):
         labels_from_kubernetes({"topology.kubernetes.io/zone": "a b"})
 
@@ -443,7 +443,7 @@ def test_a_label_that_is_no_name_is_refused():
     ],
     ids=["node", "labels", "downward", "ours", "ours first"],
 )
-def test_labels_stand_in_a_file(tmp_path, written):
+def test_labels_are_read_from_a_file(tmp_path, written):
     (tmp_path / "labels").write_text(written)
     assert load_node_labels(f"file:{tmp_path}/labels") == (("rack", "nn-3"), ("zone", "a"))
 
@@ -461,7 +461,7 @@ def test_labels_stand_in_a_file(tmp_path, written):
         (None, "No such file"),
     ],
 )
-def test_a_file_without_labels_is_told_by_name(tmp_path, written, said):
+def test_file_without_labels_is_refused_by_name(tmp_path, written, said):
     path = tmp_path / "labels"
     if written is not None:
         path.write_bytes(written if isinstance(written, bytes) else written.encode())

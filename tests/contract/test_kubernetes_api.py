@@ -102,7 +102,7 @@ def test_a_status_is_written_once(server: ApiServerClient, job: dict[str, Any]) 
     server.confirm(written)
 
 
-def test_a_pod_is_made_once_and_only_this_very_one_goes(server: ApiServerClient, job: dict[str, Any]) -> None:
+def test_pod_is_created_once_and_deleted_by_uid(server: ApiServerClient, job: dict[str, Any]) -> None:
     made = server.create_pod(pod(job))
     assert made["metadata"]["uid"]
     with pytest.raises(ResourceConflictError):
@@ -114,7 +114,7 @@ def test_a_pod_is_made_once_and_only_this_very_one_goes(server: ApiServerClient,
     server.delete_pod(made)
 
 
-def test_a_list_and_what_a_watch_says_after_it(server: ApiServerClient, job: dict[str, Any]) -> None:
+def test_watch_continues_after_a_list(server: ApiServerClient, job: dict[str, Any]) -> None:
     before, revision = server.list_all(pods_in("default"))
     made = server.create_pod(pod(job))
     second = server.create_pod(pod(job, 1))
@@ -127,7 +127,7 @@ def test_a_list_and_what_a_watch_says_after_it(server: ApiServerClient, job: dic
     assert int(later) > int(revision) >= max([0, *(int(one["metadata"]["resourceVersion"]) for one in before)])
 
 
-def test_what_goes_has_a_newer_version_than_it_ever_had(server: ApiServerClient, job: dict[str, Any]) -> None:
+def test_deleted_pod_has_a_newer_version(server: ApiServerClient, job: dict[str, Any]) -> None:
     made = server.create_pod(pod(job))
     server.delete_pod(made, grace_s=0)
     with server.watch(pods_in(""), made["metadata"]["resourceVersion"], 30) as events:
@@ -154,6 +154,6 @@ def test_a_watch_from_too_long_ago(server: ApiServerClient, request: pytest.Fixt
     assert heard.lists == 2, "all is listed again"
 
 
-def test_what_is_not_there(server: ApiServerClient) -> None:
+def test_missing_job_is_not_found(server: ApiServerClient) -> None:
     with pytest.raises(ResourceNotFoundError):
         server.get_job("default", "no-such-job")

@@ -30,19 +30,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(lambda: open_leader_record(f"file://{tmp_path}/who%20leads?lease=2.5"), path.unlink)
 
 
-def test_it_keeps_what_is_written(place: Place) -> None:
+def test_record_keeps_its_content(place: Place) -> None:
     contract.keeps_what_is_written(place.open())
 
 
-def test_it_is_changed_only_by_who_has_read_it(place: Place) -> None:
+def test_record_is_changed_only_by_its_latest_reader(place: Place) -> None:
     contract.is_changed_only_by_who_has_read_it(place.open())
 
 
-def test_one_that_was_deleted_is_not_written_over(place: Place) -> None:
+def test_deleted_record_is_not_overwritten(place: Place) -> None:
     contract.one_that_was_deleted_is_not_written_over(place.open(), place.delete)
 
 
-def test_one_of_many_writes_at_a_time(place: Place) -> None:
+def test_only_one_of_many_writers_succeeds(place: Place) -> None:
     contract.one_of_many_writes_at_a_time([place.open() for _ in range(4)])
 
 
@@ -56,7 +56,7 @@ def count(url: str, times: int) -> None:
             done += 1
 
 
-def test_a_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/leader"
     place = open_leader_record(url)
     place.write(LeaderRecord("", 0), None)
@@ -70,7 +70,7 @@ def test_a_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
     assert place.read().term == 150
 
 
-def test_a_file_that_is_no_record_is_unknown_and_not_nobody(tmp_path: Path) -> None:
+def test_invalid_record_file_is_unavailable(tmp_path: Path) -> None:
     place = open_leader_record(f"file://{tmp_path}/leader")
     (tmp_path / "leader").write_text('{"holder": 7}')
     with pytest.raises(ControlPlaneUnavailableError, match="does not say who leads"):
@@ -89,6 +89,6 @@ def test_a_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
         open_leader_record(f"file://{folder}/leader").read()
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ControlPlaneRefusedError, match="No such file or directory"):
         open_leader_record(f"file://{tmp_path}/away/leader").read()

@@ -43,7 +43,7 @@ def latest(server: str, limit: int | None = None) -> list[int]:
     return ask(server, "GET", f"/v1/cp/checkpoints/job-1/latest{query}").json
 
 
-def test_it_is_healthy(server: str) -> None:
+def test_server_is_healthy(server: str) -> None:
     answer = ask(server, "GET", "/health")
     assert (answer.status, answer.body) == (200, b'{"status":"healthy"}')
 
@@ -60,13 +60,13 @@ def test_a_namespace_is_made_once_shown_and_deleted(server: str) -> None:
     assert ask(server, "GET", path).json == {"detail": "Namespace 'job-1' not found"}
 
 
-def test_three_steps_are_kept_unless_another_number_is_said(server: str) -> None:
+def test_three_steps_are_retained_by_default(server: str) -> None:
     ask(server, "POST", "/v1/cp/namespaces/job-1?num_ranks=2")
     assert ask(server, "GET", "/v1/cp/namespaces/job-1").json == {"num_ranks": 2, "steps_to_retain_per_rank": 3}
 
 
 @pytest.mark.parametrize("body", [b"", b"x", bytes(range(256)) * 20_000], ids=["empty", "small", "large"])
-def test_a_shard_comes_back_as_it_was_put_with_its_header(server: str, body: bytes) -> None:
+def test_shard_round_trips_with_its_header(server: str, body: bytes) -> None:
     make(server)
     path = "/v1/cp/checkpoints/job-1/0/240"
     assert ask(server, "POST", path, body, {"Shard-Meta": META}).body == b'{"status":"ok"}'
@@ -79,13 +79,13 @@ def test_a_shard_comes_back_as_it_was_put_with_its_header(server: str, body: byt
     }
 
 
-def test_without_a_header_none_comes_back(server: str) -> None:
+def test_shard_without_a_header_returns_none(server: str) -> None:
     make(server)
     put(server, 0, 0)
     assert "shard-meta" not in ask(server, "GET", "/v1/cp/checkpoints/job-1/0/0").headers
 
 
-def test_what_is_put_again_replaces_what_was_there(server: str) -> None:
+def test_repeated_put_replaces_the_shard(server: str) -> None:
     make(server)
     put(server, 0, 5, b"before")
     put(server, 0, 5, b"after")
@@ -101,7 +101,7 @@ def test_a_body_may_come_in_chunks(server: str) -> None:
         assert ask_on(connection, "GET", "/v1/cp/checkpoints/job-1/1/5").body == b"".join(pieces)
 
 
-def test_what_is_not_there_is_404(server: str) -> None:
+def test_missing_shard_is_404(server: str) -> None:
     assert ask(server, "POST", "/v1/cp/checkpoints/nowhere/0/1", b"x").json == {
         "detail": "Namespace 'nowhere' not found"
     }
@@ -133,13 +133,13 @@ def test_another_method_is_405(server: str) -> None:
         ("GET", "/v1/cp/checkpoints/job-1/latest?limit=", [["query", "limit"]]),
     ],
 )
-def test_what_is_no_number_is_422_and_named(server: str, method: str, path: str, where: list[list[str]]) -> None:
+def test_non_numeric_parameter_is_422_and_named(server: str, method: str, path: str, where: list[list[str]]) -> None:
     answer = ask(server, method, path)
     assert answer.status == 422
     assert [one["loc"] for one in answer.json["detail"]] == where
 
 
-def test_a_shard_is_deleted_and_gone(server: str) -> None:
+def test_deleted_shard_is_gone(server: str) -> None:
     make(server)
     put(server, 0, 1)
     put(server, 1, 1)
@@ -149,7 +149,7 @@ def test_a_shard_is_deleted_and_gone(server: str) -> None:
     assert get(server, 0, 1) == 200
 
 
-def test_a_namespace_that_is_made_again_is_empty(server: str) -> None:
+def test_recreated_namespace_is_empty(server: str) -> None:
     make(server)
     put(server, 0, 1)
     ask(server, "DELETE", "/v1/cp/namespaces/job-1")
@@ -157,7 +157,7 @@ def test_a_namespace_that_is_made_again_is_empty(server: str) -> None:
     assert (get(server, 0, 1), latest(server)) == (404, [])
 
 
-def test_the_latest_whole_steps_come_first(server: str) -> None:
+def test_latest_complete_steps_come_first(server: str) -> None:
     make(server, retained=9)
     for step in (0, 30, 20, 100):
         put(server, 0, step)
@@ -167,7 +167,7 @@ def test_the_latest_whole_steps_come_first(server: str) -> None:
 
 
 @pytest.mark.parametrize("retained", [2, 3, 5])
-def test_as_many_steps_are_kept_as_were_asked_for(server: str, retained: int) -> None:
+def test_requested_number_of_steps_is_retained(server: str, retained: int) -> None:
     make(server, retained=retained)
     for step in range(0, 80, 10):
         put(server, 0, step)
@@ -177,7 +177,7 @@ def test_as_many_steps_are_kept_as_were_asked_for(server: str, retained: int) ->
         assert [at for at in range(0, 80, 10) if get(server, 0, at) == 200] == sorted(kept)
 
 
-def test_namespaces_have_nothing_to_do_with_each_other(server: str) -> None:
+def test_namespaces_are_independent(server: str) -> None:
     make(server)
     make(server, "job-2")
     put(server, 0, 1, b"one")
@@ -189,7 +189,7 @@ def test_namespaces_have_nothing_to_do_with_each_other(server: str) -> None:
     assert get(server, 0, 1, "job-2") == 404
 
 
-def test_a_connection_is_kept_and_goes_on_after_refusals(server: str) -> None:
+def test_connection_survives_refusals(server: str) -> None:
     make(server)
     with contextlib.closing(http.client.HTTPConnection(server, timeout=60)) as connection:
         connection.connect()

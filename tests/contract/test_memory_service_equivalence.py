@@ -201,7 +201,7 @@ def test_failed_saves_count_out_the_last_good_step_of_theirs_and_not_of_ours(bot
     assert kept == [130, 140]
 
 
-def test_going_back_to_an_older_step_keeps_what_is_put_then(both: tuple[Any, Any]) -> None:
+def test_rewind_to_an_older_step_keeps_later_puts(both: tuple[Any, Any]) -> None:
     for connection in both:
         send(connection, Sent("POST", "/v1/cp/cluster/reset"))
         send(connection, Sent("POST", "/v1/cp/namespaces/a?num_ranks=1&steps_retained=3"))

@@ -107,5 +107,5 @@ def opener(kind: Kind, request: pytest.FixtureRequest, tmp_path: Path) -> Opener
 
 
 class TestObjectStore(ObjectStoreContract):
-    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: RetryingStore, kind: Kind):
+    def test_capabilities_match_the_observed_behavior(self, store: RetryingStore, kind: Kind):
         assert store.capabilities() == StoreCapabilities(kind.conditional_put, kind.resumable_upload)

@@ -68,7 +68,7 @@ def store(bare: Connect) -> Iterator[Any]:
     del below
 
 
-def test_what_was_set_is_there_for_others(connect):
+def test_value_set_by_one_client_is_visible_to_others(connect):
     one, other = connect(), connect()
     for number in range(20):
         one.set(f"key {number}", f"value {number}")
@@ -97,7 +97,7 @@ def test_a_sum_is_the_same_for_all(connect):
     assert stores[2].add("sum", -200) == 0
 
 
-def test_of_many_who_compare_one_sets(connect):
+def test_only_one_compare_set_succeeds(connect):
     stores = [connect() for _ in range(4)]
     said = results(
         at_once(*(lambda one=one, n=n: one.compare_set("chosen", "", f"rank {n}") for n, one in enumerate(stores)))
@@ -108,7 +108,7 @@ def test_of_many_who_compare_one_sets(connect):
     assert stores[1].compare_set("chosen", said[0].decode(), "rank 9") == b"rank 9"
 
 
-def test_a_comparison_with_what_is_not_there_sets_nothing(store):
+def test_compare_set_of_a_missing_key_sets_nothing(store):
     store.compare_set("absent", "this", "this")
     store.compare_set("absent", "that", "this")
     assert not store.check(["absent"])
@@ -143,7 +143,7 @@ def test_a_wait_ends_when_the_last_key_is_there(connect):
     assert results(waiting) == [None, b"2"]
 
 
-def test_a_wait_in_vain_ends_in_time(connect):
+def test_wait_for_a_missing_key_times_out(connect):
     one = connect()
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         one.wait(["never"], _SOON)

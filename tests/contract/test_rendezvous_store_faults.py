@@ -89,7 +89,7 @@ def test_no_key_is_lost_with_a_member(servers, connect):
         store.set(names[0], names[0].upper())
 
 
-def test_a_member_that_dies_while_it_is_waited_at_is_passed_over(servers, connect):
+def test_member_that_dies_during_a_wait_is_passed_over(servers, connect):
     key = key_at(2, 0)
     waiters = [connect() for _ in range(3)]
     assert not any(one.check([key]) for one in waiters)  # all are connected by now
@@ -99,7 +99,7 @@ def test_a_member_that_dies_while_it_is_waited_at_is_passed_over(servers, connec
     assert results(waiting) == [b"late"] * 3
 
 
-def test_what_was_counted_before_a_death_stays_counted(servers, connect):
+def test_counters_survive_a_member_death(servers, connect):
     key = key_at(0, 1)
     stores = [connect() for _ in range(3)]
     said = [store.add(key, 1) for _ in range(5) for store in stores]
@@ -112,7 +112,7 @@ def test_what_was_counted_before_a_death_stays_counted(servers, connect):
     assert stores[1].get(key) == b"180"
 
 
-def test_sums_while_a_member_dies_never_fall_behind_what_was_answered(servers, connect):
+def test_sums_during_a_member_death_include_every_answer(servers, connect):
     key, go_on = key_at(1, 2), threading.Event()
     stores = [connect() for _ in range(3)]
 
@@ -134,7 +134,7 @@ def test_sums_while_a_member_dies_never_fall_behind_what_was_answered(servers, c
     assert max(max(numbers) for numbers in said) <= total + 3
 
 
-def test_a_key_whose_two_holders_are_gone_is_an_error_at_once(servers, connect):
+def test_key_with_two_lost_holders_is_an_error_at_once(servers, connect):
     store, lost, kept = connect(), key_at(0, 1), key_at(2, 0)
     store.set(lost, "1")
     store.set(kept, "2")
@@ -200,7 +200,7 @@ def test_waits_end_when_the_world_is_cut(connect):
         dist.PrefixStore("x", store).set("a", "1")
 
 
-def test_one_rank_s_cut_is_no_other_s(connect, servers, zygote):
+def test_abort_of_one_rank_does_not_affect_others(connect, servers, zygote):
     """In one process they share the addresses; so the other one is a process."""
     store, key = connect(), key_at(0)
     running = zygote.start(_waits, [server.address for server in servers], key)
@@ -230,7 +230,7 @@ def test_nothing_is_left_of_a_store_that_was_closed(connect):
         store.get("key 1")
 
 
-def test_an_idle_connection_that_somebody_else_cut_costs_nothing(servers, connect):
+def test_idle_connection_closed_by_others_is_reopened(servers, connect):
     """Whoever ends a world of this process ends what leads to an address; another store may have connections there."""
     key, store = key_at(1, 2), connect()
     for count in range(1, 6):
@@ -239,7 +239,7 @@ def test_an_idle_connection_that_somebody_else_cut_costs_nothing(servers, connec
     assert connect().add(key, 0) == 5
 
 
-def test_a_connection_that_is_cut_as_it_is_made_is_not_the_one_that_asks(servers, connect, monkeypatch):
+def test_connection_closed_during_setup_is_reopened(servers, connect, monkeypatch):
     made, connected = [], StoreServerClient._connected
 
     def and_cut_at_once(self):
@@ -363,7 +363,7 @@ def test_a_store_does_not_grow_over_a_thousand_worlds(servers, connect):
 
 
 @pytest.mark.parametrize("kind", ["rootless", "one"])
-def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind):
+def test_successive_worlds_leave_only_the_last_keys(servers, connect, kind):
     addresses = tuple(server.address for server in servers[: 3 if kind == "rootless" else 1])
     sizes = []
     for epoch in range(5):
@@ -381,7 +381,7 @@ def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind)
         assert len([key for key in _keys_of(servers[0]) if is_old_key(key, 4)]) == 0
 
 
-def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
+def test_cleanup_of_a_stopped_server_can_be_ended(servers):
     servers[0].stop()
     sweep = OldKeyCleanup(servers[0].address, 5, close_connections=close_store_connections)
     assert not sweep.join(0.05)
@@ -390,7 +390,7 @@ def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
     assert sweep.join(60)
 
 
-def test_a_sweep_that_was_ended_cuts_nobody_any_more(servers):
+def test_ended_cleanup_closes_no_later_connections(servers):
     """It may hang in a server that is stopped for long; the next world has connections to the same addresses."""
     after, ended = [], threading.Event()
 
@@ -411,7 +411,7 @@ def test_a_sweep_that_was_ended_cuts_nobody_any_more(servers):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_process_ends_well_although_it_sweeps(servers, ends):
+def test_process_exits_cleanly_during_a_cleanup(servers, ends):
     """Whatever is in torch's C++ when an interpreter ends aborts the process."""
     client = dist.TCPStore(servers[0].host, servers[0].port, is_master=False, wait_for_workers=False, timeout=_LONG)
     for number in range(5000):

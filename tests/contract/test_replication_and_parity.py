@@ -43,7 +43,7 @@ def check(nodes, records):
         assert nodes.read(record) == content(record.key, record.size_bytes)
 
 
-def test_a_saved_version_is_settled_on_every_node(nodes):
+def test_saved_version_is_replicated_on_every_node(nodes):
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
@@ -54,7 +54,7 @@ def test_a_saved_version_is_settled_on_every_node(nodes):
 
 
 @pytest.mark.parametrize("lost", NAMES)
-def test_any_one_node_may_be_lost(nodes, lost):
+def test_any_single_node_may_be_lost(nodes, lost):
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
     nodes.lose(lost)
@@ -62,7 +62,7 @@ def test_any_one_node_may_be_lost(nodes, lost):
     check(nodes, records)
 
 
-def test_what_is_left_is_protected_again_and_survives_the_next_loss(nodes):
+def test_remaining_nodes_replicate_again_and_survive_the_next_loss(nodes):
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
     for lost in ("n8", "n0"):
@@ -75,7 +75,7 @@ def test_what_is_left_is_protected_again_and_survives_the_next_loss(nodes):
     check(nodes, records)
 
 
-def test_a_lost_shard_belongs_to_one_of_the_others_from_then_on(nodes):
+def test_lost_shard_gets_exactly_one_new_owner(nodes):
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
     lost = records[NAMES.index("n8")].key
@@ -88,7 +88,7 @@ def test_a_lost_shard_belongs_to_one_of_the_others_from_then_on(nodes):
     until(lambda: len(owners()) == 1)
 
 
-def test_versions_that_change_little_are_settled_one_after_the_other_and_the_old_ones_go(nodes):
+def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
     data = bytearray(content(key(), 4 * MIB))
     for version in range(1, 6):
         data[version * 1000] ^= 0xFF
@@ -104,7 +104,7 @@ def test_versions_that_change_little_are_settled_one_after_the_other_and_the_old
     assert all({of.version for of in node.shards()} <= {4, 5} for node in nodes.living)
 
 
-def test_what_was_in_doubt_when_a_new_incarnation_began_is_protected_too(nodes):
+def test_version_in_doubt_at_a_new_incarnation_is_replicated(nodes):
     """The settled version of a past incarnation is what the new one goes on from."""
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
@@ -119,7 +119,7 @@ def test_what_was_in_doubt_when_a_new_incarnation_began_is_protected_too(nodes):
     check(nodes, records)
 
 
-def test_a_node_without_room_stops_nobody(mode):
+def test_full_node_blocks_no_other(mode):
     room = {"mirror": 14 * MIB, "parity": 11 * MIB}[mode]  # not for what is kept for others of two versions
     with street(SETTINGS[mode], *NAMES, budgets={"n16": str(room)}) as nodes:
         for version in range(1, 5):
@@ -137,7 +137,7 @@ def test_a_node_without_room_stops_nobody(mode):
 
 
 @pytest.mark.parametrize("empty", ["n0", "n16"])
-def test_a_node_that_comes_back_empty_before_it_was_missed_gets_back_what_it_had(mode, empty):
+def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
     with street(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
         records = save_everywhere(nodes, 1)
         until(lambda: nodes.settled(1))
@@ -155,7 +155,7 @@ def test_a_node_that_comes_back_empty_before_it_was_missed_gets_back_what_it_had
 
 
 @pytest.mark.parametrize("lost", ["n0", "n8"])
-def test_a_restarted_agent_goes_on_with_what_it_kept(nodes, lost):
+def test_restarted_agent_continues_with_its_shards(nodes, lost):
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
     nodes["n16"].stop()
@@ -187,7 +187,7 @@ def beside(node):
     return copies + [record.key for record in node.store.replicas.list_parities(JOB)]
 
 
-def test_what_is_kept_for_others_is_made_good_when_it_is_damaged(nodes):
+def test_damaged_replica_is_repaired(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
@@ -203,7 +203,7 @@ def test_what_is_kept_for_others_is_made_good_when_it_is_damaged(nodes):
     check(nodes, records)
 
 
-def test_bytes_that_change_on_the_way_are_noticed(nodes):
+def test_bytes_changed_in_transit_are_detected(nodes):
     for name in NAMES:
         for other in NAMES:
             for payload in range(3):
@@ -241,7 +241,7 @@ def test_parts_that_are_late_are_protected_too(nodes):
     check(nodes, first + late)
 
 
-def test_nobody_who_counts_parts_is_shown_what_is_kept_beside_them(nodes):
+def test_parity_is_hidden_from_part_counts(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
     until(lambda: nodes.settled(1))
     until(nodes.quiet)

@@ -79,7 +79,7 @@ def forget_everything(store: Store) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, MIB + 1, 5 * MIB + 17])
-def test_what_was_sealed_is_read_back_exactly(store, size):
+def test_sealed_shard_is_read_back_exactly(store, size):
     record = save(store, key(), size, meta=b"about it")
     assert (record.key, record.size_bytes, record.meta, len(record.checksums)) == (
         key(),
@@ -91,7 +91,7 @@ def test_what_was_sealed_is_read_back_exactly(store, size):
     assert store.verify(key()) == ()
 
 
-def test_the_inventory_names_what_is_sealed_and_nothing_else(store):
+def test_inventory_lists_only_sealed_shards(store):
     save(store, key(3, part=8), parts=9, meta=b"m")
     store.lease(key(4, part=8), 10, 9)
     (fact,) = store.list_shards("job")
@@ -133,7 +133,7 @@ def test_two_writers_and_two_jobs_stay_apart(store):
         assert load(store, of) == content(of, 5000)
 
 
-def test_a_large_meta_is_refused_before_it_is_kept(store):
+def test_oversized_metadata_is_refused(store):
     lease = store.lease(key(), 10, 1)
     with pytest.raises(RequestError, match="meta has"):
         store.seal(lease.id, 0, b"x" * ((16 << 20) + 1))
@@ -196,7 +196,7 @@ def test_a_seal_from_several_threads_happens_once(store):
 # -- slots ------------------------------------------------------------------------------------------------------------
 
 
-def test_two_slots_take_turns_and_keep_the_newest_whole_version(store):
+def test_two_slots_alternate_and_keep_the_newest_committed_version(store):
     slots = []
     for version in range(6):
         lease = store.lease(key(version), MIB, 1)
@@ -209,7 +209,7 @@ def test_two_slots_take_turns_and_keep_the_newest_whole_version(store):
     assert slots[0::2] == [slots[0]] * 3
 
 
-def test_saves_that_change_a_little_take_turns_in_the_same_files(store):
+def test_saves_of_similar_size_reuse_the_same_files(store):
     """So that who has them mapped maps them once."""
     sizes = [10 * MIB, 10 * MIB + 4000, 10 * MIB - 70_000, 9 * MIB, 10 * MIB + 1, 10 * MIB]
     leases = []
@@ -232,7 +232,7 @@ def test_a_save_of_another_size_gets_another_file(store):
     assert store.status().arena.allocated_bytes == 16 * MIB
 
 
-def test_only_a_slot_that_is_leased_or_free_is_opened_for_writing(store):
+def test_only_leased_or_free_slots_open_for_writing(store):
     lease = store.lease(key(), MIB, 1)
     with closing_fd(store.open_slot(lease.slot)) as fd:
         assert os.fstat(fd).st_size == lease.slot_bytes
@@ -246,7 +246,7 @@ def test_only_a_slot_that_is_leased_or_free_is_opened_for_writing(store):
     os.close(store.open_slot(free.slot))
 
 
-def test_the_newest_whole_version_is_never_given_up_for_unfinished_ones(store):
+def test_newest_committed_version_is_never_evicted_for_unfinished_ones(store):
     for part in (0, 1):
         save(store, key(1, part), parts=2)
     for version in (2, 3):
@@ -256,7 +256,7 @@ def test_the_newest_whole_version_is_never_given_up_for_unfinished_ones(store):
     assert load(store, key(1, 0)) == content(key(1, 0), MIB)
 
 
-def test_a_word_from_outside_makes_a_version_whole(store):
+def test_external_mark_commits_a_version(store):
     save(store, key(1, 0), parts=2)
     save(store, key(2, 0), parts=2)
     store.mark_committed("job", key(2).version_id)
@@ -270,21 +270,21 @@ def test_a_word_from_outside_makes_a_version_whole(store):
     assert load(store, key(2, 0)) == content(key(2, 0), MIB)
 
 
-def test_what_past_incarnations_left_unfinished_does_not_lock_the_job_out(store):
+def test_unfinished_past_incarnations_do_not_block_the_job(store):
     for epoch in (1, 2, 3, 4, 5, 6):
         save(store, key(5, 0, epoch=epoch), parts=2)
     assert len(store.list_shards("job")) <= 3
     save(store, key(6, 1, epoch=6), parts=2)
 
 
-def test_superseded_versions_of_others_make_room(store):
+def test_superseded_versions_of_other_jobs_are_evicted(store):
     for version in range(2):
         save(store, key(version, job="old"), 20 * MIB)
     save(store, key(0), 44 * MIB)
     assert load(store, key(1, job="old")) == content(key(1, job="old"), 20 * MIB)
 
 
-def test_what_can_never_fit_says_how_much_is_needed(store):
+def test_impossible_lease_reports_the_needed_budget(store):
     save(store, key(1), 40 * MIB)
     with pytest.raises(ArenaFullError, match=f"raise it to {80 * MIB} bytes or more"):
         store.lease(key(2), 40 * MIB, 1)
@@ -302,7 +302,7 @@ def refused(budget, use):
     return None
 
 
-def test_the_budget_that_is_named_is_enough():
+def test_reported_budget_is_sufficient():
     """Also for the second version, which the first one must not go for."""
 
     def use(store):
@@ -312,7 +312,7 @@ def test_the_budget_that_is_named_is_enough():
     assert refused(refused(40 * MIB, use), use) is None
 
 
-def test_the_budget_that_is_named_is_enough_for_slots_that_grow():
+def test_reported_budget_is_sufficient_for_growing_slots():
     def use(store):
         for version in range(5):
             lease = store.lease(key(version), 10 * MIB, 1)
@@ -322,7 +322,7 @@ def test_the_budget_that_is_named_is_enough_for_slots_that_grow():
     assert refused(refused(30 * MIB, use), use) is None
 
 
-def test_the_budget_that_is_named_is_enough_for_all_that_take_part():
+def test_reported_budget_is_sufficient_for_all_writers():
     """Whose slots were not asked for yet when the first of them is refused."""
     others = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
 
@@ -343,7 +343,7 @@ def test_the_budget_that_is_named_is_enough_for_all_that_take_part():
             other.wait()
 
 
-def test_waiting_for_a_slot_ends_when_one_comes_free(store):
+def test_waiting_lease_ends_when_a_slot_is_free(store):
     held = store.lease(key(job="other"), 50 * MIB, 1)
     timer = threading.Timer(0.05, store.release, [held.id])
     timer.start()
@@ -389,7 +389,7 @@ def test_a_pin_brings_a_file_to_read_and_not_to_write(store):
     assert store.unpin(pin.id) is True
 
 
-def test_a_pinned_shard_is_read_to_its_end_when_it_was_dropped(store):
+def test_pinned_shard_stays_readable_when_dropped(store):
     """Another reader has reported it; what this one has to find out for itself is only that it was not held."""
     save(store, key(0))
     pin = store.pin(key(0))
@@ -400,7 +400,7 @@ def test_a_pinned_shard_is_read_to_its_end_when_it_was_dropped(store):
     assert store.unpin(pin.id) is False
 
 
-def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store):
+def test_pinned_shard_outlives_its_deletion_but_is_not_offered(store):
     save(store, key(0))
     pin = store.pin(key(0))
     assert store.delete_versions("job", [key(0).version_id]) == 1
@@ -427,7 +427,7 @@ def test_damage_is_found_reported_and_the_shard_dropped(store):
     assert any("job/1 part 0" in damage.what for damage in store.status().damage_reports)
 
 
-def test_a_version_that_lost_a_part_is_not_whole_whoever_says_so(store):
+def test_version_with_a_lost_part_cannot_be_committed(store):
     for version in (1, 2):
         save(store, key(version))
         store.mark_committed("job", key(version).version_id)
@@ -453,7 +453,7 @@ def test_chunks_that_are_not_there_are_a_wrong_request(store, chunks):
 # -- forgetting -------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_forgotten_is_not_whole_any_more(store):
+def test_deleted_version_is_not_committed(store):
     for version in (1, 2):
         save(store, key(version))
         store.mark_committed("job", key(version).version_id)
@@ -466,7 +466,7 @@ def test_what_was_forgotten_is_not_whole_any_more(store):
     assert load(store, key(1)) == content(key(1), MIB)
 
 
-def test_forgetting_a_job_leaves_nothing_of_it_and_all_of_the_others(store):
+def test_deleting_a_job_removes_all_of_it_and_no_other(store):
     for job in ("job", "job2"):
         save(store, key(job=job))
         store.put_blob(job, "layout", b"x")
@@ -493,7 +493,7 @@ def test_a_newer_incarnation_fences_the_older(store):
     save(store, key(2, epoch=2, name="newer"))
 
 
-def test_the_slot_of_a_fenced_writer_is_not_given_to_others_while_it_may_still_write(store):
+def test_slot_of_a_fenced_writer_is_not_reused_while_it_may_write(store):
     old = store.lease(key(1), 4096, 1)
     with (
         closing_fd(store.open_slot(old.slot)) as fd,
@@ -525,7 +525,7 @@ def test_a_slot_can_be_labelled_later(store):
             store.relabel(other.id, wrong)
 
 
-def test_a_slot_may_be_labelled_for_a_newer_incarnation_and_is_not_ended_by_it(store):
+def test_relabeled_slot_survives_a_newer_incarnation(store):
     lease = store.lease(key(0, attempt=9), MIB, 1)
     fill(lease, content(key(7, epoch=5), MIB))
     other = store.lease(key(1, job="job", attempt=9), MIB, 1)
@@ -650,7 +650,7 @@ def test_a_wait_ends_with_the_time_that_the_caller_has(store):
 # -- growing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_leased_slot_grows_and_keeps_what_was_written(store):
+def test_leased_slot_grows_and_keeps_its_data(store):
     lease = store.lease(key(), 1000, 1)
     fill(lease, b"first")
     grown = store.grow(lease.id, 3 * MIB)
@@ -668,7 +668,7 @@ def test_growing_to_less_changes_nothing(store):
     assert store.grow(lease.id, 2 * MIB) == store.grow(lease.id, 2 * MIB)
 
 
-def test_what_a_slot_grew_by_is_accounted_for(store):
+def test_growth_of_a_slot_is_accounted_for(store):
     lease = store.lease(key(), MIB, 1)
     store.grow(lease.id, 40 * MIB)
     assert store.status().arena.allocated_bytes == 40 * MIB
@@ -676,7 +676,7 @@ def test_what_a_slot_grew_by_is_accounted_for(store):
         store.lease(key(part=1), 30 * MIB, 2)
 
 
-def test_growing_above_the_budget_says_how_much_is_needed_and_loses_nothing(store):
+def test_growth_above_the_budget_reports_the_need_and_loses_no_data(store):
     save(store, key(0))
     lease = store.lease(key(1), MIB, 1)
     fill(lease, b"kept")
@@ -687,7 +687,7 @@ def test_growing_above_the_budget_says_how_much_is_needed_and_loses_nothing(stor
     assert load(store, key(0)) == content(key(0), MIB)
 
 
-def test_growing_takes_superseded_versions_and_free_slots_never_the_newest_whole_one(store):
+def test_growth_evicts_superseded_versions_and_free_slots_only(store):
     for version in range(2):
         save(store, key(version), 20 * MIB)
     store.release(store.lease(key(0, job="other"), 10 * MIB, 1).id)
@@ -697,7 +697,7 @@ def test_growing_takes_superseded_versions_and_free_slots_never_the_newest_whole
     assert load(store, key(1)) == content(key(1), 20 * MIB)
 
 
-def test_growing_waits_for_nobody_unless_asked(store):
+def test_growth_does_not_wait_by_default(store):
     store.lease(key(job="other"), 40 * MIB, 1)
     lease = store.lease(key(), MIB, 1)
     with pytest.raises(ArenaBusyError, match="grows to"):

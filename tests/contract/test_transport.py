@@ -73,7 +73,7 @@ def take(channel):
 
 
 @pytest.mark.skipif(bool(without_nixl()), reason=without_nixl())
-def test_nixl_is_held_to_it_too():
+def test_nixl_is_covered():
     """One line that says why where it is not, instead of one for each promise."""
     assert "nixl" in KINDS
 
@@ -83,7 +83,7 @@ def test_nixl_is_held_to_it_too():
 
 @pytest.mark.parametrize("size", [0, 1, 17, 256 << 10, 5 * MIB + 3])
 @pytest.mark.parametrize("header", [b"", b"h", b"\0" * 70_000], ids=["none", "short", "long"])
-def test_a_message_arrives_as_it_was_sent(line, header, size):
+def test_message_arrives_as_sent(line, header, size):
     near, far = line.meet()
     data = noise(size)
     sent = line.aside(near.send, header, [memoryview(data)])
@@ -101,7 +101,7 @@ def test_a_hundred_mebibytes_arrive_as_they_were_sent(line):
     sent.result(PATIENCE_S)
 
 
-def test_an_answer_goes_the_other_way(line):
+def test_answer_travels_back(line):
     near, far = line.meet()
     near.send(b"question")
     assert take(far) == (b"question", b"")
@@ -128,7 +128,7 @@ def test_views_may_be_many_and_of_any_size_on_both_sides(line):
 
 
 @pytest.mark.parametrize("size", [1000, 5 * MIB + 17])
-def test_bytes_can_be_looked_at_as_they_arrive(line, size):
+def test_bytes_are_readable_as_they_arrive(line, size):
     near, far = line.meet()
     data = noise(size)
     sent = line.aside(near.send, b"", [memoryview(data)])
@@ -147,7 +147,7 @@ def test_bytes_can_be_looked_at_as_they_arrive(line, size):
     sent.result(PATIENCE_S)
 
 
-def test_views_of_other_things_than_bytes_are_their_bytes(line):
+def test_views_of_other_types_are_sent_as_bytes(line):
     near, far = line.meet()
     numbers = array.array("d", range(1000))
     near.send(b"", [memoryview(numbers)])
@@ -230,7 +230,7 @@ def test_views_may_be_changed_once_they_were_sent(line):
         sent.result(PATIENCE_S)
 
 
-def test_views_are_let_go(line):
+def test_views_are_released(line):
     near, far = line.meet()
     source, target = bytearray(noise(MIB)), bytearray(MIB)
     with memoryview(source) as out, memoryview(target) as into:
@@ -242,7 +242,7 @@ def test_views_are_let_go(line):
     target.append(1)
 
 
-def test_views_are_let_go_also_after_an_error(line):
+def test_views_are_released_after_an_error(line):
     near, far = line.meet()
     near.send(b"", [memoryview(bytes(80))])
     far.receive(idle_s=PATIENCE_S)
@@ -282,7 +282,7 @@ def test_a_payload_above_the_limit_ends_the_channel(line):
         far.receive(idle_s=PATIENCE_S)
 
 
-def test_what_is_too_large_for_anybody_is_not_sent_at_all(line):
+def test_oversized_message_is_not_sent(line):
     near, far = line.meet()
     piece = memoryview(bytes(MIB))
     with pytest.raises(ProtocolError, match="above the limit"):
@@ -307,7 +307,7 @@ def test_a_payload_has_to_be_taken_before_the_next_message(line):
     assert take(far) == (b"two", b"")
 
 
-def test_a_payload_that_nobody_wants_is_passed_over(line):
+def test_unread_payload_is_skipped(line):
     near, far = line.meet()
     sent = line.aside(near.send, b"one", [memoryview(noise(20 * MIB))])
     far.receive(idle_s=PATIENCE_S)
@@ -332,7 +332,7 @@ def test_views_have_to_be_as_large_as_the_payload(line, size):
     assert room == b"payload"
 
 
-def test_nothing_is_written_into_what_is_read_only(line):
+def test_read_only_target_is_refused(line):
     near, far = line.meet()
     near.send(b"", [memoryview(b"payload")])
     far.receive(idle_s=PATIENCE_S)
@@ -346,7 +346,7 @@ def test_nothing_is_written_into_what_is_read_only(line):
 # -- files that are not what they were --------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_too_short_is_seen_before_anything_is_sent(line):
+def test_short_file_is_detected_before_sending(line):
     near, far = line.meet()
     with tempfile.TemporaryFile() as file:
         file.write(bytes(100))
@@ -360,7 +360,7 @@ def test_a_file_that_is_too_short_is_seen_before_anything_is_sent(line):
     assert take(far) == (b"next", b"")
 
 
-def test_a_file_that_is_cut_while_it_is_sent_ends_the_channel_on_both_sides(line):
+def test_file_truncated_during_a_send_closes_both_ends(line):
     near, far = line.meet()
     with tempfile.TemporaryFile() as file:
         file.truncate(MORE_THAN_BUFFERS)
@@ -387,7 +387,7 @@ def test_a_peer_that_closes_between_messages_is_no_error(line):
     assert far.receive(idle_s=PATIENCE_S) is None
 
 
-def test_a_peer_that_closes_in_the_middle_is_one(line):
+def test_peer_that_closes_in_mid_payload_is_unreachable(line):
     near, far = line.meet()
     sent = line.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
@@ -403,14 +403,14 @@ def send_without_end(channel):
         channel.send(b"", [memoryview(bytes(MIB))])
 
 
-def test_sending_to_a_peer_that_has_gone_fails_sooner_or_later(line):
+def test_sending_to_a_closed_peer_fails_eventually(line):
     near, far = line.meet()
     far.close()
     with pytest.raises(PeerUnreachableError):
         send_without_end(near)
 
 
-def test_a_peer_that_says_nothing_is_waited_for_as_long_as_asked(line):
+def test_silent_peer_times_out(line):
     near, _ = line.meet()
     with pytest.raises(PeerUnreachableError, match="silent"):
         near.receive(idle_s=0.05)
@@ -418,7 +418,7 @@ def test_a_peer_that_says_nothing_is_waited_for_as_long_as_asked(line):
         near.receive()
 
 
-def test_a_peer_that_does_not_read_is_not_waited_for_for_ever(hasty):
+def test_peer_that_does_not_read_times_out(hasty):
     near, _ = hasty.meet()
     with pytest.raises(PeerUnreachableError, match=r"silent|timed out"):
         near.send(b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
@@ -427,7 +427,7 @@ def test_a_peer_that_does_not_read_is_not_waited_for_for_ever(hasty):
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_closing_wakes_who_receives(line):
+def test_close_wakes_a_receiver(line):
     near, _ = line.meet()
     waiting = line.aside(near.receive)
     near.close()
@@ -435,7 +435,7 @@ def test_closing_wakes_who_receives(line):
         waiting.result(PATIENCE_S)
 
 
-def test_closing_wakes_who_sends_and_who_fills_views(line):
+def test_close_wakes_a_sender_and_a_reader(line):
     near, far = line.meet()
     sent = line.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
     incoming = far.receive(idle_s=PATIENCE_S)
@@ -516,7 +516,7 @@ def test_fifty_channels_at_once_do_not_mix(line):
     assert wrong == []
 
 
-def test_a_connection_that_ends_badly_is_nobody_elses_trouble(line):
+def test_failed_connection_does_not_affect_others(line):
     def serve(channel):
         if take(channel)[0] == b"trouble":
             raise ZeroDivisionError
@@ -560,7 +560,7 @@ def test_closing_a_listener_ends_its_channels_and_waits_for_their_threads(line):
     listener.close()
 
 
-def test_a_listener_can_be_closed_by_who_it_serves(line):
+def test_listener_can_be_closed_from_its_handler(line):
     closed = threading.Event()
 
     def serve(channel):
@@ -584,7 +584,7 @@ def test_an_address_can_be_listened_on_again(line):
         again.close()
 
 
-def test_nobody_there(line):
+def test_closed_listener_is_unreachable(line):
     listener = line.listen(echo)
     listener.close()
     with pytest.raises(PeerUnreachableError, match="cannot be reached"):
@@ -596,7 +596,7 @@ def test_an_address_has_a_port(line):
         line.there.listen("nowhere", echo)
 
 
-def test_channels_know_who_is_there(line):
+def test_channels_name_their_peer(line):
     near, far = line.meet()
     assert near.peer
     assert far.peer

@@ -33,7 +33,7 @@ class TestObjectStore(ObjectStoreContract):
         url = f"s3://{BUCKET}/{secrets.token_hex(4)}"
         return lambda bandwidth: open_store(url, server.settings(), bandwidth=bandwidth)
 
-    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: RetryingStore):  # noqa: F811
+    def test_capabilities_match_the_observed_behavior(self, store: RetryingStore):  # noqa: F811
         assert store.capabilities() == StoreCapabilities(conditional_put=True, resumable_upload=True)
 
 

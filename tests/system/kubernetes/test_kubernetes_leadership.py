@@ -76,22 +76,22 @@ def place(lease: str) -> LeaderRecordStore:
     return open_leader_record(f"kubernetes://default/{lease}?lease={_LEASE_S}")
 
 
-def test_it_keeps_what_is_written(lease: str, bare_kube: Kube) -> None:
+def test_record_keeps_its_content(lease: str, bare_kube: Kube) -> None:
     contract.keeps_what_is_written(place(lease))
     said = bare_kube.get(f"{_LEASES}/{lease}")
     assert (said["spec"]["holderIdentity"], said["spec"]["leaseDurationSeconds"]) == ("", 2)
     assert said["metadata"]["annotations"]["elastic.tieredckpt/term"] == str(contract.FULL.term)
 
 
-def test_it_is_changed_only_by_who_has_read_it(lease: str) -> None:
+def test_record_is_changed_only_by_its_latest_reader(lease: str) -> None:
     contract.is_changed_only_by_who_has_read_it(place(lease))
 
 
-def test_one_that_was_deleted_is_not_written_over(lease: str, bare_kube: Kube) -> None:
+def test_deleted_record_is_not_overwritten(lease: str, bare_kube: Kube) -> None:
     contract.one_that_was_deleted_is_not_written_over(place(lease), lambda: bare_kube.delete(f"{_LEASES}/{lease}"))
 
 
-def test_one_of_many_writes_at_a_time(lease: str) -> None:
+def test_only_one_of_many_writers_succeeds(lease: str) -> None:
     contract.one_of_many_writes_at_a_time([place(lease) for _ in range(4)])
 
 
