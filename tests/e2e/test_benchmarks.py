@@ -79,7 +79,7 @@ def test_every_subject_and_state_is_there(part: str, groups: list[dict[str, Any]
     assert {"P7", "P8", "P10", "P11"} <= {subject for subject, _ in found}
 
 
-def test_whatever_moves_bytes_was_compared(groups: list[dict[str, Any]]) -> None:
+def test_every_byte_mover_was_verified(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         for row in group["rows"]:
             if row.get("compared"):
@@ -112,7 +112,7 @@ def test_bytes_of_several_nodes_are_counted(part: str, groups: list[dict[str, An
     assert "moves at most 1.0" in said
 
 
-def test_an_opponent_without_samples_says_why(groups: list[dict[str, Any]]) -> None:
+def test_competitor_without_samples_has_a_reason(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         for row in group["rows"]:
             assert row["samples"] or row["note"], row

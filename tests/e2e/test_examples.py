@@ -24,13 +24,13 @@ def run(*command):
     return ended.stdout
 
 
-def test_the_loop_goes_on_where_it_was(agent_dir):
+def test_loop_example_resumes(agent_dir):
     assert "starting at step 0\nstep 19: " in run(EXAMPLES / "loop.py")
     assert "starting at step 20\nstep 39: " in run(EXAMPLES / "loop.py")
 
 
 @pytest.mark.parametrize("second", [1, 3])
-def test_fsdp2_goes_on_at_another_world_size(agent_dir, second):
+def test_fsdp2_example_resumes_at_another_world_size(agent_dir, second):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     assert "found nothing saved yet; now steps up to 4" in run(*launch, "2", EXAMPLES / "fsdp2.py")
     assert f"{second} ranks found step 4; now steps up to 9" in run(*launch, str(second), EXAMPLES / "fsdp2.py")
@@ -40,7 +40,7 @@ def test_a_framework_that_knows_only_urls(agent_dir):
     assert "equal bit for bit: True" in run("-W", "ignore", EXAMPLES / "by_url.py")
 
 
-def test_the_configuration_is_one():
+def test_example_configuration_is_valid():
     settings = load_settings({"TIEREDCKPT_CONFIG": str(EXAMPLES / "cluster.yaml")})
     assert settings.durable.every == 200
     assert settings.durable.url == "s3://my-bucket/checkpoints"

@@ -56,7 +56,7 @@ def guarded(tmp_path, end):
     return one
 
 
-def test_all_of_a_command_ends_when_nobody_holds_on_to_it(tmp_path):
+def test_command_ends_completely_when_its_guard_closes(tmp_path):
     one = guarded(tmp_path, "time.sleep(1000)")
     with one:
         assert len(processes_about(tmp_path)) == 4
@@ -65,7 +65,7 @@ def test_all_of_a_command_ends_when_nobody_holds_on_to_it(tmp_path):
     assert processes_about(tmp_path) == []
 
 
-def test_all_of_a_command_ends_with_it(tmp_path):
+def test_children_end_with_their_command(tmp_path):
     with guarded(tmp_path, "sys.exit(7)") as one:
         assert one.wait(60) == 7
     assert processes_about(tmp_path) == []
@@ -98,7 +98,7 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_killed_rank_is_replaced_and_all_hold_what_undisturbed_ones_do(monkeypatch):
+def test_killed_rank_is_replaced_and_the_result_matches(monkeypatch):
     monkeypatch.setitem(recovery._FAULTS, recovery.RANK, {recovery.SPARE: recovery.Warm})
     with sandbox() as folder:
         scene = Scene("P9", "", recovery.RANKS, 1, 1 << 20, 1, folder)

@@ -124,7 +124,9 @@ def test_everything_from_the_aws_configuration(
     goes_both_ways(open_durable(url + "-2", replace(settings, options={"endpoint": rclone.endpoint})), source)
 
 
-def test_no_credentials_at_all(rclone: S3Server, url: str, open_durable: Opener, monkeypatch: pytest.MonkeyPatch):
+def test_missing_credentials_are_refused(
+    rclone: S3Server, url: str, open_durable: Opener, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with pytest.raises(DurableRefusedError, match="credentials"):
@@ -136,7 +138,7 @@ def test_no_such_profile(rclone: S3Server, url: str, open_durable: Opener):
         open_durable(url, rclone.settings(options={"profile": "lab"})).put("x", b"")
 
 
-def test_a_create_whose_answer_was_lost_is_known_as_ours(moto: S3Server, url: str, open_durable: Opener):
+def test_create_with_a_lost_answer_is_recognized(moto: S3Server, url: str, open_durable: Opener):
     with FaultProxy(moto.port) as proxy:
         store = open_durable(url, moto.settings(endpoint=proxy.endpoint))
         assert store.capabilities().conditional_put
@@ -151,7 +153,7 @@ def test_a_create_whose_answer_was_lost_is_known_as_ours(moto: S3Server, url: st
         store.close()
 
 
-def test_a_checksum_goes_with_every_part(moto: S3Server, url: str, source: Path, open_durable: Opener):
+def test_every_part_has_a_checksum(moto: S3Server, url: str, source: Path, open_durable: Opener):
     with FaultProxy(moto.port) as proxy:
         store = open_durable(url, moto.settings(endpoint=proxy.endpoint))
         store.upload("x", source, SIZE, journal=DictJournal())
@@ -164,7 +166,7 @@ def test_a_checksum_goes_with_every_part(moto: S3Server, url: str, source: Path,
     assert head["ChecksumCRC32"]
 
 
-def test_encryption_is_asked_for(moto: S3Server, url: str, source: Path, open_durable: Opener):
+def test_encryption_is_requested(moto: S3Server, url: str, source: Path, open_durable: Opener):
     options = {"server_side_encryption": "AES256"}
     store = open_durable(url, moto.settings(options=options))
     store.upload("large", source, SIZE, journal=DictJournal())
@@ -185,7 +187,7 @@ def test_unknown_options_are_errors(options: dict[str, str], message: str):
         open_store(f"s3://{BUCKET}", DurableSettings(options=options))
 
 
-def test_nothing_heavy_is_loaded_before_it_is_used():
+def test_heavy_libraries_are_not_imported_before_use():
     heavy = {"boto3", "botocore", "obstore", "fsspec", "urllib3", "torch"}
     code = (
         "import sys; from tieredckpt.durable.retrying_store import open_store; "

@@ -73,7 +73,7 @@ def test_bytes_and_their_end_pass_both_ways():
         assert (path.forth.passed_bytes, path.back.passed_bytes) == (len(content), 28)
 
 
-def test_latency_is_there_each_way():
+def test_latency_applies_in_each_direction():
     with line(latency_s=0.1) as (_, client, server):
         began = time.monotonic()
         client.sendall(b"ping")
@@ -84,7 +84,7 @@ def test_latency_is_there_each_way():
         assert time.monotonic() - began >= 0.2
 
 
-def test_latency_does_not_limit_how_much_is_under_way():
+def test_latency_does_not_limit_data_in_flight():
     """More than the kernel keeps for the two sockets of the client's side, and nothing has arrived."""
     with line(latency_s=600) as (path, client, server):
         client.sendall(bytes(14 * MIB))
@@ -94,7 +94,7 @@ def test_latency_does_not_limit_how_much_is_under_way():
         assert path.forth.passed_bytes == 0
 
 
-def test_bandwidth_limits_one_direction_and_not_the_other():
+def test_bandwidth_limits_a_single_direction():
     with line() as (path, client, server):
         path.forth.bytes_per_s = 4 * MIB
         server.sendall(b"not slowed")
@@ -106,7 +106,7 @@ def test_bandwidth_limits_one_direction_and_not_the_other():
         sender.join()
 
 
-def test_one_bit_of_one_byte_is_flipped_once():
+def test_single_bit_is_flipped_once():
     with line() as (path, client, server):
         client.sendall(bytes(10))
         assert received(server, 10) == bytes(10)
@@ -119,7 +119,7 @@ def test_one_bit_of_one_byte_is_flipped_once():
         assert received(client, 300) == bytes(300)
 
 
-def test_a_connection_is_reset_after_so_many_bytes_and_others_go_on():
+def test_connection_is_reset_after_the_configured_bytes():
     with line() as (path, client, server):
         happened = path.back.reset_after(1000)
         server.sendall(bytes(5000))
@@ -131,7 +131,7 @@ def test_a_connection_is_reset_after_so_many_bytes_and_others_go_on():
             other.sendall(b"a new one passes")
 
 
-def test_what_was_sent_into_a_stall_arrives_after_it():
+def test_data_sent_during_a_stall_arrives_after_it():
     with line() as (path, client, server):
         client.sendall(b"before")
         assert received(server, 6) == b"before"
@@ -147,14 +147,14 @@ def test_what_was_sent_into_a_stall_arrives_after_it():
         assert received(server, 6) == b"during"
 
 
-def test_a_server_that_is_not_there_is_a_reset():
+def test_missing_server_is_a_reset():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = listener.getsockname()
     with SlowPath(nobody) as path, pytest.raises(ConnectionResetError), into(path) as client:
         client.recv(1)
 
 
-def test_the_end_of_the_proxy_resets_what_is_open():
+def test_closing_the_proxy_resets_open_connections():
     with line() as (path, client, server):
         client.sendall(b"x")
         assert received(server, 1) == b"x"
@@ -162,7 +162,7 @@ def test_the_end_of_the_proxy_resets_what_is_open():
         assert until_reset(client) == until_reset(server) == 0
 
 
-def test_what_fails_at_the_start_is_raised_there():
+def test_startup_failure_is_raised():
     def refuse():
         raise PermissionError("may not enter")
 

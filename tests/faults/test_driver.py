@@ -21,7 +21,7 @@ SEED = "27"
 
 @pytest.mark.e2e
 @pytest.mark.timeout(280)
-def test_driver_finds_no_violation_in_one_seed(tmp_path, capsys):
+def test_driver_finds_no_violation_with_a_single_seed(tmp_path, capsys):
     words = ["--per-seed", "2", "--steps", "250", "--out", str(tmp_path), "--patience", "120"]
     assert main(["--seed", SEED, *words]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_driver_finds_no_violation_in_one_seed(tmp_path, capsys):
     assert "rendezvous" in said, "no stage of a recovery was found in the ledger"
 
 
-def test_a_clock_that_is_set_is_set_in_every_interpreter(tmp_path):
+def test_shifted_clock_applies_to_every_interpreter(tmp_path):
     (tmp_path / "clock").write_text("-3600")
     code = "import time; print(time.time() - time.clock_gettime(time.CLOCK_REALTIME))"
     environ = {"PYTHONPATH": str(CLOCK), "FAULTS_CLOCK": str(tmp_path / "clock")}
@@ -49,7 +49,7 @@ def outcome(seed, *seconds, **changed):
     return msgspec.structs.replace(Outcome(seed, SHAPE, took, 0, (), 9.0, 1.5), **changed)
 
 
-def test_a_record_is_gone_on_with(tmp_path):
+def test_record_is_resumed(tmp_path):
     record = Record(tmp_path / "faults.jsonl")
     assert record.read() == []
     many = [outcome(3, 1.0, None), outcome(4), outcome(3, 2.0, hosts=True)]
@@ -74,5 +74,5 @@ def test_the_summary_has_figures_by_kind_and_stage_and_every_violation():
     assert "VIOLATION, seed 2: bits: loss of step 7" in said
 
 
-def test_a_driver_without_seeds_has_nothing_to_say():
+def test_driver_without_seeds_has_an_empty_summary():
     assert "0 faults in 0 seeds" in summary([])

@@ -81,12 +81,12 @@ def changed(many, index, **fields):
     return [msgspec.structs.replace(one, **fields) if i == index else one for i, one in enumerate(many)]
 
 
-def test_what_holds_is_not_blamed():
+def test_correct_run_has_no_violations():
     assert judge(good(), KNOWN, DATA) == []
 
 
 @pytest.mark.parametrize("field", ["loss", "norm", "rate"])
-def test_one_bit_of_one_rank_is_found(field):
+def test_changed_bit_of_one_rank_is_found(field):
     assert rules(good(steps=changed(good().steps, 7, **{field: "another"}))) == {"bits"}
 
 
@@ -95,14 +95,14 @@ def test_a_state_that_differs_is_found():
     assert rules(good(sums={**good().sums, (0, 1, 8): "replicas differ in ('w',)"})) == {"bits"}
 
 
-def test_a_sample_that_is_lost_or_repeated_is_found():
+def test_lost_or_repeated_sample_is_found():
     assert rules(good(steps=changed(good().steps, 4, samples=[0, 0]))) == {"samples"}
     assert rules(good(steps=changed(good().steps, 4, samples=[]))) == {"samples"}
     without = [one for one in good().steps if one.step != 8]
     assert "samples" in rules(good(steps=without))
 
 
-def test_a_rank_that_was_killed_before_it_could_write_its_last_step_is_no_loss():
+def test_rank_killed_before_recording_its_last_step_is_no_loss():
     last = [one for one in good().steps if not (one.epoch == 0 and one.step == 5 and one.rank == 1)]
     assert rules(good(steps=last)) == set()
     earlier = [one for one in good().steps if not (one.epoch == 0 and one.step == 4 and one.rank == 1)]
@@ -118,7 +118,7 @@ def test_an_epoch_of_the_data_that_has_a_sample_twice_is_found():
     assert {one.rule for one in judge(good(steps=done), twice, DATA)} == {"samples"}
 
 
-def test_a_step_that_was_safe_is_not_gone_back_behind():
+def test_going_back_behind_a_safe_step_is_a_violation():
     back = good(
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
@@ -150,7 +150,7 @@ def test_only_faults_that_took_every_copy_excuse_an_older_step(kind, nodes, blam
     assert rules(back) == ({"acknowledged"} if blamed else set())
 
 
-def test_what_was_lost_before_or_after_excuses_nothing():
+def test_losses_before_or_after_excuse_nothing():
     back = good(
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
@@ -160,7 +160,7 @@ def test_what_was_lost_before_or_after_excuses_nothing():
         assert rules(msgspec.structs.replace(back, faults=faults)) == {"acknowledged"}
 
 
-def test_what_is_durable_outlives_every_node():
+def test_durable_step_survives_the_loss_of_every_node():
     back = good(
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
@@ -172,7 +172,7 @@ def test_what_is_durable_outlives_every_node():
     assert rules(away) == set()
 
 
-def test_an_agent_that_is_killed_with_its_supervisor_is_started_by_nobody():
+def test_agent_killed_with_its_supervisor_is_gone():
     killed = Fault(0, Kind.AGENT_KILLED, 107.0, 107.0, "n0")
     assert gone([killed]) == []
     assert gone([killed, Fault(1, Kind.SUPERVISOR_KILLED, 107.5, 109.0, "n1")]) == []
@@ -181,13 +181,13 @@ def test_an_agent_that_is_killed_with_its_supervisor_is_started_by_nobody():
     assert until > 109.0
 
 
-def test_hosts_that_are_cut_from_each_other_are_both_out_of_reach():
+def test_partitioned_hosts_are_both_unreachable():
     cut = Fault(0, Kind.CUT, 107.0, 109.0, "n0,n1")
     assert {node for node, _, _ in gone([cut])} == {"n0", "n1"}
     assert gone([msgspec.structs.replace(cut, node="")]) == [], "from the coordinator's host"
 
 
-def test_ranks_of_a_world_that_do_not_go_on_together_are_found():
+def test_ranks_that_do_not_resume_together_are_found():
     torn = changed(good().worlds, 3, first=5)
     assert "worlds hold" in rules(good(worlds=torn))
     two = [*good().worlds, msgspec.structs.replace(good().worlds[3], pid=99)]
@@ -198,7 +198,7 @@ def test_ranks_of_a_world_that_do_not_go_on_together_are_found():
     assert {"worlds hold", "samples"} <= rules(ahead)
 
 
-def test_an_end_needs_success_or_words_that_are_true():
+def test_run_must_end_with_success_or_a_true_message():
     last = "gave up: {}; the same command resumes it: elastic run"
     runs = [Run(8, last.format("the last whole step is 5"), 90.0, 111.0), Run(0, "", 111.5, 130.0)]
     again = good(
@@ -217,7 +217,7 @@ def test_an_end_needs_success_or_words_that_are_true():
     assert rules(msgspec.structs.replace(again, runs=runs[:1])) >= {"endings"}
 
 
-def test_what_hangs_and_what_is_left_is_found():
+def test_hangs_and_leftovers_are_found():
     assert rules(good(hung="it did not come to step 9")) == {"hangs"}
     assert rules(good(left=["process 7"])) == {"leftovers"}
     assert rules(good(kept=["3 slots of n0"])) == set(), "it is nowhere else"
@@ -225,5 +225,5 @@ def test_what_hangs_and_what_is_left_is_found():
     assert rules(good(kept=["3 slots of n0"], safe=durable)) == {"leftovers"}
 
 
-def test_there_is_always_an_end_to_what_is_forgiven():
+def test_excused_time_is_finite():
     assert gone([Fault(0, Kind.AGENT_STOPPED, 1.0, 2.0, "n0")])[0][2] < math.inf

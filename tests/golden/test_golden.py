@@ -51,7 +51,7 @@ def test_the_newest_format_is_todays():
 
 
 @pytest.mark.parametrize("step", STORED)
-def test_it_restores_bit_for_bit(golden, step):
+def test_golden_checkpoint_restores_bit_for_bit(golden, step):
     expected = state_of(step)
     with memory_node(), Checkpointer(JOB, durable=f"file://{golden}", on_sigterm="ignore") as ckpt:
         found = zeroed(expected)
@@ -63,7 +63,7 @@ def test_it_restores_bit_for_bit(golden, step):
 
 
 @pytest.mark.parametrize("start", [0, 3, 5])
-def test_slices_of_it_restore(golden, start):
+def test_golden_slices_restore(golden, start):
     with memory_node(), Checkpointer(JOB, durable=f"file://{golden}", on_sigterm="ignore") as ckpt:
         rows = {"model": {"rows": torch.zeros(7, 5), "wide": torch.zeros(64, dtype=torch.int16)}}
         assert ckpt.restore(rows, strict=False) == 8
@@ -81,7 +81,7 @@ def test_its_shards_are_safetensors_files(golden):
     assert raw(rows) == raw(state_of(7)["model"]["rows"])
 
 
-def test_its_manifests_are_what_its_indexes_make(golden):
+def test_golden_manifests_match_their_indexes(golden):
     for path in (golden / JOB / "manifests").iterdir():
         manifest = decode_manifest(path.read_bytes())
         indexes = sorted((golden / JOB / "steps" / f"{manifest.step:012d}").rglob("*.index"))

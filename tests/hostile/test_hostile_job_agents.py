@@ -75,7 +75,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("how", SLOW.values(), ids=SLOW)
-def test_a_call_is_over_at_its_deadline_whatever_arrives(how):
+def test_call_ends_at_its_deadline_for_any_answer(how):
     with agent(**how) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
         before = time.monotonic()
         heard = client.poll_all({"a": address})["a"]
@@ -101,7 +101,7 @@ def test_no_answer_is_read_further_than_a_mebibyte(how):
     assert f"more than {MIB} bytes" in heard.error
 
 
-def test_what_is_kept_of_an_answer_is_not_larger_than_it():
+def test_parsed_answer_is_bounded_by_its_size():
     """Worker data is passed on, not looked into; what nobody uses is not kept."""
     data = b"[" + b",".join([b'{"":[]}'] * 100_000) + b"]"
     body = b'{"status": "running", "transitions": {%s}, "something": %s, "worker_data": %s}' % (
@@ -136,7 +136,7 @@ def test_what_is_kept_of_an_answer_is_not_larger_than_it():
     ],
     ids=["many prefixes", "a long text", "a large number", "a long number", "a large rank"],
 )
-def test_what_would_go_into_the_jobs_status_is_bounded(said):
+def test_answer_fields_of_the_job_status_are_bounded(said):
     first = answer(json.dumps({"status": "running", **said}).encode())
     with agent(first=first) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.poll_all({"a": address})["a"]
@@ -144,7 +144,7 @@ def test_what_would_go_into_the_jobs_status_is_bounded(said):
     assert "is no agent" in heard.error
 
 
-def test_one_jobs_silent_agents_leave_threads_for_the_next_job():
+def test_silent_agents_of_one_job_leave_threads_for_the_next():
     with agent(first=GOOD) as good, ElasticAgentClient(timeout_s=LONG_S) as client:
         with agent() as silent:
             addresses = {str(number): silent for number in range(64)}
@@ -191,7 +191,7 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
             assert heard["a"].status is not None
 
 
-def test_the_answers_of_one_job_have_a_bound_together(monkeypatch):
+def test_answers_of_one_job_are_bounded_in_total(monkeypatch):
     monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._JOB_BYTES", 10 * len(GOOD))
     with agent(first=GOOD) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.poll_all({str(number): address for number in range(100)})

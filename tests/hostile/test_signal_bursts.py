@@ -114,7 +114,7 @@ def done(): os._exit(0)
 
 
 @pytest.mark.parametrize("who", IN_A_PROCESS)
-def test_handlers_that_interrupt_each_other_do_not_wait_for_each_other(who):
+def test_interrupting_handlers_do_not_deadlock(who):
     code = AROUND + IN_A_PROCESS[who]
     with contextlib.ExitStack() as cleanup:
         processes = [

@@ -160,7 +160,7 @@ def is_open(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"], ids=["from elsewhere", "from the same address"])
-def test_silent_connections_keep_nobody_out_and_are_few(listener, knock, source):
+def test_silent_connections_are_limited_and_block_no_client(listener, knock, source):
     with listener() as served:
         assert served.use()
         before = threading.active_count()
@@ -174,7 +174,7 @@ def test_silent_connections_keep_nobody_out_and_are_few(listener, knock, source)
         assert served.use()
 
 
-def test_who_drips_is_given_up(listener, knock, request):
+def test_slow_handshake_times_out(listener, knock, request):
     if request.node.callspec.params["listener"] == "coordinator":
         pytest.skip("it has the listener of the peers, and nothing of its own to set")
     with listener(proof_s=0.5) as served:
@@ -198,7 +198,7 @@ def test_who_drips_is_given_up(listener, knock, request):
         assert served.use()
 
 
-def test_who_has_proven_itself_stays_whatever_strangers_do(knock):
+def test_authenticated_peer_stays_connected_despite_unauthenticated_ones(knock):
     with peers(proof_s=0.5) as served:
         transport = TcpTransport(timeout_s=30)
         with contextlib.closing(transport.connect(served.address)) as channel:
@@ -220,7 +220,7 @@ def test_a_client_with_the_token_stays_too(knock):
             until(lambda silent=silent: not any(map(is_open, silent)), "all strangers are ended")
 
 
-def test_the_log_does_not_grow_by_what_strangers_do(listener, knock, caplog):
+def test_log_does_not_grow_with_unauthenticated_connections(listener, knock, caplog):
     caplog.set_level(logging.INFO)
     with listener() as served:
         for _ in range(MANY):
@@ -257,7 +257,7 @@ def door():
         yield lambda **options: Door(stack, **options)
 
 
-def test_the_oldest_of_one_address_gives_way_and_others_stay(door):
+def test_oldest_connection_of_an_address_is_dropped_first(door):
     one = door(strangers=10, of_one=3)
     other = one.enter("b")
     crowd = [one.enter("a") for _ in range(3)]
@@ -267,7 +267,7 @@ def test_the_oldest_of_one_address_gives_way_and_others_stay(door):
     assert is_open(other[1])
 
 
-def test_of_a_full_house_the_address_that_has_most_gives_way(door):
+def test_address_with_most_connections_loses_one_when_full(door):
     one = door(strangers=10, of_one=3)
     single = one.enter("b")
     crowd = [one.enter("a") for _ in range(9)]
@@ -277,7 +277,7 @@ def test_of_a_full_house_the_address_that_has_most_gives_way(door):
     assert is_open(newcomer[1])
 
 
-def test_who_has_just_come_is_given_a_moment(door):
+def test_new_connection_gets_a_minimum_time(door):
     one = door(strangers=2, of_one=1)
     first, second = one.enter("a"), one.enter("a")
     entered = []
@@ -290,7 +290,7 @@ def test_who_has_just_come_is_given_a_moment(door):
     assert len(one.rule) == 2
 
 
-def test_who_proves_nothing_in_time_is_ended_and_who_has_is_not(door):
+def test_unauthenticated_connection_expires_and_an_authenticated_one_stays(door):
     one = door(within_s=5)
     slow, fast = one.enter("a"), one.enter("a")
     fast[0].mark_authenticated()
@@ -301,7 +301,7 @@ def test_who_proves_nothing_in_time_is_ended_and_who_has_is_not(door):
     assert (is_open(slow[1]), len(one.rule)) == (False, 0)
 
 
-def test_strangers_have_a_part_of_the_files_a_process_may_open(door):
+def test_unauthenticated_connections_get_a_share_of_the_open_file_limit(door):
     one = door(limit=lambda: 80, of_one=1)
     for number in range(30):
         one.now = 2.0 * number
@@ -309,7 +309,7 @@ def test_strangers_have_a_part_of_the_files_a_process_may_open(door):
     assert len(one.rule) == 10
 
 
-def test_one_line_a_minute_says_how_many(door, caplog):
+def test_dropped_connections_are_logged_once_a_minute(door, caplog):
     one = door(within_s=1)
     for number in range(100):
         one.now = number * 1.0

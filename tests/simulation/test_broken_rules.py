@@ -34,7 +34,7 @@ def findings():
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_rule_is_noticed_and_nothing_is_while_it_holds(name, findings):
+def test_broken_rule_is_detected_and_a_correct_one_passes(name, findings):
     assert broken(findings(name).schedule) is None
 
 

@@ -34,11 +34,11 @@ def holds(nodes, ranks, fewer):
     assert story.read
 
 
-def test_hundreds_of_ranks_save_lose_a_node_and_go_on_with_fewer():
+def test_hundreds_of_ranks_lose_a_node_and_resume_with_fewer():
     holds(72, 3, 56)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_ten_thousand_ranks_save_lose_a_node_and_go_on_with_fewer():
+def test_ten_thousand_ranks_lose_a_node_and_resume_with_fewer():
     holds(1250, 8, 1000)

@@ -45,14 +45,14 @@ def test_a_restart_costs_each_node_a_few_times_the_root_of_all(count):
     assert seen.one_survey <= count
 
 
-def test_a_job_below_the_limit_asks_everybody_and_nobody_else():
+def test_job_below_the_limit_queries_every_node():
     names = names_of(hosts(63))
     seen = looks(names, NodePartitions(names))
     assert seen.one_survey == 62
     assert seen.restart == ROUNDS * 63 * 62
 
 
-def test_all_that_everybody_holds_is_in_the_answers_of_a_survey():
+def test_survey_answers_contain_all_shards():
     nodes = hosts(300)
     names = names_of(nodes)
     districts, said = NodePartitions(names), inventory(names, place_replicas(nodes))
@@ -75,7 +75,7 @@ def test_answers_of_the_largest_job_are_far_from_the_limits():
 
 
 @pytest.mark.parametrize(("count", "every"), [(2, 1), (100, 1), (1 + BROADCAST_FANOUT, 1), (300, 3)])
-def test_a_save_is_one_report_a_node_and_some_who_are_told(count, every):
+def test_save_costs_one_report_per_node_and_a_bounded_broadcast(count, every):
     names = names_of(hosts(count))
     reports, told, _ = settled_by(names)
     assert reports == 2 * (count - 1)
@@ -91,7 +91,7 @@ def test_pings_do_not_grow_with_the_job(count):
     assert size < 8 << 10
 
 
-def test_who_comes_or_goes_moves_few_copies():
+def test_membership_change_moves_few_copies():
     nodes = hosts(320)
     before = place_replicas(nodes)
     assert moved(before, place_replicas(nodes[1:])) <= 32

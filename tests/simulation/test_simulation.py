@@ -39,7 +39,7 @@ def test_a_seed_is_a_schedule():
     assert schedule_of(7) != schedule_of(8)
 
 
-def test_a_failure_is_told_with_its_seed_its_schedule_and_how_to_see_it_again():
+def test_failure_prints_its_seed_schedule_and_replay_command():
     out, errors = start("--seeds", "0", "50", "--break", "choose the oldest").communicate()
     seed = out.split(":", 1)[0].removeprefix("seed ")
     again = f"replay: python -m tests.simulation --seed {seed} --shrink --break 'choose the oldest'"

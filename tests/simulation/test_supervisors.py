@@ -14,7 +14,7 @@ def _whole(figures: Figures, losses: int) -> None:
     assert (len(figures.broken_s), len(figures.formed_s), figures.hung_up) == (heard, heard, 0)
 
 
-def test_nodes_that_are_lost_are_replaced_one_after_the_other():
+def test_lost_nodes_are_replaced_in_succession():
     figures = measure(60, losses=2, rest_s=0.5)
     print(f"figure: {figures}")
     _whole(figures, 2)

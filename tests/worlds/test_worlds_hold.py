@@ -20,7 +20,7 @@ def hold(first: int, count: int) -> None:
             pytest.fail(f"{shrunk(finding)}\nreplay: python -m tests.worlds --seed {seed}")
 
 
-def test_a_seed_is_a_schedule_and_always_goes_the_same_way():
+def test_seed_determines_the_schedule_and_its_run():
     assert schedule_of(7) == schedule_of(7)
     assert schedule_of(7) != schedule_of(8)
     told: list[list[str]] = [[], []]
@@ -29,7 +29,7 @@ def test_a_seed_is_a_schedule_and_always_goes_the_same_way():
     assert told[0] == told[1]
 
 
-def test_schedules_have_everything_in_them_and_end_in_every_way():
+def test_schedules_cover_every_event_and_every_end():
     schedules = [schedule_of(seed) for seed in range(400)]
     assert {happening.kind for schedule in schedules for happening in schedule.happenings} == set(KINDS)
     ends = Counter(run(schedule).world.phase for schedule in schedules)

@@ -23,5 +23,5 @@ def found(name: str) -> Finding:
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_rule_is_noticed_and_nothing_is_while_it_holds(name):
+def test_broken_rule_is_detected_and_a_correct_one_passes(name):
     assert broken(found(name).schedule) is None

@@ -81,12 +81,12 @@ def test_every_node_and_step_is_shown(well, on):
     assert said.json["complete"]
 
 
-def test_every_node_says_the_same_of_the_steps(well, on):
+def test_every_node_reports_the_same_steps(well, on):
     seen = [on(well, "status", well.job, "--cluster", "--json", node=name).json["steps"] for name in NODES]
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_the_tables_say_it_in_words(well, on):
+def test_cluster_tables_show_the_status(well, on):
     def shown():
         return on(well, "status", "--cluster").out.splitlines()
 
@@ -101,7 +101,7 @@ def test_the_tables_say_it_in_words(well, on):
     assert "3 of 3  2 copies in 2 racks" in seven
 
 
-def test_a_lost_node_is_not_an_empty_one(doomed, on):
+def test_lost_node_differs_from_an_empty_one(doomed, on):
     doomed["n3"].lose()
     said = on(doomed, "status", "--cluster", "--json")
     assert said.code == 5
@@ -131,7 +131,7 @@ def test_this_node_in_a_few_lines(well, on):
 # -- whatif -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_foretold_comes_true(doomed, on):
+def test_whatif_prediction_matches_the_restore(doomed, on):
     said = on(doomed, "whatif", "--lose", "node:n2", "--json")
     assert said.code == 0
     foretold = said.json
@@ -160,7 +160,7 @@ def test_a_rack_and_a_node_at_once(well, on):
     assert "no quorum" in shown
 
 
-def test_who_could_not_be_asked_is_neither_there_nor_gone(doomed, on):
+def test_unreachable_node_is_neither_present_nor_lost(doomed, on):
     doomed["n3"].lose()
     said = on(doomed, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--json")
     assert said.code == 5
@@ -202,7 +202,7 @@ def test_wrong_names(well, on, arguments, said):
 # -- one node ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_on_one_node_with_a_durable_tier(cli, job):
+def test_single_node_job_with_a_durable_tier_is_reported(cli, job):
     said = cli("status", "--cluster", "--json")
     assert said.code == 0
     (me,) = said.json["nodes"]
@@ -218,7 +218,7 @@ def test_a_job_on_one_node_with_a_durable_tier(cli, job):
     job.expect(3, tiers={"durable"})
 
 
-def test_quarantined_and_durable_are_said(cli, job):
+def test_quarantined_and_durable_steps_are_reported(cli, job):
     assert cli("quarantine", "llama/step-3", "--reason", "loss is NaN").code == 0
     shown = cli("status", "llama", "--cluster").out
     assert "step 3 is quarantined: loss is NaN" in shown
@@ -248,7 +248,7 @@ def test_without_an_agent_nothing_is_known(cli, agent_dir, command):
 # -- top --------------------------------------------------------------------------------------------------------------
 
 
-def test_one_frame_where_nobody_watches(well, on):
+def test_top_prints_a_single_frame_without_a_terminal(well, on):
     said = on(well, "top", "--json", "--once")
     assert said.code == 0
     assert (said.json["job"], said.json["steps"][-1]["step"]) == (well.job, 7)

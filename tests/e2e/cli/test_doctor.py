@@ -35,7 +35,7 @@ def test_a_node_without_anything_is_fine(cli, agent_dir):
     assert left["the agent, killed"].startswith("the newest sealed step")
 
 
-def test_what_contradicts_recovery_with_nccl_is_named_with_its_reason(cli, agent_dir, monkeypatch):
+def test_environment_that_prevents_nccl_recovery_is_named_with_its_reason(cli, agent_dir, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     said = cli("doctor", "--json")
     assert said.code == 0, "who has no recovery within the process does not need it"
@@ -44,7 +44,7 @@ def test_what_contradicts_recovery_with_nccl_is_named_with_its_reason(cli, agent
 
 
 @pytest.mark.skipif(accelerator().device_count() > 0, reason="there is an accelerator")
-def test_without_an_accelerator_gpu_checks_say_so_and_fail(cli, agent_dir):
+def test_gpu_checks_fail_without_an_accelerator(cli, agent_dir):
     said = cli("doctor", "--gpu", "--json")
     assert said.code == 1
     assert (verdicts(said)["device"], verdicts(said)["device checks"]) == ("bad", "note")
@@ -87,7 +87,7 @@ def test_a_bucket(cli, agent_dir, server):
     assert not [key for key in keys if "doctor" in key or "probe" in key]
 
 
-def test_a_bucket_that_is_not_there(cli, agent_dir, rclone, monkeypatch):
+def test_missing_bucket_is_bad(cli, agent_dir, rclone, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
     said = cli("doctor", "--durable", "s3://no-such-bucket/x", "--json")
     assert said.code == 1
@@ -111,7 +111,7 @@ def test_no_credentials(cli, agent_dir, monkeypatch):
     assert verdicts(said)["credentials"] == "bad"
 
 
-def test_an_arena_that_is_not_in_memory_or_too_small(cli, tmp_path, monkeypatch, agent_dir):
+def test_arena_outside_memory_or_too_small_is_bad(cli, tmp_path, monkeypatch, agent_dir):
     assert verdicts(cli("doctor", "--agent-dir", tmp_path / "x", "--json"))["shared memory"] == "bad"
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "900TiB")
     said = cli("doctor", "--json")
@@ -119,7 +119,7 @@ def test_an_arena_that_is_not_in_memory_or_too_small(cli, tmp_path, monkeypatch,
     assert verdicts(said)["shared memory"] == verdicts(said)["memory budget"] == "bad"
 
 
-def test_an_agent_that_nobody_starts(cli, agent_dir, monkeypatch):
+def test_missing_agent_is_bad(cli, agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_EMBEDDED", "0")
     said = cli("doctor", "--json")
     assert said.code == 1

@@ -70,7 +70,7 @@ def saved(agent_dir, durable, monkeypatch):
     return job
 
 
-def test_one_safetensors_file(cli, saved, tmp_path):
+def test_safetensors_export_contains_the_tensors(cli, saved, tmp_path):
     path = tmp_path / "out" / "model.safetensors"
     said = cli("export", "m", path, "--prefix", "model.", "--json")
     assert said.code == 0
@@ -87,7 +87,7 @@ def test_one_safetensors_file(cli, saved, tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["model.safetensors"]
 
 
-def test_objects_are_left_out_and_said_so(cli, saved, tmp_path):
+def test_objects_left_out_of_the_export_are_named(cli, saved, tmp_path):
     said = cli("export", "m", tmp_path / "all.safetensors")
     assert said.code == 0
     assert "left out, because safetensors holds tensors only: optim.lr" in said.out
@@ -112,12 +112,12 @@ def test_a_hugging_face_folder(cli, saved, tmp_path):
         assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= 2000
 
 
-def test_a_small_model_is_one_file_as_from_pretrained_expects(cli, saved, tmp_path):
+def test_small_model_is_a_single_file_for_from_pretrained(cli, saved, tmp_path):
     assert cli("export", "m", tmp_path / "hf", "--format", "hf", "--prefix", "model.").code == 0
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
 
 
-def test_a_torch_file_has_the_state_as_it_was(cli, saved, tmp_path):
+def test_torch_export_preserves_the_state(cli, saved, tmp_path):
     path = tmp_path / "state.pt"
     assert cli("export", "m", path, "--format", "torch").code == 0
     expected, found = model_state(), torch.load(path, weights_only=True)
@@ -199,7 +199,7 @@ def test_types_that_safetensors_lacks_are_all_named(cli, agent_dir, durable, tmp
     assert_same(state, torch.load(tmp_path / "x.pt", weights_only=True))
 
 
-def test_objects_of_any_type_are_unpickled_only_when_told_so(cli, agent_dir, durable, tmp_path):
+def test_objects_are_unpickled_only_with_allow_pickle(cli, agent_dir, durable, tmp_path):
     save(Job(agent_dir, durable, "o"), {"w": torch.ones(3), "thing": Anything()})
     said = cli("export", "o", tmp_path / "x.pt", "--format", "torch")
     assert said.code == 2
@@ -290,7 +290,7 @@ def test_nothing_is_overwritten_without_force(cli, job, tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["durable", "out"]
 
 
-def test_force_does_not_replace_a_folder_with_other_things(cli, job, tmp_path):
+def test_force_does_not_replace_a_folder_with_foreign_files(cli, job, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     said = cli("export", "llama", tmp_path / "home", "--format", "hf", "--force")
@@ -315,7 +315,7 @@ def export_and_measure(say, name, url, place, kind):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
-def test_peak_memory_is_about_one_tensor(agent_dir, durable, tmp_path, zygote, kind):
+def test_export_peak_memory_is_about_a_single_tensor(agent_dir, durable, tmp_path, zygote, kind):
     job = Job(agent_dir, durable)
     with job.checkpointer() as ckpt:
         ckpt.save({f"t{n}": torch.full((4 << 20,), float(n)) for n in range(12)}, 1).wait("durable")

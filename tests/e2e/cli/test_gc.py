@@ -68,7 +68,7 @@ def test_without_arguments_the_jobs_policy_decides(cli, agent_dir, tmp_path, dur
     assert said.json["kept"] == [3]
 
 
-def test_the_newest_good_step_stays_when_newer_ones_are_quarantined(cli, six):
+def test_newest_good_step_stays_when_newer_ones_are_quarantined(cli, six):
     for step in (5, 6):
         cli("quarantine", f"llama/step-{step}")
     said = cli("gc", "llama", "--keep-last", "1", "--json")
@@ -116,7 +116,7 @@ def test_a_job_without_durable_tier(cli, agent_dir):
     assert "--durable URL" in said.err
 
 
-def test_what_a_newer_agent_left_in_memory_is_kept_until_somebody_drops_it(cli, agent_dir):
+def test_memory_slots_of_a_newer_agent_are_kept_until_dropped(cli, agent_dir):
     job = Job(agent_dir, DurableSettings(), "llama")
     job.save(1, 2, durable=False)
     job.kill_agent()
@@ -189,7 +189,7 @@ def test_shards_of_a_step_that_never_came_to_be_go_when_they_are_old(cli, six, g
     six.expect(6, tiers={"durable"})
 
 
-def test_a_whole_step_that_lost_its_manifest_is_for_rebuild_while_policy_would_keep_it(cli, six, gone, from_the_store):
+def test_complete_step_without_a_manifest_is_left_for_rebuild_within_retention(cli, six, gone, from_the_store):
     age(gone, 48)
     said = cli("gc", "llama", *from_the_store, "--json")
     assert lost(said)[2] == (
@@ -207,7 +207,7 @@ def test_a_whole_step_that_lost_its_manifest_is_for_rebuild_while_policy_would_k
     assert there(gone) == {5, 6}
 
 
-def test_what_a_node_still_has_in_memory_may_yet_become_durable(cli, agent_dir, durable, tmp_path):
+def test_step_still_in_memory_is_not_collected(cli, agent_dir, durable, tmp_path):
     job = Job(agent_dir, durable, "llama")
     job.save(1)
     root = tmp_path / "durable" / "llama"
@@ -249,7 +249,7 @@ def test_an_index_that_names_the_shard_of_another_step_deletes_nothing_of_that(c
     six.expect(5, tiers={"durable"}, named=5)
 
 
-def test_what_somebody_deletes_in_the_middle_of_an_upload_is_uploaded_again(cli, agent_dir, tmp_path, monkeypatch):
+def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_path, monkeypatch):
     """Two nodes have a part each. When the second one comes, the first one's is gone: from a gc that went too far."""
     monkeypatch.setattr(drain, "_UNSURE_S", 0.0)
     durable = DurableSettings(url=f"file://{tmp_path}/durable")

@@ -30,7 +30,7 @@ def logs(tmp_path, told):
     return tmp_path / "elastic-logs" / "job"
 
 
-def test_what_the_time_went_into(cli, logs):
+def test_report_shows_where_the_time_went(cli, logs):
     said = cli("goodput", logs)
     assert said.code == 0
     lines = said.out.splitlines()
@@ -43,7 +43,7 @@ def test_what_the_time_went_into(cli, logs):
     assert said.err == ""
 
 
-def test_faults_one_by_one(cli, logs):
+def test_faults_are_listed(cli, logs):
     said = cli("goodput", logs, "--faults")
     (row,) = [line for line in said.out.splitlines() if line.startswith("recovery  respawn")]
     assert re.split(r"\s{2,}", row) == [
@@ -68,7 +68,7 @@ def test_the_same_for_prometheus(cli, logs):
     assert 'tieredckpt_transition_stage_p99_seconds{category="recovery",job="job",stage="groups"} 2.0\n' in said.out
 
 
-def test_what_prometheus_reads_is_what_was_written():
+def test_prometheus_output_round_trips():
     from prometheus_client.parser import text_string_to_metric_families
 
     hostile = 'a"job\\with\nlines'
@@ -91,7 +91,7 @@ def test_a_job_is_found_by_its_name_or_by_the_environment(cli, logs, monkeypatch
     assert cli("goodput").out == by_name.out != ""
 
 
-def test_absent_empty_and_nothing_named_are_told_apart(cli, tmp_path, monkeypatch):
+def test_absent_empty_and_unnamed_logs_differ(cli, tmp_path, monkeypatch):
     monkeypatch.delenv(EVENT_LOG_ENV, raising=False)
     absent = cli("goodput", tmp_path / "none")
     assert (absent.code, "is no directory with a ledger" in absent.err, EVENT_LOG_ENV in absent.err) == (3, True, True)
@@ -102,7 +102,7 @@ def test_absent_empty_and_nothing_named_are_told_apart(cli, tmp_path, monkeypatc
     assert cli("goodput", tmp_path, "--watch", "--json").code == 2
 
 
-def test_damage_is_counted_and_said(cli, logs):
+def test_damage_is_counted_and_reported(cli, logs):
     (file,) = (logs / "event-log").iterdir()
     file.write_bytes(file.read_bytes() + b'not json\n{"event":"of tomorrow"}\n{"event":"st')
     said = cli("goodput", logs, "--json")
@@ -115,7 +115,7 @@ def test_damage_is_counted_and_said(cli, logs):
     assert said.json["steps_counted"] == 10
 
 
-def test_a_run_that_goes_on(cli, logs):
+def test_unfinished_run_is_reported(cli, logs):
     """Without its last line, which says how it ended."""
     (file,) = (logs / "event-log").iterdir()
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))

@@ -26,7 +26,7 @@ def test_names_types_shapes_and_sizes(cli, job):
     assert said.json["step"] == 2
 
 
-def test_without_a_step_the_one_a_load_would_use(cli, job):
+def test_default_step_is_the_one_a_load_uses(cli, job):
     assert cli("inspect", "llama", "--json").json["step"] == 3
     cli("quarantine", "llama/step-3")
     assert cli("inspect", "llama", "--json").json["step"] == 2
@@ -73,5 +73,5 @@ def test_sharding_is_shown(cli, agent_dir, durable, ranks):
     assert "columns  float32  10x6" in text
 
 
-def test_a_step_that_is_not_there(cli, job):
+def test_missing_step_is_not_found(cli, job):
     assert cli("inspect", "llama/step-9").code == 3

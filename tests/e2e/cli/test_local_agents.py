@@ -29,7 +29,7 @@ def simulated(monkeypatch):
             Job(directory / "n1" / "agent", DurableSettings()).kill_agent()
 
 
-def test_a_jobs_agent_is_found_wherever_it_runs(cli, simulated):
+def test_agent_of_a_job_is_found_in_any_run_directory(cli, simulated):
     assert [one["step"] for one in cli("ls", ONE, "--json").json["steps"]] == [1, 2]
     assert [one["step"] for one in cli("ls", OTHER, "--json").json["steps"]] == [7]
     assert cli("status", OTHER, "--json").code == 0
@@ -41,6 +41,6 @@ def test_a_jobs_agent_is_found_wherever_it_runs(cli, simulated):
     assert cli("ls", "--json").json["jobs"], "without a job: those of an agent that has some"
 
 
-def test_a_named_agent_is_the_only_one_that_is_asked(cli, simulated):
+def test_named_agent_is_the_only_one_queried(cli, simulated):
     one, _ = simulated
     assert cli("ls", OTHER, "--agent-dir", one / "n1" / "agent").code == 3

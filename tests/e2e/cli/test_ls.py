@@ -22,7 +22,7 @@ def test_steps_are_listed_by_tier(cli, job):
     assert said.json["unreachable"] == {}
 
 
-def test_the_table_says_the_same(cli, job):
+def test_table_matches_the_json(cli, job):
     said = cli("ls", "tiered://llama")
     lines = said.out.splitlines()
     assert lines[0] == f"llama  durable tier {job.settings.durable.url}"
@@ -31,7 +31,7 @@ def test_the_table_says_the_same(cli, job):
     assert lines[4].split()[:7] == ["3", "whole", "1", "of", "1", "yes", "2"]
 
 
-def test_one_step_only(cli, job):
+def test_single_step_is_listed(cli, job):
     assert [line["step"] for line in cli("ls", "llama/step-2", "--json").json["steps"]] == [2]
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip):
     assert lines[2]["whole"]
 
 
-def test_two_attempts_at_one_step_are_told_apart(cli, agent_dir, durable):
+def test_two_attempts_at_a_step_are_distinguished(cli, agent_dir, durable):
     job = Job(agent_dir, durable, "twice")
     job.save(1)
     close_sessions()

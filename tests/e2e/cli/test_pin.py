@@ -11,7 +11,7 @@ def steps(cli, *more):
     return {line["step"]: line for line in cli("ls", "llama", "--json", *more).json["steps"]}
 
 
-def test_a_pinned_step_stays_and_an_unpinned_one_goes(cli, job):
+def test_pinned_step_stays_and_an_unpinned_one_expires(cli, job):
     assert cli("pin", "llama", 2, "--json").json == {
         "job": "llama",
         "step": 2,

@@ -14,7 +14,7 @@ def why(cli, job, step, *more):
     return next(line["quarantined"] for line in lines if line["step"] == step)
 
 
-def test_a_quarantined_step_is_not_chosen_and_lifted_it_is(cli, job):
+def test_quarantined_step_is_not_chosen_until_lifted(cli, job):
     said = cli("quarantine", "llama/step-3", "--reason", "loss was NaN", "--json")
     assert said.code == 0
     assert said.json["marked"] == ["memory", "durable"]

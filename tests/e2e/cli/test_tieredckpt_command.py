@@ -87,7 +87,7 @@ def test_exit_codes_of_a_real_process(job):
     assert run("--version").stdout.startswith("tieredckpt, version ")
 
 
-def test_errors_are_one_message_and_debug_shows_more(cli, agent_dir):
+def test_errors_are_a_single_message_and_debug_adds_a_traceback(cli, agent_dir):
     said = cli("ls", "llama")
     assert "Traceback" not in said.err
     said = cli("ls", "llama", "--debug")
@@ -102,7 +102,7 @@ def test_errors_are_json_too(cli, agent_dir):
     assert "doctor" in said.json["error"]["advice"]
 
 
-def test_a_reader_that_goes_away_is_no_error(job):
+def test_closed_output_pipe_is_no_error(job):
     reading, writing = os.pipe()
     os.close(reading)
     process = subprocess.run(

@@ -45,7 +45,7 @@ def test_a_flipped_bit_in_memory(cli, job, slot_of, flip):
     job.expect(3, tiers={"durable"})
 
 
-def test_what_was_lost_to_damage_is_damaged_and_not_absent(cli, agent_dir, slot_of, flip):
+def test_step_lost_to_damage_is_damaged_and_not_absent(cli, agent_dir, slot_of, flip):
     job = Job(agent_dir, DurableSettings(), "llama")
     job.save(3, durable=False)
     flip(slot_of(3))
@@ -66,7 +66,7 @@ def test_a_short_object(cli, job, shard_of):
     assert results(said)[1, "durable"] == ("damaged", [1])
 
 
-def test_an_object_that_is_gone(cli, job, shard_of):
+def test_missing_object_is_damage(cli, job, shard_of):
     shard_of(1).unlink()
     said = cli("verify", "llama", "--json")
     assert said.code == 4

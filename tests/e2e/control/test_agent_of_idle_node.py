@@ -66,7 +66,7 @@ def test_an_agent_that_was_there_stays_for_a_second_supervisor():
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
-def test_an_agent_that_nobody_calls_is_replaced(end):
+def test_unused_agent_is_replaced(end):
     with started() as (agent, pid):
         os.kill(pid, end)
         directory = agent.kept_directory
@@ -75,7 +75,7 @@ def test_an_agent_that_nobody_calls_is_replaced(end):
         agent.shut_down()
 
 
-def test_an_agent_that_was_asked_to_end_is_not_started_again(caplog):
+def test_stopped_agent_is_not_restarted(caplog):
     with started() as (agent, _):
         directory = agent.kept_directory
         with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
@@ -103,7 +103,7 @@ def test_ranks_leave_the_agent_to_their_supervisor():
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
+def test_agent_that_outlived_its_supervisor_ends_with_its_job(own):
     with agent_directory() as directory:
         environ = {
             "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
@@ -123,7 +123,7 @@ def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
             assert process_start_time(pid) >= 0
 
 
-def test_only_the_agent_is_ended_and_not_who_was_given_its_number():
+def test_only_the_agent_is_ended_and_not_a_process_with_its_reused_pid():
     """It has died, and its directory says yet which process it was."""
     with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
         try:

@@ -24,7 +24,7 @@ def pids(world):
     return [one["pid"] for one in world]
 
 
-def test_ranks_train_to_the_end_though_one_is_killed(job: Job) -> None:
+def test_ranks_finish_although_one_is_killed(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2")
     world = job.world(4)
     assert [(one["local"], one["restarts"]) for one in world] == [(0, 0), (1, 0), (0, 0), (1, 0)]
@@ -71,7 +71,7 @@ def test_a_node_joins_a_job_that_runs(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_a_spare_takes_the_place_of_a_rank_that_is_killed(job: Job) -> None:
+def test_spare_replaces_a_killed_rank(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--spares", "1")
     before = job.world(4)
     until(lambda: len(job.said("warm")) == 6)
@@ -90,7 +90,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_is_killed(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_a_supervisor_that_is_killed_takes_its_ranks_with_it_and_may_come_back(job: Job) -> None:
+def test_killed_supervisor_ends_its_ranks_and_may_rejoin(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
     before = job.world(2)
     lost = next(one for one in before if one["node"] == "n1")
@@ -128,7 +128,7 @@ def test_the_coordinator_is_killed_and_again_in_the_middle_of_a_resize(job: Job)
     assert job.ended(run) == 0
 
 
-def test_a_coordinator_is_started_again_although_the_file_of_the_secret_is_gone(job: Job) -> None:
+def test_coordinator_restarts_without_the_secret_file(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--shrink-after", "60")
     before = job.world(2)
     secret = job.folder / "run/job/secret"
@@ -172,7 +172,7 @@ def test_a_rank_is_killed_during_a_resize(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_a_node_that_is_asked_back_and_ignores_it_is_ended(job: Job) -> None:
+def test_drained_node_that_does_not_leave_is_killed(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
     before = job.world(2)
     job.make("ignore-n1")
@@ -185,7 +185,7 @@ def test_a_node_that_is_asked_back_and_ignores_it_is_ended(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_after_too_many_faults_the_job_gives_up_and_says_so(job: Job) -> None:
+def test_job_fails_after_too_many_faults(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--max-restarts", "1")
     before = job.world(2)
     job.make("fault-n0")
@@ -219,7 +219,7 @@ def test_the_second_interrupt_ends_everything_at_once(job: Job) -> None:
     until(lambda: not job.pids())
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(job: Job) -> None:
+def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--spares", "1")
     job.world(2)
     kill(run.pid)
@@ -227,7 +227,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(job: Job) -> None:
     until(lambda: not job.pids())
 
 
-def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
+def test_preempted_machine_of_several_leaves_the_job(job: Job) -> None:
     secret = job.folder / "secret"
     secret.write_text("a secret that three machines know")
     secret.chmod(0o600)
@@ -251,7 +251,7 @@ def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
     assert [job.ended(one), job.ended(leader)] == [0, 0]
 
 
-def test_a_spare_node_takes_the_place_of_a_node_that_is_lost(job: Job) -> None:
+def test_spare_node_replaces_a_lost_node(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "2", "--shrink-after", "60")
     before = job.world(2)
     until(lambda: sorted(node.state for node in job.status().nodes) == ["standby", "training", "training"])

@@ -21,7 +21,7 @@ def job():
         yield one
 
 
-def test_the_store_lives_in_no_rank_and_outlives_the_coordinator(job: Job) -> None:
+def test_store_outlives_ranks_and_the_coordinator(job: Job) -> None:
     from torch.distributed import TCPStore
 
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--store", "")
@@ -42,7 +42,7 @@ def test_the_store_lives_in_no_rank_and_outlives_the_coordinator(job: Job) -> No
     until(lambda: not job.pids())
 
 
-def test_agents_of_simulated_nodes_end_with_success_and_stay_with_what_may_be_resumed(job: Job) -> None:
+def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: Job) -> None:
     job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
     before = job.world(2)

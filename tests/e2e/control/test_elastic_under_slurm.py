@@ -36,7 +36,7 @@ def start(job, node, nodes, *options):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_notice_stops_a_job_of_one_node(job, number):
+def test_notice_stops_a_single_node_job(job, number):
     run = start(job, "n1", "n1")
     job.world(1)
     kill(run.pid, number)
@@ -55,7 +55,7 @@ def test_a_notice_to_any_node_stops_the_job_of_all(job, number):
     assert {one["want"] for one in job.said("notice")} == {"stop"}
 
 
-def test_the_secret_is_its_users_and_goes_with_the_job(job):
+def test_secret_is_private_and_removed_with_the_job(job):
     port = free_port()
     runs = [start(job, node, "n1,n2", "--coordinator", f"127.0.0.1:{port}") for node in ("n2", "n1")]
     job.world(2)

@@ -28,7 +28,7 @@ def job():
         yield one
 
 
-def test_a_batch_that_does_not_fit_the_ranks_is_said_and_given_up(job: Job) -> None:
+def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: Job) -> None:
     script = job.folder / "train.py"
     script.write_text(TOO_SMALL_A_BATCH)
     quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
@@ -42,7 +42,7 @@ def test_a_batch_that_does_not_fit_the_ranks_is_said_and_given_up(job: Job) -> N
         assert "BatchPlan(1, world.size)" in log.read_text()
 
 
-def test_a_rank_that_ignores_a_resize_past_its_time_is_ended_and_the_job_goes_on(job: Job) -> None:
+def test_rank_that_ignores_a_resize_is_killed_and_the_job_continues(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--shrink-after", "0", "--pause-timeout", "0.5")
     before = job.world(3)
     job.make("ignore-n1")

@@ -71,7 +71,7 @@ def machines(job: Job, *options: str) -> Machines:
     return Machines(job, f"file://{folder}/leader?lease={LEASE_S}", *options)
 
 
-def test_the_leaders_machine_is_lost_and_another_one_takes_over(job: Job) -> None:
+def test_another_machine_takes_over_from_a_lost_leader(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "1:3", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2", "m3")
     before = job.world(3)
@@ -90,7 +90,7 @@ def test_the_leaders_machine_is_lost_and_another_one_takes_over(job: Job) -> Non
     assert (record.holder, record.over) == ("", "finished")
 
 
-def test_a_coordinator_that_is_killed_alone_is_followed_by_its_supervisors_next_one_in_the_same_world(job: Job) -> None:
+def test_killed_coordinator_is_replaced_within_the_same_world(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -104,7 +104,7 @@ def test_a_coordinator_that_is_killed_alone_is_followed_by_its_supervisors_next_
     assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_a_leader_that_is_stopped_comes_back_to_another_one_and_steps_back(job: Job) -> None:
+def test_suspended_leader_steps_down_for_its_successor(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -123,7 +123,7 @@ def test_a_leader_that_is_stopped_comes_back_to_another_one_and_steps_back(job: 
     assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_a_leaders_machine_that_is_asked_back_hands_over(job: Job) -> None:
+def test_preempted_leader_hands_over(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -138,7 +138,7 @@ def test_a_leaders_machine_that_is_asked_back_hands_over(job: Job) -> None:
 
 
 @pytest.mark.nightly
-def test_a_record_that_is_deleted_is_made_again_and_the_world_goes_on(job: Job) -> None:
+def test_deleted_leader_record_is_recreated_and_the_world_continues(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -155,7 +155,7 @@ def test_a_record_that_is_deleted_is_made_again_and_the_world_goes_on(job: Job) 
     assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_a_stopped_job_is_resumed_by_the_same_command_and_a_finished_one_is_not_run_again(job: Job) -> None:
+def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_rerun(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -192,7 +192,7 @@ def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: Job) -> None:
 
 
 @pytest.mark.nightly
-def test_where_nobody_can_be_asked_who_leads_the_world_trains_on(job: Job) -> None:
+def test_world_continues_while_the_leader_record_is_unreachable(job: Job) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)

@@ -60,14 +60,14 @@ def finish(agent, directory):
     return slots(directory)
 
 
-def test_what_is_durable_goes(tmp_path):
+def test_durable_steps_are_released(tmp_path):
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})
         assert slots(directory)
         assert finish(agent, directory) == []
 
 
-def test_it_goes_from_an_agent_that_was_there_before_and_stays_for_others(tmp_path):
+def test_memory_of_an_external_agent_is_released_and_the_agent_stays(tmp_path):
     with node() as (first, directory, settings), contextlib.closing(MemoryTierProcess(first._environ)) as agent:
         agent.start()
         train(settings, str(tmp_path), range(4), durable={3})
@@ -77,7 +77,7 @@ def test_it_goes_from_an_agent_that_was_there_before_and_stays_for_others(tmp_pa
         assert agent_pid(directory) is not None
 
 
-def test_what_an_earlier_supervisor_of_the_job_saw_goes_too(tmp_path):
+def test_memory_of_an_earlier_supervisor_is_released(tmp_path):
     """One that was killed: nothing was saved here under the one that came after it."""
     with node() as (killed, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})
@@ -86,7 +86,7 @@ def test_what_an_earlier_supervisor_of_the_job_saw_goes_too(tmp_path):
             assert finish(agent, directory) == []
 
 
-def test_a_step_that_is_nowhere_else_stays(tmp_path, caplog):
+def test_step_held_only_in_memory_is_kept(tmp_path, caplog):
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(5), durable={3})
         assert finish(agent, directory)
@@ -102,14 +102,14 @@ def test_everything_stays_without_a_durable_tier():
         assert finish(agent, directory)
 
 
-def test_what_somebody_pinned_stays(tmp_path, caplog):
+def test_pinned_step_is_kept(tmp_path, caplog):
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3}, keep=True)
         assert finish(agent, directory)
     assert "pinned" in caplog.text
 
 
-def test_a_durable_tier_that_cannot_be_asked_is_no_word_that_it_is_there(tmp_path):
+def test_unreachable_durable_tier_keeps_the_memory(tmp_path):
     folder = tmp_path / "durable"
     with node() as (agent, directory, settings):
         train(settings, str(folder), range(4), durable={3})
@@ -118,7 +118,7 @@ def test_a_durable_tier_that_cannot_be_asked_is_no_word_that_it_is_there(tmp_pat
         assert finish(agent, directory)
 
 
-def test_an_upload_is_waited_for(tmp_path, monkeypatch):
+def test_pending_upload_is_awaited(tmp_path, monkeypatch):
     with node() as (agent, directory, settings):
         with Checkpointer(JOB, durable=str(tmp_path), durable_every=1, settings=settings) as ckpt:
             ckpt.save(state_of(0), 0)
@@ -127,7 +127,7 @@ def test_an_upload_is_waited_for(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("*"))
 
 
-def test_a_job_that_was_started_again_meanwhile_keeps_what_it_has(tmp_path):
+def test_restarted_job_keeps_its_memory(tmp_path):
     """It is there while uploads are waited for, and saves what is newer."""
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})

@@ -34,7 +34,7 @@ def suspend(job: Job, seconds: float) -> None:
         kill(pid, signal.SIGCONT)
 
 
-def test_a_suspended_job_goes_on_in_the_same_world_and_blames_nobody(job: Job) -> None:
+def test_suspended_job_resumes_in_the_same_world_without_faults(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--hang-timeout", "6")
     before = job.world(4)
     steps = {node.node: node.step for node in until(lambda: _status_with_steps(job)).nodes}
@@ -48,7 +48,7 @@ def test_a_suspended_job_goes_on_in_the_same_world_and_blames_nobody(job: Job) -
     assert {one["pid"] for one in job.said("finished")} == {one["pid"] for one in before}
 
 
-def test_who_alone_was_suspended_is_lost_as_ever(job: Job) -> None:
+def test_single_suspended_node_is_lost(job: Job) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--grow-after", "600")
     before = job.world(2)
     stopped = [job.supervisor("n1"), next(one["pid"] for one in before if one["node"] == "n1")]

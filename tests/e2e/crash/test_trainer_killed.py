@@ -230,7 +230,7 @@ def train_as_rank(say, steps):
 
 @pytest.mark.parametrize("point", ["stage.half", "seal.asked"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_rank_killed_mid_save_leaves_the_last_whole_step(agent_dir, zygote, point, victim):
+def test_rank_killed_during_a_save_leaves_the_last_complete_step(agent_dir, zygote, point, victim):
     first = zygote.start_world(2, train_as_rank, 5, environ={victim: crash_at(f"{point}:3")})
     assert first[victim].wait().status == -signal.SIGKILL
     first[1 - victim].kill()  # the launcher takes the others down

@@ -47,7 +47,7 @@ class Awaited(threading.Thread):
         super().join(timeout)
 
 
-def test_nothing_is_prepared_any_more_when_it_is_closed(agent_dir, monkeypatch):
+def test_close_ends_slot_prefaulting(agent_dir, monkeypatch):
     """However often it restored: who came too late would find no agent, and start one."""
     threads = []
     monkeypatch.setattr(
@@ -60,7 +60,7 @@ def test_nothing_is_prepared_any_more_when_it_is_closed(agent_dir, monkeypatch):
     assert [one.is_alive() for one in threads] == [False, False]
 
 
-def test_restore_says_minus_one_only_when_there_is_nothing(agent_dir):
+def test_restore_returns_minus_one_only_without_a_checkpoint(agent_dir):
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore(state_at(0)) == -1
         ckpt.save(state_at(0), 0).wait()
@@ -69,7 +69,7 @@ def test_restore_says_minus_one_only_when_there_is_nothing(agent_dir):
         assert_same(state_at(0), state)
 
 
-def test_a_loop_goes_on_where_it_was(agent_dir):
+def test_loop_resumes_at_its_step(agent_dir):
     for begin in (0, 4, 8):
         with Checkpointer(JOB) as ckpt:
             state = state_at(-1)
@@ -83,7 +83,7 @@ def test_a_loop_goes_on_where_it_was(agent_dir):
         assert saved.wait() is SaveState.SEALED
 
 
-def test_what_was_saved_is_the_state_at_the_call(agent_dir):
+def test_saved_state_is_the_state_at_the_call(agent_dir):
     with Checkpointer(JOB) as ckpt:
         state = state_at(0)
         for step in range(5):
@@ -130,7 +130,7 @@ def test_cadence(agent_dir, tmp_path):
         assert [info.step for info in ckpt.steps()][-1] == 7
 
 
-def test_a_damaged_step_is_reported_and_the_older_one_used(agent_dir):
+def test_damaged_step_is_reported_and_the_older_one_restored(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
@@ -155,7 +155,7 @@ def damage_newest(agent_dir, at=-1):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_when_every_step_is_damaged_that_is_an_error_not_a_fresh_start(agent_dir):
+def test_damage_of_every_step_is_an_error(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(2):
             ckpt.save(state_at(step), step).wait()
@@ -165,7 +165,7 @@ def test_when_every_step_is_damaged_that_is_an_error_not_a_fresh_start(agent_dir
             ckpt.restore(zeroed(state_at(0)))
 
 
-def test_damage_is_remembered_until_a_newer_step_is_whole(agent_dir):
+def test_damage_is_remembered_until_a_newer_step_is_complete(agent_dir):
     """Also by the next agent, which finds nothing but the note: a lost checkpoint is not one that never was."""
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0).wait()
@@ -192,7 +192,7 @@ def test_a_named_step(agent_dir):
             ckpt.restore(found, step=17)
 
 
-def test_a_state_that_does_not_fit_is_told_so(agent_dir):
+def test_state_that_does_not_fit_is_refused(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0).wait()
         with pytest.raises(MismatchError, match="Size mismatch"):
@@ -203,7 +203,7 @@ def test_a_state_that_does_not_fit_is_told_so(agent_dir):
             ckpt.restore(state_at(0) | {"w": torch.zeros(1000, dtype=torch.float64)})
 
 
-def test_after_going_back_the_new_past_is_the_one_that_counts(agent_dir):
+def test_steps_saved_after_a_rewind_replace_later_ones(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(2):
             ckpt.save(state_at(step), step).wait()
@@ -221,7 +221,7 @@ def test_after_going_back_the_new_past_is_the_one_that_counts(agent_dir):
         assert float(found["w"][0]) == 77
 
 
-def test_reading_a_checkpoint_leaves_it_where_it_is_for_everybody(agent_dir, tmp_path):
+def test_reading_a_checkpoint_leaves_it_unchanged(agent_dir, tmp_path):
     """Notebooks, evaluations, a finished script that is started again: none of them is a restart that died."""
     from tieredckpt.session.session import close_sessions
 
@@ -247,7 +247,7 @@ def test_the_agent_is_killed_between_saves(agent_dir):
         assert_same(state_at(3), found)
 
 
-def test_a_busy_node_skips_and_training_goes_on(agent_dir):
+def test_busy_node_skips_the_save_and_training_continues(agent_dir):
     with Checkpointer(JOB, on_busy="skip") as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
@@ -264,7 +264,7 @@ def test_a_busy_node_skips_and_training_goes_on(agent_dir):
         assert ckpt.save(state_at(8), 8).wait() is SaveState.SEALED
 
 
-def test_failures_are_reported_or_raised_as_asked(agent_dir, monkeypatch):
+def test_save_failures_are_reported_or_raised_by_option(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "1MiB")
     large = {"w": torch.zeros(1 << 20)}
     with Checkpointer(JOB) as ckpt:
@@ -311,7 +311,7 @@ def test_the_public_double_needs_no_agent_and_no_files(agent_dir):
     assert not agent_dir.exists()
 
 
-def test_the_collector_is_left_as_it_was(agent_dir):
+def test_garbage_collector_state_is_unchanged(agent_dir):
     with Checkpointer(JOB) as ckpt:
         assert gc.isenabled()
         ckpt.save(state_at(0), 0)
@@ -368,7 +368,7 @@ def undisturbed(kind, steps):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_loop_with_restarts_ends_where_an_undisturbed_one_does(agent_dir, ranks, kind):
+def test_loop_with_restarts_matches_an_undisturbed_one(agent_dir, ranks, kind):
     expected = ranks.run(2, undisturbed, kind, 6)
     found = ranks.run(2, loop, kind, 6)
     for a, b in zip(expected, found, strict=True):
@@ -466,7 +466,7 @@ with Checkpointer("tiered://loop", grace_s=1.0) as ckpt:
     assert done.returncode == -signal.SIGTERM
 
 
-def test_the_handler_before_is_called_and_put_back(agent_dir):
+def test_previous_signal_handler_is_called_and_restored(agent_dir):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
     try:
@@ -528,7 +528,7 @@ def test_a_fresh_start_leaves_the_optimizer_alone(agent_dir):
         assert not optimizer.state
 
 
-def test_one_that_is_closed_says_so(agent_dir):
+def test_closed_checkpointer_raises(agent_dir):
     ckpt = Checkpointer(JOB)
     ckpt.save(state_at(0), 0).wait()
     ckpt.close()
@@ -539,7 +539,7 @@ def test_one_that_is_closed_says_so(agent_dir):
     ckpt.close()
 
 
-def test_one_that_is_closed_has_no_agent_started_again(agent_dir):
+def test_closed_checkpointer_starts_no_agent(agent_dir):
     from tieredckpt.session.session import close_sessions
 
     ckpt = Checkpointer(JOB)

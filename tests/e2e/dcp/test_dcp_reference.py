@@ -137,7 +137,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_what_is_saved_comes_back(storage, kind):
+def test_saved_tensor_round_trips(storage, kind):
     state = {"t": SAVED[kind](), "beside": torch.randn(5)}
     dcp_save(state, storage)
     target = {"t": SAVED[kind](), "beside": torch.zeros(5)}
@@ -165,7 +165,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_targets_get_the_values_whatever_they_are(storage, kind):
+def test_targets_of_any_kind_receive_the_values(storage, kind):
     saved, blank = (make() for make in TARGETS[kind])
     dcp_save({"t": saved}, storage)
     with torch.inference_mode(blank.is_inference()):
@@ -175,7 +175,7 @@ def test_targets_get_the_values_whatever_they_are(storage, kind):
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_autograd_sees_that_a_load_has_changed_what_it_kept(storage, kind):
+def test_autograd_detects_a_loaded_tensor(storage, kind):
     weight = torch.randn(3, requires_grad=kind == "parameter")
     dcp_save({"w": weight}, storage)
     factor = torch.randn(3, requires_grad=True)
@@ -236,7 +236,7 @@ def test_tensors_without_memory_are_refused_by_name(ours, kind, how):
         assert_same(good, target)
 
 
-def test_a_quantised_view_takes_the_room_of_its_elements(ours):
+def test_quantized_view_stores_only_its_elements(ours):
     writer = ours.writer(1)
     dcp.save({"q": quantised(1 << 16)[:2]}, storage_writer=writer, no_dist=True)
     assert writer.record.size_bytes < 1 << 16
@@ -256,7 +256,7 @@ SPARSE = {
 
 @pytest.mark.parametrize("kind", SPARSE)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_async_save_takes_what_save_takes(ours, kind):
+def test_async_save_accepts_the_same_states_as_save(ours, kind):
     for step in range(2):
         state = {"t": SPARSE[kind](), "w": torch.randn(3)}
         dcp_save(state, ours, 2 * step)
@@ -271,7 +271,7 @@ def test_async_save_takes_what_save_takes(ours, kind):
     assert tuple(metadata["t"].size) == tuple(state["t"].shape)
 
 
-def test_what_a_save_returns_says_where_it_is(storage):
+def test_save_returns_its_location(storage):
     state = {"w": torch.randn(3)}
     saved = dcp.save(state, storage_writer=storage.writer(), no_dist=True)
     read = storage.reader().read_metadata()
@@ -323,7 +323,7 @@ def test_strided_shards(ranks, tmp_path):
 )
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_tensors_that_say_which_slices_they_are(storage, how):
+def test_tensors_with_declared_slices_round_trip(storage, how):
     """A plain tensor with two slices of a larger one, and padding between them."""
     if how == "async_save" and isinstance(storage, Files):
         pytest.skip("what torch stages for its own files does not say which slices it is")

@@ -89,7 +89,7 @@ def load_rows(placements):
 @pytest.mark.parametrize(
     ("rows", "columns"), [([Shard(0)], [Shard(0)]), ([Shard(0)], [Shard(1)]), ([Shard(1)], [Shard(0)])]
 )
-def test_resharding_reads_exactly_what_is_needed(agent_dir, ranks, before, after, rows, columns):
+def test_resharding_reads_exactly_the_needed_bytes(agent_dir, ranks, before, after, rows, columns):
     ranks.run(before, save_rows, rows)
     for moved, needed in ranks.run(after, load_rows, columns):
         assert moved == needed
@@ -188,7 +188,7 @@ def load_alone():
     return found["model"]["norm.weight"]
 
 
-def test_one_rank_loads_on_its_own(agent_dir, ranks):
+def test_single_rank_loads_alone(agent_dir, ranks):
     saved = ranks.run(2, save_trained, "ddp", 1)
     _, loaded = ranks.run(2, load_alone)
     assert torch.equal(loaded, saved[0]["model"]["norm.weight"])

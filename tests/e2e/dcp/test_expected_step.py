@@ -41,7 +41,7 @@ def restored(told):
     return step, found["w"][0].item()
 
 
-def test_what_an_overseer_knows_decides_only_where_it_insists(agent_dir):
+def test_expected_step_decides_only_when_it_insists(agent_dir):
     with pytest.raises(CheckpointNotFoundError, match="would throw away 9 steps"):
         restored(ExpectedStep(8, "the operator has 8"))
     assert restored(None) == (-1, 0.0)

@@ -88,7 +88,7 @@ def go_back(say, how):
 
 @pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_is_saved_after_an_older_step_was_loaded_is_the_newest(agent_dir, zygote, way, world):
+def test_step_saved_after_loading_an_older_one_is_the_newest(agent_dir, zygote, way, world):
     for found in zygote.run_world(world, go_back, WAYS[way]):
         assert found == [(11, 111.0), (12, 112.0)]
 
@@ -121,7 +121,7 @@ def save_two_jobs(say):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_two_jobs_whose_plans_are_alike_keep_apart(agent_dir, zygote, world):
+def test_two_jobs_with_the_same_plan_stay_separate(agent_dir, zygote, world):
     for found in zygote.run_world(world, save_two_jobs):
         assert found == [(2, 2.0), (2, 12.0)]
 
@@ -158,7 +158,7 @@ def save_alone(say, how):
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_one_rank_saves_on_its_own(agent_dir, zygote, way):
+def test_single_rank_saves_alone(agent_dir, zygote, way):
     assert zygote.run_world(2, save_alone, WAYS[way]) == [None, (2, 2.0)]
 
 
@@ -189,7 +189,7 @@ class WritesLast(TieredWriter):
 
 
 @pytest.mark.parametrize("kind", AsyncCheckpointerType)
-def test_what_was_staged_is_saved_also_when_another_rank_begins_the_new_incarnation_first(agent_dir, zygote, kind):
+def test_staged_state_is_saved_even_if_another_rank_starts_the_incarnation(agent_dir, zygote, kind):
     assert zygote.run_world(2, save_what_is_staged_last, kind) == [(2, 2.0), (2, 2.0)]
 
 
@@ -232,7 +232,7 @@ def session_of(job):
 
 
 @pytest.mark.parametrize("world", [ALONE, 2])
-def test_the_trainer_and_its_background_process_save_by_turns(agent_dir, zygote, world):
+def test_trainer_and_background_process_save_alternately(agent_dir, zygote, world):
     for found, epochs in zygote.run_world(world, save_by_turns):
         assert found == [f"step {step}" for step in range(9)]
         assert epochs == {1}, "the background process writes for its trainer's incarnation"
@@ -256,7 +256,7 @@ def background_after_going_back(say):
 
 
 @pytest.mark.parametrize("world", [ALONE, 2])
-def test_the_background_process_goes_on_from_what_its_trainer_loaded(agent_dir, zygote, world):
+def test_background_process_continues_from_the_step_its_trainer_loaded(agent_dir, zygote, world):
     for found in zygote.run_world(world, background_after_going_back):
         assert found == [(11, 111.0), (13, 113.0)]
 

@@ -89,14 +89,14 @@ def small_messages(folder):
         yield
 
 
-def test_what_is_saved_is_restored_however_small_a_message_is(small_messages, ranks):
+def test_many_pieces_round_trip_with_small_messages(small_messages, ranks):
     ranks.run(2, save, PIECES)
     ranks.run(2, restore_own, PIECES)
     ranks.run(2, restore_the_others, PIECES)
     ranks.run(1, restore_all, PIECES)
 
 
-def test_tools_see_all_of_it(small_messages, ranks):
+def test_tools_list_every_piece(small_messages, ranks):
     ranks.run(2, save, PIECES)
     with open_tier_client(settings()) as sight:
         (view,) = sight.survey(JOB).views
@@ -105,7 +105,7 @@ def test_tools_see_all_of_it(small_messages, ranks):
     assert sum(len(described.manifest.layout_of(shard).tensors) for shard in described.manifest.shards) == 2 * PIECES
 
 
-def test_a_rank_with_more_than_an_agent_keeps_is_told_when_it_saves(folder, ranks):
+def test_rank_with_more_pieces_than_an_agent_stores_is_refused_at_its_save(folder, ranks):
     with paged_agent(folder, frame_bytes=16 << 10, page_bytes=4 << 10):
         ranks.run(1, save_refused, PIECES)
 
@@ -129,7 +129,7 @@ def finds_its_own(kind, job, own):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_in_a_job_with_a_million_pieces_a_rank_keeps_those_that_it_asked_for():
+def test_rank_of_a_job_with_a_million_pieces_keeps_only_its_own():
     assert max(finds_its_own("sharded", (1000, 1000), [1000, 1000, 2000, 2000])) < 8
 
 
@@ -150,7 +150,7 @@ def test_two_ranks_with_240_000_pieces_each(agent_dir, ranks, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_one_rank_with_600_000_pieces(agent_dir, ranks, monkeypatch):
+def test_single_rank_saves_600_000_pieces(agent_dir, ranks, monkeypatch):
     monkeypatch.setattr("tests.support.ranks._TIMEOUT_S", 3000.0)
     monkeypatch.setenv("TIEREDCKPT_AGENT_EMBEDDED", "true")
     ranks.run(1, save, 600_000)

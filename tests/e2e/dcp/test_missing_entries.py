@@ -45,7 +45,7 @@ def saved(state, step=1):
         ckpt.save(state, step).wait()
 
 
-def test_a_stateful_gets_what_it_saved_also_where_it_is_still_empty(agent_dir):
+def test_empty_stateful_receives_its_saved_state(agent_dir):
     tracker = a_tracker()
     saved({"w": torch.ones(4), "tracker": tracker})
     fresh, weights = Tracker(), torch.zeros(4)
@@ -63,7 +63,7 @@ def test_a_stateful_that_hands_out_its_own_dicts_keeps_them_when_a_restore_fails
     assert fresh.state_dict() == {"scores": {}, "history": []}
 
 
-def test_an_entry_without_a_place_is_an_error_that_names_it(agent_dir):
+def test_saved_entry_without_a_target_is_named(agent_dir):
     saved({"w": torch.ones(4), "best": {"loss": 0.5, "step": 3}})
     state = {"w": torch.zeros(4), "best": {}}
     with Checkpointer(JOB) as ckpt:
@@ -72,7 +72,7 @@ def test_an_entry_without_a_place_is_an_error_that_names_it(agent_dir):
         assert_same(torch.zeros(4), state["w"])  # nothing is read before all of it has a place
 
 
-def test_moments_of_an_optimizer_that_is_not_in_the_state_are_not_dropped(agent_dir):
+def test_moments_of_an_optimizer_missing_in_the_state_are_not_dropped(agent_dir):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
@@ -92,13 +92,13 @@ def test_with_strict_off_they_are_left_out_and_named_in_the_log(agent_dir, caplo
     assert "new" in caplog.text
 
 
-def test_an_entry_that_was_never_saved_is_an_error_that_names_it(agent_dir):
+def test_target_entry_that_was_never_saved_is_named(agent_dir):
     saved({"w": torch.ones(4)})
     with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError, match=r"\bb\b.*strict=False"):
         ckpt.restore({"w": torch.zeros(4), "b": torch.zeros(2)})
 
 
-def test_each_restore_says_in_one_line_what_it_read(agent_dir, caplog):
+def test_restore_logs_a_line_about_what_it_read(agent_dir, caplog):
     saved({"w": torch.ones(1 << 18)}, step=12)
     with Checkpointer(JOB) as ckpt, caplog.at_level(logging.INFO):
         ckpt.restore({"w": torch.zeros(1 << 18)})
@@ -107,7 +107,7 @@ def test_each_restore_says_in_one_line_what_it_read(agent_dir, caplog):
     assert "1.0 MiB from memory" in lines[0]
 
 
-def test_a_defaultdict_of_scores_stays_one(agent_dir):
+def test_defaultdict_of_scores_keeps_its_type(agent_dir):
     class Scores:
         def __init__(self):
             self.best = defaultdict(float)
@@ -162,5 +162,5 @@ def averaged():
         return average.of["mean"].full_tensor().tolist()
 
 
-def test_what_ranks_have_in_pieces_is_not_made_whole_on_each_of_them(agent_dir, ranks):
+def test_sharded_state_is_not_gathered_on_every_rank(agent_dir, ranks):
     assert ranks.run(2, averaged) == [list(range(8))] * 2

@@ -23,7 +23,7 @@ def agent():
     return {"directory": os.environ["TIEREDCKPT_AGENT_DIRECTORY"], "budget": "1GiB"}
 
 
-def test_what_cannot_be_read_right_now_is_unknown_not_a_mismatch(agent_dir, rclone, rclone_proxy, ranks):
+def test_temporarily_unreadable_entry_is_unknown_and_no_mismatch(agent_dir, rclone, rclone_proxy, ranks):
     settings = on_server(rclone, retry_s=0.3, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     job = Job(agent_dir, settings)

@@ -48,7 +48,7 @@ def test_saving_a_step_twice_pushes_out_no_other_step(agent_dir):
         assert 13 in in_memory(ckpt)
 
 
-def test_a_kept_step_stays_while_newer_ones_come_and_go(agent_dir, monkeypatch):
+def test_pinned_step_stays_while_newer_ones_expire(agent_dir, monkeypatch):
     with Checkpointer(JOB, every=5) as ckpt:
         ckpt.restore(state_at(0))
         assert ckpt.save(state_at(3), 3).state is SaveState.NOT_DUE
@@ -70,7 +70,7 @@ def test_a_kept_step_stays_while_newer_ones_come_and_go(agent_dir, monkeypatch):
         expect(ckpt, 61)
 
 
-def test_where_everything_that_is_left_is_kept_a_save_says_so(agent_dir, monkeypatch):
+def test_save_reports_that_only_pinned_steps_are_left(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "10MiB")
     size = 3 * (1 << 20) // 4
     with Checkpointer(JOB) as ckpt:
@@ -85,7 +85,7 @@ def test_where_everything_that_is_left_is_kept_a_save_says_so(agent_dir, monkeyp
         assert in_memory(ckpt) == [1, 3, 5]
 
 
-def test_a_dropped_step_is_gone_from_every_tier(agent_dir, tmp_path):
+def test_dropped_step_is_gone_from_every_tier(agent_dir, tmp_path):
     with Checkpointer(JOB, durable=f"file://{tmp_path}/store") as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step, keep=step == 2).wait("durable")
@@ -102,7 +102,7 @@ def test_a_dropped_step_is_gone_from_every_tier(agent_dir, tmp_path):
         assert ckpt.restore(found) == -1, "on purpose"
 
 
-def test_what_would_bring_back_a_past_is_not_dropped(agent_dir, tmp_path):
+def test_drop_that_would_revive_abandoned_steps_is_refused(agent_dir, tmp_path):
     with Checkpointer(JOB, durable=f"file://{tmp_path}/store") as ckpt:
         for step in (10, 20):
             ckpt.save(state_at(step), step).wait("durable")
@@ -115,7 +115,7 @@ def test_what_would_bring_back_a_past_is_not_dropped(agent_dir, tmp_path):
         assert ckpt.restore(state_at(0)) == 10
 
 
-def test_a_step_that_is_to_be_durable_is_left_out_for_no_other(agent_dir, tmp_path):
+def test_required_durable_step_is_not_skipped_for_another(agent_dir, tmp_path):
     blocked = tmp_path / "store"
     blocked.write_text("in the way")
     with Checkpointer(JOB, durable=f"file://{blocked}", every=1, durable_every=100) as ckpt:
@@ -127,7 +127,7 @@ def test_a_step_that_is_to_be_durable_is_left_out_for_no_other(agent_dir, tmp_pa
         assert view.state in ("waiting", "running", "failed"), view
 
 
-def test_required_steps_do_not_give_way_to_newer_ones(agent_dir, tmp_path):
+def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
     """Every step is due; the store takes one at a time: those in between are left out, but not the one asked for."""
     job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/store", bandwidth="2MiB"), "many")
     size = 1 << 18
@@ -147,7 +147,7 @@ def test_durable_needs_a_durable_tier(agent_dir):
         ckpt.save(state_at(3), 3, durable=True)
 
 
-def test_retention_of_the_durable_tier_passes_over_what_is_kept(agent_dir, tmp_path):
+def test_durable_retention_skips_pinned_steps(agent_dir, tmp_path):
     url = f"file://{tmp_path}/store"
     with Checkpointer(JOB, durable=url, keep_last=2) as ckpt:
         for step in range(1, 7):

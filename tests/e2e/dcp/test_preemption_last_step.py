@@ -64,14 +64,14 @@ def restored():
     ],
     ids=str,
 )
-def test_ranks_that_are_told_at_different_places_end_with_one_step(agent_dir, ranks, told):
+def test_ranks_signaled_at_different_steps_save_the_same_last_step(agent_dir, ranks, told):
     first, second = ranks.run(2, train, told)
     assert first == second
     assert first in (5, 6, 7)
     assert ranks.run(1, restored) == [(first, first)]
 
 
-def test_one_that_was_not_told_saves_it_too(agent_dir, ranks):
+def test_unsignaled_rank_saves_the_last_step_too(agent_dir, ranks):
     """A node is taken away, and the launcher of the others has not said so yet."""
     told = ((5, "before"), None, None)
     outcome = ranks.run(3, lonely, told)

@@ -44,7 +44,7 @@ def leave_and_be_forgotten(directory):
         client.close()
 
 
-def test_a_restore_says_when_and_why_memory_was_forgotten(forgetful, capsys):
+def test_restore_reports_when_and_why_memory_expired(forgetful, capsys):
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore(state_at(0)) == -1
         for step in (3, 4):
@@ -72,7 +72,7 @@ def test_a_restore_says_when_and_why_memory_was_forgotten(forgetful, capsys):
         assert_same(state_at(1), found)
 
 
-def test_what_goes_on_from_an_older_durable_step_says_what_was_forgotten(forgetful, tmp_path, caplog):
+def test_restore_of_an_older_durable_step_reports_the_expired_ones(forgetful, tmp_path, caplog):
     with Checkpointer(JOB, durable=f"file://{tmp_path}/store", durable_every=2) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step).wait("durable")
@@ -86,7 +86,7 @@ def test_what_goes_on_from_an_older_durable_step_says_what_was_forgotten(forgetf
         assert not ckpt.last_restore.refused
 
 
-def test_a_job_without_a_durable_tier_says_so_when_it_starts_and_when_it_ends(agent_dir, caplog, tmp_path):
+def test_job_without_a_durable_tier_warns_at_its_start_and_end(agent_dir, caplog, tmp_path):
     caplog.set_level(logging.WARNING)
     with Checkpointer(JOB) as ckpt:
         ckpt.restore(state_at(0))
@@ -106,7 +106,7 @@ def test_a_job_without_a_durable_tier_says_so_when_it_starts_and_when_it_ends(ag
     assert "memory only" not in caplog.text
 
 
-def test_who_only_reads_is_not_warned(agent_dir, caplog):
+def test_reader_is_not_warned(agent_dir, caplog):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(7), 7).wait()
     close_sessions()

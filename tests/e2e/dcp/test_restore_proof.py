@@ -81,7 +81,7 @@ def trained(seed, steps=2):
 # -- what is as it was saved ---------------------------------------------------------------------------------------
 
 
-def test_a_good_restore_says_how_much_of_it_was_compared_and_what_that_took(agent_dir, caplog):
+def test_restore_reports_how_much_was_compared(agent_dir, caplog):
     state = trained(1)
     saved(state)
     fresh = trained(2, steps=0)
@@ -111,7 +111,7 @@ FORMS = {
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("size", [1, 1000, 3 * CHUNK_BYTES + 17])
-def test_tensors_of_all_sizes_and_forms_are_what_was_saved(agent_dir, size):
+def test_tensors_of_all_sizes_and_layouts_are_verified(agent_dir, size):
     forms = {k: v for k, v in FORMS.items() if size < CHUNK_BYTES or k in ("plain", "strided", "half")}
     state = {f"{name}{n}": form(torch.randn(n + 1, size)) for name, form in forms.items() for n in range(2)}
     state |= {"none": torch.zeros(0, 3), "one": torch.tensor(3.0)}
@@ -130,7 +130,7 @@ def test_tied_weights_are_no_mistake(agent_dir):
     assert restored({"embed": fresh, "head": fresh}).size_bytes == 2 * weight.nbytes
 
 
-def test_an_optimizer_that_keeps_a_moment_in_another_type_has_it_converted(agent_dir):
+def test_optimizer_state_converted_to_another_dtype_is_verified(agent_dir):
     exact = torch.randn(1000)
     saved({"moment": Told({"m": exact})})
     live = Told({"m": torch.zeros(1000)}, lambda own, state: own.update(m=state["m"].bfloat16()))
@@ -141,7 +141,7 @@ def test_an_optimizer_that_keeps_a_moment_in_another_type_has_it_converted(agent
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_from_the_durable_tier_it_is_compared_with_what_was_put_into_it(agent_dir, tmp_path, lost):
+def test_durable_restore_is_compared_with_the_saved_checksums(agent_dir, tmp_path, lost):
     job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
     job.save(0)
     if lost:
@@ -213,7 +213,7 @@ def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_d
 
 
 @pytest.mark.parametrize("way", ["restore", "dcp.load"])
-def test_a_bit_that_flips_on_its_way_into_the_target(agent_dir, monkeypatch, way):
+def test_bit_flipped_on_the_way_to_its_target_is_detected(agent_dir, monkeypatch, way):
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
     read = Copier.copy_from_file
@@ -233,7 +233,7 @@ def test_a_bit_that_flips_on_its_way_into_the_target(agent_dir, monkeypatch, way
 
 @pytest.mark.parametrize("way", ["restore", "dcp.load"])
 @pytest.mark.parametrize("size", [10, CHUNK_BYTES])
-def test_two_entries_with_one_memory(agent_dir, way, size):
+def test_two_entries_sharing_memory_are_refused(agent_dir, way, size):
     saved({"a": torch.full((size,), 1.0), "b": torch.full((size,), 2.0)})
     one = torch.zeros(size)
     if way == "restore":
@@ -245,7 +245,7 @@ def test_two_entries_with_one_memory(agent_dir, way, size):
             dcp.load({"a": one, "b": one}, storage_reader=TieredReader(JOB), no_dist=True)
 
 
-def test_two_modules_of_the_same_shapes_that_are_loaded_into_each_other(agent_dir):
+def test_swapped_modules_of_the_same_shape_are_detected(agent_dir):
     state = {"policy": nn.Linear(50, 60), "reference": nn.Linear(50, 60)}
     saved(state)
 
@@ -262,7 +262,7 @@ def test_two_modules_of_the_same_shapes_that_are_loaded_into_each_other(agent_di
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
-def test_a_moment_that_is_left_at_zero(agent_dir, name):
+def test_moment_left_at_zero_is_detected(agent_dir, name):
     state = trained(1)
     saved({"optim": Told(state["optim"].state_dict())})
 
@@ -291,7 +291,7 @@ def test_moments_that_are_dropped(agent_dir):
         restored({"optim": dropping})
 
 
-def test_a_schedule_that_is_not_applied(agent_dir):
+def test_ignored_schedule_state_is_detected(agent_dir):
     state = trained(1, steps=5)
     saved({"schedule": state["schedule"]})
 
@@ -356,7 +356,7 @@ def test_a_cursor_that_starts_over_on_the_second_resume(agent_dir):
 
 
 @pytest.mark.parametrize("name", ["plain", "pair"])
-def test_what_is_wrong_is_said_also_where_it_cannot_be_explained(agent_dir, name):
+def test_mismatch_is_reported_even_without_an_explanation(agent_dir, name):
     """Wrapper subclasses have no memory of their own that could be looked at."""
 
     def values(seed):
@@ -405,7 +405,7 @@ def test_restoring_again_and_again_leaves_nothing_open_and_never_begins_at_zero(
 # -- what cannot be compared ---------------------------------------------------------------------------------------
 
 
-def test_what_says_something_else_whenever_it_is_asked_is_left_out_and_said(agent_dir, caplog):
+def test_unstable_entries_are_left_out_and_reported(agent_dir, caplog):
     class Clock:
         def state_dict(self):
             return {"at": time.perf_counter_ns(), "noise": torch.rand(4), "kept": 3}
@@ -422,7 +422,7 @@ def test_what_says_something_else_whenever_it_is_asked_is_left_out_and_said(agen
     assert "clock.at (says something else whenever it is asked)" in caplog.text
 
 
-def test_what_is_told_to_be_something_else_is_left_out_and_said(agent_dir):
+def test_excluded_entries_are_left_out_and_reported(agent_dir):
     saved({"data": Told({"at": 3}), "w": torch.ones(5)})
     state = {"data": Told({"at": 0}, lambda own, new: own.update(at=new["at"] + 1)), "w": torch.zeros(5)}
     with pytest.raises(RestoreProofError, match=r"data\.at"):
@@ -430,7 +430,7 @@ def test_what_is_told_to_be_something_else_is_left_out_and_said(agent_dir):
     assert restored(state, exclude_from_proof={"data"}).not_compared == {"data.at": "as said"}
 
 
-def test_an_object_without_an_equality_of_its_own_is_compared_by_what_is_pickled_of_it(agent_dir, monkeypatch):
+def test_object_without_equality_is_compared_by_its_pickle(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_MEMORY_TRUST_OBJECTS", "1")
     saved({"own": Opaque(3)})
     state = {"own": None}
@@ -507,7 +507,7 @@ def load_sharded(kind, breaks=None):
         ("ddp", 2, "fsdp", 2),
     ],
 )
-def test_in_another_sharding_it_is_the_same_proof(agent_dir, ranks, kind, before, other, after):
+def test_proof_is_the_same_in_another_sharding(agent_dir, ranks, kind, before, other, after):
     expected = ranks.run(before, save_sharded, kind, 2)[0]
     for found, size, left_out in ranks.run(after, load_sharded, other):
         assert_same(expected, found)
@@ -561,7 +561,7 @@ class Spoils:
 
 @pytest.mark.parametrize("rows", [[Shard(0)], [Shard(1)]])
 @pytest.mark.parametrize("columns", [[Shard(0)], [Shard(1)], [Replicate()]])
-def test_every_cut_of_a_tensor_is_compared_as_a_whole(agent_dir, ranks, rows, columns):
+def test_every_partition_of_a_tensor_is_compared_completely(agent_dir, ranks, rows, columns):
     ranks.run(2, save_grid, rows)
     for compared, held in ranks.run(3, load_grid, columns, None):
         assert compared == held
@@ -577,5 +577,5 @@ def restore_where_one_rank_has_it_off():
         return ckpt.last_restore.proof, ckpt._together.all_gather("still together")
 
 
-def test_where_one_rank_has_it_off_none_waits_for_it(agent_dir, ranks):
+def test_rank_with_the_proof_disabled_blocks_no_other(agent_dir, ranks):
     assert ranks.run(2, restore_where_one_rank_has_it_off) == [(None, ["still together"] * 2)] * 2

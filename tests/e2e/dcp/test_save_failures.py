@@ -68,7 +68,7 @@ def test_a_node_without_an_agent_fails_the_save_and_not_the_training(agent_dir):
             ckpt.restore(small(0))
 
 
-def test_an_agent_that_comes_back_is_used_again(agent_dir):
+def test_recovered_agent_is_used_again(agent_dir):
     with Checkpointer(JOB) as ckpt:
         with use_agent_factory(nobody):
             assert not ckpt.save(small(0), 0).ok
@@ -76,7 +76,7 @@ def test_an_agent_that_comes_back_is_used_again(agent_dir):
         assert ckpt.restore(zeroed(small(0))) == 1
 
 
-def test_a_directory_that_cannot_be_one_is_an_unavailable_tier(tmp_path):
+def test_invalid_directory_is_an_unavailable_tier(tmp_path):
     def refused(settings, job):
         raise NotADirectoryError(20, "Not a directory", str(tmp_path))
 
@@ -152,7 +152,7 @@ def leaves_out_while_deaf():
         return sorted({fact.key.version for fact in ckpt.session.agent.store.list_shards("loop")})
 
 
-def test_what_was_left_out_while_the_agent_was_away_is_said_with_the_next_save(agent_dir, ranks):
+def test_steps_skipped_without_an_agent_are_reported_with_the_next_save(agent_dir, ranks):
     for here in ranks.run(2, leaves_out_while_deaf):
         assert here
         assert not {2, 3} & {*here}
@@ -174,7 +174,7 @@ def test_an_object_that_cannot_be_pickled_is_named(agent_dir):
         assert ckpt.save({**small(3), "hook": 3}, 3).wait() is SaveState.SEALED
 
 
-def test_what_failed_is_a_typed_error(agent_dir, monkeypatch):
+def test_failed_save_has_a_typed_error(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "1MiB")
     with Checkpointer(JOB) as ckpt:
         saved = ckpt.save({"w": torch.zeros(1 << 20)}, 0)
@@ -228,7 +228,7 @@ def test_waiting_ends(agent_dir, monkeypatch):
         assert isinstance(last.error, StoreBusyError)
 
 
-def test_a_durable_tier_that_refuses_is_reported_by_who_waits(agent_dir, directory):
+def test_refusing_durable_tier_is_reported_by_the_wait(agent_dir, directory):
     path = Path(directory.url.removeprefix("file://"))
     path.parent.mkdir(exist_ok=True)
     path.write_text("not a directory")
@@ -241,7 +241,7 @@ def test_a_durable_tier_that_refuses_is_reported_by_who_waits(agent_dir, directo
         assert ckpt.restore(zeroed(state_at(0))) == 0
 
 
-def test_who_waits_hears_in_time_that_the_agent_says_nothing(agent_dir, directory):
+def test_wait_times_out_when_the_agent_is_silent(agent_dir, directory):
     with Job(agent_dir, directory).checkpointer() as ckpt:
         saved = ckpt.save(state_at(0), 0)
         assert saved.wait("durable", timeout_s=60) is SaveState.DURABLE
@@ -256,7 +256,7 @@ def test_who_waits_hears_in_time_that_the_agent_says_nothing(agent_dir, director
         assert ckpt.wait("durable", timeout_s=60)
 
 
-def test_who_seals_hears_in_time_that_the_agent_says_nothing(agent_dir):
+def test_seal_times_out_when_the_agent_is_silent(agent_dir):
     """Before the hung agent could be replaced: that takes longer than was asked for."""
     with Job(agent_dir, DurableSettings()).checkpointer() as ckpt:
         assert ckpt.save(state_at(0), 0).wait(timeout_s=60) is SaveState.SEALED
@@ -271,7 +271,7 @@ def test_who_seals_hears_in_time_that_the_agent_says_nothing(agent_dir):
         assert ckpt.seal(state_at(2), 2, timeout_s=60).state is SaveState.SEALED
 
 
-def test_restore_after_everything_was_damaged_raises_and_says_what(agent_dir):
+def test_restore_of_damaged_steps_raises_with_the_cause(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(small(0), 0).wait()
         for fact in ckpt.session.agent.store.list_shards("loop"):
@@ -282,7 +282,7 @@ def test_restore_after_everything_was_damaged_raises_and_says_what(agent_dir):
         assert_same(small(7), state)
 
 
-def test_the_null_checkpointer_takes_what_a_real_one_takes_and_refuses_what_it_refuses():
+def test_null_checkpointer_matches_the_real_interface():
     with NullCheckpointer() as ckpt:
         state = small(3)
         assert ckpt.restore(state) == ckpt.restore(state, step=2) == -1
@@ -319,7 +319,7 @@ def made(dense, layout):
 
 @SPARSE
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
-def test_sparse_tensors_come_back(agent_dir, layout):
+def test_sparse_tensors_round_trip(agent_dir, layout):
     saved = {"s": made(torch.eye(4), layout), "d": torch.ones(2)}
     for target in ("same", "dense"):
         with Checkpointer(JOB) as ckpt:
@@ -378,7 +378,7 @@ def test_sigterm_between_steps_keeps_the_step_that_follows(agent_dir, tmp_path):
         assert float(found["w"][0]) == 5
 
 
-def test_sigterm_does_not_wait_longer_than_it_may(agent_dir, tmp_path):
+def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
     """The durable tier is not there; the process is gone all the same, and memory has its last step."""
     (tmp_path / "durable").write_text("not a directory")
     done = run(
@@ -404,7 +404,7 @@ def test_a_second_sigterm_changes_nothing(agent_dir):
         assert ckpt.restore({"w": torch.zeros(1000)}) == 5
 
 
-def test_a_handler_that_goes_on_is_called_once(agent_dir):
+def test_returning_signal_handler_is_called_once(agent_dir):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
     try:
@@ -418,7 +418,7 @@ def test_a_handler_that_goes_on_is_called_once(agent_dir):
 
 
 @pytest.mark.parametrize("kind", [OSError, MemoryError, RuntimeError, ArenaFullError])
-def test_whatever_ends_a_seal_this_save_says_so_and_its_slot_is_given_back(monkeypatch, kind):
+def test_any_failure_of_a_seal_is_reported_and_releases_its_slot(monkeypatch, kind):
     def none_left(*_):
         monkeypatch.undo()
         raise kind("no memory for a page")
@@ -464,7 +464,7 @@ def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
 
 
 @without_collectives
-def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
+def test_failed_save_without_collectives_raises_on_no_rank(monkeypatch):
     """It would leave the others waiting at DCP's barrier."""
 
     def none_left(*_):
@@ -479,7 +479,7 @@ def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
         assert node.store.status().arena.leases == 0
 
 
-def test_what_is_staged_before_its_step_is_known_is_named_by_its_part(monkeypatch):
+def test_state_staged_before_its_step_is_known_is_named_by_its_part(monkeypatch):
     """It has a number of its own until then, which says nothing to anybody."""
 
     def away(store, key, *_args, **_kwargs):

@@ -49,7 +49,7 @@ def apart():
     return [end.name for end in ends], found, other["w"][0].item()
 
 
-def test_ranks_that_leave_out_different_steps_have_room_for_the_next_ones(agent_dir, ranks):
+def test_ranks_that_skip_different_steps_have_slots_for_the_next_ones(agent_dir, ranks):
     assert os.environ["TIEREDCKPT_AGENT_DIRECTORY"] == str(agent_dir)
     for rank, (ends, found, value) in enumerate(ranks.run(2, apart)):
         skipped = [step for step, end in enumerate(ends) if end == SaveState.SKIPPED.name]

@@ -16,7 +16,7 @@ def strided():
 
 
 @pytest.mark.parametrize("target", [contiguous, strided])
-def test_a_copy_that_is_given_up_after_the_vote_fails_no_restore(agent_dir, tmp_path, monkeypatch, target):
+def test_copy_evicted_after_the_vote_fails_no_restore(agent_dir, tmp_path, monkeypatch, target):
     settings = settings_from_mapping(
         {"agent": {"directory": str(agent_dir), "budget": "1GiB"}, "durable": {"url": f"file://{tmp_path}/durable"}}
     )

@@ -161,7 +161,7 @@ def test_tied_weights_keep_their_names_and_values(agent_dir):
     assert_same(state, target)
 
 
-def test_sparse_tensors_are_kept_whole(agent_dir):
+def test_sparse_tensors_are_saved_unsplit(agent_dir):
     state = {"s": torch.eye(4).to_sparse(), "d": torch.randn(2)}
     save(state)
     step = TieredReader(JOB).read_metadata().state_dict_metadata
@@ -269,7 +269,7 @@ def test_step_0_is_a_step_and_the_newest_wins(agent_dir):
     assert int(target["a"]) == 1
 
 
-def test_saving_a_step_again_replaces_it(agent_dir):
+def test_repeated_save_of_a_step_replaces_it(agent_dir):
     save({"a": torch.tensor(1)}, 5)
     save({"a": torch.tensor(2)}, 5)
     target = {"a": torch.tensor(0)}
@@ -277,7 +277,7 @@ def test_saving_a_step_again_replaces_it(agent_dir):
     assert int(target["a"]) == 2
 
 
-def test_by_url_with_and_without_the_step_in_it(agent_dir):
+def test_checkpoint_id_may_contain_the_step(agent_dir):
     writer, reader = TieredWriter(JOB), TieredReader(JOB)
     state = {"a": torch.randn(3)}
     dcp.save(state, checkpoint_id=f"{JOB}/step-12", storage_writer=writer, no_dist=True)
@@ -289,7 +289,7 @@ def test_by_url_with_and_without_the_step_in_it(agent_dir):
     assert_same(state, target)
 
 
-def test_a_save_without_a_step_says_how_to_name_one(agent_dir):
+def test_save_without_a_step_is_refused_with_advice(agent_dir):
     with pytest.raises(CheckpointException) as info:
         dcp.save({"a": torch.ones(1)}, storage_writer=TieredWriter(JOB), no_dist=True)
     assert isinstance(failure(info), MissingStepError)
@@ -357,14 +357,14 @@ class Forgetful(DefaultSavePlanner):
         return dataclasses.replace(super().finish_plan(new_plan), storage_data=None)
 
 
-def test_a_planner_may_drop_what_a_storage_puts_into_its_plans(agent_dir):
+def test_planner_may_drop_storage_data_from_its_plans(agent_dir):
     save({"a": torch.ones(1)}, planner=Forgetful())
     target = {"a": torch.zeros(1)}
     load(target)
     assert_same({"a": torch.ones(1)}, target)
 
 
-def test_a_tensor_without_values_is_named_by_what_it_is(agent_dir):
+def test_tensor_without_values_is_named(agent_dir):
     with pytest.raises(CheckpointException) as info:
         save({"layer.weight": torch.empty(3, device="meta")})
     assert isinstance(failure(info), SaveFailedError)
@@ -439,7 +439,7 @@ def test_async_save_in_a_thread(agent_dir, times):
     assert not list((agent_dir / "notes").glob("lease.*"))
 
 
-def test_a_staged_state_that_is_never_written_gives_its_slot_back(agent_dir):
+def test_staged_but_unwritten_state_releases_its_slot(agent_dir):
     writer = TieredWriter(JOB, 1)
     state = {"w": torch.randn(100)}
     dcp.save(state, storage_writer=writer, no_dist=True)
@@ -450,7 +450,7 @@ def test_a_staged_state_that_is_never_written_gives_its_slot_back(agent_dir):
     assert not list((agent_dir / "notes").glob("lease.*"))
 
 
-def test_metadata_tells_what_dcp_tells(agent_dir, tmp_path):
+def test_metadata_matches_dcp(agent_dir, tmp_path):
     state = {"m": {"w": torch.randn(3, 4).bfloat16(), "p": torch.nn.Parameter(torch.randn(2))}, "n": 1}
     save(state)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "x"), no_dist=True)
@@ -472,7 +472,7 @@ def test_environment_is_not_read_by_importing(agent_dir):
     assert not agent_dir.exists()
 
 
-def test_what_is_empty_has_a_place_in_a_list_and_no_name(agent_dir):
+def test_empty_containers_keep_their_list_position(agent_dir):
     state = {"layers": [{}, {}, {}, {}, {"w": torch.ones(3)}]}
     dcp.save(state, storage_writer=TieredWriter("empty", 1), no_dist=True)
     assert_same(state["layers"][4], tieredckpt.load("empty")["layers"][4])

@@ -102,7 +102,7 @@ def load_from(nodes, urls):
     return load(nodes, urls[dist.get_rank()], "DefaultLoadPlanner")
 
 
-def test_a_rank_alone_reads_what_it_chose(places, ranks):
+def test_lone_rank_reads_the_step_it_chose(places, ranks):
     nodes, url = places
     assert ranks.run(2, load_alone, nodes, url) == [(10.0, 10), (0.0, 0)]
 

@@ -46,7 +46,7 @@ def test_a_lost_node_restores_from_the_durable_tier(agent_dir, durable):
     job.expect(2, tiers={"durable"})
 
 
-def test_the_newest_wins_wherever_it_is(agent_dir, directory):
+def test_newest_step_wins_in_any_tier(agent_dir, directory):
     job = Job(agent_dir, directory)
     job.save(0, 1)
     job.save(2, durable_every=100, durable=False)
@@ -59,7 +59,7 @@ def test_the_newest_wins_wherever_it_is(agent_dir, directory):
     job.expect(2, tiers={"durable"})
 
 
-def test_a_restore_asks_the_store_for_little(agent_dir, rclone, rclone_proxy):
+def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
     """One manifest, two listings whatever the number of steps and shards, and only the bytes that are needed."""
     settings = on_server(rclone, on_busy="wait")
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
@@ -81,7 +81,7 @@ def test_a_restore_asks_the_store_for_little(agent_dir, rclone, rclone_proxy):
     assert len(asked) <= 5
 
 
-def test_who_comes_after_a_lost_node_is_newer_than_everybody_before(agent_dir, directory):
+def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
     """An agent that starts from nothing must not count incarnations from nothing."""
     job = Job(agent_dir, directory)
     job.save(0, 1)
@@ -100,7 +100,7 @@ def test_who_comes_after_a_lost_node_is_newer_than_everybody_before(agent_dir, d
     job.expect(4, tiers={"durable"})
 
 
-def test_who_starts_while_the_store_is_away_is_newer_too(agent_dir, rclone, rclone_proxy):
+def test_run_started_without_the_store_has_the_newest_incarnation(agent_dir, rclone, rclone_proxy):
     settings = on_server(rclone, retry_s=0.5, timeout_s=1.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     job = Job(agent_dir, behind)
@@ -136,7 +136,7 @@ def test_a_shard_in_the_bucket_is_a_safetensors_file(agent_dir, rclone):
     assert raw(found["w"]) == raw(state_at(5)["w"])
 
 
-def test_the_drain_goes_on_after_the_trainer(agent_dir, directory, zygote):
+def test_drain_continues_after_the_trainer_ends(agent_dir, directory, zygote):
     job = Job(agent_dir, directory)
     zygote.run(save_and_leave, job.name, directory.url)
     with job.checkpointer() as ckpt:
@@ -150,7 +150,7 @@ def save_and_leave(say, name, url):
         ckpt.save(state_at(3), 3).wait()
 
 
-def test_the_first_durable_step_can_be_waited_for(agent_dir, directory):
+def test_first_durable_step_can_be_awaited(agent_dir, directory):
     job = Job(agent_dir, directory)
     with job.checkpointer() as ckpt:
         saved = ckpt.save(state_at(0), 0)
@@ -231,7 +231,7 @@ def test_a_store_that_recovers_costs_time_and_nothing_else(agent_dir, rclone, rc
     job.expect(0, tiers={"durable"})
 
 
-def test_a_store_that_is_away_is_unknown_not_empty(agent_dir, rclone, rclone_proxy):
+def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
@@ -294,7 +294,7 @@ def away(proxy, server, on_busy):
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "wait"])
-def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
+def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_are_due(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
     job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
@@ -313,7 +313,7 @@ def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "wait"])
-def test_memory_saves_go_on_while_the_store_is_away_and_steps_were_asked_to_be_durable(
+def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_required(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
     job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
@@ -390,7 +390,7 @@ def test_a_damaged_manifest_means_the_older_step(agent_dir, directory, tmp_path)
     job.expect(0, tiers={"durable"})
 
 
-def test_a_manifest_of_the_future_is_told_so(agent_dir, directory, tmp_path):
+def test_manifest_of_a_newer_format_is_refused(agent_dir, directory, tmp_path):
     import msgspec
     import xxhash
     import zstandard
@@ -409,7 +409,7 @@ def test_a_manifest_of_the_future_is_told_so(agent_dir, directory, tmp_path):
         ckpt.restore(state_at(0))
 
 
-def test_bytes_that_change_on_the_way_are_asked_for_again(agent_dir, rclone, rclone_proxy):
+def test_bytes_changed_in_transit_are_read_again(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     job = Job(agent_dir, settings)
@@ -434,7 +434,7 @@ def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent
 # -- keeping and deleting -----------------------------------------------------------------------------------------
 
 
-def test_retention_keeps_the_newest_and_the_round_ones(agent_dir, directory, tmp_path):
+def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp_path):
     job = Job(agent_dir, DurableSettings(**{**vars(directory), "keep_last": 2, "keep_every": 4}))
     with job.checkpointer() as ckpt:
         for step in range(10):
@@ -452,7 +452,7 @@ def test_retention_keeps_the_newest_and_the_round_ones(agent_dir, directory, tmp
     job.expect(4, tiers={"durable"}, named=4)
 
 
-def test_compressed_and_spread_objects_come_back(agent_dir, rclone):
+def test_compressed_objects_with_hashed_keys_round_trip(agent_dir, rclone):
     settings = on_server(rclone, compress="zstd", hashed_keys=True)
     job = Job(agent_dir, settings)
     with job.checkpointer() as ckpt:
@@ -505,7 +505,7 @@ def test_switched_off_the_same_script_writes_plain_checkpoints(agent_dir, direct
     assert not agent_dir.exists()
 
 
-def test_switched_on_again_nothing_is_lost(agent_dir, directory, monkeypatch):
+def test_reenabled_checkpointer_loses_no_step(agent_dir, directory, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", directory.url)
     monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
     with Checkpointer("tiered://plain") as ckpt:
@@ -522,7 +522,7 @@ def test_switched_on_again_nothing_is_lost(agent_dir, directory, monkeypatch):
 # -- the agent's own report ---------------------------------------------------------------------------------------
 
 
-def test_metrics_and_status_tell_what_happened(agent_dir, directory):
+def test_metrics_and_status_match_the_events(agent_dir, directory):
     job = Job(agent_dir, directory)
     job.save(0, 1)
     status = json.loads(asked(agent_dir, "/status"))
@@ -536,7 +536,7 @@ def test_metrics_and_status_tell_what_happened(agent_dir, directory):
         asked(agent_dir, "/etc/passwd")
 
 
-def test_a_restarted_agent_finishes_what_was_waiting(agent_dir, rclone, rclone_proxy):
+def test_restarted_agent_finishes_pending_uploads(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     held = rclone_proxy.on("PUT", r"\.safetensors").hold()
@@ -552,7 +552,7 @@ def test_a_restarted_agent_finishes_what_was_waiting(agent_dir, rclone, rclone_p
     job.expect(0, tiers={"durable"})
 
 
-def test_going_back_within_a_process_leaves_what_came_after(agent_dir, directory):
+def test_rewind_within_a_process_abandons_later_steps(agent_dir, directory):
     """A loop that reloads an older step after a loss spike: what it saved after that step is not its past any more."""
     settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
     job = Job(agent_dir, settings)
@@ -588,7 +588,7 @@ def test_an_agent_ends_at_once_while_the_store_is_away(agent_dir, rclone, rclone
 
 
 @pytest.mark.parametrize("wanting", [0, 1])
-def test_one_rank_that_wants_a_step_durable_is_enough(agent_dir, directory, ranks, wanting):
+def test_step_becomes_durable_if_one_rank_requires_it(agent_dir, directory, ranks, wanting):
     """A preempted rank's last step: the others may not have heard the signal yet when they saved the same step."""
     job = Job(agent_dir, directory)
     ranks.run(2, save_as, job.name, directory.url, wanting)

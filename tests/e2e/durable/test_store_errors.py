@@ -85,7 +85,7 @@ def broken(request):
 
 
 @pytest.mark.timeout(60)
-def test_a_restore_that_finds_nothing_says_which_store_why_and_what_next(agent_dir, broken):
+def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
     settings, cause = broken
     with Job(agent_dir, settings).checkpointer() as ckpt, pytest.raises(TierUnavailableError) as raised:
         ckpt.restore(state_at(0))
@@ -97,7 +97,7 @@ def test_a_restore_that_finds_nothing_says_which_store_why_and_what_next(agent_d
 
 
 @pytest.mark.timeout(90)
-def test_a_job_that_starts_from_memory_says_it_too(agent_dir, broken, caplog):
+def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, caplog):
     settings, cause = broken
     job = Job(agent_dir, settings)
     job.save(1, durable=False)
@@ -109,9 +109,7 @@ def test_a_job_that_starts_from_memory_says_it_too(agent_dir, broken, caplog):
 
 
 @pytest.mark.timeout(60)
-def test_a_restore_and_a_wait_that_have_two_seconds_end_with_them_and_name_the_store_that_is_silent(
-    agent_dir, black_hole, caplog
-):
+def test_restore_and_wait_end_at_their_deadline_and_name_the_silent_store(agent_dir, black_hole, caplog):
     settings, _ = black_hole
     with Job(agent_dir, settings).checkpointer() as ckpt:
         ckpt.session.agent.store.status()  # the agent runs
@@ -130,7 +128,7 @@ def test_a_restore_and_a_wait_that_have_two_seconds_end_with_them_and_name_the_s
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("broken", KINDS[:-1], indirect=True)
-def test_doctor_says_it_too(agent_dir, broken, monkeypatch, capsys):
+def test_doctor_reports_the_store_error(agent_dir, broken, monkeypatch, capsys):
     settings, cause = broken
     monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", settings.url)
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", ",".join(f"{k}={v}" for k, v in settings.options.items()))

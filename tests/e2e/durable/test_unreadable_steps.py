@@ -53,7 +53,7 @@ def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, m
     assert not marks()
 
 
-def test_an_object_that_is_lost_while_its_manifest_stands_is_damage(job, marks, monkeypatch, tmp_path):
+def test_object_lost_under_its_manifest_is_damage(job, marks, monkeypatch, tmp_path):
     def lose(reading):
         for shard in reading._step.shards.values():
             (tmp_path / "durable" / job.name / shard.object.removeprefix(f"{job.name}/")).unlink()
@@ -65,7 +65,7 @@ def test_an_object_that_is_lost_while_its_manifest_stands_is_damage(job, marks, 
     assert not marks(), "who only reads has written something durable"
 
 
-def test_the_store_is_told_of_damage_by_the_next_save_that_writes_there(job, marks, tmp_path):
+def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_path):
     (shard,) = (tmp_path / "durable" / job.name / "steps" / f"{2:012d}").rglob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[5000] ^= 4

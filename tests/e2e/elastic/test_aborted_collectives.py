@@ -67,7 +67,7 @@ def test_a_rank_killed_inside_an_all_reduce_leaves_no_trace(golden, undisturbed,
         assert begun == {KILLED_AT}
 
 
-def test_what_was_only_asked_for_when_a_rank_was_killed_is_not_taken_for_done(golden, undisturbed) -> None:
+def test_work_queued_when_a_rank_is_killed_is_not_taken_as_done(golden, undisturbed) -> None:
     """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden("plain", faults, backend=AHEAD)

@@ -35,7 +35,7 @@ def trained(zygote, ranks, torn):
     return steps, {(int(epoch), int(first)) for kind, epoch, first, *_ in said if kind == "world"}
 
 
-def test_some_optimizers_fail_in_the_middle_of_their_step_and_all_ranks_go_back_before_it(zygote, ranks):
+def test_torn_optimizer_step_rolls_all_ranks_back(zygote, ranks):
     undisturbed, worlds = trained(zygote, ranks, ())
     assert worlds == {(0, 0)}
     assert set(undisturbed) == {(step, rank) for step in range(TOTAL) for rank in range(RANKS)}
@@ -46,7 +46,7 @@ def test_some_optimizers_fail_in_the_middle_of_their_step_and_all_ranks_go_back_
     assert torn == undisturbed
 
 
-def test_generators_go_on_at_any_number_of_ranks(zygote, ranks):
+def test_rng_continues_at_any_rank_count(zygote, ranks):
     with cluster_of(ranks, "n1") as cluster:
         environ = cluster["n1"].environ
 

@@ -78,7 +78,7 @@ def test_its_steps_are_those_that_were_done(run):
     assert not read.warnings
 
 
-def test_one_fault_is_told_as_it_was(run):
+def test_fault_is_recorded_with_its_details(run):
     _, found, killed_at = run
     (recovery,) = [one for one in found.recoveries if one.faults]
     (fault,) = recovery.faults
@@ -97,7 +97,7 @@ def test_one_fault_is_told_as_it_was(run):
     assert found.faults == 1
 
 
-def test_every_rank_says_every_stage(run):
+def test_every_rank_records_every_stage(run):
     read, found, _ = run
     told = {}
     for stage in read.events:
@@ -124,7 +124,7 @@ def test_its_time_is_accounted_for(run):
     assert (found.worlds, found.ranks, found.runs[0].how) == (2, 2, "finished")
 
 
-def test_saves_and_restores_are_told_by_every_rank(run):
+def test_every_rank_records_saves_and_restores(run):
     read, found, _ = run
     assert {(one.epoch, one.rank, one.step) for one in read.events if isinstance(one, RestoreEvent)} == {
         (epoch, rank, step) for epoch, step in ((0, -1), (1, KILLED_AT - 1)) for rank in (0, 1)
@@ -136,7 +136,7 @@ def test_saves_and_restores_are_told_by_every_rank(run):
     assert sorted(saved) == [(rank, step) for rank in (0, 1) for step in range(TOTAL)]
 
 
-def test_who_took_part_and_how_it_ended(run):
+def test_participants_and_the_end_are_recorded(run):
     read, _, _ = run
     assert [one.who for one in read.events if isinstance(one, ProcessBegan)].count("rank") == 3
     ended = [(one.who, one.how) for one in read.events if isinstance(one, ProcessEnded)]

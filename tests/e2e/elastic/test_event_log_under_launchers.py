@@ -60,7 +60,7 @@ def test_under_a_launcher_that_starts_all_of_them_again(zygote, tmp_path):
     assert set(stages) == {(epoch, rank) for epoch in (0, max(epoch for epoch, _ in stages)) for rank in (0, 1)}
 
 
-def test_a_process_that_nobody_started(zygote, tmp_path):
+def test_single_process_records_its_run(zygote, tmp_path):
     assert zygote.run(training, 0, environ={EVENT_LOG_ENV: str(tmp_path)}).result == "finished"
     found = analyse(read_event_log(tmp_path).events)
     assert (found.ranks, found.steps_counted, found.runs[0].how, found.faults) == (1, STEPS, "finished", 0)

@@ -51,7 +51,7 @@ MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
 
 
 @pytest.mark.timeout(COUNT * 60 + 600)
-def test_hundreds_of_random_faults_in_one_job(golden, tmp_path) -> None:
+def test_job_survives_hundreds_of_random_faults(golden, tmp_path) -> None:
     faults = FaultPlan(CHOSEN).random(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
     job = golden("fsdp", faults)
     sizes: dict[int, list[dict[str, int]]] = {}

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
         ("native", 2),
     ],
 )
-def test_a_job_whose_rank_hangs_goes_on_by_itself(agent_dir: Path, tmp_path: Path, zygote, kind: str, rank: int):
+def test_job_with_a_hung_rank_resumes_by_itself(agent_dir: Path, tmp_path: Path, zygote, kind: str, rank: int):
     """Rank 0 is the one that judges the others: who judges may hang, too."""
     (tmp_path / "limit").write_text(str(TOTAL))
     (tmp_path / f"break-{kind}").write_text(f"{rank} 5")

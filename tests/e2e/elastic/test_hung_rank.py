@@ -37,7 +37,7 @@ def train(say, address, how):
 
 
 @pytest.mark.parametrize("how", ["collective", "other group", "store"])
-def test_who_waits_for_a_hung_rank_is_woken(zygote, how):
+def test_rank_waiting_for_a_hung_one_is_woken(zygote, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with bridged(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane

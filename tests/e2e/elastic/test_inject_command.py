@@ -14,7 +14,7 @@ TOTAL = 1_000_000
 """More steps than a job can do here before the test stops it."""
 
 
-def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noqa: F811
+def test_running_job_is_injected_at_the_requested_place_and_time(golden) -> None:  # noqa: F811
     job = golden("fsdp", FaultPlan())
     run = job.begin(settle_s=30, total=TOTAL)
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 TOTAL = 16
 
 
-def test_nodes_lost_and_come_and_asked_back_leave_no_trace(story, undisturbed) -> None:
+def test_lost_joined_and_preempted_nodes_do_not_change_the_result(story, undisturbed) -> None:
     job = story("preempted", "tree", TOTAL)
     job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
     job.allow(0)

@@ -72,7 +72,7 @@ def assert_ends_with_words(said, status, output):
 
 
 @pytest.mark.timeout(600)
-def test_a_crash_and_then_a_loss_that_is_never_finite():
+def test_crash_is_followed_by_a_failure_for_a_nonfinite_loss():
     faults = ("2:crash-step",)
     said, status, output = outcome(*faults)
     assert_only_the_faulty_were_replaced(said, faults)

@@ -41,7 +41,7 @@ def job():
 
 
 @pytest.mark.parametrize("mode", ["blocking", "nonblocking"])
-def test_who_waits_for_a_communicator_with_a_lost_rank(job, mode):
+def test_communicator_setup_with_a_lost_rank_ends(job, mode):
     script = job.folder / "trainer.py"
     script.write_text(TRAINER)
     policy = job.folder / "policy.yaml"

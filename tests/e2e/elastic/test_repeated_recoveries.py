@@ -65,11 +65,11 @@ def assert_nothing_stays(worlds, faults):
 
 
 @pytest.mark.timeout(600)
-def test_after_twenty_five_recoveries_a_process_is_as_it_was(zygote, ranks):
+def test_process_is_unchanged_after_twenty_five_recoveries(zygote, ranks):
     assert_nothing_stays(recover(zygote, ranks, 25), 25)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_after_two_hundred_recoveries_a_process_is_as_it_was(zygote, ranks):
+def test_process_is_unchanged_after_two_hundred_recoveries(zygote, ranks):
     assert_nothing_stays(recover(zygote, ranks, 200), 200)

@@ -222,7 +222,7 @@ def load_sharded(variant, path):
 
 
 @pytest.mark.parametrize("saved", [Variant("2d", (2, 2)), Variant("tp", (3,))], ids=str)
-def test_what_ranks_saved_is_loaded_by_others(run, ranks, agent_dir, tmp_path, saved):
+def test_saved_shards_are_loaded_by_another_world(run, ranks, agent_dir, tmp_path, saved):
     """The checksum that the command prints is the one the ranks work out themselves."""
     ranks.run(saved.world, save_sharded, saved)
     said = run("tiered://sharded", tmp_path / "out", "--ranks", 3, "--json")
@@ -244,7 +244,7 @@ def test_the_real_command(plain, tmp_path):
     loads_from_folder(tmp_path / "out")
 
 
-def test_a_bar_where_somebody_watches(run, plain, tmp_path, monkeypatch):
+def test_progress_bar_is_shown_on_a_terminal(run, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     said = run(plain, tmp_path / "out", "--ranks", 2)
@@ -263,7 +263,7 @@ def test_help(run):
 # -- what is there stays, unless told --------------------------------------------------------------------------------
 
 
-def test_a_folder_is_not_replaced_unless_told(run, plain, tmp_path):
+def test_folder_is_replaced_only_with_force(run, plain, tmp_path):
     out = tmp_path / "out"
     assert run(plain, out, "--ranks", 5).code == 0
     before = sorted(out.iterdir())
@@ -278,7 +278,7 @@ def test_a_folder_is_not_replaced_unless_told(run, plain, tmp_path):
     assert run(plain, out, "--ranks", 2, "--force").code == 2
 
 
-def test_a_step_is_not_replaced_unless_told(run, plain, tmp_path):
+def test_step_is_replaced_only_with_force(run, plain, tmp_path):
     url = f"file://{tmp_path}/durable"
     assert run(plain, f"{url}/m/step-3", "--ranks", 5).code == 0
     assert run(plain, f"{url}/m/step-2", "--ranks", 1).code == 0
@@ -349,7 +349,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_plain_source_that_is_not_well(run, plain, tmp_path, what):
+def test_damaged_plain_source_is_refused(run, plain, tmp_path, what):
     assert run(plain, tmp_path / "src", "--ranks", 2).code == 0
     damage, code = WRONG[what]
     damage(tmp_path / "src")
@@ -375,7 +375,7 @@ def test_absent_and_unreachable_are_not_the_same(run, tmp_path, monkeypatch):
     assert run("s3://bucket/m", tmp_path / "out", "--ranks", 3).code == 5
 
 
-def test_a_target_that_cannot_be_asked(run, plain, monkeypatch):
+def test_unreachable_target_is_unavailable(run, plain, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_RETRY_S", "0.1")
@@ -385,7 +385,7 @@ def test_a_target_that_cannot_be_asked(run, plain, monkeypatch):
 # -- whole or not at all -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_written_wrong_is_not_kept(run, plain, tmp_path, monkeypatch):
+def test_incorrectly_written_target_is_not_kept(run, plain, tmp_path, monkeypatch):
     """One element of one slice: as a slip in the writer, or a bad disk, would have it."""
     save = torch.save
 

@@ -82,7 +82,7 @@ def agreed(answers):
     return answers[0]
 
 
-def test_layouts_into_each_other(agent_dir, ranks):
+def test_layouts_reshard_into_each_other(agent_dir, ranks):
     assert every_pair(ranks, FEW, FEW) == len(FEW) ** 2
 
 
@@ -113,7 +113,7 @@ def save_damaged(variant):
     ("variant", "diverged"),
     [(Variant("fsdp", (2,)), False), (Variant("ddp", (2,)), True), (Variant("hsdp", (2, 2)), False)],
 )
-def test_one_bit_of_one_rank_is_seen_by_all(agent_dir, ranks, variant, diverged):
+def test_changed_bit_of_one_rank_is_detected_by_all(agent_dir, ranks, variant, diverged):
     for before, after in ranks.run(variant.world, save_damaged, variant):
         name = "model.up.weight"
         if diverged:  # its own copy is not the one that counts
@@ -160,7 +160,7 @@ def save_and_load_empty(how):
 
 
 @pytest.mark.parametrize("how", ["dcp", "checkpointer"])
-def test_a_shard_that_is_empty_in_its_own_way(agent_dir, ranks, how):
+def test_empty_shards_of_every_kind_reshard(agent_dir, ranks, how):
     expected = state_checksum({"0.weight": torch.full((5, 4), 3.0)}).all_reduced()
     for found in ranks.run(3, save_and_load_empty, how):
         found.assert_equal(expected)

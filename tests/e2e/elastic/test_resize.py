@@ -87,7 +87,7 @@ class Driven:
         until(alive_or_happened)
 
 
-def test_a_job_goes_through_worlds_of_all_sizes_and_one_fault(zygote, ranks, store, tmp_path):
+def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
     with (
         cluster_of(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as cluster,
         bridged(2, f"127.0.0.1:{store.port}") as bridge,

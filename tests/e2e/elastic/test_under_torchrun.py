@@ -30,7 +30,7 @@ def pids(folder, count):
     return until(lambda: len(found := [int(path.name[4:]) for path in folder.glob("pid-*")]) == count and found)
 
 
-def test_torchrun_ends_well_when_one_rank_is_told_to_stop(agent_dir, tmp_path, zygote, port):
+def test_torchrun_succeeds_when_one_rank_is_signaled(agent_dir, tmp_path, zygote, port):
     two = ["--nproc-per-node=2"]
     running = zygote.start(run_torchrun, launched.__file__, two, str(tmp_path), environ={"OMP_NUM_THREADS": "1"})
     os.kill(pids(tmp_path, 2)[1], signal.SIGUSR1)
@@ -44,7 +44,7 @@ def test_torchrun_ends_well_when_one_rank_is_told_to_stop(agent_dir, tmp_path, z
         assert one.wait().lines == [f"restored {steps - 1} memory"]
 
 
-def test_loops_that_ask_stop_at_one_step_and_the_next_start_goes_on(agent_dir, tmp_path, zygote, port):
+def test_polling_loops_stop_at_the_same_step_and_the_next_start_resumes(agent_dir, tmp_path, zygote, port):
     ranks = start_ranks(zygote, 2, port, asking, str(tmp_path))
     pids(tmp_path, 2)
     ranks[1].kill(signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_loops_that_ask_stop_at_one_step_and_the_next_start_goes_on(agent_dir, t
         assert one.wait().lines == [f"{left.replace('left', 'restored')} memory"]
 
 
-def test_the_example_as_it_stands(agent_dir, zygote, port):
+def test_example_runs_unchanged(agent_dir, zygote, port):
     first = [one.wait().lines for one in start_ranks(zygote, 2, port, run_script, str(EXAMPLE))]
     assert sum(line.startswith("2 ranks did steps 0 to 19: loss ") for lines in first for line in lines) == 1
     (alone,) = zygote.start(run_script, str(EXAMPLE)).wait().lines[:1]

@@ -51,7 +51,7 @@ def losses(place, name, family):
     return {step: one["loss"].hex() for step, one in steps.items()}, [one["ranks"] for _, one in sorted(steps.items())]
 
 
-def test_every_family_learns_the_same_whatever_happens_to_its_ranks(place, zygote):
+def test_every_model_family_trains_the_same_despite_faults(place, zygote):
     words = ("--nproc", "2", "--job", place.name, "--log-dir", str(place.folder / "logs"))
     two = place.start("run", *words, str(SCRIPT), str(place.folder), "moved", str(BEFORE), "breaks")
     code = two.wait(300)

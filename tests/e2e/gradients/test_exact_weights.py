@@ -155,14 +155,14 @@ def found(zygote: Zygote) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_double_precision_it_is_what_one_process_has(found: dict[str, float], way: str) -> None:
+def test_double_precision_matches_a_single_process(found: dict[str, float], way: str) -> None:
     assert found[f"{way}, torch.float64"] < 1e-13
     assert found[f"{way}, torch.float64, loss"] < 1e-13
     assert found[f"{way}, torch.float64, norm"] < 1e-12
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_single_precision_it_is_as_near_as_one_process_is(found: dict[str, float], way: str) -> None:
+def test_single_precision_is_as_close_as_a_single_process(found: dict[str, float], way: str) -> None:
     near = found["one process, fp32"]
     assert 0 < near < 1e-6
     assert found[f"{way}, torch.float32"] < 4 * near
@@ -171,7 +171,7 @@ def test_in_single_precision_it_is_as_near_as_one_process_is(found: dict[str, fl
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_nobody_needs_is_freed(found: dict[str, float], way: str) -> None:
+def test_unneeded_memory_is_freed(found: dict[str, float], way: str) -> None:
     """A process is in many worlds, and has one model."""
     assert found[f"{way}, torch.float64, left"] == 0.0
     assert found[f"{way}, torch.float32, left"] == 0.0
@@ -181,5 +181,5 @@ def test_a_mean_of_means_is_something_else(found: dict[str, float]) -> None:
     assert found["mean of means"] > 1e-2
 
 
-def test_what_cannot_be_is_refused(found: dict[str, float]) -> None:
+def test_impossible_options_are_refused(found: dict[str, float]) -> None:
     assert found["refused"] == 1.0

@@ -92,7 +92,7 @@ def test_replicas_of_shards_are_as_shards(found: dict[str, Found]) -> None:
         assert seen == found["fsdp"].by_size[1]
 
 
-def test_neither_the_wrapper_nor_who_got_which_microbatch_matters(found: dict[str, Found]) -> None:
+def test_result_is_independent_of_wrapper_and_microbatch_assignment(found: dict[str, Found]) -> None:
     plain, ddp, fsdp = (found[kind].by_size[3] for kind in ("plain", "ddp", "fsdp"))
     assert ddp == plain
     assert found["plain, small windows"].by_size[3] == plain

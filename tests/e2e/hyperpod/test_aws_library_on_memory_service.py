@@ -47,7 +47,7 @@ def patch_membrain_client():
 '''
 
 
-def test_what_a_lost_node_took_is_loaded_from_another(ranks: RankPool) -> None:
+def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
     """Both ranks save by way of n1, which dies; namespaces and shards are on n2, also after its agent was killed."""
     with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
@@ -75,7 +75,7 @@ def test_every_node_answers_for_every_shard_and_keeps_as_many_as_the_others(rank
         n1.await_shards(0)
 
 
-def test_a_lost_shard_leads_all_ranks_to_an_older_whole_step(ranks: RankPool) -> None:
+def test_lost_shard_makes_all_ranks_load_an_older_complete_step(ranks: RankPool) -> None:
     with ours() as address:
         urls = [f"http://{address}"] * 2
         ranks.run(2, save_steps, urls, "job-1", [10, 20, 30])
@@ -93,7 +93,7 @@ def test_a_lost_shard_leads_nowhere_on_their_server(ranks: RankPool) -> None:
             ranks.run(2, load_newest, urls, "job-1")
 
 
-def test_a_job_comes_back_to_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
+def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
     """The namespace says five ranks; the plan of two is what says that nothing is missing."""
     with ours() as address:
         urls = [f"http://{address}"] * 2

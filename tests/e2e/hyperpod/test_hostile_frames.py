@@ -120,7 +120,7 @@ def listening(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Connection
         ours.close()
 
 
-def test_the_agent_goes_on_after_these(listening: tuple[Path, Connection]) -> None:
+def test_agent_survives_harmless_frames(listening: tuple[Path, Connection]) -> None:
     path, pipe = listening
     kept = [send(path, frame) for frame in HARMLESS.values()]
     assert hears(path)
@@ -131,7 +131,7 @@ def test_the_agent_goes_on_after_these(listening: tuple[Path, Connection]) -> No
 
 
 @pytest.mark.parametrize("frame", DEAFENING.values(), ids=DEAFENING)
-def test_the_agent_hears_nobody_after_these_and_our_rank_does_not_wait_for_ever(
+def test_agent_is_deaf_after_hostile_frames_and_our_rank_times_out(
     frame: bytes, listening: tuple[Path, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.3)
@@ -154,7 +154,7 @@ def socket_of(agent: int) -> Path:
 
 
 @pytest.mark.nightly
-def test_a_job_goes_on_through_frames_that_are_none_torn_ones_and_a_deaf_agent(tmp_path: Path, zygote) -> None:
+def test_job_survives_invalid_and_truncated_frames_and_a_deaf_agent(tmp_path: Path, zygote) -> None:
     """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
     with operated(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
         job.let(2)

@@ -29,7 +29,7 @@ NEW_PROCESSES = ()
         pytest.param(NEW_PROCESSES, "native", 0, marks=pytest.mark.nightly),
     ],
 )
-def test_a_job_whose_rank_hangs_goes_on_by_itself(
+def test_operated_job_with_a_hung_rank_resumes_by_itself(
     tmp_path: Path, zygote: Zygote, options: tuple[str, ...], kind: str, rank: int
 ) -> None:
     """Rank 0 judges the others, and keeps the store at which all meet."""

@@ -65,7 +65,7 @@ def test_a_share_of_the_memory_is_the_arena_and_the_probes_are_answered(node, ag
     assert process.wait(60) == 0
 
 
-def test_what_the_command_line_says_goes_before_the_cluster(node, agent_dir):
+def test_command_line_overrides_the_cluster_config(node, agent_dir):
     process = node("--budget=64MiB", Mode="Enable", InstanceMemoryAllocationPercentage=3)
     until_it_serves(process)
     assert json.loads(asked(agent_dir, "/status")[1])["store"]["arena"]["budget_bytes"] == 64 << 20
@@ -103,7 +103,7 @@ def test_an_agent_that_runs_follows_the_flag(node, agent_dir, tmp_path):
     assert process.wait(60) == 0
 
 
-def test_switched_off_there_is_no_agent_and_it_says_so(node, agent_dir):
+def test_disabled_tier_starts_no_agent(node, agent_dir):
     process = node(Mode="Disable", InstanceMemoryAllocationPercentage=3)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 0
@@ -112,7 +112,7 @@ def test_switched_off_there_is_no_agent_and_it_says_so(node, agent_dir):
     assert not agent_dir.exists()
 
 
-def test_a_flag_that_cannot_be_meant_ends_it_with_words(node):
+def test_invalid_config_flag_ends_the_agent_with_a_message(node):
     process = node(Mode="Enable", InstanceMemoryAllocationPercentage=300)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 1

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("amzn_sagemaker_checkpointing")
 
 
-def test_it_measures_both_servers_both_ways() -> None:
+def test_benchmark_measures_both_servers_both_ways() -> None:
     from benchmarks.memory_service import measure
 
     found = measure(1, 2)

@@ -166,7 +166,7 @@ def test_the_job_among_the_examples_runs_to_its_end(operator):
     assert (answer["phase"], answer["status"]["restartCount"]) == ("Succeeded", 0)
 
 
-def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):
+def test_operator_adopts_external_agents_and_leaves_a_bad_node(tmp_path):
     operator = Operator(tmp_path, nproc=1)
     with agents(2, [RANK, str(tmp_path)], folder=tmp_path / "pods") as pods:
         try:
@@ -188,7 +188,7 @@ def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):
             operator.close()
 
 
-def test_processes_that_stay_are_told_their_ranks_and_start_again(tmp_path):
+def test_in_process_ranks_are_assigned_and_restarted(tmp_path):
     """In-process agents: ranks by /update while they wait for them, and the same processes after a fault."""
     operator = Operator(tmp_path, nproc=1)
     with agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:

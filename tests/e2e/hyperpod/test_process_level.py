@@ -154,7 +154,7 @@ def test_a_rank_that_was_killed_costs_no_step_that_was_sealed(job, story):
     assert {tier for one in worlds for tier in one["tiers"]} <= {"memory", "peer"}
 
 
-def test_progress_is_reported_and_what_is_given_back_is_honoured(job, story):
+def test_progress_is_reported_and_the_returned_step_respected(job, story):
     assert all(step in (4, 5) for step in story["first progress"])
     assert len(set(story["progress of a stop"])) == 1
     assert story["progress of a stop"][0] >= 12
@@ -163,20 +163,20 @@ def test_progress_is_reported_and_what_is_given_back_is_honoured(job, story):
     assert said in story["printed"]
 
 
-def test_a_rank_that_stopped_before_its_agent_was_asked_is_not_taken_for_done(story):
+def test_rank_that_stopped_before_its_agent_was_asked_is_not_completed(story):
     state, ranks = story["not asked"]
     assert state == "running"
     assert ranks >= 2
 
 
-def test_the_file_that_agents_write_says_who_the_others_are(story):
+def test_roster_file_lists_all_nodes(story):
     first, second = story["rosters"]
     assert first == second
     assert [node.address for node in first.nodes] == ["10.0.0.1:7070", "10.0.0.2:7070"]
     assert first.version == 1769860800000  # milliseconds
 
 
-def test_smaller_and_larger_again_goes_on_where_all_stopped(job, story):
+def test_job_resized_down_and_up_resumes_at_the_common_step(job, story):
     worlds = [(one["size"], one["first"]) for one in job.lines("world")]
     stopped = story["progress of a stop"][0] + 1
     assert worlds.count((2, stopped)) == 2
@@ -242,7 +242,7 @@ def heard(job: Job, act: str) -> list[str]:
     return sorted(path.name[-1] for path in job.folder.glob(f"{act}-heard-?"))
 
 
-def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
+def test_polling_loops_stop_at_the_same_step_and_keep_their_children(job):
     ended = stopped(job, "asking", lambda _children: heard(job, "asking") == ["0", "1"])
     assert len({one["step"] for one in ended}) == 1
     assert [one["loader"] for one in ended] == [True] * 4
@@ -254,7 +254,7 @@ def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
     assert heard(job, "asking") == ["0", "1", "2", "3"]  # its ranks were all there to be asked
 
 
-def test_the_shipped_one_reports_an_agent_that_nobody_asked_as_completed_and_loses_children(job):
+def test_shipped_wrapper_reports_an_unasked_agent_as_completed_and_loses_children(job):
     ended = stopped(job, "shipped", lambda children: all(map(dead, children)))
     wait(job.pods[1:], "completed")
     job.pods[1].stop(graceful=True, timeout_s=100)

@@ -18,9 +18,7 @@ IN_PROCESS, PROCESS, JOB = "in_process_restart", "process_level_restart", "job_l
 
 
 @pytest.mark.nightly
-def test_each_budget_that_is_exhausted_leads_to_the_next_level_and_then_to_an_end(
-    tmp_path: Path, zygote: Zygote
-) -> None:
+def test_exhausted_restart_budgets_escalate_until_the_job_fails(tmp_path: Path, zygote: Zygote) -> None:
     """One start may be gone through in a process, and two restarts of the job with pods that stay; none with others."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 0}
     with operated(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
@@ -34,7 +32,7 @@ def test_each_budget_that_is_exhausted_leads_to_the_next_level_and_then_to_an_en
 
 
 @pytest.mark.nightly
-def test_new_pods_go_on_where_the_old_ones_were_and_a_rank_may_ask_for_them(tmp_path: Path, zygote: Zygote) -> None:
+def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, zygote: Zygote) -> None:
     """And the whole job may be started anew once."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 1}
     with operated(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:

@@ -91,7 +91,7 @@ def test_a_rank_dies(zygote, agent_dir, store, size, kind, optimizer, at, expect
     assert_same_bits(ends, zygote.run_world(size, undisturbed, kind, optimizer, TOTAL)[0])
 
 
-def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
+def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
     """What survivors have stays with them until a world has it."""
     environs = [{}, {}, crash_at("live.chosen")]
     with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
@@ -105,7 +105,7 @@ def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
     assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "adamw", TOTAL)[0])
 
 
-def test_one_fault_after_the_other(zygote, agent_dir, store):
+def test_successive_faults_are_hydrated(zygote, agent_dir, store):
     """The second one finds what the first one left, and the steps after it."""
     ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
     assert worlds(ends, 1) == ["2", "live", "0", "live"]
@@ -120,9 +120,7 @@ def test_one_fault_after_the_other(zygote, agent_dir, store):
         ("", "seal.asked", 0),  # in the first save of all: no step was ever whole
     ],
 )
-def test_two_of_three_nodes_are_lost_at_once_and_the_replica_that_is_left_goes_on(
-    zygote, ranks, store, at, crash, step
-):
+def test_last_replica_continues_after_two_of_three_nodes_are_lost(zygote, ranks, store, at, crash, step):
     with cluster_of(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
         environs[1:] = [{**environ, **crash_at(crash)} for environ in environs[1:]]
@@ -137,7 +135,7 @@ def test_two_of_three_nodes_are_lost_at_once_and_the_replica_that_is_left_goes_o
         assert worlds([end], 1) == [str(step), "live", "0", "live"]
 
 
-def test_fewer_ranks_on_nodes_of_their_own_go_on(zygote, ranks, store):
+def test_fewer_ranks_on_separate_nodes_continue(zygote, ranks, store):
     with cluster_of(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
         with started(zygote, store, 3, "ddp", "fused", "8 forward", environs) as (plane, running, _):

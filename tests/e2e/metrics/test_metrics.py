@@ -70,7 +70,7 @@ def durable(tmp_path):
     return DurableSettings(url=f"file://{tmp_path}/durable", every=2)
 
 
-def test_the_numbers_are_what_happened(agent_dir, agent, durable, tmp_path):
+def test_metrics_match_the_events(agent_dir, agent, durable, tmp_path):
     job = Job(agent_dir, durable)
     with job.checkpointer() as ckpt:
         records = []
@@ -105,7 +105,7 @@ def test_the_numbers_are_what_happened(agent_dir, agent, durable, tmp_path):
     )
 
 
-def test_the_arenas_use_is_what_is_on_disk(agent_dir, agent, durable):
+def test_arena_metrics_match_the_files(agent_dir, agent, durable):
     job = Job(agent_dir, durable)
     job.save(0, 1, 2)
     found = agent.metrics()
@@ -117,7 +117,7 @@ def test_the_arenas_use_is_what_is_on_disk(agent_dir, agent, durable):
     assert found["seals_total"] - found["evictions_total"] + found["arena_free_slots"] == found["arena_slots"]
 
 
-def test_status_says_the_same_as_metrics(agent_dir, agent, durable):
+def test_status_matches_the_metrics(agent_dir, agent, durable):
     job = Job(agent_dir, durable)
     job.save(0, 1)
     found, status = agent.metrics(), agent.status()
@@ -176,7 +176,7 @@ def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
     assert step["error"]
 
 
-def test_an_agent_that_was_killed_tells_what_it_took_over(agent_dir, agent, durable):
+def test_restarted_agent_reports_recovered_shards(agent_dir, agent, durable):
     job = Job(agent_dir, durable)
     job.save(0, 1)
     job.kill_agent()
@@ -209,7 +209,7 @@ def test_an_agent_that_was_killed_tells_what_it_took_over(agent_dir, agent, dura
     ],
     ids=range(16),
 )
-def test_hostile_requests_get_an_error_and_the_agent_goes_on(agent_dir, agent, request_bytes):
+def test_hostile_requests_get_an_error_and_the_agent_continues(agent_dir, agent, request_bytes):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
         pid = agent_pid(agent_dir)
@@ -229,7 +229,7 @@ def test_hostile_requests_get_an_error_and_the_agent_goes_on(agent_dir, agent, r
         assert agent_pid(agent_dir) == pid
 
 
-def test_callers_who_hang_do_not_keep_others_waiting(agent_dir, agent):
+def test_hanging_clients_do_not_block_others(agent_dir, agent):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt, contextlib.ExitStack() as open_sockets:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
         for _ in range(30):
@@ -239,14 +239,14 @@ def test_callers_who_hang_do_not_keep_others_waiting(agent_dir, agent):
     end_agent(agent_dir)  # in order, although they still hang
 
 
-def test_it_can_be_switched_off_or_put_elsewhere(agent_dir, agent, monkeypatch):
+def test_http_endpoint_can_be_disabled_or_moved(agent_dir, agent, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_HTTP", "off")
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         assert ckpt.save({"w": torch.ones(10)}, 0).wait() is SaveState.SEALED
     assert (agent_dir / "http").read_text() == ""
 
 
-def test_unknown_paths_say_what_there_is(agent_dir, agent):
+def test_unknown_path_lists_the_known_ones(agent_dir, agent):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
     with pytest.raises(urllib.error.HTTPError, match="404") as info:
@@ -254,7 +254,7 @@ def test_unknown_paths_say_what_there_is(agent_dir, agent):
     assert b"/metrics" in info.value.read()
 
 
-def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, agent):
+def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent):
     with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
@@ -278,9 +278,7 @@ def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, 
         assert agent.metrics()["protected_step", "kept"] == 10
 
 
-def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
-    agent_dir, agent, tmp_path, monkeypatch, capsys
-):
+def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agent, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(EVENT_LOG_ENV, str(tmp_path / "ledger"))
     with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
         for step in range(3):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 NAMES = ("n1", "n2", "n3", "n4")
 
 
-def test_what_an_agent_lost_before_it_was_missed_is_made_again_from_parity():
+def test_data_lost_by_a_restarted_agent_is_rebuilt_from_parity():
     parity = ReplicationSettings(mode="parity", parity_group_size=3)
     with agent_job(*NAMES, settings=parity, quick=False) as job:  # who is away for 8 s is dead, and not before
         keys = job.save(1, parts=4)

@@ -57,7 +57,7 @@ def end_the_others_agent(job, end):
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
-def test_an_agent_that_nobody_calls_is_replaced_while_its_ranks_train(ranks, end):
+def test_dead_unused_agent_is_replaced_during_training(ranks, end):
     with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         cluster.run(["n1", "n2"], end_the_others_agent, end)
         cluster.run(["n1", "n2"], restore, 6)
@@ -93,7 +93,7 @@ def end_it_on_purpose(job):
         until(lambda: agent_pid(mine()) not in (None, pid), "and that one is looked after")
 
 
-def test_an_agent_that_was_asked_to_end_is_not_started_again_until_it_is_needed(ranks):
+def test_stopped_agent_is_not_restarted_until_needed(ranks):
     with cluster_of(ranks, "n1") as cluster:
         cluster.run(["n1"], end_it_on_purpose)
         cluster.run(["n1"], restore, 6)
@@ -116,7 +116,7 @@ def leave_it_to_the_other(job):
         dist.barrier()
 
 
-def test_one_process_of_a_node_looks_and_the_next_one_takes_over(ranks):
+def test_single_process_of_a_node_watches_the_agent_and_the_next_takes_over(ranks):
     with cluster_of(ranks, "n1") as cluster:
         cluster.run(["n1", "n1"], leave_it_to_the_other)
 
@@ -135,7 +135,7 @@ def only_read(job):
         return len(watches())
 
 
-def test_agents_that_somebody_else_manages_are_left_to_him_and_who_reads_looks_after_none(ranks):
+def test_externally_managed_agents_are_not_watched_and_readers_watch_none(ranks):
     with cluster_of(ranks, "n1") as cluster:
         cluster["n1"].start()
         environ = {"TIEREDCKPT_AGENT_EMBEDDED": "0"}

@@ -104,7 +104,7 @@ def test_killed_and_lost_for_good(job, point):
     expect_newest(job, ("n2", "n3"))
 
 
-def test_all_agents_begin_again_in_one_world_and_find_each_other(job):
+def test_all_agents_restart_within_a_world_and_reconnect(job):
     for name in NAMES:
         job[name].kill_agent()
     for name in NAMES:
@@ -116,7 +116,7 @@ def test_all_agents_begin_again_in_one_world_and_find_each_other(job):
     job.expect(job.keys(2))
 
 
-def test_killed_while_it_protects_again_what_another_one_lost():
+def test_agent_killed_while_replicating_for_a_lost_node():
     """n3 is lost, and the node that has the other copy of its shard dies while it sends that to the last one."""
     partners = place_replicas([PeerNode(validate_node_id(name), "") for name in NAMES], copies=2).partners
     (heir,) = partners[validate_node_id("n3")]
@@ -131,7 +131,7 @@ def test_killed_while_it_protects_again_what_another_one_lost():
         job.expect(job.keys(1))
 
 
-def test_killed_while_it_mends_a_copy(job):
+def test_agent_killed_while_repairing_a_copy(job):
     mine = job.keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
     start_to_die(job, other, "peer.repairing")
@@ -145,7 +145,7 @@ def test_killed_while_it_mends_a_copy(job):
     assert len(job.holders(mine)) == 2
 
 
-def test_killed_while_it_is_read_from_and_the_rest_comes_from_the_other_copy(job):
+def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     (large,) = job.save(2, "n1", parts=1, size_bytes=LARGE)
     job.settle(2)
     (other,) = set(job.holders(large)) - {"n1"}

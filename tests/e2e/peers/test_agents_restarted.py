@@ -43,7 +43,7 @@ def save_from_other_ports(job):
         return saved.durability
 
 
-def test_agents_that_lost_their_ports_are_told_to_each_other_by_their_ranks(ranks):
+def test_agents_with_new_ports_are_connected_by_their_ranks(ranks):
     with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2"], save_from_other_ports) == ["2 copies in 2 racks"] * 2
         cluster.run(["n1", "n2"], restore, 6)
@@ -126,7 +126,7 @@ def came_of(wait, within_s=None):
 @pytest.mark.parametrize(
     "embedded", [pytest.param("0", id="not its own"), pytest.param("1", marks=pytest.mark.nightly, id="its own")]
 )
-def test_every_wait_ends_in_its_time_while_an_agent_is_stopped_and_says_why(ranks, tmp_path, embedded):
+def test_every_wait_on_a_stopped_agent_times_out_with_a_reason(ranks, tmp_path, embedded):
     with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         for name in ("n1", "n2"):
             cluster[name].start()

@@ -26,7 +26,7 @@ def metric(host, name):
 
 
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=["no other partner", "another partner"])
-def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(names):
+def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
     (partner,) = place_replicas([PeerNode(validate_node_id(name), "") for name in names], copies=2).partners[
         validate_node_id("n1")
     ]
@@ -54,7 +54,7 @@ def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(na
 
 
 @pytest.mark.parametrize("size", [3 * MIB + 17, 64 * MIB + 5], ids=["one piece", "many pieces"])
-def test_a_source_that_sends_a_byte_now_and_then_costs_its_share_and_the_other_one_serves_the_rest(size):
+def test_trickling_source_costs_only_its_share(size):
     with agent_job("n1", "n2") as job, contextlib.ExitStack() as undo:
         (large,) = job.save(1, "n1", parts=1, size_bytes=size)
         job.settle(1)

@@ -65,7 +65,7 @@ def test_a_silent_node_is_neither_lost_nor_torn(halves, said, capsys):
     assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
 
 
-def test_verify_looks_at_all_nodes_and_says_which_it_could_not_ask(halves, said, capsys):
+def test_verify_checks_all_nodes_and_names_unreachable_ones(halves, said, capsys):
     job = halves.job
     code, found, _ = said("verify", job)
     assert (code, found["good"]) == (0, True)

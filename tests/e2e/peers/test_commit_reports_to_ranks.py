@@ -59,7 +59,7 @@ def saves(job, left_out):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_older_steps_give_way_to_what_is_whole_on_all_nodes(ranks, way):
+def test_older_steps_are_evicted_once_a_step_is_complete_on_all_nodes(ranks, way):
     """No node has all parts, and none has room for more than three steps: each save needs a step that is whole."""
     with cluster_of(ranks, "n1", "n2") as cluster:
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, {}, environ=WAYS[way]):
@@ -70,7 +70,7 @@ def test_older_steps_give_way_to_what_is_whole_on_all_nodes(ranks, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_on_several_nodes_that_leave_out_different_steps_have_room_for_the_next_ones(ranks, way):
+def test_ranks_on_several_nodes_that_skip_different_steps_have_slots(ranks, way):
     left_out = {0: (3, 5, 7), 1: (4, 6, 8)}
     with cluster_of(ranks, "n1", "n2") as cluster:
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, left_out, environ=WAYS[way]):

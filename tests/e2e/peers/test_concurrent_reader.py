@@ -40,5 +40,5 @@ def evaluated_while_training(job, read):
         return ckpt.restore(state_of(0))
 
 
-def test_saves_keep_their_copies_while_somebody_reads_an_older_step(cluster):
+def test_saves_keep_their_copies_while_an_older_step_is_read(cluster):
     assert cluster.run(["n1", "n2"], evaluated_while_training, 1) == [5, 5]

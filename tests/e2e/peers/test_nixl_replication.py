@@ -11,7 +11,7 @@ from tests.support.clusters import Cluster
 pytestmark = pytest.mark.skipif(bool(without_nixl()), reason=without_nixl())
 
 
-def test_a_lost_node_comes_back_over_nixl(ranks):
+def test_lost_node_is_restored_over_nixl(ranks):
     cluster = Cluster(ranks)
     try:
         for name in ("n1", "n2"):

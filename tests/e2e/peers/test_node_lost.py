@@ -56,7 +56,7 @@ def restore(job, expected):
         return ckpt.last_restore.bytes_by_tier, ckpt.last_restore.bytes_by_node
 
 
-def test_a_lost_node_comes_back_from_the_others_memory(cluster):
+def test_lost_node_is_restored_from_peer_memory(cluster):
     said = cluster.run(["n1", "n2", "n3"], save, [5, 6, 7])
     assert said == ["2 copies in 2 racks"] * 3
     cluster["n2"].lose()
@@ -80,7 +80,7 @@ def refused(job):
             return str(error)
 
 
-def test_what_too_many_nodes_took_with_them_is_said_and_not_taken_for_nothing(cluster):
+def test_steps_lost_with_too_many_nodes_are_reported(cluster):
     cluster.run(["n1", "n2", "n3"], save, [5, 6])
     for name in ("n1", "n2"):
         cluster[name].lose()

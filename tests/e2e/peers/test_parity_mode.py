@@ -48,7 +48,7 @@ def test_a_lost_node_is_made_again_from_parity_without_any_storage(four, lost):
         assert lost not in nodes
 
 
-def test_the_job_goes_on_with_fewer_nodes_and_is_protected_again(four):
+def test_job_continues_with_fewer_nodes_and_is_protected_again(four):
     four.run(NAMES, save, [1], environ=PARITY)
     four["n2"].lose()
     left = ["n1", "n3", "n4"]

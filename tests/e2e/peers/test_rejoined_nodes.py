@@ -10,7 +10,7 @@ from tests.support.clusters import cluster_of
 pytestmark = pytest.mark.e2e
 
 
-def test_a_rack_is_lost_with_all_its_nodes_and_each_step_is_whole_in_the_other(ranks):
+def test_every_step_is_complete_after_the_loss_of_a_rack(ranks):
     names = ["n1", "n2", "n3", "n4"]
     with cluster_of(ranks, *names, labels=lambda name: "rack=r1" if name in ("n1", "n2") else "rack=r2") as cluster:
         assert cluster.run(names, save, [5, 6]) == ["2 copies in 2 racks"] * 4
@@ -24,7 +24,7 @@ def test_a_rack_is_lost_with_all_its_nodes_and_each_step_is_whole_in_the_other(r
             assert not {"n1", "n2"} & nodes.keys()
 
 
-def test_a_node_that_comes_back_with_its_past_takes_part_and_its_past_does_not(cluster):
+def test_rejoining_node_participates_and_its_abandoned_steps_do_not(cluster):
     everybody, others = ["n1", "n2", "n3"], ["n1", "n2"]
     assert cluster.run(everybody, save, [5, 6]) == ["2 copies in 2 racks"] * 3
     before = inventory(cluster, "n3")

@@ -30,7 +30,7 @@ def checkpointer(job, require, **memory):
         yield ckpt
 
 
-def test_no_step_begins_before_the_last_one_has_its_copies():
+def test_save_waits_for_the_copies_of_the_previous_step():
     with agent_job("n1", "n2") as job, checkpointer(job, "copied") as ckpt:
         last = ckpt.save(state_at(0), 0)
         for step in range(1, 6):
@@ -61,7 +61,7 @@ def test_while_the_partner_is_away_steps_are_saved_where_none_are():
         job["n2"].thaw()
 
 
-def test_where_no_other_node_is_left_its_copies_are_not_waited_for():
+def test_copies_are_not_awaited_without_another_node():
     with agent_job("n1", "n2") as job, checkpointer(job, "copied", wait_s=3600) as ckpt:  # longer than a test may take
         ckpt.save(state_at(0), 0).wait(copies=2, timeout_s=60)
         job["n2"].lose()

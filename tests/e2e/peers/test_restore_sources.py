@@ -33,7 +33,7 @@ def test_a_rank_on_a_new_node_reads_its_ranges_from_the_others(cluster, where):
     assert "n4" not in nodes
 
 
-def test_two_of_four_nodes_are_lost_at_once_and_the_job_goes_on_from_the_others(ranks):
+def test_job_continues_after_two_of_four_nodes_are_lost(ranks):
     names = ["n1", "n2", "n3", "n4"]
     environ = {"TIEREDCKPT_PEER_COPIES": "3"}
     with cluster_of(ranks, *names) as cluster:
@@ -66,7 +66,7 @@ def restore_alone(job, step):
         return ckpt.last_restore.bytes_by_tier, ckpt.last_restore.bytes_by_node
 
 
-def test_one_step_comes_from_memory_from_a_peer_and_from_storage(cluster, rclone):
+def test_step_is_restored_from_memory_a_peer_and_storage(cluster, rclone):
     durable = on_server(rclone)
     options = ",".join(f"{name}={value}" for name, value in durable.options.items())
     environ = {"TIEREDCKPT_DURABLE_URL": durable.url, "TIEREDCKPT_DURABLE_OPTIONS": options}

@@ -33,7 +33,7 @@ def test_half_of_the_nodes_leave_at_once(ranks):
 
 
 @pytest.mark.parametrize("left", ["n1", "n2"])
-def test_the_only_node_that_a_fault_has_left_saves_whether_or_not_its_name_is_the_lowest(ranks, left):
+def test_only_remaining_node_saves_in_any_name_order(ranks, left):
     (lost,) = {"n1", "n2"} - {left}
     with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
@@ -44,7 +44,7 @@ def test_the_only_node_that_a_fault_has_left_saves_whether_or_not_its_name_is_th
         cluster.run([left], restore, 8)
 
 
-def test_the_node_that_the_job_went_on_with_is_waited_for_by_one_that_it_went_on_without(ranks):
+def test_restore_waits_for_the_node_that_continued_the_job(ranks):
     with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
         cluster.run(["n1"], save, [7, 8], 1)
@@ -87,7 +87,7 @@ def supervised(cluster, *names):
             agent.close()
 
 
-def test_the_agents_of_both_nodes_that_leave_die_before_what_they_have_was_read(ranks):
+def test_agents_of_both_leaving_nodes_die_before_they_are_read(ranks):
     with cluster_of(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2", "n3"], save, [5, 6]) == ["2 copies in 2 racks"] * 3
         with supervised(cluster, "n2", "n3"):

@@ -22,7 +22,7 @@ def save(job, durable):
         dist.barrier()
 
 
-def test_a_step_that_is_dropped_while_another_node_uploads_its_part_does_not_come_back(ranks, rclone, rclone_proxy):
+def test_step_dropped_during_an_upload_on_another_node_does_not_return(ranks, rclone, rclone_proxy):
     settings = on_server(rclone, timeout_s=120.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     held = rclone_proxy.on("PUT", r"000001\.safetensors").hold()

@@ -65,7 +65,7 @@ def begin(job, step=None):
     return found, None if report is None else (report.step, report.mode, report.refused), named, other
 
 
-def test_a_job_killed_in_its_first_save_begins_again_and_says_what_was_torn(ranks, capsys):
+def test_job_killed_in_its_first_save_starts_again_and_reports_the_torn_step(ranks, capsys):
     with cluster_of(ranks, "n1", "n2") as cluster:
         where = ["n1", "n2"]
         for found, report, _, other in cluster.run(where, begin):
@@ -110,7 +110,7 @@ def leaves_out(job, step):
         Session.lease_slot = stage
 
 
-def test_a_torn_step_that_was_given_up_everywhere_is_not_nothing(ranks):
+def test_torn_step_dropped_everywhere_is_reported(ranks):
     with cluster_of(ranks, "n1", "n2") as cluster:
         where = ["n1", "n2"]
         cluster.run(where, leaves_out, 3)
@@ -132,7 +132,7 @@ def lost(job):
         return str(error.value), (report.step, report.mode, report.refused)
 
 
-def test_what_was_whole_once_is_lost_also_to_agents_that_came_later(ranks, capsys):
+def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
     """One node is lost; the agents of the others died since, and a node comes that knows nothing."""
     with cluster_of(ranks, "n1", "n2", "n3") as cluster:
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}

@@ -90,7 +90,7 @@ def go_on(client):
 
 
 @pytest.mark.parametrize(("point", "count"), [(point, count) for point, counts in WORKING.items() for count in counts])
-def test_killed_while_it_works(directory, point, count):
+def test_agent_killed_during_work(directory, point, count):
     sealed = []
     with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:
         if agent.wait_ready():
@@ -102,7 +102,7 @@ def test_killed_while_it_works(directory, point, count):
         go_on(client)
 
 
-def test_a_variable_alone_kills_nobody(directory, monkeypatch):
+def test_crash_variable_alone_kills_no_agent(directory, monkeypatch):
     monkeypatch.setenv("PEERSTORE_CRASH_AT", ",".join([*WORKING, *STARTING]))
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20, job="job") as client:
         sealed = []
@@ -113,7 +113,7 @@ def test_a_variable_alone_kills_nobody(directory, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("point", STARTING)
-def test_killed_while_it_adopts(directory, point, count):
+def test_agent_killed_during_adoption(directory, point, count):
     saved = [key(version, part) for version in (3, 4) for part in PARTS]
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         for of in saved:
@@ -129,7 +129,7 @@ def test_killed_while_it_adopts(directory, point, count):
         go_on(client)
 
 
-def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory):
+def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
     """The newest version is damaged: the older one is kept, also when somebody had called the newest one whole."""
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         for of in [key(1), key(2)]:
@@ -167,7 +167,7 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
         ("remove the note", [1], 0),
     ],
 )
-def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
+def test_files_missing_at_adoption_are_absent(directory, harm, left, damages):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         for of in [key(1), key(2)]:
             lease = client.lease(of, MIB, 1)
@@ -194,7 +194,7 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
         assert load(client, key(1)) == content(key(1), MIB)
 
 
-def test_a_writer_that_outlives_the_agent_goes_on_with_its_lease(directory):
+def test_writer_continues_its_lease_after_an_agent_restart(directory):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         lease = client.lease(key(1), MIB, 1)
         fill(lease, content(key(1), MIB)[:1000])
@@ -218,7 +218,7 @@ def test_a_past_incarnation_stays_fenced_after_a_restart(directory):
         assert client.status().arena.leases == 0
 
 
-def test_the_version_that_was_forgotten_does_not_come_back(directory):
+def test_deleted_version_does_not_return(directory):
     group = VersionId(1, 1, 0, "a")
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         lease = client.lease(key(1), MIB, 1)

@@ -78,7 +78,7 @@ def say(process):
     process.stdin.flush()
 
 
-def test_eight_processes_at_the_same_instant_start_one_agent_and_it_outlives_them(directory, enough):
+def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, enough):
     command = serve_command(directory, "--detach", "--linger-s", "0", "--job-ttl-s", "0")
     starters = [enough.enter_context(starter(directory, command)) for _ in range(8)]
     for one in starters:
@@ -126,7 +126,7 @@ signal.pause()
     assert not (directory / "slots").exists()
 
 
-def test_an_agent_that_cannot_start_says_why_to_who_asked(directory):
+def test_failed_agent_start_reports_the_reason(directory):
     command = [*serve_command(directory, "--detach"), "--budget", "nonsense"]
     with pytest.raises(AgentUnreachableError, match="budget 'nonsense' is not a size"):
         connect_or_launch_agent(AgentPaths(directory), command)
@@ -156,7 +156,7 @@ def test_the_socket_and_everything_else_is_this_users_alone(directory):
     assert not agent.place.socket.exists()
 
 
-def test_a_second_agent_in_the_same_directory_is_refused_and_the_first_goes_on(directory):
+def test_second_agent_in_a_directory_is_refused(directory):
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
         second = subprocess.run(serve_command(directory), capture_output=True, text=True, env=here())
@@ -180,7 +180,7 @@ def test_the_agent_imports_nothing_heavy(directory):
     assert ran.stdout == "0 []\n", ran.stderr
 
 
-def test_sigterm_ends_requests_that_wait_and_keeps_what_is_sealed(directory):
+def test_sigterm_ends_waiting_requests_and_keeps_sealed_shards(directory):
     with store_agent(directory, "--budget", "64MiB") as agent, agent.client(retry_s=20) as client:
         save(client, key(1))
         client.lease(key(job="other"), 60 * MIB, 1)
@@ -258,7 +258,7 @@ def test_status_without_an_agent(directory):
         (["--lease-grace-s", "-1"], "lease_grace_s=-1"),
     ],
 )
-def test_wrong_options_are_told_so_and_nothing_starts(directory, options, said):
+def test_invalid_options_are_refused_and_nothing_starts(directory, options, said):
     ran = subprocess.run([*serve_command(directory), *options], capture_output=True, text=True, env=here())
     assert ran.returncode == EXIT_USAGE
     assert said in ran.stderr
@@ -281,7 +281,7 @@ except PeerStoreError as error:
 
 @pytest.mark.system
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_and_told_so(directory):
+def test_another_user_is_refused(directory):
     """The directory's mode keeps others out; were it opened, the socket's peer credentials would."""
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
@@ -332,7 +332,7 @@ def fill_up(place):
 class TestSmallTmpfs:
     """The file system is smaller than the budget: errors, never SIGBUS."""
 
-    def test_a_slot_that_does_not_fit_says_what_to_do(self, small_tmpfs):
+    def test_slot_larger_than_the_file_system_is_refused_with_advice(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:
             lease = client.lease(key(1), 6 * MIB, 1)
             fill(lease, content(key(1), 6 * MIB))
@@ -346,7 +346,7 @@ class TestSmallTmpfs:
             assert load(client, key(1)) == content(key(1), 6 * MIB)
             assert agent.end() == EXIT_OK
 
-    def test_a_writer_learns_at_populate_that_there_is_no_memory(self, small_tmpfs):
+    def test_missing_memory_is_detected_when_prefaulting(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:
             lease = client.lease(key(1), 10 * MIB, 1)
             (small_tmpfs / "somebody else").write_bytes(bytes(10 * MIB))

@@ -28,13 +28,13 @@ def files_of(agent):
     return len(list(Path(f"/proc/{agent.process.pid}/fd").iterdir()))
 
 
-def test_it_may_have_as_many_as_the_machine_allows(agent):
+def test_agent_raises_its_open_file_limit(agent):
     limits = Path(f"/proc/{agent.process.pid}/limits").read_text()
     (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
     assert line.split()[3:5] == [str(HARD), str(HARD)]
 
 
-def test_new_work_is_refused_and_what_has_begun_is_finished(agent):
+def test_new_work_is_refused_and_started_work_finishes(agent):
     with agent.client() as client, contextlib.ExitStack() as crowd:
         save(client, key(1))
         begun = client.lease(key(2), MIB, 1)
@@ -55,7 +55,7 @@ def test_new_work_is_refused_and_what_has_begun_is_finished(agent):
         assert status.damage_reports == ()
 
 
-def test_restarting_it_again_and_again_leaves_files_and_threads_flat():
+def test_repeated_restarts_keep_files_and_threads_constant():
     """What a killed agent left is adopted each time; nothing of it stays open."""
     seen = []
     with store_directory() as directory:

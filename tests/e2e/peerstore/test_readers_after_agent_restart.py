@@ -61,7 +61,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("size", [MIB, SIZE, SIZE + MIB], ids=["smaller", "as large", "larger"])
-def test_a_successor_never_writes_what_a_reader_of_the_killed_agent_reads(directory, size):
+def test_restarted_agent_never_overwrites_data_of_an_active_reader(directory, size):
     """Every slot that the successor could take is written, several times."""
     with store_agent(directory, *BUDGET) as agent:
         with agent.client(retry_s=20) as client:
@@ -77,7 +77,7 @@ def test_a_successor_never_writes_what_a_reader_of_the_killed_agent_reads(direct
         assert client.status().arena.allocated_bytes <= 64 * MIB
 
 
-def test_memory_that_a_reader_keeps_counts_until_it_is_done(directory):
+def test_memory_of_a_reader_counts_until_it_ends(directory):
     """A slot was given up under a reader: what it takes is not promised to anybody else."""
     with store_agent(directory, "--budget", "12MiB") as agent:
         with agent.client(retry_s=20) as client:
@@ -95,7 +95,7 @@ def test_memory_that_a_reader_keeps_counts_until_it_is_done(directory):
         client.lease(key(2), 3 * SIZE, 1)
 
 
-def test_a_reader_that_is_alive_and_lost_its_pin_keeps_its_bytes(directory):
+def test_live_reader_with_a_lost_pin_keeps_its_data(directory):
     """Its connection is gone for longer than it is waited for; the process still reads."""
     with (
         store_agent(directory, *BUDGET, "--lease-grace-s", "0.1") as agent,

@@ -61,7 +61,7 @@ def gone(pids, timeout_s=60):
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)
-def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
+def test_cache_survives_a_kill_at_any_point(zygote, directory, log, point):
     """The third time each point is reached; where room is made, that is for the third batch beyond the bound."""
     making_room = point == "prepared.gave-up"
     limit = _FIVE_BATCHES if making_room else 1 << 30
@@ -84,7 +84,7 @@ def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
         assert cache.cached_indices() == list(range(_BATCHES))
 
 
-def test_the_bound_holds_after_a_death_in_the_middle_of_making_room(zygote, directory, log):
+def test_size_bound_holds_after_a_kill_during_eviction(zygote, directory, log):
     ended = zygote.run(read, directory, log, _BATCHES, _FIVE_BATCHES, environ=crash("prepared.gave-up", 2))
     assert ended.status == -signal.SIGKILL
     with open_cache(directory, max_bytes=_FIVE_BATCHES) as cache:
@@ -93,13 +93,13 @@ def test_the_bound_holds_after_a_death_in_the_middle_of_making_room(zygote, dire
             assert cache.used_bytes() <= _FIVE_BATCHES
 
 
-def test_of_several_processes_one_prepares_each_batch(zygote, directory, log):
+def test_only_one_of_several_processes_prepares_each_batch(zygote, directory, log):
     running = [zygote.start(read, directory, log, 100) for _ in range(4)]
     assert [one.wait().status for one in running] == [0] * 4
     assert logged(log) == dict.fromkeys(range(100), 1)
 
 
-def test_who_waits_for_a_process_that_dies_prepares_at_once(zygote, directory, log):
+def test_waiter_prepares_when_the_preparing_process_dies(zygote, directory, log):
     waiting, found = threading.Event(), []
 
     def wait_for_it():
@@ -140,7 +140,7 @@ def test_a_trainer_that_died_finds_all_that_was_prepared(zygote, directory, log,
     assert set(more.values()) == {1}
 
 
-def test_a_forked_worker_ends_with_its_trainer_whoever_has_its_pipe(zygote, directory):
+def test_forked_worker_ends_with_its_trainer(zygote, directory):
     running = zygote.start(work_beside_another_child, directory)
     running.wait_lines(1)
     worker, other = map(int, running.lines()[0].split())
@@ -154,14 +154,14 @@ def test_a_forked_worker_ends_with_its_trainer_whoever_has_its_pipe(zygote, dire
         gone([other])
 
 
-def test_after_a_death_a_whole_stream_is_mapped_and_no_process_is_started(zygote, directory, log):
+def test_cached_stream_is_mapped_after_a_kill_without_worker_processes(zygote, directory, log):
     zygote.run(read, directory, log, _BATCHES)
     before = log.read_text()
     assert zygote.run(read_ahead, directory, log, _BATCHES, 2).result == []
     assert log.read_text() == before
 
 
-def test_workers_tensors_are_mapped_or_where_there_is_no_room_sent(zygote, directory):
+def test_worker_tensors_are_mapped_or_sent_when_the_cache_is_full(zygote, directory):
     found = zygote.run(read_tensors, directory, 6, 1000).result
     with open_cache(directory) as cache:
         assert found == {"first": [1, 2, 3, 4, 5, 6], "mapped": len(cache.cached_indices())}

@@ -270,7 +270,7 @@ def load_half_blind(which, url, endpoint, more):
     return we_load(memory_url=seen, **more)
 
 
-def test_d_all_ranks_load_one_step(on, server, agent_dir, moto, s3):
+def test_d_all_ranks_load_the_same_step(on, server, agent_dir, moto, s3):
     on(2, aws_saves, [1], server.url, moto.endpoint, s3_tier_base_path=s3, save_to_s3=True)
     on(2, aws_saves, [2], server.url, moto.endpoint, s3_tier_base_path=s3)
     theirs_found = on(2, load_half_blind, "aws", server.url, moto.endpoint, {"s3_tier_base_path": s3})
@@ -278,7 +278,7 @@ def test_d_all_ranks_load_one_step(on, server, agent_dir, moto, s3):
     is_step(on(2, load_half_blind, "ours", server.url, moto.endpoint, {"s3_tier_base_path": s3}), 1)
 
 
-def test_e_a_lost_shard_gives_way_to_an_older_step(on, server, agent_dir):
+def test_e_lost_shard_falls_back_to_an_older_step(on, server, agent_dir):
     on(2, aws_saves, [1, 2], server.url)
     server.lose(1, 2)
     failed(on(2, aws_loads, server.url))
@@ -399,7 +399,7 @@ def save_a_view(which, url):
     return writer.record.size_bytes if which == "ours" else 0
 
 
-def test_m_a_view_takes_the_room_of_its_elements(on, server, agent_dir):
+def test_m_view_stores_only_its_elements(on, server, agent_dir):
     on(1, save_a_view, "aws", server.url)
     assert len(server.blob(0, 1)) > 4 << 20
     assert on(1, save_a_view, "ours", "")[0] < 1 << 16
@@ -450,7 +450,7 @@ def save_with_s3_away(which, url, endpoint, base):
     return writer.in_memory_success, writer.s3_success
 
 
-def test_s3_that_is_away_fails_no_save(on, server, agent_dir, s3, monkeypatch):
+def test_unreachable_s3_fails_no_save(on, server, agent_dir, s3, monkeypatch):
     """What is in memory is in memory; S3 is tried again behind the training's back."""
     away = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", away)

@@ -98,7 +98,7 @@ def by_ours(kind, url, s3_base):
     ("where", "before", "kind", "after", "how"),
     [("memory", 2, "fsdp", 3, "async"), ("default", 2, "fsdp", 1, "save"), ("ray", 2, "ddp", 2, "save")],
 )
-def test_aws_wrote_it_and_any_world_reads_it(agent_dir, ranks, service, moto, s3, where, before, kind, after, how):
+def test_aws_checkpoint_is_read_by_any_world(agent_dir, ranks, service, moto, s3, where, before, kind, after, how):
     """Memory blobs and both layouts in S3; then the job goes on with this project's own steps."""
     url, base = (service.url, "") if where == "memory" else ("", s3)
     saved = ranks.run(before, by_aws, kind, 2, service.url, moto.endpoint, base, where, how)[0]
@@ -143,7 +143,7 @@ def load(**more):
     return reader.step, found
 
 
-def test_the_job_goes_on_where_aws_left_it(agent_dir, service, aws_saves):
+def test_job_resumes_where_aws_library_stopped(agent_dir, service, aws_saves):
     aws_saves(5)
     step, found = load(memory_url=service.url)
     assert step == 5
@@ -157,7 +157,7 @@ def test_the_job_goes_on_where_aws_left_it(agent_dir, service, aws_saves):
     assert_same(found, shifted(5))
 
 
-def test_what_is_ours_is_loaded_when_the_other_place_does_not_answer(agent_dir, service):
+def test_our_step_is_loaded_when_the_other_store_is_unreachable(agent_dir, service):
     config = SageMakerCheckpointConfig("job", 1)
     dcp.save(shifted(6), storage_writer=SageMakerTieredStorageWriter(config, step=6), no_dist=True)
     service.broken = True
@@ -206,7 +206,7 @@ def read_by_aws(url, endpoint, base, layout):
 
 
 @pytest.mark.parametrize("where", ["memory", "default", "ray"])
-def test_what_is_written_in_aws_format_aws_reads(ranks, service, moto, s3, where):
+def test_step_written_in_aws_format_is_read_by_aws_library(ranks, service, moto, s3, where):
     layouts = {"default": DefaultS3PathStrategy, "ray": RayS3PathStrategy}
     if where == "memory":
         config = SageMakerCheckpointConfig("back", 1, memory_url=service.url)
@@ -233,7 +233,7 @@ def test_our_memory_service_and_its_token(agent_dir):
     assert "wrong" not in str(errors)
 
 
-def test_damage_inside_s3_gives_way_to_an_older_step(agent_dir, ranks, aws_saves, moto, s3):
+def test_damage_inside_s3_falls_back_to_an_older_step(agent_dir, ranks, aws_saves, moto, s3):
     """Bytes of the right number, and not the right ones: AWS's library compares nothing."""
     aws_saves(1, 2, base=s3)
     bucket, _, prefix = s3.removeprefix("s3://").partition("/")
@@ -272,7 +272,7 @@ def test_convert(agent_dir, service, aws_saves, s3, tmp_path, capsys):
     assert_same(found, shifted(2))
 
 
-def test_convert_says_what_it_passed_over_and_when_there_is_nothing(service, aws_saves, tmp_path, capsys):
+def test_convert_reports_skipped_steps_and_missing_checkpoints(service, aws_saves, tmp_path, capsys):
     aws_saves(1, 2)
     service.lose("job", 0, 2)
     assert convert([f"{service.url}/job", f"file://{tmp_path}/tier/job", "--json"]) == 0

@@ -100,7 +100,7 @@ def test_the_step_is_given_or_in_the_path(step, path, found):
 @pytest.mark.parametrize(
     ("step", "path"), [(-1, ""), (-1, "x"), (-2, "step_3"), (-1, "step_"), (-1, "step_x"), (-1, "step_-4"), (True, "")]
 )
-def test_a_step_that_is_none(step, path):
+def test_invalid_step_is_refused(step, path):
     with pytest.raises(SageMakerTieredStorageError, match="which step"):
         SageMakerTieredStorageWriter(config(), path, step)
 
@@ -138,7 +138,7 @@ def test_two_places_for_s3():
 # -- one process -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_is_loaded(agent_dir):
+def test_saved_step_is_loaded(agent_dir):
     for step in (0, 3):
         save(state_at(step), step, of=config(world_size=8))  # a number that nothing depends on
     for asked, step in ((None, 3), (0, 0)):
@@ -166,7 +166,7 @@ def test_nothing_saved_is_absent(agent_dir):
     assert all(isinstance(error, CheckpointNotFoundError) for error, _ in failed.value.failures.values())
 
 
-def test_an_agent_that_is_not_there_is_unreachable():
+def test_missing_agent_is_unreachable():
     """And constructing either class does not fail for it."""
 
     def nobody(settings, job):
@@ -210,7 +210,7 @@ def keys(moto):
         return [one["Key"] for one in listed.get("Contents", [])]
 
 
-def test_save_to_s3_is_said_save_by_save(agent_dir, bucket, moto):
+def test_save_to_s3_applies_to_each_save(agent_dir, bucket, moto):
     """As AWS's examples do it: one configuration, changed before some saves."""
     of = config(s3_tier_base_path=bucket)
     writers = {}
@@ -271,7 +271,7 @@ def test_ranks_save_and_other_worlds_load(agent_dir, ranks, kind, before, after,
         assert_same(saved, found)
 
 
-def test_errors_pickle_and_say_what_they_are():
+def test_errors_pickle_and_keep_their_class():
     import pickle
 
     from integration.sagemaker import errors

@@ -88,7 +88,7 @@ def test_a_tmpfs_that_others_fill(agent_dir, mounted, monkeypatch):
         assert ckpt.save(state_at(9), 9).wait() is SaveState.SEALED
 
 
-def test_a_full_disk_keeps_what_was_durable_and_goes_on_when_there_is_room(agent_dir, mounted):
+def test_full_disk_keeps_durable_steps_and_recovers(agent_dir, mounted):
     disk = mounted("8m")
     durable = DurableSettings(url=f"file://{disk}/durable", retry_s=0.2)
     job = Job(agent_dir, durable)
@@ -120,7 +120,7 @@ def test_a_full_disk_keeps_what_was_durable_and_goes_on_when_there_is_room(agent
         ("TIEREDCKPT_DURABLE_URL", "bucket", "durable.url"),
     ],
 )
-def test_wrong_settings_are_told_before_an_agent_is_started(agent_dir, monkeypatch, name, value, said):
+def test_invalid_settings_are_refused_before_an_agent_starts(agent_dir, monkeypatch, name, value, said):
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=said):
         Checkpointer("tiered://loop")

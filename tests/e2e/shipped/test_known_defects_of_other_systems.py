@@ -128,11 +128,11 @@ def save_apart(name):
         return ckpt.restore(state), float(state[f"own{me}"][0])
 
 
-def test_3_all_ranks_load_one_step_and_a_lost_shard_means_the_older_whole_one(agent_dir, ranks):
+def test_3_all_ranks_load_the_same_older_step_after_a_lost_shard(agent_dir, ranks):
     assert ranks.run(2, save_apart, "apart") == [(0, 0.0), (0, 1.0)]
 
 
-def test_3_a_tier_that_cannot_be_asked_is_not_an_empty_one(agent_dir, rclone, rclone_proxy):
+def test_3_unreachable_tier_is_not_an_empty_one(agent_dir, rclone, rclone_proxy):
     settings = on_server(rclone, retry_s=0.3, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
@@ -233,7 +233,7 @@ def test_5_any_rank_may_coordinate(agent_dir, ranks, coordinator):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"])
-def test_7_fp8_comes_back_bit_for_bit_from_every_tier(agent_dir, durable, dtype):
+def test_7_fp8_round_trips_bit_for_bit_through_every_tier(agent_dir, durable, dtype):
     every_byte = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(getattr(torch, dtype))
     job = Job(agent_dir, durable)
     for lost in (False, True):
@@ -273,7 +273,7 @@ def test_7_ranks_need_not_hold_or_load_the_same(agent_dir, ranks):
 # -- 8: bytes, not capacity; whole means whole ---------------------------------------------------------------------
 
 
-def test_8_what_is_uploaded_are_bytes_not_the_slots_capacity(agent_dir, durable):
+def test_8_upload_has_the_size_of_the_data_and_not_of_the_slot(agent_dir, durable):
     job = Job(agent_dir, durable)
     with job.checkpointer() as ckpt:
         ckpt.save({"w": torch.ones(1 << 20)}, 0).wait("durable")
@@ -299,7 +299,7 @@ def save_one_part(name, url):
     return None
 
 
-def test_8_a_step_with_one_of_two_parts_is_not_whole(agent_dir, durable, ranks):
+def test_8_step_with_one_of_two_parts_is_incomplete(agent_dir, durable, ranks):
     job = Job(agent_dir, durable)
     infos, restored = ranks.run(2, save_one_part, job.name, durable.url)[0]
     assert infos == {0: True, 1: False}
@@ -310,7 +310,7 @@ def test_8_a_step_with_one_of_two_parts_is_not_whole(agent_dir, durable, ranks):
 # -- 9: the nearer copy wins over the newer one --------------------------------------------------------------------
 
 
-def test_9_the_newer_step_wins_whichever_tier_has_it(agent_dir, durable):
+def test_9_newer_step_wins_in_any_tier(agent_dir, durable):
     job = Job(agent_dir, durable)
     job.save(0, 1, 2)
     job.lose_memory()
@@ -344,7 +344,7 @@ def test_pain_7_a_failed_save_does_not_end_training_and_keeps_the_last_step(agen
         assert ckpt.save(state_at(4), 4).wait() is SaveState.SEALED
 
 
-def test_pain_8_a_restore_from_s3_is_one_manifest_and_ranged_reads(agent_dir, rclone, rclone_proxy):
+def test_pain_8_restore_from_s3_is_one_manifest_and_ranged_reads(agent_dir, rclone, rclone_proxy):
     settings = on_server(rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     job = Job(agent_dir, settings)
@@ -361,7 +361,7 @@ def test_pain_8_a_restore_from_s3_is_one_manifest_and_ranged_reads(agent_dir, rc
     assert BUCKET in str(asked)
 
 
-def test_pain_9_what_is_saved_is_the_state_at_the_call(agent_dir):
+def test_pain_9_saved_state_is_the_state_at_the_call(agent_dir):
     writer = TieredWriter("tiered://loop", 0)
     state = {"w": torch.zeros(1 << 20)}
     for step in range(4):
@@ -402,7 +402,7 @@ def test_pain_10_a_preemption_notice_becomes_a_durable_step(agent_dir, durable):
         assert float(found["w"][0]) == 61
 
 
-def test_absent_is_said_only_when_everybody_was_asked(agent_dir, durable):
+def test_absence_is_reported_only_when_every_tier_answered(agent_dir, durable):
     with Job(agent_dir, durable).checkpointer() as ckpt:
         assert ckpt.restore(state_at(3)) == -1
         with pytest.raises(CheckpointNotFoundError):

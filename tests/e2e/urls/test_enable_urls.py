@@ -81,7 +81,7 @@ def test_other_places_go_where_they_went(agent_dir, urls, tmp_path):
     assert not agent_dir.exists()
 
 
-def test_it_is_undone():
+def test_enabled_urls_are_disabled_again():
     with tieredckpt.enable_urls():
         second = tieredckpt.enable_urls()
     assert _storage_utils.FileSystemWriter is not FileSystemWriter, "somebody else still needs it"
@@ -101,14 +101,14 @@ def untouched(_):
     return _storage_utils.FileSystemWriter is FileSystemWriter and bool(tieredckpt.dcp.tiered_urls)
 
 
-def test_a_torch_that_looks_elsewhere_is_told_so(monkeypatch):
+def test_changed_torch_hook_is_refused_with_advice(monkeypatch):
     monkeypatch.setattr(_storage_utils, "_storage_setup", lambda *_, **__: object())
     with pytest.raises(UsageError, match="storage_writer=TieredWriter"):
         tieredckpt.enable_urls()
     assert _storage_utils.FileSystemWriter is FileSystemWriter
 
 
-def test_mistakes_are_told(agent_dir, urls):
+def test_url_mistakes_are_reported(agent_dir, urls):
     with pytest.raises(CheckpointException) as failure:
         dcp.save(state_at(1), checkpoint_id="tiered://job", no_dist=True)
     assert isinstance(failure.value.failures[0][0], MissingStepError)

@@ -100,7 +100,7 @@ def test_other_files_are_in_the_durable_tier_too(agent_dir, tmp_path, monkeypatc
     assert not fs.exists("tiered://kept/step-3/state.json")
 
 
-def test_what_another_node_wrote_or_removed_is_seen(agent_dir, tmp_path, monkeypatch):
+def test_changes_of_another_node_are_visible(agent_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/durable")
     fs = fsspec.filesystem("tiered")
     for name, data in (("latest", b"step-1"), ("gone", b"x")):
@@ -125,7 +125,7 @@ def test_names_of_all_kinds_are_listed_as_they_were_written():
     assert fs.find("tiered://names") == names
 
 
-def test_a_file_that_is_too_large_is_refused():
+def test_oversized_file_is_refused():
     fs = fsspec.filesystem("tiered")
     with pytest.raises(Exception, match=r"dcp\.save"):
         fs.pipe("tiered://contract/large", bytes(40 << 20))

@@ -55,7 +55,7 @@ print(state["step"], state["half"].dtype, state["model"]["w.x"].sum().item())
 
 
 @pytest.mark.parametrize("target", ["whole", "tiered://whole", "tiered://whole/step-2"])
-def test_what_was_saved_is_loaded_in_a_fresh_process(agent_dir, target):
+def test_saved_step_is_loaded_in_a_fresh_process(agent_dir, target):
     for step in (2, 3):
         tieredckpt.save("whole", state_at(step), step)
     step = 2 if "step" in target else 3
@@ -77,7 +77,7 @@ def test_objects_nesting_and_kinds_are_as_saved(agent_dir):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_of_other_kinds_come_back_as_those(agent_dir):
+def test_tensors_of_other_kinds_keep_their_type(agent_dir):
     state = {"coo": torch.eye(3).to_sparse(), "two": TwoTensor(torch.ones(2), torch.zeros(2)), "w": torch.ones(2)}
     tieredckpt.save("kinds", state, 1)
     with torch.serialization.safe_globals([TwoTensor]):
@@ -88,7 +88,7 @@ def test_tensors_of_other_kinds_come_back_as_those(agent_dir):
     assert torch.equal(found["two"].a, torch.ones(2))
 
 
-def test_mistakes_are_told(agent_dir):
+def test_mistakes_are_reported(agent_dir):
     with pytest.raises(MissingStepError):
         tieredckpt.save("whole", {"a": torch.ones(1)})
     with pytest.raises(CheckpointNotFoundError):
@@ -118,13 +118,13 @@ def save_sharded():
     return found is None or (torch.equal(found["m"]["t"], whole) and found["n"] == 1)
 
 
-def test_what_several_ranks_saved_is_loaded_whole_by_one(agent_dir, ranks):
+def test_step_saved_by_several_ranks_is_loaded_by_one(agent_dir, ranks):
     assert ranks.run(2, save_sharded) == [True, True]
     assert torch.equal(tieredckpt.load("tiered://sharded")["m"]["t"], torch.arange(12.0).view(6, 2))
 
 
 @pytest.mark.parametrize("by", ["url", "object", "checkpoint_id"])
-def test_a_cast_is_asked_for_by_url(agent_dir, by):
+def test_cast_is_requested_by_url(agent_dir, by):
     tieredckpt.save("cast", {"w": torch.ones(3)}, 1)
 
     def load(query):
@@ -163,7 +163,7 @@ def test_names_that_are_imported_lazily_are_listed(package):
     assert set(package.__all__) <= set(dir(package))
 
 
-def test_how_a_process_ends_that_only_looked_says_nothing_of_the_step(agent_dir):
+def test_killed_reader_does_not_count_as_a_crashed_load(agent_dir):
     tieredckpt.save("looked-at", state_at(1), 1)
     look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=False).returncode == -signal.SIGKILL

@@ -87,7 +87,7 @@ def load(way, job, step, value=None):
 
 @pytest.mark.parametrize("loaded", WAYS)
 @pytest.mark.parametrize("saved", WAYS)
-def test_what_one_way_saves_the_others_list_and_load(saved, loaded):
+def test_step_saved_one_way_is_listed_and_loaded_by_the_others(saved, loaded):
     job, fs = f"{saved}-{loaded}", fsspec.filesystem("tiered")
     for step in (9, 10):
         save(saved, job, step)
@@ -125,7 +125,7 @@ def test_how_a_framework_looks_for_its_newest_step(way):
 
 
 @pytest.mark.parametrize("order", [("files", "url"), ("url", "files")])
-def test_a_step_saved_both_ways_is_what_was_saved_last(order):
+def test_step_saved_both_ways_is_the_last_saved(order):
     job = "-".join(("both", *order))
     save(order[0], job, 5, 50)
     save(order[1], job, 5, 51)
@@ -160,7 +160,7 @@ def newest(job):
 
 @pytest.mark.parametrize("saved", WAYS)
 @pytest.mark.parametrize("loaded", ["url", "files", "objects"])
-def test_a_rollback_by_one_way_is_heard_by_the_others(loaded, saved):
+def test_rollback_by_one_way_applies_to_the_others(loaded, saved):
     """Step 20 is of a past that the job has left; memory keeps the last two or three."""
     job, fs = f"back-{loaded}-{saved}", fsspec.filesystem("tiered")
     save("url", job, 10)
@@ -197,7 +197,7 @@ def go_back_with_a_process(job):
     return fsspec.filesystem("tiered").ls(f"tiered://{job}", detail=False)
 
 
-def test_dcps_own_process_hears_of_a_rollback_too(ranks):
+def test_rollback_applies_to_dcps_background_process(ranks):
     assert ranks.run(1, go_back_with_a_process, "own-process") == [["own-process/step-11", "own-process/step-12"]]
     assert newest("own-process") == 12
 
@@ -215,7 +215,7 @@ def load_newest_and_save():
     save("files", "parent", 21)
 
 
-def test_a_process_goes_on_from_what_it_has_loaded_itself(zygote):
+def test_process_continues_from_the_step_it_loaded(zygote):
     """Whoever started it has loaded something else, and is no process that trains."""
     for step in (10, 20):
         save("files", "parent", step)
@@ -225,7 +225,7 @@ def test_a_process_goes_on_from_what_it_has_loaded_itself(zygote):
     assert fsspec.filesystem("tiered").ls("tiered://parent", detail=False) == ["parent/step-20", "parent/step-21"]
 
 
-def test_what_killed_processes_have_loaded_is_forgotten():
+def test_resume_points_of_killed_processes_are_dropped():
     """The latest ones are kept: processes of other namespaces only seem to be gone."""
     save("url", "killed", 1)
     store = open_session("killed", load_settings()).agent.store

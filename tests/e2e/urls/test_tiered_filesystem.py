@@ -81,7 +81,7 @@ def test_a_file_larger_than_its_first_slot(agent_dir):
     assert_same(state, found)
 
 
-def test_a_step_written_again_is_the_new_one(agent_dir, durable):
+def test_rewritten_step_has_the_new_content(agent_dir, durable):
     save(1, 10)
     wait_durable()
     save(1, 20)
@@ -96,7 +96,7 @@ def test_a_step_written_again_is_the_new_one(agent_dir, durable):
     load(1, 30)
 
 
-def test_it_survives_the_agent_and_the_node(agent_dir, durable):
+def test_step_survives_the_agent_and_the_node(agent_dir, durable):
     save(1)
     save(2)
     wait_durable()
@@ -126,7 +126,7 @@ class BreaksInTheMiddle:
         raise RuntimeError("cannot be pickled")
 
 
-def test_a_failed_save_leaves_the_step_as_it_was(agent_dir):
+def test_failed_save_leaves_the_step_unchanged(agent_dir):
     save(1)
     for _ in range(4):
         with pytest.raises(CheckpointException):
@@ -171,7 +171,7 @@ def write_a_file(space, step, name="__0_0.distcp"):
         file.write(b"x" * 1000)
 
 
-def test_saves_that_come_to_nothing_keep_no_room(agent_dir):
+def test_unfinished_saves_release_their_slots(agent_dir):
     """Only the step before may still be on its way."""
 
     def here():
@@ -291,7 +291,7 @@ def test_as_a_file_system(agent_dir, durable):
     load(2)
 
 
-def test_what_was_begun_with_another_agent_is_not_there(agent_dir, monkeypatch):
+def test_files_started_with_another_agent_are_absent(agent_dir, monkeypatch):
     fs = fsspec.filesystem("tiered")
     fs.makedirs("tiered://job/step-1")
     assert fs.exists("tiered://job/step-1")
@@ -317,7 +317,7 @@ def test_the_command_line_sees_them(agent_dir, durable, capsys):
     assert len(json.loads(capsys.readouterr().out)["checks"]) == 2
 
 
-def test_without_collectives_it_is_refused_before_anything_is_lost(agent_dir, ranks):
+def test_save_without_collectives_is_refused_before_losing_a_step(agent_dir, ranks):
     assert ranks.run(2, save_without_collectives) == ["refused", "refused"]
 
 
@@ -332,7 +332,7 @@ def save_without_collectives():
 @pytest.mark.parametrize(
     "path", ["job/stop-1/.metadata", "../x", "job/step-1/../../x", "job//x", "job/a/__0_0.distcp", ""]
 )
-def test_paths_that_are_none(path):
+def test_invalid_paths_are_refused(path):
     with pytest.raises(UsageError):
         parse_tiered_path(path)
     assert not fsspec.filesystem("tiered").exists(path)
@@ -350,7 +350,7 @@ def test_a_file_that_was_not_closed_is_not_kept(agent_dir, caplog):
     assert "state.json of job was not closed, so that it is not kept" in caplog.text
 
 
-def test_a_file_of_a_step_whose_writing_failed_is_not_sealed(agent_dir):
+def test_file_of_a_failed_write_is_not_sealed(agent_dir):
     tiered = fsspec.filesystem("tiered")
     with pytest.raises(TypeError), tiered.open("tiered://job/step-1/__0_0.distcp", "wb") as file:
         file.writelines([b"half of it", None])

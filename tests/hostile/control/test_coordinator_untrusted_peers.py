@@ -75,7 +75,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("bytes_sent", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_at_the_coordinators_door(coordinator, bytes_sent):
+def test_garbage_does_not_stop_the_coordinator(coordinator, bytes_sent):
     with dial(coordinator) as sock:
         sock.sendall(bytes_sent)
         with contextlib.suppress(OSError):  # it may have hung up by now
@@ -96,7 +96,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_nonsense_of_one_who_knows_the_secret(coordinator, said):
+def test_malformed_messages_of_an_authenticated_node_are_rejected(coordinator, said):
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode(said))
     with contextlib.suppress(PeerStoreError):
@@ -115,7 +115,7 @@ def test_another_secret_and_another_job(coordinator):
     assert lives(coordinator)
 
 
-def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
+def test_older_of_two_supervisors_of_a_node_is_dismissed(coordinator):
     def say(life):
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
         channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
@@ -165,7 +165,7 @@ def test_changes_without_a_report_that_they_are_of(coordinator):
     assert lives(coordinator)
 
 
-def test_a_supervisor_whose_clock_went_back_is_told_after_which_life_it_begins(coordinator):
+def test_supervisor_with_a_slow_clock_is_told_the_minimum_generation(coordinator):
     def say(channel, life):
         channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
         return decode_message(channel.receive(within_s=10).header, NodeDesired)
@@ -188,7 +188,7 @@ def test_a_supervisor_whose_clock_went_back_is_told_after_which_life_it_begins(c
     assert lives(coordinator)
 
 
-def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
+def test_supervisor_starts_above_the_required_generation(tmp_path):
     settings = SupervisorSettings("job", "n1", "127.0.0.1:1", ("true",), tmp_path / "n1", tmp_path / "logs")
     one = Supervisor(settings, SECRET)
     try:
@@ -208,7 +208,7 @@ def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
     ],
     ids=["epoch", "restarts"],
 )
-def test_a_number_that_nobody_counts_to_ends_its_own_connection(coordinator, formed):
+def test_oversized_number_closes_its_own_connection(coordinator, formed):
     said = {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "world": formed}
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode(said))
@@ -231,7 +231,7 @@ def test_a_world_that_cannot_have_been_is_refused(coordinator):
     assert coordinator.reconciler.world.epoch < 10
 
 
-def test_a_coordinator_that_cannot_note_a_world_waits_and_goes_on(tmp_path):
+def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
     """Its disk is full, or it has too many open files: nobody hears of a world whose number could come again."""
     note = tmp_path / "later" / "epoch"
     settings = CoordinatorSettings("job", ScalingPolicy(max_replicas=1), 1, store="nowhere:1")
@@ -313,7 +313,7 @@ def test_the_same_rank_twice(job):
         struct.pack(">I", 1) + b"\x80",
     ],
 )
-def test_garbage_at_a_supervisors_door(job, sent):
+def test_garbage_does_not_stop_the_supervisor(job, sent):
     with door(job) as sock:
         sock.sendall(sent)
         with contextlib.suppress(OSError):  # it may have hung up by now
@@ -323,7 +323,7 @@ def test_garbage_at_a_supervisors_door(job, sent):
     assert all_ready(job.planes)[0].world_size == 1
 
 
-def test_what_is_said_of_a_world_of_the_past_counts_for_nothing(job):
+def test_reports_about_a_past_world_are_ignored(job):
     seat = job.planes[0]
     (before,) = all_ready(job.planes)
     seat.report_fault("a fault")

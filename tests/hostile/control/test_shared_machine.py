@@ -82,7 +82,7 @@ def address(raw: str) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("store", ["single", "rootless"])
-def test_on_one_machine_nothing_listens_where_others_reach_it(job, store):
+def test_single_machine_job_listens_only_on_loopback(job, store):
     script = job.folder / "train.py"
     script.write_text(TRAINING)
     run = job.start("run", "--no-agent", "--simulate-nodes", "2", "--nnodes", "2", "--store", store, "--log-dir",
@@ -102,7 +102,7 @@ def test_on_one_machine_nothing_listens_where_others_reach_it(job, store):
 
 
 @pytest.mark.e2e
-def test_nothing_is_imported_from_the_folder_it_is_run_in(job, tmp_path):
+def test_working_directory_is_not_imported_from(job, tmp_path):
     told = tmp_path / "told"
     for name in ("msgspec", "torch", "queue", "tieredckpt", "elastic"):
         (job.folder / f"{name}.py").write_text(PLANTED.format(told=str(told), name=name))
@@ -123,7 +123,7 @@ def test_nothing_is_imported_from_the_folder_it_is_run_in(job, tmp_path):
     assert job.ended(run) == 0, (tmp_path / "output").read_text()
 
 
-def test_a_module_is_run_by_hand_as_it_is_by_python(tmp_path, monkeypatch):
+def test_module_runs_like_with_python_m(tmp_path, monkeypatch):
     """Python 3.10 cannot leave the folder out by itself."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from here')")
     (tmp_path / "package").mkdir()
@@ -149,7 +149,7 @@ def test_a_module_is_run_by_hand_as_it_is_by_python(tmp_path, monkeypatch):
     ],
     ids=lambda words: words[0],
 )
-def test_a_secret_on_a_command_line_is_refused_and_not_said_again(words, tmp_path, monkeypatch, capsys):
+def test_secret_on_the_command_line_is_refused_and_not_printed(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
@@ -171,7 +171,7 @@ def place(tmp_path):
     return one
 
 
-def test_what_a_job_left_is_believed_where_only_this_user_can_have_written_it(place):
+def test_run_directory_is_trusted_only_when_private(place):
     assert place.read().job == "job"
     for folder in (place.root, place.directory):
         folder.chmod(0o777)
@@ -184,7 +184,7 @@ def test_what_a_job_left_is_believed_where_only_this_user_can_have_written_it(pl
         list_runs(place.root)
 
 
-def test_what_another_user_left_is_not_believed(place):
+def test_run_directory_of_another_user_is_not_trusted(place):
     if os.getuid() != 0:
         pytest.skip("only root can make what belongs to another user")
     os.chown(place.root, 54321, 54321)
@@ -193,7 +193,7 @@ def test_what_another_user_left_is_not_believed(place):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "socket", "folder"])
-def test_what_is_no_file_is_not_waited_for(place, kind, tmp_path):
+def test_non_file_does_not_block_reading(place, kind, tmp_path):
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_bytes(msgspec.json.encode(place.read()))
     place.file.unlink()

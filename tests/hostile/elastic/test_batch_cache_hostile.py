@@ -48,11 +48,11 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_the_files_are_what_the_script_writes():
+def test_stored_cases_match_the_generator_script():
     assert {path.stem: path.read_bytes() for path in HOSTILE} == cases()
 
 
-def test_what_they_were_made_from_is_a_good_batch(cache):
+def test_base_case_is_a_valid_batch(cache):
     (cache.directory / batch_file_name(INDEX)).write_bytes(batch())
     found = cache.lookup(INDEX).batch
     assert found["a"].tolist() == [int.from_bytes(range(at, at + 8), "little") for at in range(0, 48, 8)]
@@ -70,7 +70,7 @@ def test_a_hostile_batch_is_prepared_again(cache, little_memory):
         assert names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
 
 
-def test_what_was_left_half_made_is_never_read(cache):
+def test_partial_file_is_never_read(cache):
     for file in HOSTILE:
         asked = Asked()
         (cache.directory / partial_file_name(INDEX)).write_bytes(file.read_bytes())
@@ -80,7 +80,7 @@ def test_what_was_left_half_made_is_never_read(cache):
         cache.clear()
 
 
-def test_a_tally_that_is_none_is_counted_anew(cache):
+def test_invalid_tally_is_recounted(cache):
     for file in HOSTILE:
         asked = Asked()
         (cache.directory / "tally").write_bytes(file.read_bytes())
@@ -127,7 +127,7 @@ STRANGE = [link, dangling, fifo, folder, door]
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("plant", [*STRANGE, os.link], ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("name", [batch_file_name(INDEX), partial_file_name(INDEX), "tally"])
-def test_what_is_no_file_is_neither_followed_nor_waited_for(cache, tmp_path, plant, name):
+def test_non_file_is_neither_followed_nor_awaited(cache, tmp_path, plant, name):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious" * 100)
     (cache.directory / name).unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(cache, tmp_path, pla
         assert cache.cached_indices() == [INDEX]
 
 
-def test_strangers_files_are_neither_counted_nor_swept(cache):
+def test_foreign_files_are_neither_counted_nor_removed(cache):
     strangers = ["readme.txt", "7.batch", "0000000000000000000x.batch", ".00000000000000000007.batch", "f-xyz"]
     for name in strangers:
         (cache.directory / name).write_bytes(bytes(20_000))
@@ -159,7 +159,7 @@ def test_strangers_files_are_neither_counted_nor_swept(cache):
     assert names(place) == sorted(strangers)
 
 
-def test_a_stream_with_strangers_directories_is_swept_around_them(cache, tmp_path):
+def test_stream_with_foreign_directories_is_swept_around_them(cache, tmp_path):
     stream = cache.directory.parent
     (stream / ("f-" + "0" * 32)).symlink_to(tmp_path)
     (stream / ("f-" + "1" * 32)).write_bytes(b"a stranger's")
@@ -169,7 +169,7 @@ def test_a_stream_with_strangers_directories_is_swept_around_them(cache, tmp_pat
         assert (stream / ("f-" + "1" * 32)).read_bytes() == b"a stranger's"
 
 
-def test_a_file_that_grows_after_it_was_mapped_changes_nothing(cache):
+def test_file_that_grows_after_mapping_has_no_effect(cache):
     """Whoever may write here may change a mapped page; nobody who follows the protocol does, so they are not copied."""
     batch_file = cache.directory / batch_file_name(INDEX)
     found = cache.get(INDEX, prepared)

@@ -145,7 +145,7 @@ def lives_on(nodes):
     [(JOB, OTHERS_SECRET), ("other", SECRET), ("nobodys", SECRET), (JOB, bytes(32))],
     ids=["another secret", "another job", "a job that is not there", "zeros"],
 )
-def test_who_does_not_know_the_secret_gets_nothing(nodes, job, secret):
+def test_peer_without_the_secret_is_refused(nodes, job, secret):
     with pytest.raises(PeerRefusedError), connected(nodes, job=job, secret=secret):
         """Not reached."""
     until(lambda: nodes["n2"].neighbourhood.server.rejected >= 1, "it is counted")
@@ -166,7 +166,7 @@ READ = ReadRanges(FOREIGN, 0, ((0, 10),))
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_member_of_one_job_cannot_name_what_belongs_to_another(nodes, line, op, body):
+def test_member_of_a_job_cannot_access_another_job(nodes, line, op, body):
     with pytest.raises(RequestError, match="on a connection of job job"):
         line.call(op, body, object)
     records = line.call("shard_records", GetShardRecords(FOREIGN.version_id), list[ShardRecord])
@@ -174,7 +174,7 @@ def test_a_member_of_one_job_cannot_name_what_belongs_to_another(nodes, line, op
     lives_on(nodes)
 
 
-def test_what_another_job_keeps_beside_its_shards_is_not_to_be_had(nodes, line):
+def test_blobs_of_another_job_are_inaccessible(nodes, line):
     nodes["n2"].store.put_blob("other", "private", b"x")
     for name in ("private", "../other/private", "other/private", ""):
         with pytest.raises(PeerStoreError):
@@ -226,14 +226,14 @@ def test_an_offer_with_endless_lists_is_refused(nodes, line, more):
     lives_on(nodes)
 
 
-def test_an_offer_of_another_shard_under_the_key_of_one_that_is_here_changes_nothing(nodes, line):
+def test_offer_with_other_checksums_for_an_existing_shard_is_refused(nodes, line):
     with pytest.raises(ShardDamagedError, match="other checksums"):
         offer(line, record_of(HERE, checksums=bytes(8 * CHUNKS)))
     assert nodes["n2"].is_good(HERE)
     lives_on(nodes)
 
 
-def test_offers_without_end_take_no_more_than_the_budget_and_all_of_it_comes_back(nodes, line):
+def test_unlimited_offers_stay_in_the_budget_and_are_released(nodes, line):
     taken = 0
     with contextlib.suppress(ArenaFullError, RequestError, PeerStoreError):
         for part in range(400):
@@ -290,7 +290,7 @@ def test_wrong_bytes_are_named_and_never_sealed(nodes, line):
     lives_on(nodes)
 
 
-def test_chunks_backwards_and_twice_make_one_good_copy(nodes, line):
+def test_unordered_and_repeated_chunks_make_a_good_copy(nodes, line):
     record = record_of()
     wanted = offer(line, record)
     for number in [3, 2, 2, 1, 3, 0, 0]:
@@ -302,7 +302,7 @@ def test_chunks_backwards_and_twice_make_one_good_copy(nodes, line):
     lives_on(nodes)
 
 
-def test_a_chunk_that_comes_twice_at_the_same_time_cannot_change_what_was_compared(nodes, line):
+def test_repeated_chunk_cannot_change_verified_data(nodes, line):
     """One connection stops in the middle of a chunk of rubbish, another one sends the right one, and commits."""
     record = record_of()
     wanted = offer(line, record)
@@ -320,7 +320,7 @@ def test_a_chunk_that_comes_twice_at_the_same_time_cannot_change_what_was_compar
     lives_on(nodes)
 
 
-def test_a_slot_is_not_given_to_others_while_somebody_still_writes_into_it(nodes, line):
+def test_slot_with_an_active_writer_is_not_reused(nodes, line):
     record = record_of()
     wanted = offer(line, record)
     with connected(nodes, via="n1b") as slow:
@@ -357,7 +357,7 @@ def finish(nodes, line, sending):
         line.call("node_inventory", GetNodeInventory(), NodeInventory)
 
 
-def test_only_who_began_a_transfer_goes_on_with_it(nodes, line):
+def test_only_the_initiator_continues_a_transfer(nodes, line):
     record = record_of()
     wanted = offer(line, record)
     with connected(nodes, me="n5", via="n5") as other:
@@ -407,7 +407,7 @@ def test_ranges_that_are_too_many_or_outside_are_refused(nodes, line, ranges):
     lives_on(nodes)
 
 
-def test_ranges_that_overlap_are_answered_one_by_one(nodes, line):
+def test_overlapping_ranges_are_answered(nodes, line):
     ranges = [(0, 100), (50, 150), (0, CHUNK_BYTES), (50, 150), (SIZE - 17, SIZE)]
     buffers = [bytearray(stop - start) for start, stop in ranges]
     read(line, nodes, ranges, [memoryview(buffer) for buffer in buffers])
@@ -442,7 +442,7 @@ def test_bytes_that_belong_to_nothing_end_the_connection(nodes, line):
     lives_on(nodes)
 
 
-def test_something_small_that_is_not_small_is_refused(nodes, line):
+def test_oversized_blob_is_refused(nodes, line):
     with pytest.raises(RequestError):
         line.call(
             "put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))]
@@ -482,7 +482,7 @@ def test_requests_are_frames_of_this_protocol():
         "new",
     ],
 )
-def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(nodes, line, name):
+def test_private_blobs_are_neither_read_nor_replaced_by_others(nodes, line, name):
     """The durable tier's URL and its options, marks of quarantine, notes of the drain; and whatever comes later."""
     store = nodes["n2"].store
     if name != "peers":
@@ -498,7 +498,7 @@ def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(n
     lives_on(nodes)
 
 
-def test_a_layout_that_is_there_is_not_replaced(nodes, line):
+def test_existing_layout_is_not_replaced(nodes, line):
     store = nodes["n2"].store
     for data in (b"first", b"other"):
         line.call("put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), type(None), payload=[memoryview(data)])
@@ -536,7 +536,7 @@ def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
 
 
 @pytest.mark.parametrize("number", [1 << 62, (1 << 64) - 1, -1])
-def test_a_number_that_is_too_large_is_no_message(nodes, line, number):
+def test_oversized_number_is_refused(nodes, line, number):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
         line.call("shard_records", {"version_id": [number, 1, 0, "a"], "parts": []}, object)
     lives_on(nodes)

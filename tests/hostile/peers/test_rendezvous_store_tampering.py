@@ -48,7 +48,7 @@ def meet(job, secrets):
 
 
 @pytest.mark.e2e
-def test_a_configured_secret_is_not_said(ranks):
+def test_configured_secret_is_not_sent(ranks):
     with cluster_of(ranks, "n1", "n2") as cluster:
         found = cluster.run(["n1", "n2"], meet, [SECRET, SECRET])
     assert [copies for _, _, copies in found] == [2, 2]
@@ -60,7 +60,7 @@ def test_a_configured_secret_is_not_said(ranks):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("secrets", [[SECRET, OTHER], [SECRET, ""], ["", SECRET]])
-def test_nodes_with_different_secrets_say_so(ranks, secrets):
+def test_nodes_with_different_secrets_report_it(ranks, secrets):
     with cluster_of(ranks, "n1", "n2") as cluster:
         found = cluster.run(["n1", "n2"], meet_and_tell, secrets)
     assert all("peer.secret" in text for text in found)
@@ -78,7 +78,7 @@ def meet_and_tell(job, secrets):
 
 
 @pytest.mark.e2e
-def test_a_secret_that_had_to_be_said_does_not_stay_there(ranks):
+def test_shared_secret_does_not_stay_in_the_store(ranks):
     with cluster_of(ranks, "n1", "n2") as cluster:
         found = cluster.run(["n1", "n2"], meet, ["", ""])
     assert [(left, copies) for _, left, copies in found] == [([], 2), ([], 2)]
@@ -92,7 +92,7 @@ def told(peer, *names):
     return _invite([_NodeHello(node(name), None) for name in names], None, peer, "job", restoring=False)
 
 
-def test_a_list_of_nodes_that_was_changed_on_its_way_is_refused():
+def test_tampered_member_list_is_refused():
     peer = PeerSettings(secret=SECRET)
     invitation = told(peer, "n1", "n2")
     assert invitation.secret == b""
@@ -109,12 +109,12 @@ def test_a_list_of_nodes_that_was_changed_on_its_way_is_refused():
         _agreed(invitation, peer, "another")
 
 
-def test_a_node_without_the_secret_of_the_others_says_so():
+def test_node_without_the_secret_of_the_others_is_refused():
     with pytest.raises(SettingsError, match=r"peer\.secret: the first rank's node has one, and this node has none"):
         _agreed(told(PeerSettings(secret=SECRET), "n1", "n2"), PeerSettings(), "job")
 
 
-def test_where_none_is_configured_that_is_said_aloud(caplog):
+def test_missing_secret_warns_once(caplog):
     peer = PeerSettings()
     for _ in range(2):
         assert _agreed(told(peer, "n1", "n2"), peer, "a job of its own")

@@ -83,7 +83,7 @@ def opened(directory):
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_a_note_that_is_intact_but_wrong_is_damage(directory, name):
+def test_intact_but_wrong_metadata_is_damage(directory, name):
     kind, data = NOTES[name]
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
@@ -122,7 +122,7 @@ def test_a_lease_note_does_not_choose_its_file(directory):
         assert load(store, VICTIM) == content(VICTIM, 10)
 
 
-def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
+def test_files_of_the_first_release_are_adopted(directory):
     """Its slots were as long as what was sealed in them, to the byte; their files are read, and not written again."""
     arena, size = TmpfsArena(directory), MIB + 4711
     arena.create(SLOT, size)
@@ -159,7 +159,7 @@ def test_notes_about_nothing_are_no_obstacle(directory, name, data):
         pass
 
 
-def test_damage_to_who_owns_a_job_does_not_let_the_past_write(directory):
+def test_damaged_job_record_does_not_unfence_the_past(directory):
     """The claim is lost; the sealed shards still say which incarnation was there last."""
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         save(store, key(5, epoch=9, name="ninth"))
@@ -169,7 +169,7 @@ def test_damage_to_who_owns_a_job_does_not_let_the_past_write(directory):
         assert load(store, GOOD) == content(GOOD, MIB)
 
 
-def test_things_that_are_not_files_are_left_alone(directory):
+def test_non_files_are_left_alone(directory):
     for place in ("slots", "notes", "folders", "fresh"):
         (directory / place / "slot.folder").mkdir()
         (directory / place / "slot.link").symlink_to("/etc/passwd")

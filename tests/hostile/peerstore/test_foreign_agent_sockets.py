@@ -72,7 +72,7 @@ def a_trainer_that_starts_no_agent(place):
 
 @pytest.mark.parametrize("who", [a_client, a_trainer, a_trainer_that_starts_no_agent], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("unsafe", UNSAFE, ids=lambda one: one.__name__)
-def test_a_directory_that_others_can_change_is_refused_before_anybody_is_connected_to(place, unsafe, who, monkeypatch):
+def test_directory_writable_by_others_is_refused_before_connecting(place, unsafe, who, monkeypatch):
     if os.getuid() == 0 and unsafe is somebody_elses and who is a_trainer_that_starts_no_agent:
         pytest.skip("root may use the agent of the user that a configured directory belongs to")
     at, listener = place
@@ -84,7 +84,7 @@ def test_a_directory_that_others_can_change_is_refused_before_anybody_is_connect
 
 
 @pytest.mark.parametrize("unsafe", UNSAFE[:3], ids=lambda one: one.__name__)
-def test_commands_say_why_they_do_not_look_there(place, unsafe, monkeypatch):
+def test_commands_report_an_unsafe_directory(place, unsafe, monkeypatch):
     at, listener = place
     unsafe(at.directory, monkeypatch)
     settings = settings_from_mapping({"agent": {"directory": str(at.directory)}})
@@ -96,7 +96,7 @@ def test_commands_say_why_they_do_not_look_there(place, unsafe, monkeypatch):
 
 
 @pytest.mark.parametrize("uid", [SOMEBODY, 0])
-def test_who_listens_is_asked_of_the_kernel(place, monkeypatch, uid):
+def test_owner_of_the_socket_is_checked_with_the_kernel(place, monkeypatch, uid):
     """As when the directory is exchanged between the look and the connection."""
     at, _ = place
     real = os.getuid()
@@ -108,7 +108,7 @@ def test_who_listens_is_asked_of_the_kernel(place, monkeypatch, uid):
             connect_to_agent(at.socket)
 
 
-def test_only_root_trusts_the_owner_of_a_directory_that_was_named(tmp_path, monkeypatch):
+def test_only_root_trusts_the_owner_of_a_named_directory(tmp_path, monkeypatch):
     owner = tmp_path.stat().st_uid
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
@@ -120,6 +120,6 @@ def test_only_root_trusts_the_owner_of_a_directory_that_was_named(tmp_path, monk
     assert trusted_users(Path("/"), named=False) == {0}
 
 
-def test_a_directory_that_is_not_there_is_no_danger(tmp_path):
+def test_missing_directory_is_unreachable(tmp_path):
     with pytest.raises(AgentUnreachableError, match="no agent answers"):
         connect_to_agent(tmp_path / "none" / "agent.sock")

@@ -59,7 +59,7 @@ def peak_bytes(agent):
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
 
 
-def test_the_files_are_what_the_script_writes():
+def test_stored_cases_match_the_generator_script():
     assert {path.stem: path.read_bytes() for path in HOSTILE} == {name: case.data for name, case in cases().items()}
 
 
@@ -115,7 +115,7 @@ def test_many_silent_connections_do_not_keep_others_out(agent, knock):
     assert peak_bytes(agent) < before + 32 * MIB
 
 
-def test_more_connections_than_allowed_are_turned_away_and_come_back_later(agent):
+def test_excess_connections_are_refused_until_others_close(agent):
     with contextlib.ExitStack() as crowd:
         for _ in range(1024):
             crowd.enter_context(connect_to_agent(agent.place.socket, timeout_s=20))
@@ -135,7 +135,7 @@ def test_a_client_that_never_reads_does_not_stop_the_others(agent, knock):
     still_serves(agent)
 
 
-def test_many_at_once_who_all_misbehave(agent):
+def test_concurrent_misbehaving_clients_do_not_stop_the_agent(agent):
     """Threads throw every file at the agent in their own order; a client works all the time."""
     threads = [threading.Thread(target=throw_all, args=(agent, step)) for step in (1, 3, 7)]
     for thread in threads:

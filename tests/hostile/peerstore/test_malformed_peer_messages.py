@@ -117,7 +117,7 @@ def ends(sock):
     return True
 
 
-def test_the_files_are_what_the_script_writes():
+def test_stored_cases_match_the_generator_script():
     assert {path.stem: path.read_bytes() for path in HOSTILE} == {name: case.data for name, case in cases().items()}
 
 
@@ -145,7 +145,7 @@ def test_hostile_bytes_end_their_own_connection_and_cost_nothing(agent, knock, f
     assert agent.ended.empty()
 
 
-def test_a_recorded_conversation_does_not_open_the_door_again(agent, knock):
+def test_recorded_handshake_is_refused(agent, knock):
     sock = knock("challenged")
     first = knock()
     first.sendall(message(HELLO))
@@ -159,7 +159,7 @@ def test_a_recorded_conversation_does_not_open_the_door_again(agent, knock):
     agent.still_serves()
 
 
-def test_a_server_s_own_proof_sent_back_does_not_open_the_door(agent, knock):
+def test_reflected_proof_is_refused(agent, knock):
     sock = knock()
     sock.sendall(message(HELLO))
     sock.sendall(message(Proof(read(sock, Challenge).proof)))
@@ -193,7 +193,7 @@ def test_an_unknown_job_and_a_wrong_secret_are_answered_alike(knock):
     assert answers[0] == answers[1]
 
 
-def test_who_sends_byte_by_byte_is_given_up(agent, knock, monkeypatch):
+def test_handshake_sent_byte_by_byte_times_out(agent, knock, monkeypatch):
     monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 0.3)
     sock = knock()
     stop = threading.Event()
@@ -212,7 +212,7 @@ def test_who_sends_byte_by_byte_is_given_up(agent, knock, monkeypatch):
     agent.still_serves()
 
 
-def test_many_who_say_nothing_do_not_keep_others_out(agent, knock, monkeypatch):
+def test_many_silent_peers_block_no_other_peer(agent, knock, monkeypatch):
     monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 1.0)
     agent.calm_down()
     crowd = [knock() for _ in range(200)]
@@ -237,7 +237,7 @@ def test_a_member_that_never_reads_does_not_stop_the_others(agent, knock):
     agent.still_serves()
 
 
-def test_many_at_once_who_all_misbehave(agent):
+def test_concurrent_misbehaving_peers_do_not_stop_the_agent(agent):
     """Threads throw every file at the agent in their own order; a proper peer works all the time."""
     threads = [threading.Thread(target=throw_all, args=(agent, step)) for step in (1, 3, 7)]
     for thread in threads:

@@ -68,7 +68,7 @@ def test_an_object_of_a_planted_step_does_not_run(agent_dir, tmp_path, monkeypat
     assert not ran.exists()
 
 
-def test_it_runs_for_who_trusts_the_store(agent_dir, tmp_path):
+def test_untrusted_object_runs_when_the_store_is_trusted(agent_dir, tmp_path):
     ran = tmp_path / "ran"
     dcp.save({"extra": Evil(ran)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
     dcp.load({"extra": 0}, storage_reader=TieredReader("tiered://job", trust_objects=True), no_dist=True)
@@ -85,7 +85,7 @@ class Own:
     __hash__ = None
 
 
-def test_a_class_that_torch_was_told_of_is_loaded(agent_dir):
+def test_class_registered_with_torch_is_loaded(agent_dir):
     dcp.save({"own": Own(7)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
     assert isinstance(loads({"own": 0}, TieredReader("tiered://job")), UntrustedObjectError)
     with torch.serialization.safe_globals([Own]):
@@ -95,7 +95,7 @@ def test_a_class_that_torch_was_told_of_is_loaded(agent_dir):
 
 
 @pytest.mark.parametrize("way", ["checkpointer", "writer"])
-def test_saving_says_once_what_a_restore_will_refuse(agent_dir, caplog, way):
+def test_save_warns_once_about_objects_a_restore_refuses(agent_dir, caplog, way):
     name = f"odd_{way}"
     caplog.set_level(logging.WARNING)
     with Checkpointer("tiered://job") as ckpt:
@@ -127,7 +127,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_training_states_hold_is_loaded_as_it_was(name):
+def test_common_training_state_objects_are_loaded(name):
     value = STATES[name]
     data = archive_object(value)
     check_safe_object(name, data)
@@ -156,7 +156,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_way_to_name_a_function_is_left(tmp_path, attack, legacy):
+def test_every_way_to_name_a_function_is_refused(tmp_path, attack, legacy):
     ran = str(tmp_path / "ran").encode()
     pickled = ATTACKS[attack].replace(b"%s", len(ran).to_bytes(4, "little") + ran)
     with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
@@ -164,7 +164,7 @@ def test_no_way_to_name_a_function_is_left(tmp_path, attack, legacy):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_legacy_file_that_is_a_pickle_from_its_first_byte(tmp_path):
+def test_legacy_pickle_file_is_refused(tmp_path):
     data = io.BytesIO()
     torch.save(Evil(tmp_path / "ran"), data, _use_new_zipfile_serialization=False)
     with pytest.raises(UntrustedObjectError):
@@ -175,7 +175,7 @@ def test_a_legacy_file_that_is_a_pickle_from_its_first_byte(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x02", archive_object([1, 2])[:-100]])
-def test_what_is_cut_short_is_damage(data):
+def test_truncated_object_is_damage(data):
     with pytest.raises((CheckpointDamagedError, UntrustedObjectError)):
         check_safe_object("x", data)
 
@@ -212,7 +212,7 @@ def test_metadata_of_a_planted_plain_step_does_not_run(agent_dir, bucket, tmp_pa
 
 
 @pytest.mark.parametrize("enabled", ["0", "1"])
-def test_nor_do_its_objects(agent_dir, bucket, tmp_path, monkeypatch, enabled):
+def test_objects_of_a_plain_checkpoint_run_no_code(agent_dir, bucket, tmp_path, monkeypatch, enabled):
     planted(bucket, tmp_path, Evil(tmp_path / "ran"))
     monkeypatch.setenv("TIEREDCKPT_ENABLED", enabled)
     with Checkpointer("tiered://job") as ckpt:
@@ -249,7 +249,7 @@ def test_metadata_makes_the_classes_of_metadata_and_nothing_else(tmp_path, gadge
     assert not (tmp_path / "ran").exists()
 
 
-def test_metadata_as_dcp_writes_it_is_read_as_dcp_reads_it(tmp_path):
+def test_metadata_written_by_dcp_is_read_the_same(tmp_path):
     state = {"a": {"b": torch.ones(3, 4), "c": [1, "x"]}, "s": torch.ones(2, 2).to_sparse(), "h": torch.ones(1).bool()}
     state.pop("s")
     dcp.save(state, checkpoint_id=str(tmp_path / "one"), no_dist=True)

@@ -62,7 +62,7 @@ def opened(data):
 
 
 @hostile
-def test_a_hostile_manifest_is_told_from_a_good_one(file, little_memory):
+def test_malformed_manifest_is_refused(file, little_memory):
     if file.name in BUILD_DEPENDENT:
         opened(file.read_bytes())
         return
@@ -71,7 +71,7 @@ def test_a_hostile_manifest_is_told_from_a_good_one(file, little_memory):
 
 
 @hostile
-def test_as_an_index_it_is_one_as_little(file, little_memory):
+def test_malformed_manifest_is_refused_as_an_index(file, little_memory):
     with pytest.raises((CheckpointDamagedError, FormatVersionError)):
         decode_shard_file(file.read_bytes())
 
@@ -95,7 +95,7 @@ def test_the_older_step_is_used(file, good_step, tmp_path, little_memory):
 
 
 @hostile
-def test_alone_it_is_an_error_and_no_fresh_start(file, tmp_path, little_memory):
+def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path, little_memory):
     root = tmp_path / "durable"
     path = root / object_keys.manifest_key(JOB, GROUP, None)
     path.parent.mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_alone_it_is_an_error_and_no_fresh_start(file, tmp_path, little_memory):
         "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661.000001.0.abc.unknown.manifest",
     ],
 )
-def test_strangers_among_the_manifests_are_left_alone(name, good_step, tmp_path):
+def test_foreign_files_among_manifests_are_left_alone(name, good_step, tmp_path):
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     stranger = root / JOB / "manifests" / name
     stranger.write_bytes(b"mine")
@@ -188,7 +188,7 @@ def test_a_damaged_shard_is_never_loaded(harm, good_step, tmp_path):
                     ckpt.restore(zeroed(state_at(0)))
 
 
-def test_a_header_that_lies_leads_nobody_astray(good_step, tmp_path):
+def test_false_safetensors_header_is_detected(good_step, tmp_path):
     """The layout says where tensors are; the header is for other tools. It is covered by the checksums all the same."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     (path,) = shards(root)

@@ -78,7 +78,7 @@ PUT = "/v1/cp/checkpoints/a/0/{}"
         b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
     ],
 )
-def test_a_torn_body_leaves_what_was_there_and_no_lease(served: Served, rest: bytes) -> None:
+def test_truncated_body_keeps_the_old_shard_and_leaks_no_lease(served: Served, rest: bytes) -> None:
     ask(served.address, "POST", PUT.format(5), b"before")
     answer = served.raw(b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\n" + rest)
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -96,7 +96,7 @@ def test_a_torn_body_leaves_what_was_there_and_no_lease(served: Served, rest: by
         b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nContent-Length: 1\r\nShard-Meta: " + b"m" * 20_000 + b"\r\n\r\nx",
     ],
 )
-def test_headers_that_mean_two_things_are_refused(served: Served, wire: bytes) -> None:
+def test_ambiguous_headers_are_refused(served: Served, wire: bytes) -> None:
     """Nobody on the way may have taken for a request what this server takes for a body, and no header for two."""
     assert served.raw(wire).startswith(b"HTTP/1.1 400 ")
     assert ask(served.address, "GET", PUT.format(5)).status == 404
@@ -105,7 +105,7 @@ def test_headers_that_mean_two_things_are_refused(served: Served, wire: bytes) -
 @pytest.mark.parametrize(
     "wire", [b"", b"\r\n", b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000]
 )
-def test_what_is_no_http_ends_that_connection_only(served: Served, wire: bytes) -> None:
+def test_non_http_closes_only_its_connection(served: Served, wire: bytes) -> None:
     served.raw(wire)
     assert ask(served.address, "GET", "/health").status == 200
 
@@ -118,13 +118,13 @@ def test_a_shard_larger_than_the_budget_is_413_before_there_is_a_slot(served: Se
     assert (served.leases(), served.store.status().arena.slots) == (0, 0)
 
 
-def test_the_words_of_a_refusal_reach_a_client_that_sends_all_of_its_body_first(served: Served) -> None:
+def test_refusal_reaches_a_client_that_sends_its_entire_body(served: Served) -> None:
     answer = ask(served.address, "POST", PUT.format(5), b"x" * (9 * MIB))
     assert answer.status == 413
     assert "does not fit" in answer.json["detail"]
 
 
-def test_a_full_budget_is_507_and_says_what_to_do(served: Served) -> None:
+def test_full_budget_is_507_with_advice(served: Served) -> None:
     ask(served.address, "POST", "/v1/cp/namespaces/b?num_ranks=2")
     for rank in (0, 1):
         assert ask(served.address, "POST", f"/v1/cp/checkpoints/b/{rank}/1", os.urandom(3 * MIB)).status == 200
@@ -154,7 +154,7 @@ def test_a_namespace_deleted_while_a_shard_comes_gets_nothing(served: Served) ->
     assert (served.leases(), served.service.holdings.local_facts()) == (0, [])
 
 
-def test_a_body_that_is_not_wanted_is_not_asked_for(served: Served) -> None:
+def test_unwanted_body_is_refused_before_it_is_sent(served: Served) -> None:
     wire = b"POST /v1/cp/checkpoints/nowhere/0/5 HTTP/1.1\r\nContent-Length: 400000\r\nExpect: 100-continue\r\n\r\n"
     assert served.raw(wire).startswith(b"HTTP/1.1 404 ")
 
@@ -178,7 +178,7 @@ def test_a_damaged_shard_is_no_answer_and_leaves_the_step_out_of_the_list(served
     assert served.store.status().damage_reports
 
 
-def test_who_reads_a_shard_gets_all_of_it_while_it_is_deleted(served: Served) -> None:
+def test_shard_read_completes_during_its_deletion(served: Served) -> None:
     body = os.urandom(3 * MIB)
     ask(served.address, "POST", PUT.format(5), body)
     with contextlib.closing(http.client.HTTPConnection(served.address, timeout=60)) as connection:
@@ -190,7 +190,7 @@ def test_who_reads_a_shard_gets_all_of_it_while_it_is_deleted(served: Served) ->
         assert found + answer.read() == body
 
 
-def test_part_of_a_shard_may_be_asked_for(served: Served) -> None:
+def test_range_request_returns_part_of_a_shard(served: Served) -> None:
     body = os.urandom(2 * MIB + 17)
     ask(served.address, "POST", PUT.format(5), body, {"Shard-Meta": "{}"})
     with contextlib.closing(http.client.HTTPConnection(served.address, timeout=60)) as connection:
@@ -199,7 +199,7 @@ def test_part_of_a_shard_may_be_asked_for(served: Served) -> None:
         assert ask_on(connection, "GET", PUT.format(5), headers={"Range": "bytes=9999999-"}).status == 416
 
 
-def test_many_put_at_once_and_the_last_one_counts(served: Served) -> None:
+def test_last_of_many_concurrent_puts_wins(served: Served) -> None:
     bodies = [os.urandom(50_000) for _ in range(8)]
     threads = [threading.Thread(target=ask, args=(served.address, "POST", PUT.format(5), body)) for body in bodies]
     for thread in threads:
@@ -212,7 +212,7 @@ def test_many_put_at_once_and_the_last_one_counts(served: Served) -> None:
     assert len(served.service.holdings.local_facts()) == 1
 
 
-def test_its_numbers_are_told(served: Served) -> None:
+def test_service_metrics_are_exported(served: Served) -> None:
     ask(served.address, "POST", PUT.format(5), b"four")
     ask(served.address, "GET", PUT.format(5))
     ask(served.address, "GET", PUT.format(6))

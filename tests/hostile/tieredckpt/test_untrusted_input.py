@@ -52,11 +52,11 @@ from tieredckpt.settings import DurableSettings, load_yaml
         ((7, 8 + MAX_EPOCH_LEAD), 7),
     ],
 )
-def test_the_newest_incarnation_is_one_there_can_have_been(epochs, newest):
+def test_newest_epoch_ignores_implausible_numbers(epochs, newest):
     assert object_keys.newest_epoch(epochs) == newest
 
 
-def test_one_name_with_the_largest_number_neither_ends_saving_nor_is_restored(tmp_path):
+def test_object_with_the_largest_epoch_is_ignored(tmp_path):
     """Nothing could follow it: whoever went on from it would be refused every number there is."""
     from tieredckpt.durable.retrying_store import open_store
 
@@ -94,12 +94,12 @@ def store():
         {f"a.{number}": ("a", number * 1000) for number in range(100)},
     ],
 )
-def test_lists_that_would_be_longer_than_what_is_in_them_are_damage(paths):
+def test_lists_longer_than_their_entries_are_damage(paths):
     with pytest.raises(CheckpointDamagedError, match="list"):
         check_nested_paths(paths)
 
 
-def test_lists_as_long_as_what_is_in_them_are_none():
+def test_lists_as_long_as_their_entries_are_valid():
     check_nested_paths({f"a.{row}.{column}.w": ("a", row, column, "w") for row in range(30) for column in range(30)})
     check_nested_paths({"a": ("a", 0), "b": ("b", "1000000000")})
 
@@ -115,7 +115,7 @@ class Runs:
         return Path.touch, (self.file,)
 
 
-def test_a_checkpoint_that_is_copied_to_a_url_runs_nothing(agent_dir, tmp_path):
+def test_copying_a_malicious_checkpoint_runs_no_code(agent_dir, tmp_path):
     source, ran = tmp_path / "step-1", tmp_path / "ran"
     source.mkdir()
     (source / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
@@ -145,7 +145,7 @@ def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
         assert bad not in said
 
 
-def test_what_a_layout_calls_a_type_is_text():
+def test_markup_in_a_layout_is_shown_as_text():
     tensor = {"name": "[i]w[/i]", "dtype": "[bold]F32[/]", "shape": [2], "size_bytes": 8, "sharding": "whole"}
     (row,) = inspect._rows([{**tensor, "archived": False, "pieces": [{"part": 0}]}])
     assert [Text.from_markup(cell).plain for cell in row[:2]] == ["[i]w[/i]", "[bold]F32[/]"]
@@ -160,7 +160,7 @@ def test_a_page_of_steps_that_took_no_time_is_a_page():
 # -- YAML -------------------------------------------------------------------------------------------------------------
 
 
-def test_aliases_of_aliases_are_refused_before_anybody_counts_them():
+def test_nested_yaml_aliases_are_refused_early():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     with pytest.raises(yaml.YAMLError, match="aliases included"):
@@ -170,7 +170,7 @@ def test_aliases_of_aliases_are_refused_before_anybody_counts_them():
         load_yaml("\n".join(merged))
 
 
-def test_what_recipes_have_of_aliases_is_read():
+def test_yaml_aliases_of_recipes_are_read():
     assert load_yaml("base: &b {x: 1}\none: *b\ntwo: {<<: *b, y: 2}") == {
         "base": {"x": 1},
         "one": {"x": 1},
@@ -240,7 +240,7 @@ def test_names_of_this_machine_are_served(address, host):
     assert ask(address, "GET", DELETE, headers={"Host": host}).status == 200
 
 
-def test_where_a_token_is_asked_for_any_name_is_served():
+def test_any_host_name_is_served_with_a_token():
     """A page does not have the token, whatever name it uses."""
     with ours("8MiB", TokenCheck(b"a token that is long enough")) as address:
         shown = {"Host": "memory.example.com", "Authorization": "Bearer a token that is long enough"}
@@ -269,7 +269,7 @@ def test_status_and_metrics_are_not_for_web_pages_either(store):
         b"GET /v1/cp/namespaces/a HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n",
     ],
 )
-def test_lines_that_mean_two_things_are_refused(address, wire):
+def test_ambiguous_request_lines_are_refused(address, wire):
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         sock.sendall(wire)

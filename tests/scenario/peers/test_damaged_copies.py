@@ -31,7 +31,7 @@ def is_mended(node, count=1):
     assert node.store.verify(V1) == ()
 
 
-def test_a_flipped_byte_of_a_copy_is_refused_by_the_reader_dropped_reported_and_mended(nodes):
+def test_flipped_byte_of_a_copy_is_refused_dropped_reported_and_repaired(nodes):
     flip(nodes["n2"].path(V1), 3 * MIB)
     _, alone = nodes["n1"].read(V1, sources=["n2"])
     assert alone.failed.keys() == {V1}
@@ -53,7 +53,7 @@ def test_a_flipped_byte_of_the_original_is_mended_from_a_copy_and_stays_the_orig
     assert nodes["n1"].team.replicator.statuses()[0].is_owner
 
 
-def test_a_slice_of_a_chunk_is_compared_by_its_holder_before_it_leaves(nodes):
+def test_holder_verifies_the_chunk_of_a_slice_before_sending(nodes):
     """The reader of a slice cannot compare it with the seal itself."""
     flip(nodes["n2"].path(V1), CHUNK_BYTES + 10)
     team = nodes["n1"].team
@@ -70,7 +70,7 @@ def test_a_slice_of_a_chunk_is_compared_by_its_holder_before_it_leaves(nodes):
     is_mended(nodes["n2"])
 
 
-def test_the_reader_goes_on_with_the_next_copy(nodes):
+def test_reader_continues_with_the_next_copy(nodes):
     """Every piece of one copy is bad: whichever of them is asked of it, the other copy has it."""
     for at in range(0, SIZE, MIB):
         flip(nodes["n2"].path(V1), at)
@@ -80,7 +80,7 @@ def test_the_reader_goes_on_with_the_next_copy(nodes):
     assert dict(pulled.bytes_from) == {"n3": SIZE}
 
 
-def test_every_copy_is_damaged_in_the_same_place_and_no_byte_of_it_is_used(nodes):
+def test_data_damaged_in_every_copy_is_never_used(nodes):
     for node in nodes:
         flip(node.path(V1), 2 * MIB)
     _, pulled = nodes["n1"].read(V1, sources=["n2", "n3"])
@@ -89,7 +89,7 @@ def test_every_copy_is_damaged_in_the_same_place_and_no_byte_of_it_is_used(nodes
     until(lambda: not nodes["n2"].holds(V1) and not nodes["n3"].holds(V1), "the damaged copies are dropped")
 
 
-def test_a_bit_that_turns_on_the_wire_is_asked_for_again_and_the_copy_stays(nodes):
+def test_bit_flipped_in_transit_is_read_again_and_the_copy_stays(nodes):
     nodes.network.flip_bit("n2", "n1", payload=0, byte=77)
     data, pulled = nodes["n1"].read(V1, sources=["n2"], streams=1)
     assert data == content(V1, SIZE)
@@ -99,7 +99,7 @@ def test_a_bit_that_turns_on_the_wire_is_asked_for_again_and_the_copy_stays(node
     assert nodes["n2"].damage_reports() == []
 
 
-def test_a_way_that_damages_all_it_carries_is_not_asked_for_ever(nodes):
+def test_persistently_damaging_path_is_abandoned(nodes):
     for payload in range(8):
         nodes.network.flip_bit("n2", "n1", payload=payload, byte=77)
     _, alone = nodes["n1"].read(V1, sources=["n2"], streams=1)
@@ -141,7 +141,7 @@ def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes)
     assert data == content(other, SIZE)
 
 
-def test_a_bit_that_turns_while_a_copy_is_made_is_sent_once_more(nodes):
+def test_bit_flipped_during_replication_is_sent_again(nodes):
     for payload in (0, 3):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(key(2), SIZE)
@@ -151,7 +151,7 @@ def test_a_bit_that_turns_while_a_copy_is_made_is_sent_once_more(nodes):
     assert nodes["n2"].store.verify(key(2)) == ()
 
 
-def test_a_way_that_damages_everything_makes_no_copy_and_is_told(nodes):
+def test_path_that_damages_everything_makes_no_copy_and_is_reported(nodes):
     for payload in range(1000):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(key(2), SIZE)
@@ -171,7 +171,7 @@ def lie(node):
 
 
 @pytest.mark.parametrize("liar", ["n2", "n3"])
-def test_one_of_two_holders_describes_the_shard_wrongly_and_the_other_is_believed(liar):
+def test_false_record_of_one_of_two_holders_is_outvoted_by_the_data(liar):
     """With one voice against another, the bytes decide."""
     with neighbours("n1", "n2", "n3", "n4", copies=2) as nodes:
         writer = next(node for node in nodes if liar in node.team.replicator.partners)
@@ -191,7 +191,7 @@ def test_one_of_two_holders_describes_the_shard_wrongly_and_the_other_is_believe
         assert nodes[liar].is_good(of)
 
 
-def test_the_writer_itself_describes_it_wrongly_and_is_mended_by_its_copies(nodes):
+def test_writer_with_a_false_record_is_repaired_from_its_copies(nodes):
     lie(nodes["n1"])
     data, pulled = nodes["n3"].read(V1)
     assert data == content(V1, SIZE)
@@ -200,7 +200,7 @@ def test_the_writer_itself_describes_it_wrongly_and_is_mended_by_its_copies(node
     assert nodes["n1"].facts()[V1].holders == ()
 
 
-def test_damage_of_one_shard_is_no_reason_to_doubt_another(nodes):
+def test_damage_of_one_shard_does_not_affect_another(nodes):
     nodes["n2"].write(key(1, 1), MIB, parts=2)
     until(lambda: nodes.holders(key(1, 1)) == {"n1", "n2", "n3"})
     for node in nodes:
@@ -210,7 +210,7 @@ def test_damage_of_one_shard_is_no_reason_to_doubt_another(nodes):
     assert data == content(key(1, 1), MIB)
 
 
-def test_a_copy_that_is_described_wrongly_is_found_when_it_is_offered_again():
+def test_copy_with_a_false_record_is_found_when_offered_again():
     with neighbours("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
         nodes.settle(1)
@@ -224,7 +224,7 @@ def test_a_copy_that_is_described_wrongly_is_found_when_it_is_offered_again():
         assert nodes["n1"].is_good(V1)
 
 
-def test_a_copy_is_mended_as_soon_as_somebody_who_has_it_can_be_asked():
+def test_copy_is_repaired_when_a_holder_becomes_reachable():
     with neighbours("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
         nodes.settle(1)

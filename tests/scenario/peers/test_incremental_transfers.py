@@ -55,7 +55,7 @@ def test_damage_of_an_older_version_does_not_get_into_the_next():
         assert totals.sent_bytes == SIZE + 2 * CHUNK_BYTES  # what changed, and what was damaged there
 
 
-def test_a_source_dies_in_the_middle_and_the_other_one_serves_the_rest():
+def test_reader_switches_to_the_other_source_when_one_dies():
     with neighbours("n1", "n2", "n3", copies=2) as nodes:
         nodes["n1"].write(key(1), 32 * MIB + 5)
         nodes.settle(1)
@@ -104,7 +104,7 @@ def test_a_reader_gets_its_ranges_and_no_more(count):
         assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
 
 
-def test_a_connection_forgets_the_copies_that_it_has_finished():
+def test_connection_drops_finished_transfers():
     """One is kept for as long as the job runs: what it remembered of every copy would only grow."""
     with neighbours("n1", "n2", copies=2) as nodes:
         for version in range(5):

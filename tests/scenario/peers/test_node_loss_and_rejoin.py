@@ -86,7 +86,7 @@ def test_the_node_that_counts_copies_is_lost(when):
         nodes.settle(2)
 
 
-def test_a_node_that_came_back_empty_before_anybody_missed_it_gets_its_copies_again():
+def test_node_that_rejoined_empty_before_its_death_was_noticed_gets_its_copies():
     with neighbours("n1", "n2", copies=2) as nodes:
         of = key(1)
         nodes["n1"].write(of, SIZE)
@@ -98,7 +98,7 @@ def test_a_node_that_came_back_empty_before_anybody_missed_it_gets_its_copies_ag
         expect(nodes, [of], copies=2)
 
 
-def test_an_agent_that_starts_again_with_its_arena_takes_part_as_before_and_nothing_is_sent_twice():
+def test_agent_restarted_with_its_arena_rejoins_without_retransfers():
     with neighbours("n1", "n2", copies=2) as nodes:
         mine, other = key(1, 0), key(1, 1)
         nodes["n1"].write(mine, SIZE, parts=2)
@@ -118,7 +118,7 @@ def test_an_agent_that_starts_again_with_its_arena_takes_part_as_before_and_noth
         assert nodes["n2"].settled == 1
 
 
-def test_a_node_that_returns_after_a_newer_incarnation_is_fenced_and_its_past_is_not_spread():
+def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
     with neighbours("n1", "n2", "n3", copies=2) as nodes:
         save(nodes, 1)
         nodes.settle(1)
@@ -190,7 +190,7 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
         expect(nodes, newer, copies=2)
 
 
-def test_the_smaller_side_of_a_partition_gives_up_nothing_also_where_it_has_all_parts():
+def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
     """A job on one node, which is cut off: it could settle what it writes all by itself."""
     with neighbours("n1", "n2", "n3", copies=2) as nodes:
         n1 = nodes["n1"]
@@ -218,7 +218,7 @@ def test_the_smaller_side_of_a_partition_gives_up_nothing_also_where_it_has_all_
         expect(nodes, [key(3, epoch=epoch, name="b")], copies=2)
 
 
-def test_a_node_that_is_left_alone_goes_on_with_one_copy_and_says_so():
+def test_node_left_alone_continues_with_one_copy_and_reports_it():
     with neighbours("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(key(1), SIZE)
         nodes.settle(1)
@@ -240,7 +240,7 @@ def lease_within(node, of):
     node.store.seal(lease.id, SIZE)
 
 
-def test_while_copies_are_still_to_be_made_nothing_settled_is_given_up():
+def test_replicated_version_is_kept_while_newer_copies_are_pending():
     """The partner has no slot for a while: the writer may fill its own, and then has to wait."""
     with neighbours("n1", "n2", copies=2) as nodes:
         n1, receiving = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
@@ -262,7 +262,7 @@ def test_while_copies_are_still_to_be_made_nothing_settled_is_given_up():
 
 
 @pytest.mark.parametrize("end", ["n1", "n2", "n3"])
-def test_one_bad_path_holds_up_no_version(end):
+def test_bad_path_delays_no_version(end):
     """The third node reaches both ends, so both live: it takes the copies, and tells the scribe what it cannot hear."""
     with neighbours("n1", "n2", "n3", copies=2) as nodes:
         (partner,) = nodes[end].team.replicator.partners
@@ -286,7 +286,7 @@ def busy(*_):
     raise ArenaBusyError("every slot is in use")
 
 
-def test_an_agent_that_starts_again_does_not_take_nodes_for_dead_that_it_has_not_met_yet():
+def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
     """Neither are their shards its own, nor is anything settled because nobody else is there."""
     patient = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=100.0)
     with neighbours("n1", "n2", copies=2, membership=patient) as nodes:
@@ -341,7 +341,7 @@ def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_perio
         nodes.settle(1)
 
 
-def test_a_node_that_is_being_pinged_when_a_roster_comes_is_met_all_the_same():
+def test_node_pinged_during_a_member_list_change_joins():
     """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with neighbours("n1", "n2", membership=slow) as nodes:

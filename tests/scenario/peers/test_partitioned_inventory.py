@@ -76,17 +76,17 @@ def sees_everything(nodes, asker=ASKER):
     return sight
 
 
-def test_there_are_districts_to_speak_of():
+def test_job_has_several_partitions():
     assert len(DISTRICTS.other_partitions(ASKER)) >= 2
     assert len(FAR) >= 3
 
 
-def test_all_is_seen_that_everybody_says_of_itself(nodes):
+def test_inventory_includes_everything_nodes_report(nodes):
     for asker in NAMES:
         sees_everything(nodes, asker)
 
 
-def test_who_looks_asks_one_node_of_each_other_district(nodes):
+def test_inventory_queries_one_node_of_each_other_partition(nodes):
     asked = []
     for name in NAMES:
         answers_with(nodes, name, lambda names, honest, name=name: asked.append(name) or honest(names))
@@ -94,7 +94,7 @@ def test_who_looks_asks_one_node_of_each_other_district(nodes):
     assert sorted(asked) == sorted(members[0] for members in DISTRICTS.other_partitions(ASKER))
 
 
-def test_holders_are_confirmed_by_what_lookouts_say(nodes):
+def test_holders_are_confirmed_by_delegates(nodes):
     writer = nodes[ASKER]
     partner = writer.team.replicator.partners[0]
     confirmed = []
@@ -109,7 +109,7 @@ def test_holders_are_confirmed_by_what_lookouts_say(nodes):
 # -- freshness and sharing --------------------------------------------------------------------------------------------
 
 
-def test_what_was_sealed_before_the_question_is_seen(nodes):
+def test_shards_sealed_before_the_query_are_seen(nodes):
     """Also while others ask all the time, and share what lookouts find."""
     stop, failures = threading.Event(), []
 
@@ -135,7 +135,7 @@ def test_what_was_sealed_before_the_question_is_seen(nodes):
     assert failures == []
 
 
-def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
+def test_concurrent_queries_share_a_few_inventories(nodes):
     lookout, member = FAR[0], FAR[1]
     looks = counted(nodes, member)
     inside, go_on = threading.Semaphore(0), threading.Event()
@@ -170,7 +170,7 @@ def test_however_many_ask_a_lookout_looks_a_few_times(nodes):
 # -- lookouts that are no use -----------------------------------------------------------------------------------------
 
 
-def test_a_lookout_that_dies_while_it_looks_is_replaced(nodes):
+def test_delegate_that_dies_during_its_inventory_is_replaced(nodes):
     lookout = FAR[0]
 
     def die(asked, honest):
@@ -187,13 +187,13 @@ def test_a_lookout_that_dies_while_it_looks_is_replaced(nodes):
     assert "cannot be reached" in sight.unreachable[lookout]
 
 
-def test_a_lookout_that_says_nothing_is_not_waited_for(nodes):
+def test_silent_delegate_is_not_awaited(nodes):
     """It is still seen itself: by the next lookout."""
     nodes.network.stall(FAR[0], ASKER)
     sees_everything(nodes)
 
 
-def test_where_no_lookout_answers_everybody_is_asked(nodes):
+def test_every_node_is_queried_when_no_delegate_answers(nodes):
     asked = []
 
     def refuse(names, _honest):
@@ -206,7 +206,7 @@ def test_where_no_lookout_answers_everybody_is_asked(nodes):
     assert len(asked) == min(MAX_DELEGATES, len(FAR))
 
 
-def test_those_that_a_lookout_does_not_reach_are_asked_once_more(nodes):
+def test_nodes_unreachable_from_a_delegate_are_queried_directly(nodes):
     """Its way may be bad, and not the node."""
     for lookout in FAR:
         for member in FAR:
@@ -215,7 +215,7 @@ def test_those_that_a_lookout_does_not_reach_are_asked_once_more(nodes):
     sees_everything(nodes)
 
 
-def test_a_node_that_nobody_reaches_is_named(nodes):
+def test_unreachable_node_is_named(nodes):
     lost = FAR[1]
     for name in NAMES:
         if name != lost:
@@ -230,7 +230,7 @@ def test_a_node_that_nobody_reaches_is_named(nodes):
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(NodeInventory((), 99, "liar", None, 0)))
 
 
-def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
+def test_unrequested_nodes_in_a_reply_are_ignored(nodes):
     others = [name for name in NAMES if name not in FAR]
 
     def lie(asked, honest):
@@ -253,7 +253,7 @@ def test_what_a_lookout_says_of_nodes_that_nobody_asked_for_is_ignored(nodes):
     ],
     ids=["nothing", "all silent", "no such thing", "nil"],
 )
-def test_nodes_of_which_a_lookout_says_nothing_of_use_are_asked_themselves(nodes, answer):
+def test_nodes_without_a_usable_reply_are_queried_directly(nodes, answer):
     answers_with(nodes, FAR[0], answer)
     sees_everything(nodes)
 
@@ -269,7 +269,7 @@ def ask(nodes, names, lookout=FAR[0]):
     )
 
 
-def test_nodes_of_other_districts_and_strangers_are_not_looked_for(nodes):
+def test_nodes_of_other_partitions_are_not_queried(nodes):
     others = [name for name in NAMES if name not in FAR]
     looks = [counted(nodes, name) for name in NAMES]
     answer = ask(nodes, [*others, "stranger", "", "../n01"])
@@ -279,7 +279,7 @@ def test_nodes_of_other_districts_and_strangers_are_not_looked_for(nodes):
     assert not any(looks), "nobody was looked at for that"
 
 
-def test_of_those_that_are_named_only_the_districts_own_are_looked_for(nodes):
+def test_only_requested_nodes_of_the_partition_are_queried(nodes):
     answer = ask(nodes, [FAR[1], "stranger", FAR[1], ASKER])
     assert set(answer.nodes) == {FAR[1]}
     assert set(answer.unreachable) == {"stranger", ASKER}
@@ -294,7 +294,7 @@ def test_too_many_names_are_refused(nodes):
     sees_everything(nodes)
 
 
-def test_what_does_not_fit_into_one_answer_is_left_to_the_asker(nodes):
+def test_oversized_reply_is_left_to_the_caller(nodes):
     """Here because one node has very much to say; the asker gets it from that node."""
     big, room = FAR[1], 1 << 20
     nodes.monkeypatch.setattr("peerstore.peers.peer_inventory.MAX_PARTITION_REPLY_BYTES", room)

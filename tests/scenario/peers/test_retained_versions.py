@@ -19,7 +19,7 @@ def write(nodes, versions):
         nodes.settle(version)
 
 
-def test_what_one_node_keeps_all_keep_until_one_of_them_lets_it_go():
+def test_retained_version_is_kept_everywhere_until_released():
     with neighbours(*ALL, copies=3) as nodes:
         write(nodes, [1])
         nodes["n2"].store.retain("job", V1.version_id)
@@ -32,7 +32,7 @@ def test_what_one_node_keeps_all_keep_until_one_of_them_lets_it_go():
         assert nodes.holders(V1) == set()
 
 
-def test_what_is_dropped_is_gone_everywhere_and_no_ping_brings_it_back():
+def test_deleted_version_is_gone_everywhere_and_stays_gone():
     with neighbours(*ALL, copies=3) as nodes:
         write(nodes, [1, 2])
         group = key(2).version_id
@@ -44,7 +44,7 @@ def test_what_is_dropped_is_gone_everywhere_and_no_ping_brings_it_back():
         assert nodes.holders(V1) | nodes.holders(key(3)) == {*ALL}
 
 
-def test_those_that_answer_give_it_up_while_others_are_silent():
+def test_answering_nodes_delete_a_version_while_others_are_silent():
     names = [f"n{number}" for number in range(1, 10)]
     silent, last = names[1:7], names[8]
     with neighbours(*names, copies=2) as nodes, ThreadPoolExecutor(1) as dropping:

@@ -22,7 +22,7 @@ def third(nodes, *names):
     return found
 
 
-def test_a_silent_partner_is_replaced_as_soon_as_it_counts_as_dead():
+def test_silent_partner_is_replaced_once_it_is_dead():
     """It goes silent after it has accepted the connection: the copy that waits for its answer is not waited for."""
     with neighbours("n1", "n2", "n3", copies=2) as nodes:
         n1, silent = nodes["n1"], partner_of(nodes, "n1")
@@ -58,7 +58,7 @@ def test_a_slow_partner_delays_copies_and_nothing_else():
         assert nodes["n2"].is_good(key(2))
 
 
-def test_a_limit_on_copies_holds_up_nobody_who_waits_for_something_else():
+def test_copy_rate_limit_blocks_no_other_work():
     """While one copy creeps along, this node answers, takes copies and is read from."""
     with neighbours("n1", "n2", copies=2) as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
@@ -79,7 +79,7 @@ def test_a_limit_on_copies_holds_up_nobody_who_waits_for_something_else():
         nodes.settle(1)
 
 
-def test_a_full_partner_is_replaced_by_a_node_with_room():
+def test_full_partner_is_replaced_by_a_node_with_space():
     with neighbours(copies=2) as nodes:
         names = ("n1", "n2", "n3")
         full = "n2"
@@ -95,7 +95,7 @@ def test_a_full_partner_is_replaced_by_a_node_with_room():
         assert nodes[roomy].facts()[key(1)].holders == (writer, roomy)
 
 
-def test_where_everybody_is_full_the_writer_goes_on_with_one_copy_and_says_why():
+def test_writer_continues_with_one_copy_and_a_reason_when_all_are_full():
     with neighbours(copies=2) as nodes:
         nodes.add("n1")
         nodes.add("n2", budget="2MiB")
@@ -111,7 +111,7 @@ def test_where_everybody_is_full_the_writer_goes_on_with_one_copy_and_says_why()
         assert nodes.holders(key(5)) == {"n1"}
 
 
-def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
+def test_partner_requesting_nonexistent_chunks_blocks_no_other_copy():
     with neighbours("n1", "n2", "n3", copies=3) as nodes:
         n1, liar = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
         liar.handle_offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
@@ -122,7 +122,7 @@ def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
         assert n1.is_good(key(1))
 
 
-def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
+def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
     """They take connections and say nothing: what waits for them holds up no ping to anybody else."""
     names = [f"n{number}" for number in range(1, 8)]
     # All of them are in one process: one ping or another is late on a busy machine, and six in a row are not.
@@ -150,7 +150,7 @@ def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
         assert {(who, standing) for one in seen for who, standing in one.items() if standing != "alive"} == set()
 
 
-def test_a_node_whose_ways_are_cut_while_it_waits_for_an_answer_closes_soon():
+def test_node_cut_off_during_a_call_closes_quickly():
     """Also while it takes the others for alive."""
     with neighbours("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
         n1 = nodes["n1"]

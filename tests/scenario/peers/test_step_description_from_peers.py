@@ -69,7 +69,7 @@ def asked(nodes, monkeypatch):
     return asked
 
 
-def test_layouts_are_asked_of_those_who_have_them_once_each(nodes, asked):
+def test_layouts_are_fetched_once_from_their_holders(nodes, asked):
     others = PeerTier(nodes["n1"].neighbourhood)
     found, everybody = others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(part) for part in range(len(WRITERS))])
     assert found == {LAYOUT_BLOB_PREFIX + layout(part): text(part) for part in range(len(WRITERS))}
@@ -77,7 +77,7 @@ def test_layouts_are_asked_of_those_who_have_them_once_each(nodes, asked):
     assert +asked == Counter({("blobs", writer): 1 for writer in WRITERS})
 
 
-def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monkeypatch):
+def test_oversized_blob_reply_is_continued(nodes, asked, monkeypatch):
     monkeypatch.setattr("peerstore.server.peer_server._MOST_BLOB_BYTES", 4)
     many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
@@ -86,7 +86,7 @@ def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monk
     assert found == {name: name.encode() for name in many}
 
 
-def test_what_nobody_seems_to_have_is_asked_of_others_too(nodes, asked):
+def test_blob_without_a_known_holder_is_requested_from_others(nodes, asked):
     nodes["n4"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
     others = PeerTier(nodes["n1"].neighbourhood)
     wanted = [LAYOUT_BLOB_PREFIX + layout(7), LAYOUT_BLOB_PREFIX + layout(8)]
@@ -94,7 +94,7 @@ def test_what_nobody_seems_to_have_is_asked_of_others_too(nodes, asked):
 
 
 @pytest.mark.parametrize("bad", [b"not even packed", pack_blob(b"another layout")])
-def test_what_is_not_the_layout_it_is_called_is_asked_of_the_next_node(nodes, asked, bad):
+def test_mislabeled_layout_is_requested_from_the_next_node(nodes, asked, bad):
     """n2 has a shard that goes with it, so it is asked first."""
     name = LAYOUT_BLOB_PREFIX + layout(0)
     nodes["n2"].store.put_blob(JOB, name, bad)
@@ -103,7 +103,7 @@ def test_what_is_not_the_layout_it_is_called_is_asked_of_the_next_node(nodes, as
     assert asked["blobs", "n2"] == 1
 
 
-def test_a_layout_that_is_damaged_everywhere_is_damaged(nodes):
+def test_layout_damaged_everywhere_is_damage(nodes):
     nodes["n2"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(0), pack_blob(b"another layout"))
     node = nodes["n1"]
     service = NodeAgentService(node.store, neighbourhood=node.neighbourhood)
@@ -112,7 +112,7 @@ def test_a_layout_that_is_damaged_everywhere_is_damaged(nodes):
 
 
 @pytest.mark.parametrize("what", ["layout", "table"])
-def test_where_this_nodes_own_is_damaged_another_ones_is_taken(nodes, what):
+def test_damaged_local_blob_is_fetched_from_another_node(nodes, what):
     name, good = (
         (LAYOUT_BLOB_PREFIX + layout(0), text(0))
         if what == "layout"
@@ -128,7 +128,7 @@ def test_where_this_nodes_own_is_damaged_another_ones_is_taken(nodes, what):
     assert unpack_blob(said) == good
 
 
-def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
+def test_unresponsive_node_leaves_the_answer_unknown(nodes, monkeypatch):
     others = PeerTier(nodes["n1"].neighbourhood)
 
     def silent(node, names):
@@ -138,7 +138,7 @@ def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
     assert others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(0)]) == ({}, False)
 
 
-def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
+def test_shared_table_is_fetched_from_different_nodes(nodes):
     """Each node has its own order of the others."""
     first = {
         next(iter(PeerTier(node.neighbourhood)._holders(node.team, TABLE_BLOB_PREFIX + TABLE_OF_ALL))) for node in nodes
@@ -146,7 +146,7 @@ def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
     assert len(first) > 1
 
 
-def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes, asked, monkeypatch):
+def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, asked, monkeypatch):
     others = PeerTier(nodes["n1"].neighbourhood)
     facts, sources = others.holders_of_parts(JOB, GROUP)
     assert sorted(facts) == sorted(sources)
@@ -168,7 +168,7 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
     assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}
 
 
-def test_one_node_commits_a_step_and_the_next_one_when_it_is_gone(nodes):
+def test_single_node_commits_a_step_and_is_replaced_when_lost(nodes):
     others = [PeerTier(node.neighbourhood) for node in nodes]
     assert {one.committer_of(JOB, GROUP) for one in others} == {WRITERS[0]}
     nodes.network.kill_node(WRITERS[0])
