@@ -23,7 +23,7 @@ from benchmarks.opponents import DcpFiles
 from benchmarks.parameters import Scene
 from benchmarks.rounds import Contender, byte_row, measure, together, use_threads
 from benchmarks.sandbox import JOB
-from benchmarks.states import State, blank, size_of, wipe
+from benchmarks.states import TOP_OF_EXPONENT, State, blank, size_of, wipe
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.dcp.tiered_reader import RestoreReport
 
@@ -60,8 +60,10 @@ def slice_of(kind: str, size_bytes: int) -> State:
 
 
 def _bits(seed: int, first: int, last: int) -> torch.Tensor:
+    """Return finite numbers: a Checkpointer refuses a state with NaN."""
     places = np.arange(first, last, dtype=np.uint32)
-    return torch.from_numpy((places + np.uint32(seed * 7919)) * np.uint32(2654435761)).view(torch.float32)
+    bits = (places + np.uint32(seed * 7919)) * np.uint32(2654435761) & np.uint32(~TOP_OF_EXPONENT & 0xFFFFFFFF)
+    return torch.from_numpy(bits).view(torch.float32)
 
 
 def save(rank: int, scene: Scene) -> None:

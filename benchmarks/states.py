@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 State = dict[str, Any]
 _COLUMNS = 64
 _LAYERS = 6
-_TOP_OF_EXPONENT = 1 << 30
+TOP_OF_EXPONENT = 1 << 30
 
 
 def build(kind: str, size_bytes: int, *, rank: int, world: int) -> State:
@@ -60,7 +60,7 @@ class _Maker:
 def _fill(tensor: torch.Tensor, random: np.random.Generator) -> torch.Tensor:
     raw(tensor).numpy()[...] = np.frombuffer(random.bytes(tensor.nbytes), dtype=np.uint8)
     if tensor.dtype == torch.float32:
-        tensor.view(torch.int32).bitwise_and_(~_TOP_OF_EXPONENT)
+        tensor.view(torch.int32).bitwise_and_(~TOP_OF_EXPONENT)
     return tensor
 
 
