@@ -114,7 +114,9 @@ def test_world_is_announced_only_after_its_number_is_recorded() -> None:
         channel.send(end.encode(says))
         until(lambda: "n0" in coordinator.reconciler.nodes)
         desk, world = coordinator.reconciler, replace(coordinator.reconciler.world, epoch=5)
-        coordinator._post(lambda: desk.__dict__.update(gathering=False, world=world))  # at once: else world -1 is told
+        coordinator._post(
+            lambda: desk.__dict__.update(is_rejoining=False, world=world)
+        )  # at once: else world -1 is told
         until(lambda: coordinator._elector._election.epoch == 5)
         assert leadership.read().epoch == -1
         channel.send(end.encode(replace(says, number=2)))
