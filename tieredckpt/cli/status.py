@@ -183,7 +183,7 @@ def _show_node(
                 )
     for problem, texts in problems.items():
         for text in texts[-3:]:
-            out.print(f"[red]{problem}:[/] {escape(text)}")
+            out.print(f"[red]{problem}:[/] {literal(text)}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
