@@ -125,7 +125,7 @@ def test_this_node_in_a_few_lines(well, on):
     lines = on(well, "status").out.splitlines()
     assert lines[0].split()[0] == "agent"
     assert lines[1].startswith("memory  ")
-    assert lines[4].split()[:5] == [well.job, "1", "0", str(row["steps_in_memory"]), "7"]
+    assert lines[4].split()[:5] == [well.job, str(row["epoch"]), "0", str(row["steps_in_memory"]), "7"]
 
 
 # -- whatif -----------------------------------------------------------------------------------------------------------

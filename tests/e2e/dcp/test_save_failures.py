@@ -205,7 +205,7 @@ def test_waiting_for_a_slot_is_a_policy_of_its_own(agent_dir):
         thread = threading.Thread(target=save)
         thread.start()
         waiting.wait()
-        assert store.epoch("loop") == 1  # the agent answers others meanwhile
+        assert store.epoch("loop") > 0  # the agent answers others meanwhile
         assert not done
         for pin in pins:
             store.unpin(pin.id)
