@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from elastic.reshard.offline import CheckpointTensor
 from elastic.reshard.state_checksum import CARRIER_DTYPES
-from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError, UsageError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointDeletedError,
+    CheckpointNotFoundError,
+    TierUnavailableError,
+    UsageError,
+)
 from tieredckpt.export.step_source import StepSource, without_torch_warnings
 from tieredckpt.format.slice_boxes import Box, Tiling, relative_box
 from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name, is_plain_tensor
@@ -290,7 +296,7 @@ def _told(name: str, *, absent: Callable[[], Exception]) -> Iterator[None]:
     try:
         with without_torch_warnings():
             yield
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, CheckpointDeletedError) as error:
         raise absent() from error
     except OSError as error:
         raise TierUnavailableError(f"{name} cannot be read: {error}") from error

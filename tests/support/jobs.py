@@ -48,7 +48,7 @@ class Job:
                 if durable:
                     assert ckpt.wait("durable", timeout_s=60), ckpt.session.agent.drain_status(self.name)
 
-    def expect(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> Checkpointer:
+    def expect(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> None:
         """A restore finds ``step``, bit for bit, out of these tiers."""
         with self.checkpointer() as ckpt:
             found = zeroed(state_at(max(step, 0), size))
@@ -56,7 +56,6 @@ class Job:
             assert ckpt.last_restore is not None
             assert set(ckpt.last_restore.bytes_by_tier) == tiers
             assert_same(state_at(step, size), found)
-            return ckpt
 
     def lose_memory(self) -> None:
         """The node is gone, and everything in its memory with it."""

@@ -363,8 +363,9 @@ def test_a_flipped_bit_in_the_store_means_the_older_step_and_quarantine(agent_di
     job.save(0, 1)
     job.lose_memory()
     corrupt(shard_of(tmp_path, job, 1))
-    ckpt = job.expect(0, tiers={"durable"})
-    infos = {info.step: info for info in ckpt.steps()}
+    job.expect(0, tiers={"durable"})
+    with job.checkpointer() as ckpt:
+        infos = {info.step: info for info in ckpt.steps()}
     assert "are not what was saved" in infos[1].quarantined
 
 
