@@ -275,8 +275,9 @@ class NodeState:
         self.requests = [(number, one) for number, one in self.requests if number > orders.acknowledged]
         self.size_request = orders.size_request or self.size_request
         self.run_store = orders.run_store
-        if orders.newest_world is not None:
-            self.newest_world = orders.newest_world
+        told, known = orders.newest_world, self.newest_world
+        if told is not None and (known is None or told.epoch > known.epoch):
+            self.newest_world = told
         if orders.drain_within_s is not None and self.drain_deadline is None:
             self.drain(now + orders.drain_within_s, orders.reason)
         self._form(orders, now)
