@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from peerstore.store.node_store import NodeStore
 from tests.support.agents import end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.s3 import BUCKET, S3Server
 from tieredckpt import Checkpointer
-from tieredckpt.session.session import close_sessions
+from tieredckpt.agent.agent_api import NodeAgentAPI
+from tieredckpt.agent.agent_service import NodeAgentService
+from tieredckpt.session.session import close_sessions, use_agent_factory
 from tieredckpt.settings import DurableSettings, Settings, load_settings, override_settings
+from tieredckpt.testing import _Shared
 
 
 def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
@@ -26,6 +32,16 @@ def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
         "nested": {"b": torch.arange(7) + step, "half": torch.randn(33, generator=generator).bfloat16()},
         "step": step,
     }
+
+
+@contextlib.contextmanager
+def agent_of(store: NodeStore) -> Iterator[NodeAgentService]:
+    """While the block runs, sessions of this process use an agent with this store; both are closed at its end."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(store))
+        node = stack.enter_context(contextlib.closing(NodeAgentService(store)))
+        stack.enter_context(use_agent_factory(lambda *_: cast("NodeAgentAPI", _Shared(node))))
+        yield node
 
 
 class Job:

@@ -11,12 +11,9 @@ from peerstore.store.node_store import NodeStore
 from peerstore.store.slots import METADATA_FORMAT
 from tests.support.agents import agent_directory
 from tests.support.bits import zeroed
-from tests.support.jobs import state_at
-from tests.unit.tieredckpt.checkpointer.test_restore_with_fallback_plain_steps import Kept
+from tests.support.jobs import agent_of, state_at
 from tieredckpt import Checkpointer
-from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.errors import FormatVersionError
-from tieredckpt.session.session import use_agent_factory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,13 +27,8 @@ def directory():
 @contextlib.contextmanager
 def opened(directory):
     store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
-    node = NodeAgentService(store)
-    try:
-        with use_agent_factory(lambda *_: Kept(node)), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
-            yield ckpt
-    finally:
-        node.close()
-        store.close()
+    with agent_of(store), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+        yield ckpt
 
 
 def save(directory, *steps):

@@ -1,48 +1,18 @@
 """A restore falls back past damaged plain checkpoints to other steps, newest first, and reads none of them twice."""
 
-import contextlib
 import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from peerstore.settings import StoreSettings
-from peerstore.store.arena import MemfdArena
-from peerstore.store.node_store import NodeStore
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import state_at
 from tieredckpt import CheckpointDamagedError, Checkpointer, TieredReader
-from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.dcp import plain_checkpoints
-from tieredckpt.session.session import use_agent_factory
+from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Kept:
-    """Sessions come and go without closing the node."""
-
-    def __init__(self, node):
-        self._node = node
-
-    def __getattr__(self, name):
-        return getattr(self._node, name)
-
-    def close(self):
-        pass
-
-
-@contextlib.contextmanager
-def empty_node():
-    store = NodeStore(MemfdArena(), StoreSettings(budget="1GiB"))
-    node = NodeAgentService(store)
-    try:
-        with use_agent_factory(lambda *_: Kept(node)):
-            yield
-    finally:
-        node.close()
-        store.close()
 
 
 @pytest.fixture
@@ -66,7 +36,7 @@ def reads(monkeypatch):
 
 
 def save_ours(*steps):
-    with empty_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+    with memory_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
         for step in steps:
             assert ckpt.save(state_at(step), step).wait("durable")
 
@@ -96,7 +66,7 @@ MANIFEST, SHARDS = "manifests/{}*.manifest", "steps/{}/**/*.safetensors"
 
 
 def restored(step, named=None):
-    with empty_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+    with memory_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
         found = zeroed(state_at(max(step, 0)))
         assert ckpt.restore(found, named) == step
         assert_same(state_at(step), found)
@@ -145,7 +115,7 @@ def test_restore_falls_back_past_damaged_plain_data(bucket, harm):
 
 def test_restore_names_every_step_when_all_are_damaged(bucket, reads):
     damage_metadata(bucket, 7, 9)
-    with empty_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+    with memory_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
         with pytest.raises(CheckpointDamagedError, match=r"(?s)step 9.*step 7"):
             ckpt.restore({"w": torch.zeros(3)})
         assert reads == [9, 7]
@@ -156,7 +126,7 @@ def test_restore_of_a_named_step_does_not_fall_back(bucket, reads):
     save_ours(5)
     damage_metadata(bucket, 9)
     with (
-        empty_node(),
+        memory_node(),
         Checkpointer("tiered://job", on_sigterm="ignore") as ckpt,
         pytest.raises(CheckpointDamagedError, match="step-9"),
     ):
@@ -167,7 +137,7 @@ def test_restore_of_a_named_step_does_not_fall_back(bucket, reads):
 def test_reader_falls_back_past_damaged_plain_metadata(bucket, reads):
     save_ours(5)
     damage_metadata(bucket, 7, 9)
-    with empty_node():
+    with memory_node():
         found = zeroed(state_at(5))
         dcp.load(found, storage_reader=TieredReader("tiered://job"), no_dist=True)
     assert_same(state_at(5), found)

@@ -10,38 +10,20 @@ from peerstore.store.node_store import NodeStore
 from tests.support.agents import agent_directory
 from tests.support.bits import assert_same, zeroed
 from tests.support.failing_calls import failing
-from tests.support.jobs import state_at
+from tests.support.jobs import agent_of, state_at
 from tieredckpt import Checkpointer, TierUnavailableError
-from tieredckpt.agent.agent_service import NodeAgentService
-from tieredckpt.session.session import use_agent_factory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 JOB = "tiered://unreadable"
 
 
-class Kept:
-    """Sessions come and go without closing the node."""
-
-    def __init__(self, node):
-        self._node = node
-
-    def __getattr__(self, name):
-        return getattr(self._node, name)
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def slots():
     with agent_directory() as directory:
         store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
-        node = NodeAgentService(store)
-        with use_agent_factory(lambda *_: Kept(node)):
+        with agent_of(store):
             yield str(directory / "slots")
-        node.close()
-        store.close()
 
 
 def saved(durable, *steps):
