@@ -43,7 +43,7 @@ def three_nodes(net, **shape):
 
 
 class TestSlow:
-    def test_a_throttled_path_holds_no_save_up_and_copies_arrive_later(self, net):
+    def test_throttled_path_delays_copies_and_no_save(self, net):
         """Version 2 waits behind version 1, which takes seconds at 100 Mbit/s: on the way is no matter of luck."""
         with separated(net, "n1", "n2") as job:
             job.begin("n1")
@@ -59,7 +59,7 @@ class TestSlow:
             job.settle(2)
             job.assert_kept(keys[1:])
 
-    def test_a_lossy_path_costs_time_and_nothing_else(self, net):
+    def test_lossy_path_delays_copies_without_damage(self, net):
         with separated(net, "n1", "n2") as job:
             job.begin("n1")
             job["n1"].host.lossy(0.05)
@@ -72,7 +72,7 @@ class TestSlow:
                 assert not pulled.failed
                 assert data == content(keys[2], SIZE)
 
-    def test_far_apart_nodes_keep_copies_and_read_like_near_ones(self, net):
+    def test_distant_nodes_replicate_and_read(self, net):
         with three_nodes(net, latency_s=0.05) as (job, _):
             keys = job.write(1, size_bytes=SIZE)
             job.settle(1)
@@ -85,7 +85,7 @@ class TestSlow:
 
 
 class TestCorrupt:
-    def test_a_bit_flipped_under_way_to_a_partner_is_noticed_and_sent_again(self, net):
+    def test_bit_flipped_during_replication_over_a_network_is_sent_again(self, net):
         with two_nodes(net) as (job, path):
             flipped = path.forth.flip_bit(at_byte=2 * MIB)
             (of,) = job.write(1, "n1", size_bytes=SIZE)
@@ -96,7 +96,7 @@ class TestCorrupt:
             assert not job["n1"].durability(of).problem
             assert not job["n2"].store.status().damage_reports
 
-    def test_a_bit_flipped_under_way_to_a_reader_is_noticed_and_asked_for_again(self, net):
+    def test_bit_flipped_during_a_read_is_requested_again(self, net):
         """There is no other copy, and this one is good: it is not given up for what the way did."""
         with separated(net, "n1", "n2") as job:
             job.begin("n1")
@@ -113,7 +113,7 @@ class TestCorrupt:
 
 
 class TestBroken:
-    def test_a_push_whose_connection_is_reset_is_tried_again_and_parts_of_it_count_for_nothing(self, net):
+    def test_replication_retries_after_a_reset_and_seals_no_partial_copy(self, net):
         with two_nodes(net) as (job, path):
             resets = [path.forth.reset_after(size) for size in (3 * MIB, 6 * MIB, 9 * MIB)]
             (of,) = job.write(1, "n1", size_bytes=SIZE)
@@ -127,7 +127,7 @@ class TestBroken:
             assert leases
 
     @pytest.mark.parametrize("streams", [1, 2])
-    def test_a_read_whose_connection_is_reset_goes_on_from_there(self, net, streams):
+    def test_read_resumes_after_a_connection_reset(self, net, streams):
         with separated(net, "n1", "n2") as job:
             job.begin("n1")
             (of,) = job.write(1, "n1", size_bytes=SIZE)
@@ -162,7 +162,7 @@ def resume(*paths):
 
 
 class TestStalled:
-    def test_a_push_that_stalls_is_given_up_and_the_agent_answers_its_trainers_all_the_time(self, net):
+    def test_stalled_replication_is_abandoned_and_blocks_no_trainer(self, net):
         """The partner lives, as the third node says: it gets its copy when the path is good again."""
         with three_nodes(net) as (job, paths):
             n1 = job["n1"]
@@ -180,7 +180,7 @@ class TestStalled:
             job.settle(2)
             job.assert_kept([later])
 
-    def test_a_node_that_falls_silent_in_the_middle_of_a_push_is_replaced_by_another(self, net):
+    def test_partner_that_stops_answering_during_replication_is_replaced(self, net):
         with three_nodes(net) as (job, paths):
             n1 = job["n1"]
             silent = n1.partner

@@ -59,7 +59,7 @@ def steps_of(job):
 
 @pytest.mark.parametrize("whom", ["rank", "agent", "coordinator"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_the_job_goes_on_and_no_bit_differs(job, undisturbed, place, whom):
+def test_full_directories_do_not_change_the_result(job, undisturbed, place, whom):
     run = job.begin(2, 0, total=STEPS)
     until(lambda: steps_of(job) >= 6, "it trains")
     ranks, agents = job.lines("world"), job.pids("tieredckpt.agent", "/n0/agent")

@@ -79,14 +79,14 @@ def pair(net):
 
 
 class TestHosts:
-    def test_each_has_an_address_and_reaches_the_others_and_itself(self, net):
+    def test_host_reaches_itself_and_every_other_host(self, net):
         hosts = [net.host(name) for name in ("n1", "n2", "n3")]
         assert [host.address for host in hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
         for client in hosts:
             for server in hosts:
                 assert_connects(client, server)
 
-    def test_the_machine_itself_is_not_on_the_network(self, net):
+    def test_machine_is_not_on_the_hosts_network(self, net):
         before = interfaces()
         n1 = net.host("n1")
         assert interfaces() == before
@@ -99,7 +99,7 @@ class TestHosts:
             with pytest.raises(OSError):
                 sock.connect(listener.getsockname())
 
-    def test_a_started_process_is_a_child_and_lives_there(self, pair):
+    def test_host_process_is_a_child_in_the_hosts_namespace(self, pair):
         n1, n2 = pair
         process = n1.start(["sh", "-c", "echo $$; exec sleep 600"], stdout=subprocess.PIPE)
         assert int(process.stdout.readline()) == process.pid
@@ -108,19 +108,19 @@ class TestHosts:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == -signal.SIGTERM
 
-    def test_what_a_command_complains_about_is_raised(self, pair):
+    def test_failed_command_raises_its_stderr(self, pair):
         with pytest.raises(RuntimeError, match="on n1 ended with 3: no such luck"):
             pair[0].run(["sh", "-c", "echo no such luck >&2; exit 3"])
         assert pair[0].run(["sh", "-c", "echo still; exit 3"], check=False) == "still\n"
 
     @pytest.mark.parametrize("name", ["", "N1", "a/b", "bridge", "n1", "x" * 33])
-    def test_a_name_that_cannot_be_is_refused(self, pair, net, name):
+    def test_invalid_host_name_is_refused(self, pair, net, name):
         with pytest.raises(ValueError, match="each name once"):
             net.host(name)
 
 
 class TestNothingIsLeft:
-    def test_after_a_failure_nothing_remains(self):
+    def test_failed_network_setup_leaves_nothing(self):
         seen = []
 
         def interrupted():
@@ -139,7 +139,7 @@ class TestNothingIsLeft:
         assert process_start_time(orphan) < 0
         assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
 
-    def test_what_a_killed_run_left_is_removed_by_the_next(self, net):
+    def test_next_network_removes_leftovers_of_a_killed_run(self, net):
         source = (
             "import os, signal, subprocess\n"
             "from tests.support.hosts import network\n"
@@ -159,7 +159,7 @@ class TestNothingIsLeft:
             assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
             assert namespaces.path_of(net.hub).exists(), "the living keep theirs"
 
-    def test_elsewhere_it_is_said_why_not(self, monkeypatch):
+    def test_missing_support_for_namespaces_has_a_reason(self, monkeypatch):
         why_not = namespaces.why_not.__wrapped__
         monkeypatch.setenv("PATH", "/nowhere")
         monkeypatch.setattr(os, "getuid", lambda: 0)
@@ -169,7 +169,7 @@ class TestNothingIsLeft:
 
 
 class TestCuts:
-    def test_a_cut_hangs_both_ways_and_heals(self, pair, net):
+    def test_cut_blocks_both_directions_until_healed(self, pair, net):
         n1, n2 = pair
         n3 = net.host("n3")
         net.cut(n1, n2)
@@ -180,7 +180,7 @@ class TestCuts:
         net.heal(n1, n2)
         assert_connects(n1, n2)
 
-    def test_a_connection_survives_a_cut(self, pair, net):
+    def test_connection_survives_a_cut(self, pair, net):
         with connection(*pair) as (near, far):
             net.cut(*pair)
             near.sendall(b"late")
@@ -191,7 +191,7 @@ class TestCuts:
             far.settimeout(20)
             assert far.recv(4) == b"late"
 
-    def test_a_one_way_cut_lets_the_other_way_through(self, pair, net):
+    def test_one_way_cut_blocks_a_single_direction(self, pair, net):
         n1, n2 = pair
         with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
             net.cut(n1, n2, one_way=True)
@@ -202,7 +202,7 @@ class TestCuts:
             at_n1.sendto(b"after it", at_n2.getsockname())
             assert at_n2.recv(100) == b"after it"
 
-    def test_a_partition_is_between_groups_and_not_within(self, net):
+    def test_partition_separates_groups_only(self, net):
         n1, n2, n3 = (net.host(name) for name in ("n1", "n2", "n3"))
         net.partition([n1, n2], [n3])
         assert_connects(n1, n2)
@@ -217,7 +217,7 @@ class TestCuts:
 
 
 class TestHostFaults:
-    def test_an_unplugged_host_has_no_network_until_it_is_plugged(self, pair):
+    def test_unplugged_host_has_no_network_until_plugged(self, pair):
         n1, n2 = pair
         with connection(n2, n1) as (near, far):
             n1.unplug()
@@ -230,7 +230,7 @@ class TestHostFaults:
             assert far.recv(4) == b"late"
         assert_connects(n1, n2)
 
-    def test_a_refused_peer_is_told_so(self, pair, net):
+    def test_refused_peer_gets_connection_refused(self, pair, net):
         n1, n2 = pair
         with connection(n2, n1) as (near, _), n1.listen() as listener:
             n1.refuse(n2)
@@ -244,7 +244,7 @@ class TestHostFaults:
         assert_connects(n2, n1)
 
     @pytest.mark.parametrize("direction", ["from", "to"])
-    def test_a_throttled_host_is_slow_both_ways(self, pair, direction):
+    def test_throttled_host_is_slow_in_both_directions(self, pair, direction):
         """A lower bound of physics: 16 MiB less a burst at 100 Mbit/s are 1.3 s."""
         n1, n2 = pair if direction == "from" else pair[::-1]
         pair[0].throttle("100mbit")
@@ -253,7 +253,7 @@ class TestHostFaults:
         assert "tbf" not in pair[0].run(["tc", "qdisc", "show"])
 
     @pytest.mark.parametrize("direction", ["from", "to"])
-    def test_loss_is_repaired_by_sending_again(self, pair, direction):
+    def test_lost_packets_are_sent_again(self, pair, direction):
         n1, n2 = pair if direction == "from" else pair[::-1]
         content = os.urandom(8 * MIB)
         pair[0].lossy(0.1)
@@ -265,7 +265,7 @@ class TestHostFaults:
         pair[0].lossy(0)
         assert not pair[1].run(["iptables", "-S", "INPUT"]).count("statistic")
 
-    def test_loss_is_there_both_ways(self, pair):
+    def test_packet_loss_applies_in_both_directions(self, pair):
         n1, n2 = pair
         with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
             for lossy, other in (at_n1, at_n2), (at_n2, at_n1):
@@ -275,7 +275,7 @@ class TestHostFaults:
                 lossy.sendto(b"after it", other.getsockname())
                 assert other.recv(100) == b"after it"
 
-    def test_healing_all_undoes_everything(self, pair, net):
+    def test_heal_all_removes_every_fault(self, pair, net):
         n1, n2 = pair
         net.cut(n1, n2)
         n1.refuse(n2)
@@ -289,7 +289,7 @@ class TestHostFaults:
         assert "tbf" not in n2.run(["tc", "qdisc", "show"])
 
     @pytest.mark.parametrize("rate", ["fast", "100", "100mbps"])
-    def test_a_rate_that_is_none_is_refused(self, pair, rate):
+    def test_invalid_rate_is_refused(self, pair, rate):
         with pytest.raises(ValueError, match="100mbit"):
             pair[0].throttle(rate)
 
@@ -310,7 +310,7 @@ def retransmitted(host):
 
 
 class TestSlowPaths:
-    def test_a_delayed_connection_takes_its_time_and_its_ends_know_each_other(self, pair, net):
+    def test_delayed_connection_keeps_the_addresses_of_its_ends(self, pair, net):
         n1, n2 = pair
         net.delay(n1, n2, 0.1)
         for client, server in (n1, n2), (n2, n1):
@@ -323,7 +323,7 @@ class TestSlowPaths:
                 assert near.recv(4) == b"ping"
                 assert time.monotonic() - began >= 0.2
 
-    def test_only_the_connections_of_that_path_go_through_it(self, pair, net):
+    def test_slow_path_carries_only_connections_between_its_hosts(self, pair, net):
         n1, n2 = pair
         path = net.slow_path(n1, n2, latency_s=600)
         assert_connects(n2, n1)
@@ -334,7 +334,7 @@ class TestSlowPaths:
         net.heal(n1, n2)
         assert_connects(n1, n2)
 
-    def test_bytes_change_on_the_way(self, pair, net):
+    def test_slow_path_flips_a_bit_and_resets(self, pair, net):
         path = net.slow_path(*pair)
         with connection(*pair) as (near, far):
             path.forth.flip_bit(at_byte=5)
@@ -345,7 +345,7 @@ class TestSlowPaths:
             with pytest.raises(ConnectionResetError):
                 near.recv(1)
 
-    def test_a_cut_is_a_cut_behind_the_proxy_too(self, pair, net):
+    def test_cut_applies_to_a_slow_path(self, pair, net):
         net.slow_path(*pair)
         with connection(*pair) as (near, far):
             near.sendall(b"1")
@@ -358,7 +358,7 @@ class TestSlowPaths:
 
 
 class TestAgents:
-    def test_agents_serve_their_own_host_and_every_process(self, net):
+    def test_agents_serve_processes_of_their_host(self, net):
         agents = [host.agent(host.directory, "--budget", "64MiB") for host in (net.host("n1"), net.host("n2"))]
         for agent in agents:
             with contextlib.closing(agent.client()) as client:
@@ -372,7 +372,7 @@ class TestAgents:
         assert [agent.end() for agent in agents] == [0, 0]
         assert "agent leaves" in agents[1].log_text()
 
-    def test_a_killed_agent_can_be_followed_by_another(self, net):
+    def test_killed_agent_is_replaced_on_its_host(self, net):
         n1 = net.host("n1")
         first = n1.agent(n1.directory)
         assert first.end(signal.SIGKILL) == -signal.SIGKILL
@@ -381,7 +381,7 @@ class TestAgents:
         second.kill(signal.SIGSTOP)
         assert os.waitid(os.P_PID, second.pid, os.WSTOPPED | os.WNOWAIT).si_status == signal.SIGSTOP
 
-    def test_an_agent_that_does_not_start_says_why(self, net):
+    def test_failed_host_agent_reports_the_reason(self, net):
         n1 = net.host("n1")
         with pytest.raises(RuntimeError, match="keeps nothing"):
             n1.agent(n1.directory, "--budget", "0")

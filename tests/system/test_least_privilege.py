@@ -30,7 +30,7 @@ def confined(container, pod):
     return ["setpriv", f"--reuid={user}", f"--regid={group}", *limits]
 
 
-def test_a_directory_of_roots_becomes_the_agents_and_it_serves_from_there(agent_dir, tmp_path):
+def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     pod = daemon_pod()
     (init,), (agent,) = pod["initContainers"], pod["containers"]
     agent_dir.mkdir(mode=0o755)  # as the kubelet does

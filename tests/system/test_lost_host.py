@@ -70,7 +70,7 @@ def go_on(inside, expected, step):
         return tiers
 
 
-def test_an_unplugged_host_costs_no_step_and_is_given_new_copies_when_it_is_back(net, ranks):
+def test_unplugged_host_loses_no_step_and_gets_copies_on_return(net, ranks):
     with separated(net, "n1", "n2", "n3") as job:
         assert job.run(ranks, ["n1", "n2", "n3"], save, [5, 6, 7]) == ["2 copies in 2 racks"] * 3
         job.settle(7)
@@ -85,7 +85,7 @@ def test_an_unplugged_host_costs_no_step_and_is_given_new_copies_when_it_is_back
         job.settle(8, "n2")
 
 
-def test_ranks_far_apart_save_and_restore_like_near_ones(net, ranks):
+def test_ranks_on_distant_hosts_save_and_restore(net, ranks):
     """Each host has two of three parts: the third comes over the network."""
 
     def far_apart(net):

@@ -39,7 +39,7 @@ def group():
     pytest.skip("no control group that limits memory can be made here (root, and a memory controller)")
 
 
-def test_who_takes_too_much_is_ended_and_replaced_and_the_reason_is_said(group) -> None:
+def test_out_of_memory_rank_is_replaced_with_its_reason(group) -> None:
     with elastic_job() as job:
         job.inside = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group))
         run = job.run("--simulate-nodes", "2", "--nnodes", "2")

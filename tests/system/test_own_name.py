@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 RANK = ROOT / "tests/e2e/control/rank.py"
 
 
-def test_a_coordinator_that_is_named_is_reached_and_so_is_its_store(net, tmp_path):
+def test_named_coordinator_and_its_store_are_reachable(net, tmp_path):
     machines = {name: net.host(name) for name in ("n1", "n2")}
     write_names(tmp_path, machines)
     secret = tmp_path / "secret"

@@ -21,7 +21,7 @@ def job(net):
 
 
 class TestPartition:
-    def test_the_majority_goes_on_and_the_minority_keeps_what_it_has_and_is_fenced(self, net, job):
+    def test_majority_continues_and_the_fenced_minority_keeps_its_data(self, net, job):
         n1, n2, n3 = job
         here = n3.keys()
         under_way = n3.store.lease(job.key(2, "n3"), SIZE, 3)
@@ -61,7 +61,7 @@ class TestPartition:
 
 
 class TestOneLink:
-    def test_a_link_that_is_cut_one_way_kills_nobody_and_holds_up_no_version(self, net, job):
+    def test_one_way_cut_kills_no_node_and_delays_no_version(self, net, job):
         """The third node sees both ends, so both live. Over TCP a cut one way is a cut both ways."""
         n1 = job["n1"]
         partner = n1.partner

@@ -44,7 +44,7 @@ print(len(asked), len({*asked}))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a network and a name server of its own")
-def test_the_store_of_a_world_asks_no_question_twice(tmp_path):
+def test_rendezvous_store_resolves_each_name_once(tmp_path):
     (tmp_path / "asked.py").write_text(ASKED)
     script = INSIDE.format(folder=tmp_path, python=sys.executable)
     environ = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"} | {"PYTHONPATH": str(ROOT)}

@@ -104,7 +104,7 @@ def training(slurm):
             slurm.until("the job is over", lambda one=one: not slurm.run("squeue", "-h", "-j", one.job, check=False))
 
 
-def test_host_lists_mean_what_slurm_says(slurm):
+def test_host_lists_expand_as_in_slurm(slurm):
     for text in ("n[1-3,7],gpu-[01-04]", "rack[1-2]n[01,10]", "n[9-11]", "a,b[2],c", "n[098-101]"):
         assert list(parse_host_list(text)) == slurm.run("scontrol", "show", "hostnames", text).split()
 
@@ -122,13 +122,13 @@ def test_host_lists_mean_what_slurm_says(slurm):
         (("srun", "-w", "n[1-2]", "elastic", "run", "--simulate-nodes", "2"), ("--simulate-nodes", "n[1-2]")),
     ],
 )
-def test_what_would_wait_for_others_for_ever_is_refused(slurm, command, words):
+def test_launch_that_would_wait_forever_is_refused(slurm, command, words):
     said = " ".join(slurm.run(*command, ROOT / "examples/elastic_loop.py", check=False).split())
     for word in words:
         assert word in said, said
 
 
-def test_tasks_of_an_array_on_the_same_machines_do_not_meet(slurm):
+def test_array_tasks_on_the_same_machines_stay_separate(slurm):
     """Nor do steps on some of a job's machines."""
     rank, folder = ROOT / "tests/e2e/control/rank.py", slurm.directory / "array"
     folder.mkdir()
@@ -150,7 +150,7 @@ def test_tasks_of_an_array_on_the_same_machines_do_not_meet(slurm):
         assert slurm.until_state(f"{job}_{task}", "COMPLETED", "FAILED")["JobState"] == "COMPLETED", slurm.tell()
 
 
-def test_a_job_on_three_machines_learns_what_one_rank_learns(slurm, training, undisturbed):
+def test_three_machine_job_matches_a_single_rank(slurm, training, undisturbed):
     job = training("three", durable=False)
     job.submit()
     job.ended_well()
@@ -162,7 +162,7 @@ def test_a_job_on_three_machines_learns_what_one_rank_learns(slurm, training, un
         assert [one for one in slurm.processes(name) if "elastic" in one or "tieredckpt" in one] == []
 
 
-def test_a_job_that_gets_a_notice_is_requeued_and_goes_on_from_the_step_it_sealed(slurm, training, undisturbed):
+def test_preempted_job_is_requeued_and_resumes_at_its_sealed_step(slurm, training, undisturbed):
     job = training("noticed")
     job.allow(5)
     job.submit()
@@ -179,7 +179,7 @@ def test_a_job_that_gets_a_notice_is_requeued_and_goes_on_from_the_step_it_seale
     job.assert_same_bits(undisturbed)
 
 
-def test_a_job_that_slurm_takes_away_seals_within_its_time(slurm, training, undisturbed):
+def test_requeued_job_seals_within_kill_wait(slurm, training, undisturbed):
     """As a preemption with PreemptMode=REQUEUE does: SIGTERM, KillWait, and back into the queue."""
     job = training("preempted")
     job.allow(5)
@@ -194,7 +194,7 @@ def test_a_job_that_slurm_takes_away_seals_within_its_time(slurm, training, undi
     job.assert_same_bits(undisturbed)
 
 
-def test_a_job_goes_on_without_a_machine_that_is_lost(slurm, training, undisturbed):
+def test_job_continues_without_a_lost_machine(slurm, training, undisturbed):
     job = training("smaller", durable=False)
     job.allow(5)
     job.submit()
@@ -207,7 +207,7 @@ def test_a_job_goes_on_without_a_machine_that_is_lost(slurm, training, undisturb
     job.assert_same_bits(undisturbed)
 
 
-def test_a_job_whose_first_machine_is_lost_is_started_again_without_it(slurm, training, undisturbed):
+def test_job_is_requeued_without_its_lost_first_machine(slurm, training, undisturbed):
     job = training("headless")
     job.allow(5)
     job.submit()

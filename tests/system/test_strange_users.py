@@ -91,7 +91,7 @@ def trap():
     shutil.rmtree(place.directory, ignore_errors=True)
 
 
-def test_the_trap_would_work(trap):
+def test_planted_directory_works_for_its_owner(trap):
     """The attacker himself can use it, so that it is refused for whose it is and not for being broken."""
 
     def use():
@@ -102,7 +102,7 @@ def test_the_trap_would_work(trap):
     assert status_of(ATTACKER, use) == 0
 
 
-def test_a_trainer_does_not_use_it(trap):
+def test_trainer_refuses_a_planted_directory(trap):
     def train():
         with pytest.raises(PeerRefusedError, match="that nobody else can write to"):
             connect_or_launch_agent(trap, ["/bin/false"])
@@ -110,7 +110,7 @@ def test_a_trainer_does_not_use_it(trap):
     assert status_of(VICTIM, train) == 0
 
 
-def test_a_directory_of_a_link_to_the_victims_own_is_refused(trap):
+def test_link_to_the_victims_own_directory_is_refused(trap):
     beside = trap.directory.with_name(trap.directory.name + "-link")
 
     def plant():
@@ -127,7 +127,7 @@ def test_a_directory_of_a_link_to_the_victims_own_is_refused(trap):
         beside.unlink()
 
 
-def test_nor_does_a_command_even_when_the_directory_is_named(trap):
+def test_command_refuses_a_named_planted_directory(trap):
     def look():
         with open_tier_client(settings_from_mapping({"agent": {"directory": str(trap.directory)}})) as sight:
             assert sight.agent is None

@@ -30,13 +30,13 @@ def built(folder: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_what_is_applied_is_taken(kube: Kube, folder: str) -> None:
+def test_agent_manifests_pass_server_validation(kube: Kube, folder: str) -> None:
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tieredckpt-agents"}})
     for document in built(folder):
         kube.apply(document, dry_run=True)
 
 
-def test_pods_of_other_projects_jobs_are_pods(kube: Kube) -> None:
+def test_pods_of_other_job_kinds_pass_server_validation(kube: Kube) -> None:
     """Their own definitions are not here; what they make is a pod, which is."""
     (jobset,) = yaml.safe_load_all((FOLDER / "examples" / "jobset.yaml").read_text())
     (pytorch,) = yaml.safe_load_all((FOLDER / "examples" / "pytorchjob.yaml").read_text())
@@ -53,9 +53,7 @@ def test_pods_of_other_projects_jobs_are_pods(kube: Kube) -> None:
         kube.create("/api/v1/namespaces/default/pods", pod, dry_run=True)
 
 
-def test_the_account_may_label_nodes_and_nothing_else(
-    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_service_account_may_only_label_nodes(kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tieredckpt-agents"}})
     for document in built("node-health"):
         kube.apply(document)
@@ -86,7 +84,7 @@ def test_the_account_may_label_nodes_and_nothing_else(
         kube.delete("/api/v1/nodes/gpu-1")
 
 
-def test_an_account_without_the_rights_is_told_which(
+def test_account_without_rights_gets_an_error_that_names_them(
     kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = kube.as_service_account("default", "default")

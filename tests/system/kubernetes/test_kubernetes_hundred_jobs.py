@@ -71,7 +71,9 @@ def audited(tmp_path: Path) -> Iterator[tuple[Kube, Requests]]:
         yield kube, Requests(log)
 
 
-def test_nothing_at_rest_and_little_when_all_lose_a_pod(audited: tuple[Kube, Requests], tmp_path: Path) -> None:
+def test_hundred_jobs_send_few_requests_at_rest_and_after_pod_losses(
+    audited: tuple[Kube, Requests], tmp_path: Path
+) -> None:
     kube, requests = audited
     for number in range(10):
         add_node(kube, f"node-{number}")

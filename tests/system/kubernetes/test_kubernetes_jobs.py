@@ -23,9 +23,7 @@ ELASTIC = {
 QUICK = "--silent=25"
 
 
-def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_and_go(
-    job: RunningJob, kube: Kube
-) -> None:
+def test_job_completes_despite_faults_resizes_and_controller_restarts(job: RunningJob, kube: Kube) -> None:
     job.create(elasticPolicy=ELASTIC, replicas=2)
     job.until_world(2, restarts=0)
     owner = kube.get(job.path)["metadata"]
@@ -84,7 +82,7 @@ def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_
 
 
 @pytest.mark.parametrize("controller", [QUICK], indirect=True)
-def test_a_machine_is_lost_and_there_is_no_other_for_a_while(job: RunningJob, kube: Kube, nodes: list[str]) -> None:
+def test_job_shrinks_after_a_machine_loss_and_grows_later(job: RunningJob, kube: Kube, nodes: list[str]) -> None:
     """Nobody answers for its pod, and nobody ends it. The job becomes smaller, and larger again."""
     job.create(elasticPolicy={**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 3})
     job.until_world(2, restarts=0)
@@ -104,7 +102,7 @@ def test_a_machine_is_lost_and_there_is_no_other_for_a_while(job: RunningJob, ku
         job.kubelet.find(lost)
 
 
-def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube: Kube) -> None:
+def test_suspended_job_has_no_pods_and_resumes_at_its_step(job: RunningJob, kube: Kube) -> None:
     job.create()
     job.until_world(2, restarts=0)
     kube.patch(job.path, {"spec": {"runPolicy": {"suspend": True}}})
@@ -119,7 +117,7 @@ def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube
     job.until(job.pods, "pods of its own")
 
 
-def test_processes_that_stay_recover_where_they_are(job: RunningJob, kube: Kube) -> None:
+def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob, kube: Kube) -> None:
     """In-process agents: after a fault of a rank neither a pod nor a process is another one."""
     job.script, job.options = Path(kube_recoverable.__file__), ("--inprocess-restart", "--inprocess-timeout=120")
     job.create()

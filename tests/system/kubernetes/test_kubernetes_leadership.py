@@ -95,7 +95,7 @@ def test_only_one_of_many_writers_succeeds(lease: str) -> None:
     contract.one_of_many_writes_at_a_time([place(lease) for _ in range(4)])
 
 
-def test_the_account_may_do_no_more(account: Kube, lease: str) -> None:
+def test_leadership_account_may_only_use_its_lease(account: Kube, lease: str) -> None:
     contract.is_changed_only_by_who_has_read_it(place(lease))
     for method, path in (
         ("GET", _LEASES),
@@ -107,7 +107,7 @@ def test_the_account_may_do_no_more(account: Kube, lease: str) -> None:
         assert refused.value.status == 403
 
 
-def test_who_has_not_the_right_is_told_which_it_is(bare_kube: Kube, lease: str, tmp_path: Path, monkeypatch) -> None:
+def test_missing_lease_rights_are_named(bare_kube: Kube, lease: str, tmp_path: Path, monkeypatch) -> None:
     until(lambda: bare_kube.find("/api/v1/namespaces/default/serviceaccounts/default"))
     other = bare_kube.as_service_account("default", "default")
     _use(other.kubeconfig(tmp_path / "other"), monkeypatch)
@@ -116,7 +116,7 @@ def test_who_has_not_the_right_is_told_which_it_is(bare_kube: Kube, lease: str, 
         place(lease).read()
 
 
-def test_a_server_that_is_away_is_unknown(config: Path, lease: str) -> None:
+def test_unreachable_api_server_is_unavailable_not_refused(config: Path, lease: str) -> None:
     document = yaml.safe_load(config.read_text())
     document["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     config.write_text(yaml.safe_dump(document))
@@ -125,7 +125,7 @@ def test_a_server_that_is_away_is_unknown(config: Path, lease: str) -> None:
     assert not isinstance(lost.value, ControlPlaneRefusedError)
 
 
-def test_the_leaders_machine_is_lost_and_the_job_learns_the_same_bits(lease: str, config: Path, tmp_path: Path) -> None:
+def test_job_result_is_unchanged_by_the_loss_of_the_leaders_machine(lease: str, config: Path, tmp_path: Path) -> None:
     quiet = quiet_run(tmp_path / "quiet", _STEPS)
     folder = tmp_path / "k"
     folder.mkdir()

@@ -31,19 +31,19 @@ OURS = [(name, one) for name, one in ALL if not one["apiVersion"].startswith(_FO
 
 
 @pytest.mark.parametrize("document", [one for _, one in OURS], ids=[name for name, _ in OURS])
-def test_it_is_taken(kube: Kube, document: dict[str, Any]) -> None:
+def test_manifest_passes_server_validation(kube: Kube, document: dict[str, Any]) -> None:
     """A dry run in a namespace that exists: admission and validation are those of the real thing."""
     _in_our_namespace(document)
     kept = kube.apply(document, dry_run=True)
     assert _lost(document, kept) == [], "fields that the server does not know are dropped without a word"
 
 
-def test_the_controllers_manifests_are_among_them() -> None:
+def test_checked_manifests_include_those_of_the_controller() -> None:
     kinds = {one["kind"] for name, one in OURS if name.startswith("integration/kubernetes/")}
     assert kinds >= {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "Deployment", "NetworkPolicy"}
 
 
-def test_the_controller_may_not_do_more_than_it_does(kube: Kube) -> None:
+def test_controller_account_is_refused_unneeded_requests(kube: Kube) -> None:
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
         for path in (
@@ -58,7 +58,7 @@ def test_the_controller_may_not_do_more_than_it_does(kube: Kube) -> None:
         account.close()
 
 
-def test_every_manifest_names_its_files() -> None:
+def test_kustomizations_of_all_integrations_name_existing_files() -> None:
     for kustomization in (ROOT / "integration").rglob("kustomization.yaml"):
         for name in yaml.safe_load(kustomization.read_text()).get("resources", ()):
             assert (Path(kustomization.parent) / name).exists(), f"{kustomization}: {name}"

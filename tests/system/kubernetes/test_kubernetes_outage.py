@@ -52,7 +52,7 @@ def _is_well(health: str) -> Callable[[], bool]:
     return asked
 
 
-def test_what_happens_meanwhile_is_made_up_for(kube: Kube, tmp_path: Path) -> None:
+def test_controller_catches_up_after_an_api_outage(kube: Kube, tmp_path: Path) -> None:
     port = urllib.parse.urlsplit(kube.url).port
     assert port
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")

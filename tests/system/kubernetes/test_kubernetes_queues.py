@@ -52,7 +52,7 @@ def manager(kueue: Kube, nodes: list[str]) -> Iterator[QueueManager]:
         yield manager
 
 
-def test_it_waits_runs_grows_gives_back_and_leaves_nothing_behind(
+def test_queued_job_waits_runs_resizes_and_releases_its_quota(
     manager: QueueManager, job: RunningJob, controller: ControllerProcess, nodes: list[str]
 ) -> None:
     job.create(labels={**QUEUE, "kueue.x-k8s.io/priority-class": "high"}, elasticPolicy=ELASTIC)
@@ -100,7 +100,7 @@ def test_it_waits_runs_grows_gives_back_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 @pytest.mark.parametrize("of_kueue", [True, False])
-def test_its_workloads_are_what_either_version_takes(kube: Kube, version: str, of_kueue: bool) -> None:
+def test_workloads_pass_validation_of_either_kueue_version(kube: Kube, version: str, of_kueue: bool) -> None:
     group = f"{version}.example"
     install(kube, version, group=group)
     job = job_object(elasticPolicy={"minReplicas": 1, "maxReplicas": 2})
@@ -113,7 +113,7 @@ def test_its_workloads_are_what_either_version_takes(kube: Kube, version: str, o
         assert made["spec"][key] == value, "nothing of it was dropped or changed"
 
 
-def test_the_controller_may_write_of_workloads_only_what_it_has_to(kueue: Kube) -> None:
+def test_controller_account_may_write_only_needed_workload_fields(kueue: Kube) -> None:
     account = kueue.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
         for method, path in (

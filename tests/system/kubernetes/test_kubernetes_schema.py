@@ -79,21 +79,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_taken(kube: Kube, case: str) -> None:
+def test_valid_job_passes_the_schema(kube: Kube, case: str) -> None:
     made = kube.create(JOBS, _job(*GOOD[case]), dry_run=True)
     assert made["spec"]["nprocPerNode"] == "2"
     parse_job_resource(made)
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused(kube: Kube, case: str) -> None:
+def test_invalid_job_is_refused_by_the_schema(kube: Kube, case: str) -> None:
     changes, word = BAD[case]
     with pytest.raises(Refused, match=word) as refused:
         kube.create(JOBS, _job(*changes), dry_run=True)
     assert refused.value.status == 422
 
 
-def test_what_awss_own_client_would_send_is_taken_whole(kube: Kube) -> None:
+def test_schema_keeps_every_field_of_the_aws_client(kube: Kube) -> None:
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     job = _job(*GOOD["both ways to say sizes, as recipes do"])
     job["spec"]["runPolicy"] = {"restartPolicy": {"evalPeriodSeconds": 60}, "suspend": False}
@@ -105,7 +105,7 @@ def test_what_awss_own_client_would_send_is_taken_whole(kube: Kube) -> None:
     assert made["spec"] == json.loads(json.dumps(sent["spec"])), "nothing of it was pruned or changed"
 
 
-def test_a_status_goes_in_by_its_own_door_only(kube: Kube) -> None:
+def test_status_changes_only_through_the_status_subresource(kube: Kube) -> None:
     kube.create(JOBS, _job(("metadata.name", "doors"), ("spec.runPolicy", {"suspend": True})))
     path = f"{JOBS}/doors"
     try:
@@ -122,7 +122,7 @@ def test_a_status_goes_in_by_its_own_door_only(kube: Kube) -> None:
         kube.delete(path)
 
 
-def test_whoever_writes_a_status_second_is_refused(kube: Kube) -> None:
+def test_second_status_writer_is_refused(kube: Kube) -> None:
     kube.create(JOBS, _job(("metadata.name", "second"), ("spec.runPolicy", {"suspend": True})))
     path = f"{JOBS}/second"
     try:
@@ -136,7 +136,7 @@ def test_whoever_writes_a_status_second_is_refused(kube: Kube) -> None:
         kube.delete(path)
 
 
-def test_the_definition_is_one_document() -> None:
+def test_definition_is_a_single_document() -> None:
     manifests = Path(__file__).parents[3] / "integration" / "kubernetes" / "manifests"
     kustomization = yaml.safe_load((manifests / "kustomization.yaml").read_text())
     on_disk = {path.name for path in manifests.glob("*.yaml")} - {"kustomization.yaml"}
