@@ -64,7 +64,7 @@ class FaultContract:
         return open_scene(timeout_s=1.0)
 
     @by_name(PASSING_FOR_PARTS)
-    def test_a_part_that_fails_is_sent_again_and_no_other(self, scene: Scene, hasty: RetryingStore, fault: object):
+    def test_only_the_failed_part_is_sent_again(self, scene: Scene, hasty: RetryingStore, fault: object):
         part(scene.proxy, 2).fail(fault)
         told: list[int] = []
         scene.upload(hasty, progress=told.append)
@@ -80,21 +80,21 @@ class FaultContract:
         assert len(scene.proxy.seen("PUT", scene.name)) == 2
 
     @by_name(PASSING)
-    def test_an_upload_begins_in_spite_of_it(self, scene: Scene, hasty: RetryingStore, fault: object):
+    def test_upload_begins_despite_a_fault(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="^uploads").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
 
     @by_name({**PASSING, "answer lost": LoseAnswer()})
-    def test_an_upload_completes_in_spite_of_it(self, scene: Scene, hasty: RetryingStore, fault: object):
+    def test_upload_completes_despite_a_fault(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="uploadId=").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
         assert scene.unfinished() == []
 
-    def test_an_upload_whose_beginning_got_lost_is_found_later(self, scene: Scene, hasty: RetryingStore):
+    def test_upload_with_a_lost_create_response_is_aborted_later(self, scene: Scene, hasty: RetryingStore):
         scene.proxy.on("POST", query="^uploads").fail(LoseAnswer())
         scene.upload(hasty)
         assert scene.stored() == scene.data
@@ -140,22 +140,20 @@ class FaultContract:
         hasty.delete(["a/1"])
         assert list(hasty.list("a/")) == []
 
-    def test_a_slow_answer_is_waited_for(self, scene: Scene, hasty: RetryingStore):
+    def test_slow_response_is_awaited(self, scene: Scene, hasty: RetryingStore):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(Trickle())
         assert hasty.get("small") == DATA
         assert len(scene.proxy.seen("GET", "small")) == 1
 
-    def test_a_flipped_bit_in_an_answer_reaches_the_caller_whose_checksums_find_it(
-        self, scene: Scene, hasty: RetryingStore
-    ):
+    def test_bit_flipped_in_a_response_reaches_the_caller(self, scene: Scene, hasty: RetryingStore):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(FlipResponseBit(1000))
         got = hasty.get("small")
         assert len(got) == len(DATA)
         assert [i for i in range(len(DATA)) if got[i] != DATA[i]] == [1000]
 
-    def test_a_flipped_bit_in_a_part_is_found_by_its_digest(
+    def test_bit_flipped_in_a_part_is_refused_and_sent_again(
         self, scene: Scene, open_scene: Callable[..., RetryingStore]
     ):
         store = open_scene(options={"checksum": "md5"})
@@ -175,7 +173,7 @@ class FaultContract:
         ],
         ids=["internal error", "slow down", "reset"],
     )
-    def test_a_store_that_stays_away_is_unknown(
+    def test_unreachable_store_is_unavailable(
         self, scene: Scene, open_scene: Callable[..., RetryingStore], fault: object, error: type[Exception]
     ):
         store = open_scene(retry_s=0.5)
@@ -190,7 +188,7 @@ class FaultContract:
             with pytest.raises(error, match="tried"):
                 call()
 
-    def test_a_part_that_keeps_failing_ends_the_upload_and_the_rest_is_kept(
+    def test_repeatedly_failing_part_ends_the_upload_and_keeps_the_rest(
         self, scene: Scene, open_scene: Callable[..., RetryingStore]
     ):
         part(scene.proxy, 5).hold()  # takes part in nothing: the upload must end without it
@@ -212,9 +210,7 @@ class FaultContract:
         assert scene.proxy.parts_sent() == [4, 5]
 
     @pytest.mark.parametrize(("fault", "advice"), REFUSED.values(), ids=REFUSED.keys())
-    def test_a_refusal_is_final_and_says_what_to_do(
-        self, scene: Scene, store: RetryingStore, fault: object, advice: str
-    ):
+    def test_refusal_is_final_and_has_advice(self, scene: Scene, store: RetryingStore, fault: object, advice: str):
         for method, call in (
             ("GET", lambda: store.get("x")),
             ("PUT", lambda: store.put("x", b"")),
@@ -229,9 +225,7 @@ class FaultContract:
             assert scene.url in str(caught.value)
             assert len(scene.proxy.seen(method)) == 1
 
-    def test_a_part_that_is_refused_ends_the_upload_at_once(
-        self, scene: Scene, open_scene: Callable[..., RetryingStore]
-    ):
+    def test_refused_part_ends_the_upload_at_once(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         part(scene.proxy, 3).fail(Answer(403, "AccessDenied"))
         with pytest.raises(DurableRefusedError, match="part 3"):
             scene.upload(open_scene(concurrency=1))
@@ -241,7 +235,7 @@ class FaultContract:
         assert scene.proxy.parts_sent() == [3, 4, 5]
         assert scene.stored() == scene.data
 
-    def test_no_such_bucket(self, scene: Scene, open_scene: Callable[..., RetryingStore], tmp_path: Path):
+    def test_missing_bucket_is_named(self, scene: Scene, open_scene: Callable[..., RetryingStore], tmp_path: Path):
         scene.bucket = "no-such-bucket"
         store = open_scene()
         for call in (
@@ -274,7 +268,7 @@ class FaultContract:
                 with pytest.raises(DurableRefusedError, match=r"[Cc]redentials"):
                     call()
 
-    def test_credentials_that_are_replaced_meanwhile_are_used(
+    def test_replaced_credentials_are_used(
         self,
         scene: Scene,
         open_scene: Callable[..., RetryingStore],

@@ -61,36 +61,36 @@ class ObjectStoreContract:
         opened.close()
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_what_was_put_comes_back(self, store: RetryingStore, name: str):
+    def test_object_round_trips(self, store: RetryingStore, name: str):
         data = random.Random(name).randbytes(70_001)
         store.put(name, data)
         assert store.get(name) == data
         assert [info.name for info in store.list("")] == [name]
 
     @pytest.mark.parametrize("size", [0, 1, 6 * MIB])
-    def test_any_size_comes_back(self, store: RetryingStore, size: int):
+    def test_object_of_any_size_round_trips(self, store: RetryingStore, size: int):
         data = random.Random(size).randbytes(size)
         store.put("x", data)
         assert store.get("x") == data
 
-    def test_put_replaces(self, store: RetryingStore):
+    def test_put_replaces_the_object(self, store: RetryingStore):
         store.put("x", b"old and longer")
         store.put("x", b"new")
         assert store.get("x") == b"new"
 
-    def test_absent_is_said(self, store: RetryingStore):
+    def test_absent_object_is_not_found(self, store: RetryingStore):
         with pytest.raises(ObjectNotFoundError, match="no/such"):
             store.get("no/such")
         with pytest.raises(ObjectNotFoundError, match="no/such"):
             store.get_ranges("no/such", [(0, 1)])
 
-    def test_create_only_keeps_what_is_there(self, store: RetryingStore):
+    def test_create_only_keeps_the_existing_object(self, store: RetryingStore):
         store.put("x", b"first", create_only=True)
         with pytest.raises(ObjectExistsError, match="x"):
             store.put("x", b"second", create_only=True)
         assert store.get("x") == b"first"
 
-    def test_of_racing_creates_one_wins_where_the_store_enforces_it(self, store: RetryingStore):
+    def test_one_of_racing_creates_wins_where_enforced(self, store: RetryingStore):
         start = threading.Barrier(8)
 
         def create(number: int) -> bool:
@@ -108,7 +108,7 @@ class ObjectStoreContract:
         if enforced:
             assert len(won) == 1
 
-    def test_ranges_come_back_in_order(self, store: RetryingStore):
+    def test_ranges_are_returned_in_order(self, store: RetryingStore):
         data = random.Random(1).randbytes(12 * MIB)
         store.put("x", data)
         ranges = [
@@ -122,7 +122,7 @@ class ObjectStoreContract:
         assert store.get_ranges("x", []) == []
 
     @pytest.mark.parametrize("bad", [(0, 11), (10, 11), (5, 4 * MIB), (11, 12), (3 * MIB, 4 * MIB)])
-    def test_a_range_behind_the_end_is_damage(self, store: RetryingStore, bad: tuple[int, int]):
+    def test_range_behind_the_end_is_damage(self, store: RetryingStore, bad: tuple[int, int]):
         store.put("x", b"0123456789")
         with pytest.raises(CheckpointDamagedError, match="x"):
             store.get_ranges("x", [(0, 4), bad])
@@ -132,7 +132,7 @@ class ObjectStoreContract:
             with pytest.raises(UsageError):
                 store.get_ranges("x", [bad])
 
-    def test_list_goes_by_the_beginning_of_names_in_order(self, store: RetryingStore):
+    def test_list_is_ordered_and_filtered_by_prefix(self, store: RetryingStore):
         names = ["b/2", "a/10", "a/1", "a/0/x", "ab", "a.txt", "a/2"]
         for name in names:
             store.put(name, name.encode())
@@ -142,7 +142,7 @@ class ObjectStoreContract:
         assert list(store.list("c")) == []
         assert list(store.list("no/such/place/")) == []
 
-    def test_list_says_size_and_time(self, store: RetryingStore):
+    def test_list_reports_size_and_time(self, store: RetryingStore):
         before = time.time()
         store.put("x", b"12345")
         (info,) = store.list("x")
@@ -158,7 +158,7 @@ class ObjectStoreContract:
         store.delete(names)
         assert list(store.list("many/")) == []
 
-    def test_delete_takes_absent_names(self, store: RetryingStore):
+    def test_delete_accepts_absent_names(self, store: RetryingStore):
         for name in ("a/1", "a/2", "b"):
             store.put(name, b"x")
         store.delete(["a/1", "no/such", "b"])
@@ -179,7 +179,7 @@ class ObjectStoreContract:
                     call()
 
     @pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 12 * MIB])
-    def test_an_upload_comes_back(self, store: RetryingStore, tmp_path: Path, size: int):
+    def test_upload_round_trips(self, store: RetryingStore, tmp_path: Path, size: int):
         data = random.Random(size).randbytes(size)
         source = tmp_path / "source"
         source.write_bytes(data + b"not this")
@@ -192,14 +192,14 @@ class ObjectStoreContract:
         assert [info.name for info in store.list("")] == ["step/shard"]
         assert store.abort_stale_uploads("", older_than_s=0) == 0
 
-    def test_a_source_that_is_too_short_is_refused(self, store: RetryingStore, tmp_path: Path):
+    def test_short_source_is_refused(self, store: RetryingStore, tmp_path: Path):
         source = tmp_path / "source"
         source.write_bytes(b"123")
         with pytest.raises(UsageError, match="3 bytes"):
             store.upload("x", source, 4, journal=DictJournal())
         assert list(store.list("")) == []
 
-    def test_a_cancelled_upload_shows_nothing_and_can_be_repeated(
+    def test_cancelled_upload_creates_no_object_and_can_be_repeated(
         self, store: RetryingStore, stuck_store: RetryingStore, cancel: threading.Event, tmp_path: Path
     ):
         data = random.Random(2).randbytes(12 * MIB)
@@ -215,7 +215,9 @@ class ObjectStoreContract:
         assert store.get("x") == data
         assert store.abort_stale_uploads("", older_than_s=0) == 0
 
-    def test_cancelled_before_it_began(self, store: RetryingStore, cancel: threading.Event, tmp_path: Path):
+    def test_upload_cancelled_before_its_start_creates_no_object(
+        self, store: RetryingStore, cancel: threading.Event, tmp_path: Path
+    ):
         cancel.set()
         source = tmp_path / "source"
         source.write_bytes(b"data")
@@ -223,7 +225,7 @@ class ObjectStoreContract:
             store.upload("x", source, 4, journal=DictJournal(), cancel=cancel)
         assert list(store.list("")) == []
 
-    def test_readers_see_the_old_object_or_the_new(self, store: RetryingStore):
+    def test_readers_see_the_old_or_the_new_object(self, store: RetryingStore):
         whole = [bytes([letter]) * 200_000 for letter in b"abcdefgh"]
         store.put("x", whole[0])
         with ThreadPoolExecutor(2) as pool:
@@ -233,7 +235,7 @@ class ObjectStoreContract:
         assert seen <= set(whole)
         assert store.get("x") == whole[-1]
 
-    def test_any_thread_may_call(self, store: RetryingStore):
+    def test_store_is_usable_from_any_thread(self, store: RetryingStore):
         def roundtrip(number: int) -> bool:
             data = random.Random(number).randbytes(10_000 + number)
             store.put(f"thread/{number}", data)
@@ -243,7 +245,7 @@ class ObjectStoreContract:
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(roundtrip, range(24)))
 
-    def test_capabilities_are_found_once_and_leave_nothing(self, store: RetryingStore):
+    def test_capabilities_are_probed_once_and_leave_no_object(self, store: RetryingStore):
         found = store.capabilities()
         assert store.capabilities() is found
         assert list(store.list("")) == []

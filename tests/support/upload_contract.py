@@ -150,7 +150,7 @@ class UploadContract:
         assert scene.unfinished() == []
 
     @pytest.mark.parametrize("number", ALL)
-    def test_killed_at_a_part_it_goes_on_there(self, scene: Scene, store: RetryingStore, number: int):
+    def test_killed_upload_resumes_at_the_next_part(self, scene: Scene, store: RetryingStore, number: int):
         scene.kill_at(part(scene.proxy, number).hold(), concurrency=1)
         told: list[int] = []
         scene.upload(store, progress=told.append)
@@ -160,26 +160,26 @@ class UploadContract:
         assert scene.journal.get(scene.name) is None
         assert scene.unfinished() == []
 
-    def test_killed_with_one_part_missing_in_the_middle_only_that_is_sent(self, scene: Scene, store: RetryingStore):
+    def test_killed_upload_sends_only_the_missing_middle_part(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 2).hold(), also=others_are_answered, concurrency=5)
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [2]
 
-    def test_killed_before_it_had_an_upload_it_begins_one(self, scene: Scene, store: RetryingStore):
+    def test_upload_killed_before_its_creation_begins_again(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="^uploads").hold())
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
         assert scene.unfinished() == []
 
-    def test_killed_before_the_completion_it_only_completes(self, scene: Scene, store: RetryingStore):
+    def test_upload_killed_before_its_completion_only_completes(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold())
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == []
 
-    def test_killed_after_the_completion_it_finds_its_object(self, scene: Scene, store: RetryingStore):
+    def test_upload_killed_after_its_completion_finds_its_object(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold(done=True))
         scene.upload(store)
         assert scene.stored() == scene.data
@@ -187,40 +187,42 @@ class UploadContract:
         assert scene.proxy.seen("POST", query="^uploads") == []
         assert scene.journal.get(scene.name) is None
 
-    def test_killed_twice(self, scene: Scene, store: RetryingStore):
+    def test_twice_killed_upload_completes(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 2).hold(), concurrency=1)
         scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [4, 5]
 
-    def test_a_new_part_size_is_for_new_uploads(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
+    def test_new_part_size_applies_to_new_uploads(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         scene.kill_at(part(scene.proxy, 3).hold(), concurrency=1)
         scene.upload(open_scene(part_size="6MiB"))
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == [3, 4, 5]
 
-    def test_parts_of_other_bytes_are_not_used(self, scene: Scene, store: RetryingStore):
+    def test_parts_of_another_content_are_not_used(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
         scene.upload(store, identity="digest-2")
         assert scene.proxy.parts_sent() == ALL
         assert scene.stored() == scene.data
         assert scene.unfinished() == []
 
-    def test_a_journal_that_makes_no_sense_is_no_journal(self, scene: Scene, store: RetryingStore):
+    def test_invalid_journal_is_ignored(self, scene: Scene, store: RetryingStore):
         scene.journal.put(scene.name, b'{"upload_id": "of another release"}')
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.journal.get(scene.name) is None
 
-    def test_aborted_while_away_it_starts_over(self, scene: Scene, store: RetryingStore):
+    def test_upload_aborted_by_the_store_between_runs_starts_again(self, scene: Scene, store: RetryingStore):
         scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
         scene.abort()
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
 
-    def test_aborted_while_sending_it_starts_over(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
+    def test_upload_aborted_by_the_store_while_sending_starts_again(
+        self, scene: Scene, open_scene: Callable[..., RetryingStore]
+    ):
         if not scene.server.knows_aborted:
             pytest.skip(f"{scene.server.name} answers with an internal error")
         held = part(scene.proxy, 3).hold()
@@ -234,7 +236,7 @@ class UploadContract:
         assert scene.proxy.parts_sent() == sorted([*ALL, 1, 2, 3])
         assert scene.unfinished() == []
 
-    def test_one_that_is_always_aborted_gives_up(self, scene: Scene, store: RetryingStore):
+    def test_repeatedly_aborted_upload_fails_after_three_tries(self, scene: Scene, store: RetryingStore):
         if not scene.server.knows_aborted:
             pytest.skip(f"{scene.server.name} answers with an internal error")
 
@@ -247,7 +249,7 @@ class UploadContract:
             scene.upload(store)
         assert len(scene.proxy.seen("POST", query="^uploads")) == 3
 
-    def test_cancelled_while_the_store_is_silent(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
+    def test_upload_to_a_silent_store_can_be_cancelled(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
         held = part(scene.proxy, 3).hold()
         cancel = threading.Event()
         with ThreadPoolExecutor(1) as pool:
