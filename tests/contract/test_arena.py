@@ -85,7 +85,7 @@ def test_impossible_size_creates_no_slot(arena):
     assert arena.size("slot.b") == 10
 
 
-def test_a_name_is_taken_once(arena):
+def test_name_of_an_existing_slot_is_refused(arena):
     arena.create("slot.a", 10)
     write(arena.path("slot.a"), b"kept")
     with pytest.raises(FileExistsError):
@@ -103,7 +103,7 @@ def test_missing_slot_raises(arena):
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
 @pytest.mark.parametrize("name", ["job.job", "blob.job/layout.a@b", "n" * 251, "f" * 251 + "/" + "n" * 251])
-def test_a_note_is_read_back_exactly(arena, name, data):
+def test_slot_metadata_round_trips(arena, name, data):
     assert arena.get_metadata(name) is None
     arena.put_metadata(name, b"older")
     arena.put_metadata(name, data)
@@ -113,7 +113,7 @@ def test_a_note_is_read_back_exactly(arena, name, data):
     assert arena.get_metadata(name) is None
 
 
-def test_notes_are_listed_by_prefix_and_folder(arena):
+def test_metadata_files_are_listed_by_prefix_and_folder(arena):
     for name in ("job.b", "job.a", "seal.a", "blob.a/x", "blob.a/xy", "blob.a/z", "blob.ab/x"):
         arena.put_metadata(name, b"")
     assert arena.list_metadata("job.") == ["job.a", "job.b"]
@@ -124,7 +124,7 @@ def test_notes_are_listed_by_prefix_and_folder(arena):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "../a", "/a", "a//b", "a/../b", "a/b/c", "a\0", "a/", "n" * 252])
-def test_names_with_tricks_are_refused(arena, name):
+def test_names_that_leave_the_folder_are_refused(arena, name):
     for attempt in (
         lambda: arena.create(name, 1),
         lambda: arena.put_metadata(name, b""),
@@ -199,7 +199,7 @@ def test_purging_leaves_nothing(arena):
 
 
 @pytest.mark.parametrize("at", [0, 4, 11, 12, 400])
-def test_a_flipped_byte_in_a_note_is_damage(directory, at):
+def test_flipped_byte_in_a_metadata_file_is_damage(directory, at):
     arena = TmpfsArena(directory)
     arena.put_metadata("job.job", b"x" * 500)
     flip(directory / "notes" / "job.job", at)
@@ -208,7 +208,7 @@ def test_a_flipped_byte_in_a_note_is_damage(directory, at):
 
 
 @pytest.mark.parametrize("size", [0, 3, 11, 12, 100])
-def test_a_short_note_is_damage(directory, size):
+def test_short_metadata_file_is_damage(directory, size):
     arena = TmpfsArena(directory)
     arena.put_metadata("job.job", b"x" * 500)
     os.truncate(directory / "notes" / "job.job", size)
@@ -249,7 +249,7 @@ def test_reading_a_non_file_is_damage_and_does_not_block(directory, name):
         arena.get_metadata(name)
 
 
-def test_a_file_too_large_for_a_note_is_not_read(directory):
+def test_oversized_metadata_file_is_not_read(directory):
     arena = TmpfsArena(directory)
     with (directory / "notes" / "job.job").open("wb") as file:
         file.truncate(1 << 40)
@@ -257,14 +257,14 @@ def test_a_file_too_large_for_a_note_is_not_read(directory):
         arena.get_metadata("job.job")
 
 
-def test_half_written_notes_of_a_killed_process_are_swept_away(directory):
+def test_partial_metadata_files_of_a_killed_process_are_removed(directory):
     TmpfsArena(directory)
     (directory / "fresh" / "0123").write_bytes(b"half")
     TmpfsArena(directory)
     assert list((directory / "fresh").iterdir()) == []
 
 
-def test_pages_promised_to_other_slots_count_as_taken(directory):
+def test_pages_reserved_for_other_slots_count_as_used(directory):
     arena = TmpfsArena(directory)
     place = os.statvfs(directory)
     free = place.f_bavail * place.f_frsize
@@ -275,7 +275,7 @@ def test_pages_promised_to_other_slots_count_as_taken(directory):
     assert arena.size("slot.a") == free * 2 // 3
 
 
-def test_only_this_user_may_look(directory):
+def test_arena_is_private_to_its_user(directory):
     arena = TmpfsArena(directory)
     arena.create("slot.a", 10)
     arena.put_metadata("job.a", b"x")
@@ -286,7 +286,7 @@ def test_only_this_user_may_look(directory):
         assert Path(path).stat().st_mode & 0o777 == 0o600, path
 
 
-def test_the_path_of_a_removed_slot_leads_nowhere(arena):
+def test_path_of_a_removed_slot_is_absent(arena):
     """Who was given it a moment ago must not write into the slot that came after it."""
     arena.create("old", 4096)
     path = arena.path("old")

@@ -121,14 +121,14 @@ def test_stored_step_is_readable(kept, opened):
         assert [bytes(part) for part in found] == [data[:10], data[7:9], data[5:], b""]
 
 
-def test_nothing_is_nothing(opened):
+def test_empty_store_has_no_steps(opened):
     with contextlib.suppress(CheckpointNotFoundError):
         assert list(opened.steps()) == []
     with pytest.raises(CheckpointNotFoundError):
         opened.contents(4)
 
 
-def test_a_step_without_metadata_is_there_but_not_described(kept, opened):
+def test_step_without_metadata_is_listed_without_a_description(kept, opened):
     blobs, metadata = STATE
     kept.put(8, blobs, pickled(metadata))
     kept.put(4, blobs, None)

@@ -234,7 +234,7 @@ def test_waiting_ends_when_time_is_up():
     assert late.value.code is ExitCode.UNAVAILABLE
 
 
-def test_botocores_own_double_takes_the_requests():
+def test_requests_pass_botocores_stubber():
     client = boto3.client("sagemaker")
     with Stubber(client) as stub:
         answer = {"ClusterArn": ARN, "ClusterStatus": "InService", "InstanceGroups": [], "TieredStorageConfig": ON}

@@ -94,7 +94,7 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
     assert {(place.local_rank, place.local_world_size, place.node_count) for place in places} == {(0, 1, 3)}
 
 
-def test_where_every_node_keeps_a_store_all_ranks_know_all_of_them():
+def test_ranks_know_the_store_of_every_node():
     with rootless_job(3, spares=1) as job:
         ready = at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes))
         until(lambda: sum(one.done() for one in ready) == 3)
@@ -114,7 +114,7 @@ def test_healthy_world_has_no_notice(start):
     assert [seat.notice() for seat in job.planes] == [None, None]
 
 
-def test_a_wait_for_a_world_ends_in_time(start):
+def test_wait_for_a_world_times_out(start):
     job = start(2)
     with pytest.raises(ControlDeadlineError):
         job.planes[0].wait_for_assignment(timeout_s=0.01)
@@ -427,7 +427,7 @@ def test_calls_outside_a_world_are_refused(start):
         seat.report_sealed(0)
 
 
-def test_closing_twice_is_closing_once(start):
+def test_second_close_has_no_effect(start):
     job = start(1)
     all_ready(job.planes)
     job.planes[0].report_finished()

@@ -119,7 +119,7 @@ def test_device_is_filled_from_alternating_buffers(device):
         buffers.close()
 
 
-def test_registered_memory_is_given_back_and_can_be_registered_again(device):
+def test_released_memory_can_be_registered_again(device):
     size_bytes = 4 * mmap.PAGESIZE
     memory = mmap.mmap(-1, size_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -132,7 +132,7 @@ def test_registered_memory_is_given_back_and_can_be_registered_again(device):
             assert not device.unregister_host_memory(address, device.current())
 
 
-def test_the_current_device_is_a_thread_s_own(device):
+def test_current_device_is_per_thread(device):
     before = device.current()
 
     def other() -> None:
@@ -160,7 +160,7 @@ def test_device_has_a_generator_where_available(device):
         assert torch.equal(first, torch.rand(3, generator=generator, device=generator.device))
 
 
-def test_there_is_memory_to_account_for_and_to_give_back(device):
+def test_device_reports_and_releases_its_memory(device):
     before = device.memory_allocated()
     tensor = on(device, torch.zeros(1 << 20))
     assert device.memory_allocated() - before in (
@@ -184,7 +184,7 @@ def test_installed_backend_applies_to_all_threads_until_the_block_ends():
     assert accelerator() is before
 
 
-def test_a_broken_device_s_work_is_not_taken_for_done():
+def test_failed_work_of_a_device_is_not_reported_as_completed():
     class Broken:
         def query(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -266,7 +266,7 @@ def test_late_source_changed_before_its_copy_is_copied_changed(late):
     assert not torch.equal(target, torch.ones(ELEMENTS))
 
 
-def test_late_a_registration_is_not_undone_under_a_copy_nor_is_memory_cut(late, tmp_path):
+def test_late_memory_stays_registered_during_a_copy(late, tmp_path):
     source = late.put(torch.randn(ELEMENTS))
     stream = late.new_stream(late.current())
     for action, said in (

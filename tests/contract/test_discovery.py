@@ -126,7 +126,7 @@ def test_nodes_with_the_same_source_have_the_same_member_list(source):
     assert source.open().member_list().list_version == source.open().member_list().list_version
 
 
-def test_nothing_new_is_no_new_version(source):
+def test_unchanged_member_list_keeps_its_version(source):
     source.tell(ADDRESSES)
     discovery = source.open()
     assert discovery.member_list() == discovery.member_list()
@@ -255,7 +255,7 @@ def test_invalid_file_is_refused(tmp_path, told):
 
 
 @pytest.mark.parametrize("half", [b"", b"{", b'{"version": 1, "nodes": [{"id": "n1", "addr', b"\xff\xfe"])
-def test_a_half_written_file_is_unknown(tmp_path, half):
+def test_partial_member_list_file_is_unknown(tmp_path, half):
     path = tmp_path / "nodes.json"
     path.write_bytes(half)
     for discovery in (MembersFile(path), PodResourceConfig(path)):
@@ -297,7 +297,7 @@ def test_pods_of_a_node_are_a_single_node(tmp_path):
         ("1970-01-01T00:00:01.9z", 1900),
     ],
 )
-def test_the_operators_stamp_is_the_version(tmp_path, stamp, version):
+def test_operator_timestamp_is_the_version(tmp_path, stamp, version):
     assert hyperpod(tmp_path / "f", ["10.0.0.1"], stamp).member_list().version == version
 
 
@@ -374,7 +374,7 @@ def test_dns_change_never_lowers_the_version():
     assert [discovery.member_list().version for _ in range(4)] == [1, 100_000, 100_001, 100_001]
 
 
-def test_no_addresses_and_no_such_name_are_unknown():
+def test_missing_addresses_or_names_make_the_member_list_unknown():
     def absent(name, port):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -470,6 +470,6 @@ def test_file_without_labels_is_refused_by_name(tmp_path, written, said):
     assert str(path) in str(raised.value)
 
 
-def test_labels_may_be_written_out():
+def test_labels_may_be_given_inline():
     assert load_node_labels("zone=a,rack=r1") == (("rack", "r1"), ("zone", "a"))
     assert load_node_labels("") == ()

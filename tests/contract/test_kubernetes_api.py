@@ -136,13 +136,13 @@ def test_deleted_pod_has_a_newer_version(server: ApiServerClient, job: dict[str,
     assert int(gone["object"]["metadata"]["resourceVersion"]) > int(made["metadata"]["resourceVersion"])
 
 
-def test_a_watch_of_jobs(server: ApiServerClient, job: dict[str, Any]) -> None:
+def test_watch_reports_job_changes(server: ApiServerClient, job: dict[str, Any]) -> None:
     server.update_status(job, {"restartCount": 1})
     found = until_events(server, jobs_in(""), job["metadata"]["resourceVersion"], 1, ["MODIFIED"])
     assert found == [("MODIFIED", job["metadata"]["name"])]
 
 
-def test_a_watch_from_too_long_ago(server: ApiServerClient, request: pytest.FixtureRequest) -> None:
+def test_watch_from_an_expired_version_lists_again(server: ApiServerClient, request: pytest.FixtureRequest) -> None:
     if "imagined" not in request.node.name:
         pytest.skip("a real server forgets after minutes, and many changes")
     heard = Heard()

@@ -92,7 +92,7 @@ def test_repeated_put_replaces_the_shard(server: str) -> None:
     assert ask(server, "GET", "/v1/cp/checkpoints/job-1/0/5").body == b"after"
 
 
-def test_a_body_may_come_in_chunks(server: str) -> None:
+def test_chunked_body_is_accepted(server: str) -> None:
     make(server)
     pieces = [b"a" * 1_000_000, b"b", b"c" * 3_000_000]
     with contextlib.closing(http.client.HTTPConnection(server, timeout=60)) as connection:

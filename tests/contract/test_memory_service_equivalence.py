@@ -110,7 +110,7 @@ def expected(connection: http.client.HTTPConnection, sent: Sent, answer: Answer)
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(stream=streams)
-def test_answers_are_alike(both: tuple[Any, Any], stream: list[Sent]) -> None:
+def test_both_servers_answer_the_same(both: tuple[Any, Any], stream: list[Sent]) -> None:
     for connection in both:
         send(connection, Sent("POST", "/v1/cp/cluster/reset"))
     for sent in stream:
@@ -121,7 +121,7 @@ def test_answers_are_alike(both: tuple[Any, Any], stream: list[Sent]) -> None:
 @pytest.mark.nightly
 @settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stream=streams)
-def test_answers_are_alike_for_long(both: tuple[Any, Any], stream: list[Sent]) -> None:
+def test_both_servers_answer_the_same_over_many_requests(both: tuple[Any, Any], stream: list[Sent]) -> None:
     for connection in both:
         send(connection, Sent("POST", "/v1/cp/cluster/reset"))
     for sent in stream:
@@ -136,7 +136,7 @@ def test_answers_are_alike_for_long(both: tuple[Any, Any], stream: list[Sent]) -
     gaps=st.lists(st.integers(1, 40), min_size=1, max_size=7),
     order=st.randoms(use_true_random=False),
 )
-def test_complete_saves_are_listed_and_kept_alike(
+def test_both_servers_list_and_retain_the_same_complete_saves(
     both: tuple[Any, Any], retained: int, ranks: int, gaps: list[int], order: Any
 ) -> None:
     """Ranks of a step in any order, the plan of all of them last, as the library saves: nothing differs at all."""
@@ -168,7 +168,7 @@ WHERE_THEY_DIFFER = [
 
 
 @pytest.mark.parametrize(("difference", "method", "path", "status", "our_status"), WHERE_THEY_DIFFER)
-def test_where_they_differ(
+def test_known_differences_between_the_servers(
     both: tuple[Any, Any], difference: str, method: str, path: str, status: int, our_status: int
 ) -> None:
     assert difference in DIFFERENCES
@@ -179,7 +179,7 @@ def test_where_they_differ(
     assert found == [status, our_status]
 
 
-def test_failed_saves_count_out_the_last_good_step_of_theirs_and_not_of_ours(both: tuple[Any, Any]) -> None:
+def test_failed_saves_evict_the_last_good_step_only_on_the_aws_server(both: tuple[Any, Any]) -> None:
     """Four saves in which one rank is gone: the shards of the good step go one by one, its plan stays and is taken."""
     for connection in both:
         send(connection, Sent("POST", "/v1/cp/cluster/reset"))

@@ -78,7 +78,7 @@ def test_value_set_by_one_client_is_visible_to_others(connect):
     assert one.get("key 3") == b""
 
 
-def test_bytes_are_kept_as_they_are(store):
+def test_value_bytes_round_trip(store):
     raw = bytes(range(256)) * 40
     store.set("raw", raw.decode("latin-1"))
     assert store.get("raw").decode() == raw.decode("latin-1")
@@ -114,7 +114,7 @@ def test_compare_set_of_a_missing_key_sets_nothing(store):
     assert not store.check(["absent"])
 
 
-def test_a_key_can_be_looked_for_and_deleted(store):
+def test_key_can_be_checked_and_deleted(store):
     assert not store.check(["a"])
     store.set("a", "1")
     store.set("b", "2")
@@ -176,7 +176,7 @@ def test_queues(bare, request):
     assert other.queue_len(name) == 0
 
 
-def test_a_barrier_opens_for_all(connect):
+def test_barrier_releases_all_ranks(connect):
     passed: list[int] = []
     lock = threading.Lock()
 
@@ -191,7 +191,7 @@ def test_a_barrier_opens_for_all(connect):
     assert results([*first, *at_once(lambda: come(2))]) == [0, 1, 2]
 
 
-def test_prefixes_upon_prefixes(connect):
+def test_prefix_stores_can_be_nested(connect):
     below = connect()
     one, two = dist.PrefixStore("1", below), dist.PrefixStore("2", dist.PrefixStore("1", below))
     one.set("key", "one")

@@ -89,7 +89,7 @@ def test_no_key_is_lost_with_a_member(servers, connect):
         store.set(names[0], names[0].upper())
 
 
-def test_member_that_dies_during_a_wait_is_passed_over(servers, connect):
+def test_wait_skips_a_member_that_dies(servers, connect):
     key = key_at(2, 0)
     waiters = [connect() for _ in range(3)]
     assert not any(one.check([key]) for one in waiters)  # all are connected by now
@@ -112,7 +112,7 @@ def test_counters_survive_a_member_death(servers, connect):
     assert stores[1].get(key) == b"180"
 
 
-def test_sums_during_a_member_death_include_every_answer(servers, connect):
+def test_sums_during_a_member_death_include_every_reply(servers, connect):
     key, go_on = key_at(1, 2), threading.Event()
     stores = [connect() for _ in range(3)]
 
@@ -219,7 +219,7 @@ def _waits(say: Callable[[str], object], addresses: list[str], key: str) -> byte
     return value
 
 
-def test_nothing_is_left_of_a_store_that_was_closed(connect):
+def test_closed_store_leaves_no_threads_or_connections(connect):
     before = {thread.ident for thread in threading.enumerate()}
     store = connect()
     counted(store)
@@ -254,7 +254,7 @@ def test_connection_closed_during_setup_is_reopened(servers, connect, monkeypatc
     assert connect().add(key_at(0), 0) == 1
 
 
-def test_an_answer_that_came_as_its_connection_was_ended_is_an_answer(servers, connect):
+def test_reply_received_with_the_end_of_its_connection_counts(servers, connect):
     """It took too long, and was there all the same: the next one is asked over another connection."""
     short = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=2.0)
     (holder,) = [one for one in connect(short)._holders if one.port == servers[0].port]

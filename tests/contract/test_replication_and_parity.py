@@ -168,7 +168,7 @@ def test_restarted_agent_continues_with_its_shards(nodes, lost):
     check(nodes, records)
 
 
-def test_a_damaged_shard_is_found_and_made_good(nodes):
+def test_damaged_shard_is_found_and_restored(nodes):
     records = save_everywhere(nodes, 1)
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
@@ -222,14 +222,14 @@ def test_bytes_changed_in_transit_are_detected(nodes):
     check(nodes, records)
 
 
-def test_memory_is_used_as_promised(nodes, mode):
+def test_memory_use_matches_the_documented_amount(nodes, mode):
     save_everywhere(nodes, 1, sizes=(6 * MIB,) * 4)
     until(lambda: nodes.settled(1))
     until(nodes.quiet)
     assert nodes.sealed_bytes() == 4 * 6 * MIB * {"mirror": 2, "parity": 1 + 1 / 3}[mode]
 
 
-def test_parts_that_are_late_are_protected_too(nodes):
+def test_late_parts_are_protected_too(nodes):
     """Two parts on one node, none on another: nobody knows beforehand how many there are."""
     first = [save(nodes[name].store, key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))]
     until(nodes.quiet)

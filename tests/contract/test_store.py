@@ -106,7 +106,7 @@ def test_inventory_lists_only_sealed_shards(store):
     assert store.list_shards() == [fact]
 
 
-def test_absent_is_its_own_answer(store):
+def test_absent_shard_is_distinguished_from_errors(store):
     save(store, key(1))
     for other in (key(2), key(1, part=1), key(1, epoch=2), key(1, job="job2"), key(1, attempt=1), key(1, name="b")):
         with pytest.raises(ShardNotFoundError):
@@ -125,7 +125,7 @@ def test_fewer_bytes_than_leased_may_be_sealed_never_more(store):
     assert load(store, key()) == b"x" * 10
 
 
-def test_two_writers_and_two_jobs_stay_apart(store):
+def test_writers_and_jobs_are_separate(store):
     keys = [key(part=part, job=job) for part in (0, 8, 16) for job in ("job", "job.job", "j")]
     for of in keys:
         save(store, of, 5000, parts=17)
@@ -170,7 +170,7 @@ def test_a_sealed_key_is_not_written_again(store):
         store.lease(key(), 10, 1)
 
 
-def test_giving_back_twice_is_fine(store):
+def test_second_release_has_no_effect(store):
     lease = store.lease(key(), 100, 1)
     store.release(lease.id)
     store.release(lease.id)
@@ -442,7 +442,7 @@ def test_version_with_a_lost_part_cannot_be_committed(store):
 
 
 @pytest.mark.parametrize("chunks", [(-1, 1), (1, 0), (0, 2), (0, 1 << 60)])
-def test_chunks_that_are_not_there_are_a_wrong_request(store, chunks):
+def test_nonexistent_chunks_are_refused(store, chunks):
     save(store, key())
     with pytest.raises(RequestError, match="chunks"):
         store.verify(key(), chunks)
@@ -505,7 +505,7 @@ def test_slot_of_a_fenced_writer_is_not_reused_while_it_may_write(store):
         assert load(store, record.key) == content(record.key, 4096)
 
 
-def test_an_epoch_from_elsewhere_is_respected(store):
+def test_epoch_of_another_node_fences_older_writers(store):
     assert store.claim("job", "a", at_least=7) == 8
     assert store.epoch("job") == 8
     for number in (-1, 1 << 62):
@@ -544,7 +544,7 @@ def test_relabeled_slot_survives_a_newer_incarnation(store):
 # -- blobs ------------------------------------------------------------------------------------------------------------
 
 
-def test_blobs_are_kept_by_job(store):
+def test_blobs_are_stored_per_job(store):
     save(store, key())
     store.put_blob("job", "a", b"1")
     store.put_blob("job", "a", b"2")
@@ -578,7 +578,7 @@ def test_a_large_blob_is_refused(store):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\0", "a b", "é", "x" * 129, "a\n"])
-def test_names_that_could_not_be_files_are_refused(store, name):
+def test_names_invalid_as_files_are_refused(store, name):
     attempts = [
         lambda: store.lease(key(job=name), 10, 1),
         lambda: store.claim(name, "a"),
@@ -594,7 +594,7 @@ def test_names_that_could_not_be_files_are_refused(store, name):
 
 
 @pytest.mark.parametrize("name", ["", ".", "../a", "/etc/passwd", "a/b", "-a", ".a", "a\0", "x" * 241])
-def test_blob_names_with_tricks_are_refused(store, name):
+def test_blob_names_that_leave_the_folder_are_refused(store, name):
     for attempt in (
         lambda: store.put_blob("job", name, b""),
         lambda: store.get_blob("job", name),
@@ -627,13 +627,13 @@ def test_numbers_out_of_range_are_refused(store, wrong, size, parts):
     assert store.status().arena.slots == 0
 
 
-def test_waiting_for_not_a_number_does_not_wait(store):
+def test_nan_timeout_does_not_wait(store):
     store.lease(key(job="other"), 40 * MIB, 1)
     with pytest.raises(ArenaBusyError):
         store.lease(key(), 40 * MIB, 1, wait_s=float("nan"))
 
 
-def test_a_wait_ends_with_the_time_that_the_caller_has(store):
+def test_wait_ends_at_the_callers_deadline(store):
     """Wherever the store is: what is left of the caller's time goes with the request."""
     store.lease(key(job="other"), 40 * MIB, 1)
     lease = store.lease(key(), 10 * MIB, 1)
@@ -662,7 +662,7 @@ def test_leased_slot_grows_and_keeps_its_data(store):
     assert load(store, key()) == b"first" + bytes(3 * MIB - 9) + b"last"
 
 
-def test_growing_to_less_changes_nothing(store):
+def test_growing_to_a_smaller_size_changes_nothing(store):
     lease = store.lease(key(), MIB, 1)
     assert store.grow(lease.id, 10) == lease
     assert store.grow(lease.id, 2 * MIB) == store.grow(lease.id, 2 * MIB)

@@ -128,7 +128,7 @@ def test_views_may_be_many_and_of_any_size_on_both_sides(line):
 
 
 @pytest.mark.parametrize("size", [1000, 5 * MIB + 17])
-def test_bytes_are_readable_as_they_arrive(line, size):
+def test_payload_is_readable_while_it_arrives(line, size):
     near, far = line.meet()
     data = noise(size)
     sent = line.aside(near.send, b"", [memoryview(data)])
@@ -157,7 +157,7 @@ def test_views_of_other_types_are_sent_as_bytes(line):
     assert target == numbers
 
 
-def test_a_view_with_gaps_is_a_wrong_call_and_costs_nothing(line):
+def test_noncontiguous_view_is_refused_and_the_channel_stays_open(line):
     near, far = line.meet()
     with pytest.raises(RequestError, match="with gaps"):
         near.send(b"", [memoryview(bytes(10))[::2]])
@@ -217,7 +217,7 @@ def test_both_sides_send_large_messages_at_the_same_time(line):
         one.result(60)
 
 
-def test_views_may_be_changed_once_they_were_sent(line):
+def test_sent_views_may_be_changed(line):
     near, far = line.meet()
     scratch = bytearray(100_000)
     for n in range(20):
@@ -296,7 +296,7 @@ def test_oversized_message_is_not_sent(line):
 # -- wrong calls ------------------------------------------------------------------------------------------------------
 
 
-def test_a_payload_has_to_be_taken_before_the_next_message(line):
+def test_payload_must_be_read_before_the_next_message(line):
     near, far = line.meet()
     near.send(b"one", [memoryview(b"payload")])
     near.send(b"two")
@@ -451,7 +451,7 @@ def test_close_wakes_a_sender_and_a_reader(line):
     target.append(1)  # nobody has a view of it any more
 
 
-def test_closing_again_is_fine_and_ends_everything(line):
+def test_second_close_has_no_effect_and_ends_the_channel(line):
     near, _ = line.meet()
     closing = [line.aside(near.close) for _ in range(4)]
     for one in closing:
