@@ -69,7 +69,7 @@ def groups(raw_file: Path) -> list[dict[str, Any]]:
     return json.loads(raw_file.read_text())["groups"]
 
 
-def test_every_subject_and_state_is_there(part: str, groups: list[dict[str, Any]]) -> None:
+def test_benchmark_covers_every_subject_and_state(part: str, groups: list[dict[str, Any]]) -> None:
     found = {(group["subject"], group["state"]) for group in groups}
     if part == "several nodes":
         assert found == {("P4", "B"), ("P4", "C"), ("P5", "B"), ("P5", "C"), ("P6", "B"), ("P6", "U")}

@@ -36,12 +36,12 @@ def usage(command: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_command_by_its_name(name: str, tmp_path: Path) -> None:
+def test_command_starts_by_its_name(name: str, tmp_path: Path) -> None:
     assert f"usage: {name}" in usage([str(Path(sys.executable).with_name(name))], tmp_path)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_by_its_name(name: str, tmp_path: Path) -> None:
+def test_command_starts_by_its_module(name: str, tmp_path: Path) -> None:
     if name == "integration.hyperpod.hyperpodrun":
         pytest.importorskip("hyperpod_elastic_agent")
     assert "usage: " in usage([sys.executable, "-m", name], tmp_path)

@@ -36,7 +36,7 @@ def test_fsdp2_example_resumes_at_another_world_size(agent_dir, second):
     assert f"{second} ranks found step 4; now steps up to 9" in run(*launch, str(second), EXAMPLES / "fsdp2.py")
 
 
-def test_a_framework_that_knows_only_urls(agent_dir):
+def test_framework_with_urls_only_saves_and_loads(agent_dir):
     assert "equal bit for bit: True" in run("-W", "ignore", EXAMPLES / "by_url.py")
 
 

@@ -55,7 +55,7 @@ def goes_both_ways(store: RetryingStore, source: Path) -> None:
     assert [info.name for info in store.list("")] == ["large", "small"]
 
 
-def test_https_with_an_authority_of_the_sites_own(
+def test_https_accepts_a_configured_authority(
     secure, rclone: S3Server, url: str, source: Path, open_durable: Opener, monkeypatch: pytest.MonkeyPatch
 ):
     proxy, trusted = secure
@@ -102,7 +102,7 @@ def test_https_through_a_proxy(
         assert behind.parts_sent() == [1, 2, 3]
 
 
-def test_everything_from_the_aws_configuration(
+def test_settings_come_from_the_aws_configuration(
     rclone: S3Server, url: str, source: Path, open_durable: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Profile, region, endpoint and credentials of a file; an endpoint in the environment loses against durable's."""
@@ -133,12 +133,12 @@ def test_missing_credentials_are_refused(
         open_durable(url, rclone.settings()).put("x", b"")
 
 
-def test_no_such_profile(rclone: S3Server, url: str, open_durable: Opener):
+def test_missing_profile_is_refused(rclone: S3Server, url: str, open_durable: Opener):
     with pytest.raises(DurableRefusedError, match="lab"):
         open_durable(url, rclone.settings(options={"profile": "lab"})).put("x", b"")
 
 
-def test_create_with_a_lost_answer_is_recognized(moto: S3Server, url: str, open_durable: Opener):
+def test_create_with_a_lost_response_is_recognized(moto: S3Server, url: str, open_durable: Opener):
     with FaultProxy(moto.port) as proxy:
         store = open_durable(url, moto.settings(endpoint=proxy.endpoint))
         assert store.capabilities().conditional_put

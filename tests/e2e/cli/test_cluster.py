@@ -116,7 +116,7 @@ def test_lost_node_differs_from_an_empty_one(doomed, on):
     assert "n3 could not be asked, what it holds is not known: " in shown
 
 
-def test_this_node_in_a_few_lines(well, on):
+def test_status_shows_this_node_in_a_few_lines(well, on):
     said = on(well, "status", "--json")
     assert said.code == 0
     (row,) = said.json["jobs"]
@@ -147,7 +147,7 @@ def test_whatif_prediction_matches_the_restore(doomed, on):
         assert set(used) <= {"n1", "n3", "n4"}
 
 
-def test_a_rack_and_a_node_at_once(well, on):
+def test_whatif_loses_a_rack_and_a_node_together(well, on):
     said = on(well, "whatif", well.job, "--lose", "node:n1", "--lose", "rack:r3", "--json")
     assert said.code == 3
     assert (said.json["fate"], said.json["step"], said.json["nodes_lost"]) == ("nothing", None, ["n1", "n3"])
@@ -172,7 +172,7 @@ def test_unreachable_node_is_neither_present_nor_lost(doomed, on):
     assert (said.json["fate"], said.json["unknown"]) == ("nothing", {})
 
 
-def test_each_loss_the_worst_first(well, on):
+def test_whatif_lists_losses_with_the_worst_first(well, on):
     said = on(well, "whatif", "--each", "--json")
     assert said.code == 0
     names = [one["lost"] for one in said.json["losses"]]
@@ -226,7 +226,7 @@ def test_quarantined_and_durable_steps_are_reported(cli, job):
     assert cli("whatif", "--lose", f"node:{me}", "--json").json["step"] == 2
 
 
-def test_several_jobs_are_to_be_named(cli, job, agent_dir, durable):
+def test_command_requires_a_name_with_several_jobs(cli, job, agent_dir, durable):
     Job(agent_dir, durable, "other").save(9)
     said = cli("status", "--cluster")
     assert said.code == 2
@@ -238,7 +238,7 @@ def test_several_jobs_are_to_be_named(cli, job, agent_dir, durable):
 
 
 @pytest.mark.parametrize("command", [["status"], ["status", "--cluster"], ["whatif", "--each"], ["top", "--once"]])
-def test_without_an_agent_nothing_is_known(cli, agent_dir, command):
+def test_cluster_is_unknown_without_an_agent(cli, agent_dir, command):
     said = cli(*command)
     assert said.code == 5
     assert "no agent answers" in said.err
@@ -263,7 +263,7 @@ def started(*arguments, **more):
     return subprocess.Popen([sys.executable, "-m", "tieredckpt", "top", *map(str, arguments)], **more)
 
 
-def test_a_stream_of_objects_until_interrupted(job, agent_dir):
+def test_top_streams_json_objects_until_interrupted(job, agent_dir):
     process = started("--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     frames = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
@@ -274,7 +274,7 @@ def test_a_stream_of_objects_until_interrupted(job, agent_dir):
     assert frames[2]["bytes_per_s"] == {"saved": 0, "sent": 0, "received": 0, "drained": 0}
 
 
-def test_a_terminal_is_given_back(job, agent_dir):
+def test_top_restores_the_terminal(job, agent_dir):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
     process = started(stdout=theirs, stderr=theirs, stdin=theirs, env={**os.environ, "TERM": "xterm"})

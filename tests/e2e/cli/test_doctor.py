@@ -17,7 +17,7 @@ def text(said, what):
     return next(one["text"] for one in said.json["findings"] if one["what"] == what)
 
 
-def test_a_node_without_anything_is_fine(cli, agent_dir):
+def test_doctor_passes_on_an_unconfigured_node(cli, agent_dir):
     said = cli("doctor", "--json")
     assert said.code == 0
     assert said.json["well"]
@@ -51,7 +51,7 @@ def test_gpu_checks_fail_without_an_accelerator(cli, agent_dir):
     assert "reports no accelerator" in text(said, "device")
 
 
-def test_a_running_agent_and_a_directory(cli, job, tmp_path):
+def test_doctor_passes_with_an_agent_and_a_directory(cli, job, tmp_path):
     said = cli("doctor", "--json")
     assert said.code == 0
     assert verdicts(said)["agent"] == "good"
@@ -87,7 +87,7 @@ def test_a_bucket(cli, agent_dir, server):
     assert not [key for key in keys if "doctor" in key or "probe" in key]
 
 
-def test_missing_bucket_is_bad(cli, agent_dir, rclone, monkeypatch):
+def test_doctor_fails_for_a_missing_bucket(cli, agent_dir, rclone, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
     said = cli("doctor", "--durable", "s3://no-such-bucket/x", "--json")
     assert said.code == 1
@@ -111,7 +111,7 @@ def test_no_credentials(cli, agent_dir, monkeypatch):
     assert verdicts(said)["credentials"] == "bad"
 
 
-def test_arena_outside_memory_or_too_small_is_bad(cli, tmp_path, monkeypatch, agent_dir):
+def test_doctor_fails_for_an_arena_outside_memory_or_too_small(cli, tmp_path, monkeypatch, agent_dir):
     assert verdicts(cli("doctor", "--agent-dir", tmp_path / "x", "--json"))["shared memory"] == "bad"
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "900TiB")
     said = cli("doctor", "--json")
@@ -119,7 +119,7 @@ def test_arena_outside_memory_or_too_small_is_bad(cli, tmp_path, monkeypatch, ag
     assert verdicts(said)["shared memory"] == verdicts(said)["memory budget"] == "bad"
 
 
-def test_missing_agent_is_bad(cli, agent_dir, monkeypatch):
+def test_doctor_fails_without_an_agent(cli, agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_EMBEDDED", "0")
     said = cli("doctor", "--json")
     assert said.code == 1
@@ -143,7 +143,7 @@ def test_wrong_settings(cli, agent_dir, monkeypatch):
     assert cli("ls").code == 2
 
 
-def test_an_upload_that_failed_is_found(cli, agent_dir, tmp_path):
+def test_doctor_reports_a_failed_upload(cli, agent_dir, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/file/durable", retry_s=0.0))
     with job.checkpointer() as ckpt:
@@ -154,7 +154,7 @@ def test_an_upload_that_failed_is_found(cli, agent_dir, tmp_path):
     assert verdicts(said)["durable tier"] == "bad"
 
 
-def test_a_store_that_fails_keeps_nothing(cli, agent_dir, rclone, monkeypatch):
+def test_doctor_leaves_nothing_in_a_failing_store(cli, agent_dir, rclone, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
     said = cli("doctor", "--durable", "s3://no-such-bucket/x", "--json")
     left = {row["lost"]: row["left"] for row in said.json["survival"]}
@@ -163,7 +163,7 @@ def test_a_store_that_fails_keeps_nothing(cli, agent_dir, rclone, monkeypatch):
     assert left["the store"].startswith("the newest sealed step")
 
 
-def test_the_region_of_every_other_sdk_counts(cli, agent_dir, rclone, monkeypatch):
+def test_doctor_accepts_the_region_variables_of_other_sdks(cli, agent_dir, rclone, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint}")

@@ -240,7 +240,7 @@ def save_sharded(name, url):
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
-def test_sharded_tensors_are_put_together(cli, agent_dir, durable, ranks, tmp_path, memory):
+def test_export_assembles_sharded_tensors(cli, agent_dir, durable, ranks, tmp_path, memory):
     job = Job(agent_dir, durable)
     ranks.run(2, save_sharded, job.name, durable.url)
     if memory == "lost":
@@ -258,7 +258,7 @@ def test_sharded_tensors_are_put_together(cli, agent_dir, durable, ranks, tmp_pa
     assert_same(expected, loaded)
 
 
-def test_damage_in_memory_is_passed_over_for_the_durable_copy(cli, job, slot_of, flip, tmp_path):
+def test_export_reads_the_durable_copy_of_a_damaged_shard(cli, job, slot_of, flip, tmp_path):
     flip(slot_of(3))
     said = cli("export", "llama/step-3", tmp_path / "x.safetensors", "--json")
     assert said.code == 0
@@ -266,7 +266,7 @@ def test_damage_in_memory_is_passed_over_for_the_durable_copy(cli, job, slot_of,
     assert raw(load_file(tmp_path / "x.safetensors")["w"]) == raw(state_at(3)["w"])
 
 
-def test_damage_everywhere_leaves_nothing_behind(cli, job, shard_of, flip, tmp_path):
+def test_export_of_damaged_copies_leaves_no_files(cli, job, shard_of, flip, tmp_path):
     flip(shard_of(1))
     said = cli("export", "llama/step-1", tmp_path / "x.safetensors")
     assert said.code == 4

@@ -44,7 +44,7 @@ def test_a_dry_run_deletes_nothing(cli, six):
     assert "4 steps would be deleted" in cli("gc", "llama", "--keep-last", "2", "-n").out
 
 
-def test_steps_are_deleted_with_everything_of_them(cli, six, tmp_path):
+def test_gc_deletes_steps_with_all_their_objects(cli, six, tmp_path):
     said = cli("gc", "llama", "--keep-last", "1", "--keep-every", "3", "--json")
     assert said.code == 0
     assert [one["step"] for one in said.json["deleted"]] == [1, 2, 4, 5]
@@ -55,7 +55,7 @@ def test_steps_are_deleted_with_everything_of_them(cli, six, tmp_path):
     six.expect(6, tiers={"durable"})
 
 
-def test_without_arguments_the_jobs_policy_decides(cli, agent_dir, tmp_path, durable):
+def test_gc_without_arguments_applies_the_jobs_policy(cli, agent_dir, tmp_path, durable):
     job = Job(agent_dir, durable, "llama")
     job.save(1, 2, 3)
     assert cli("gc", "llama", "--json").json["deleted"] == []
@@ -109,7 +109,7 @@ def test_wrong_calls(cli, six, arguments, code):
     assert left(cli, six) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_job_without_durable_tier(cli, agent_dir):
+def test_gc_requires_a_durable_tier(cli, agent_dir):
     Job(agent_dir, DurableSettings(), "near").save(1, durable=False)
     said = cli("gc", "near")
     assert said.code == 3
@@ -169,7 +169,7 @@ def lost(said):
     return {one["step"]: (one["deleted"], one["reason"]) for one in said.json["without_manifest"]}
 
 
-def test_shards_of_a_step_that_never_came_to_be_go_when_they_are_old(cli, six, gone, from_the_store):
+def test_gc_deletes_old_shards_of_incomplete_steps(cli, six, gone, from_the_store):
     age(gone / f"{4:012d}", 23)
     found = lost(cli("gc", "llama", *from_the_store, "--json"))
     assert found[4] == (False, "some of it was written 23 h 0 min ago")
@@ -222,7 +222,9 @@ def test_step_still_in_memory_is_not_collected(cli, agent_dir, durable, tmp_path
     assert not any(path.is_file() for path in root.rglob("*"))
 
 
-def test_spread_shards_are_found_too(cli, agent_dir, durable, from_the_store, tmp_path, monkeypatch):
+def test_gc_finds_shards_with_hashed_keys_when_configured(
+    cli, agent_dir, durable, from_the_store, tmp_path, monkeypatch
+):
     job = Job(agent_dir, DurableSettings(url=durable.url, hashed_keys=True), "llama")
     job.save(1, 2)
     job.lose_memory()
@@ -239,7 +241,7 @@ def test_spread_shards_are_found_too(cli, agent_dir, durable, from_the_store, tm
     assert (shards[1].exists(), shards[2].exists()) == (False, True)
 
 
-def test_an_index_that_names_the_shard_of_another_step_deletes_nothing_of_that(cli, six, gone, from_the_store):
+def test_index_naming_another_steps_shard_does_not_delete_it(cli, six, gone, from_the_store):
     (other,) = (gone / f"{5:012d}").rglob("*.index")
     (index,) = (gone / f"{4:012d}").rglob("*.index")
     index.write_bytes(other.read_bytes())

@@ -30,7 +30,7 @@ def logs(tmp_path, told):
     return tmp_path / "elastic-logs" / "job"
 
 
-def test_report_shows_where_the_time_went(cli, logs):
+def test_goodput_report_accounts_for_the_time(cli, logs):
     said = cli("goodput", logs)
     assert said.code == 0
     lines = said.out.splitlines()
@@ -52,7 +52,7 @@ def test_faults_are_listed(cli, logs):
     assert "1. process rank 0 of n1: it was ended by SIGKILL, noticed after 0.10 s" in said.out
 
 
-def test_the_same_as_json(cli, logs):
+def test_goodput_json_matches_the_report(cli, logs):
     value = cli("goodput", logs / "event-log", "--json").json
     assert (value["steps_counted"], value["steps_lost"], value["faults"], value["live"]) == (10, 1, 1, False)
     assert sum(value["wall"]["by"].values()) == value["wall"]["total"] == 16_000_000
@@ -61,7 +61,7 @@ def test_the_same_as_json(cli, logs):
     assert "step_views" not in value
 
 
-def test_the_same_for_prometheus(cli, logs):
+def test_goodput_prometheus_matches_the_report(cli, logs):
     said = cli("goodput", logs, "--prometheus")
     assert 'tieredckpt_ettr_ratio{job="job"} 0.625\n' in said.out
     assert 'tieredckpt_job_seconds{category="lost",job="job"} 1.5\n' in said.out

@@ -44,7 +44,7 @@ def test_without_an_agent_the_durable_tier_is_read_directly(cli, job):
     assert not job.agent_dir.exists(), "a command that looks starts no agent"
 
 
-def test_without_agent_and_store_nothing_is_known(cli, agent_dir):
+def test_ls_fails_without_agent_and_store(cli, agent_dir):
     said = cli("ls", "llama")
     assert said.code == 5
     assert "no agent answers" in said.err

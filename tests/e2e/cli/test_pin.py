@@ -33,7 +33,7 @@ def test_pinned_step_stays_and_an_unpinned_one_expires(cli, job):
     assert 2 not in steps(cli)
 
 
-def test_without_an_agent_the_store_knows(cli, job):
+def test_pin_without_an_agent_changes_the_store(cli, job):
     job.lose_memory()
     url = job.settings.durable.url
     assert cli("pin", "llama", 1, "--durable", url, "--json").json["marked"] == ["durable"]

@@ -29,7 +29,7 @@ def test_quarantined_step_is_not_chosen_until_lifted(cli, job):
     job.expect(3, tiers={"memory"})
 
 
-def test_without_an_agent_the_mark_is_in_the_store(cli, job):
+def test_quarantine_without_an_agent_marks_the_store(cli, job):
     job.lose_memory()
     url = job.settings.durable.url
     said = cli("quarantine", "llama/step-3", "--durable", url, "--json")
@@ -41,7 +41,7 @@ def test_without_an_agent_the_mark_is_in_the_store(cli, job):
     assert why(cli, "llama", 3) is None
 
 
-def test_a_step_in_memory_only(cli, agent_dir):
+def test_quarantine_marks_a_step_only_in_memory(cli, agent_dir):
     job = Job(agent_dir, DurableSettings(), "near")
     job.save(1, 2, durable=False)
     assert cli("quarantine", "near/step-2", "--json").json["marked"] == ["memory"]

@@ -113,7 +113,7 @@ def test_closed_output_pipe_is_no_error(job):
     assert "Error" not in process.stderr
 
 
-def test_the_agent_command_is_the_agent(agent_dir):
+def test_agent_command_runs_the_agent(agent_dir):
     process = subprocess.Popen(
         [sys.executable, "-m", "tieredckpt", "agent", "--dir", str(agent_dir), "--budget", "64MiB", "--http", "off"],
         stderr=subprocess.PIPE,
@@ -160,7 +160,7 @@ def test_progress_is_shown_on_a_terminal_only(job):
     assert run("verify", "llama").stderr == ""
 
 
-def test_settings_are_those_of_training(cli, agent_dir, durable, tmp_path, monkeypatch):
+def test_command_reads_the_settings_of_training(cli, agent_dir, durable, tmp_path, monkeypatch):
     job = Job(agent_dir, durable, "llama")
     job.save(1)
     job.lose_memory()

@@ -40,7 +40,7 @@ def started():
             agent.close()
 
 
-def test_an_agent_stays_while_its_supervisor_does():
+def test_agent_runs_as_long_as_its_supervisor():
     with started() as (agent, pid):
         for _ in range(2):  # others that began later come to their end
             with started() as (other, gone):
@@ -51,7 +51,7 @@ def test_an_agent_stays_while_its_supervisor_does():
         wait_gone(pid)
 
 
-def test_an_agent_that_was_there_stays_for_a_second_supervisor():
+def test_existing_agent_survives_a_second_supervisor():
     with started() as (first, pid):
         second = MemoryTierProcess(first._environ)
         second.start()
@@ -123,7 +123,7 @@ def test_agent_that_outlived_its_supervisor_ends_with_its_job(own):
             assert process_start_time(pid) >= 0
 
 
-def test_only_the_agent_is_ended_and_not_a_process_with_its_reused_pid():
+def test_process_with_the_agents_reused_pid_is_not_killed():
     """It has died, and its directory says yet which process it was."""
     with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
         try:

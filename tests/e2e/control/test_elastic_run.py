@@ -104,7 +104,7 @@ def test_killed_supervisor_ends_its_ranks_and_may_rejoin(job: Job) -> None:
     assert [job.ended(run), job.ended(again)] == [0, 0]
 
 
-def test_the_coordinator_is_killed_and_again_in_the_middle_of_a_resize(job: Job) -> None:
+def test_job_survives_coordinator_kills_during_a_resize(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
     before = job.world(3)
     first = job.coordinator()

@@ -151,11 +151,11 @@ def play(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", ALWAYS)
-def test_a_history_of_faults_and_resizes(seed: int) -> None:
+def test_job_survives_a_random_history_of_faults(seed: int) -> None:
     play(seed)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", IN_A_SOAK)
-def test_many_histories_of_faults_and_resizes(seed: int) -> None:
+def test_job_survives_many_random_histories_of_faults(seed: int) -> None:
     play(seed)

@@ -94,7 +94,7 @@ def test_step_held_only_in_memory_is_kept(tmp_path, caplog):
     assert "in memory" in caplog.text
 
 
-def test_everything_stays_without_a_durable_tier():
+def test_memory_is_kept_without_a_durable_tier():
     with node() as (agent, directory, settings):
         with Checkpointer(JOB, settings=settings) as ckpt:
             ckpt.save(state_of(0), 0).wait()

@@ -32,7 +32,7 @@ def behind(proxy, server, **changes):
 @pytest.mark.parametrize(
     "point", ["drain.began", "drain.uploaded", "drain.indexed", "drain.noted", "drain.complete", "drain.committed"]
 )
-def test_killed_while_draining(agent_dir, rclone, rclone_proxy, zygote, point, count):
+def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy, zygote, point, count):
     zygote.run(start_agent, environ=crash_at(f"{point}:{count}"))
     doomed = agent_pid(agent_dir)
     job = Job(agent_dir, behind(rclone_proxy, rclone, on_busy="wait"))
@@ -45,7 +45,7 @@ def test_killed_while_draining(agent_dir, rclone, rclone_proxy, zygote, point, c
     job.expect(0, tiers={"durable"}, size=SMALL, named=0)
 
 
-def test_killed_between_two_parts(agent_dir, rclone, rclone_proxy):
+def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rclone_proxy):
     """Parts the store has confirmed are not sent again; the upload that was begun is the one that is finished."""
     held = rclone_proxy.on("PUT", query="partNumber=4").hold()
     job = Job(agent_dir, behind(rclone_proxy, rclone, concurrency=1))
@@ -63,7 +63,7 @@ def test_killed_between_two_parts(agent_dir, rclone, rclone_proxy):
     job.expect(0, tiers={"durable"}, size=SIZE)
 
 
-def test_an_orderly_end_leaves_the_rest_to_the_next_agent(agent_dir, rclone, rclone_proxy):
+def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclone_proxy):
     held = rclone_proxy.on("PUT", query="partNumber=4").hold()
     job = Job(agent_dir, behind(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:
@@ -77,7 +77,7 @@ def test_an_orderly_end_leaves_the_rest_to_the_next_agent(agent_dir, rclone, rcl
     job.expect(0, tiers={"durable"}, size=SIZE)
 
 
-def test_nothing_is_left_in_the_bucket_but_the_steps(agent_dir, rclone, rclone_proxy, zygote):
+def test_bucket_contains_only_the_steps(agent_dir, rclone, rclone_proxy, zygote):
     """However often the agent was killed, the bucket holds two objects a shard and one manifest a step."""
     zygote.run(start_agent, environ=crash_at("drain.indexed:1"))
     settings = behind(rclone_proxy, rclone, on_busy="wait")

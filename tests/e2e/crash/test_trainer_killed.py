@@ -100,7 +100,7 @@ def check_resumed(first, second, undisturbed):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("point", ["stage.leased", "stage.half", "stage.filled", "seal.written", "seal.asked"])
-def test_killed_while_saving(agent_dir, zygote, undisturbed, point, count):
+def test_trainer_killed_during_a_save_resumes(agent_dir, zygote, undisturbed, point, count):
     first = zygote.run(train, environ=crash_at(f"{point}:{count}"))
     assert first.status == -signal.SIGKILL
     second = zygote.run(train)
@@ -109,7 +109,7 @@ def test_killed_while_saving(agent_dir, zygote, undisturbed, point, count):
 
 
 @pytest.mark.parametrize("point", ["load.voted", "load.half", "load.done"])
-def test_killed_while_loading(agent_dir, zygote, undisturbed, point):
+def test_trainer_killed_during_a_load_resumes(agent_dir, zygote, undisturbed, point):
     first = zygote.run(train, 3)
     killed = zygote.run(train, environ=crash_at(point))
     assert killed.status == -signal.SIGKILL
@@ -136,7 +136,7 @@ def go_on(say, url):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_loads_that_end_their_process_make_this_node_prefer_an_older_step(agent_dir, zygote, tmp_path):
+def test_node_prefers_an_older_step_after_loads_that_crash(agent_dir, zygote, tmp_path):
     """Here, for a while, and where nobody names the step: for others it stays what it is, and nothing is written."""
     url = f"file://{tmp_path}"
     zygote.run(two_steps, url)
@@ -154,7 +154,7 @@ def test_loads_that_end_their_process_make_this_node_prefer_an_older_step(agent_
     assert zygote.run(look, url).result == 1
 
 
-def test_a_process_that_came_to_its_first_step_was_not_ended_by_its_load(agent_dir, zygote, tmp_path):
+def test_process_that_reaches_its_first_step_is_no_crashed_load(agent_dir, zygote, tmp_path):
     """Where the step is lost later on, by a fault or with its machine, there is nothing wrong with what was loaded."""
     url = f"file://{tmp_path}"
     zygote.run(two_steps, url)
@@ -180,7 +180,7 @@ def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, undist
             path.unlink()
 
 
-def test_the_agent_outlives_the_trainer_and_is_found_by_the_next(agent_dir, zygote):
+def test_next_trainer_uses_the_surviving_agent(agent_dir, zygote):
     zygote.run(train, environ=crash_at("seal.asked:2"))
     pid = agent_pid(agent_dir)
     assert pid is not None
@@ -188,7 +188,7 @@ def test_the_agent_outlives_the_trainer_and_is_found_by_the_next(agent_dir, zygo
     assert agent_pid(agent_dir) == pid
 
 
-def test_killed_again_and_again(agent_dir, zygote, undisturbed):
+def test_repeatedly_killed_trainer_resumes(agent_dir, zygote, undisturbed):
     """Every restart makes progress, whatever is killed: at most one step is computed twice per kill."""
     lines, points = [], ["stage.half", "seal.asked", "load.half", "stage.filled", "seal.written", "load.done"]
     for number in range(30):
@@ -242,7 +242,7 @@ def test_rank_killed_during_a_save_leaves_the_last_complete_step(agent_dir, zygo
     assert int(restored.pop().split()[1]) in (max(acknowledged) - 1, max(acknowledged), max(acknowledged) + 1)
 
 
-def test_no_crash_point_is_forgotten():
+def test_every_crash_point_has_a_case():
     from peerstore.failpoints import FAILPOINTS
 
     text = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))

@@ -98,7 +98,7 @@ def test_saved_state_is_the_state_at_the_call(agent_dir):
             assert (float(found["w"][0]), found["step"]) == (step, step)
 
 
-def test_after_the_first_save_nothing_is_planned(agent_dir, monkeypatch):
+def test_later_saves_need_no_planning(agent_dir, monkeypatch):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0)
         monkeypatch.setattr(dcp, "save", lambda *a, **k: pytest.fail("planned again"))
@@ -106,7 +106,7 @@ def test_after_the_first_save_nothing_is_planned(agent_dir, monkeypatch):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
 
 
-def test_a_state_that_changes_its_form_is_planned_again(agent_dir):
+def test_state_with_a_changed_structure_is_planned_again(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0)
         ckpt.save(state_at(1), 1)
@@ -121,7 +121,7 @@ def test_a_state_that_changes_its_form_is_planned_again(agent_dir):
         assert_same(state_at(3), found)
 
 
-def test_cadence(agent_dir, tmp_path):
+def test_save_follows_its_interval(agent_dir, tmp_path):
     with Checkpointer(JOB, every=3) as ckpt:
         states = [ckpt.save(state_at(step), step).state for step in range(7)]
         assert [s is not SaveState.NOT_DUE for s in states] == [True, False, False, True, False, False, True]
@@ -181,7 +181,7 @@ def test_damage_is_remembered_until_a_newer_step_is_complete(agent_dir):
         assert [info.step for info in ckpt.steps()] == [1]
 
 
-def test_a_named_step(agent_dir):
+def test_restore_loads_a_named_step(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(2):
             ckpt.save(state_at(step), step).wait()
@@ -192,7 +192,7 @@ def test_a_named_step(agent_dir):
             ckpt.restore(found, step=17)
 
 
-def test_state_that_does_not_fit_is_refused(agent_dir):
+def test_state_with_other_shapes_is_refused(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0).wait()
         with pytest.raises(MismatchError, match="Size mismatch"):
@@ -277,7 +277,7 @@ def test_save_failures_are_reported_or_raised_by_option(agent_dir, monkeypatch):
         ckpt.save(large, 1)
 
 
-def test_bad_arguments_are_refused_before_anything_happens(agent_dir):
+def test_invalid_arguments_are_refused_before_any_side_effect(agent_dir):
     with pytest.raises(UsageError):
         Checkpointer("tiered://loop/step-3")
     with pytest.raises(SettingsError, match=r"memory\.every"):
@@ -289,7 +289,7 @@ def test_bad_arguments_are_refused_before_anything_happens(agent_dir):
         ckpt.save({}, -1)
 
 
-def test_the_null_checkpointer_has_the_same_face():
+def test_null_checkpointer_has_the_same_methods():
     public = {name for name in vars(Checkpointer) if not name.startswith("_")} - {"session"}
     assert public <= set(dir(NullCheckpointer))
     with NullCheckpointer() as ckpt:
@@ -299,7 +299,7 @@ def test_the_null_checkpointer_has_the_same_face():
         assert ckpt.steps() == []
 
 
-def test_the_public_double_needs_no_agent_and_no_files(agent_dir):
+def test_memory_node_needs_no_agent_or_files(agent_dir):
     with memory_node() as node:
         with Checkpointer(JOB) as ckpt:
             for step in range(3):
@@ -322,7 +322,7 @@ def test_garbage_collector_state_is_unchanged(agent_dir):
         gc.enable()
 
 
-def test_no_thread_is_left(agent_dir):
+def test_closed_checkpointer_leaves_no_thread(agent_dir):
     before = {thread.name for thread in threading.enumerate()}
     with Checkpointer(JOB) as ckpt:
         ckpt.restore(state_at(0))
@@ -450,7 +450,7 @@ def test_sigterm_makes_the_next_step_the_last_and_durable(agent_dir, tmp_path):
         assert float(found["w"][0]) == 26
 
 
-def test_a_loop_that_does_not_save_again_still_ends(agent_dir):
+def test_preempted_loop_without_another_save_ends(agent_dir):
     script = """
 import os, signal, time, torch
 from tieredckpt import Checkpointer
@@ -511,13 +511,13 @@ def loop_with_optimizer(steps, seed_step=0):
     return losses
 
 
-def test_an_optimizer_that_never_stepped_gets_its_moments(agent_dir):
+def test_restore_fills_the_moments_of_an_unused_optimizer(agent_dir):
     with memory_node():
         undisturbed = loop_with_optimizer(6)
     assert loop_with_optimizer(3) | loop_with_optimizer(6) == undisturbed
 
 
-def test_a_fresh_start_leaves_the_optimizer_alone(agent_dir):
+def test_fresh_start_does_not_change_the_optimizer(agent_dir):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(JOB) as ckpt:

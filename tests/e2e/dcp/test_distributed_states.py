@@ -110,7 +110,7 @@ def save_many(kind, how):
 
 @pytest.mark.parametrize("how", ["cached", pytest.param("no collectives", marks=without_collectives)])
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_ways_to_plan(agent_dir, ranks, kind, how):
+def test_saves_with_cached_plans_or_without_collectives_round_trip(agent_dir, ranks, kind, how):
     saved = ranks.run(2, save_many, kind, how)
     for found, _ in ranks.run(2, load_into_fresh, kind):
         assert_same(saved[0], found)

@@ -277,13 +277,13 @@ def look(say, job):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_story(agent_dir, zygote, monkeypatch, tmp_path, seed):
+def test_random_history_of_incarnations_is_consistent(agent_dir, zygote, monkeypatch, tmp_path, seed):
     monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "64")
     tell(zygote, seed, tmp_path, worlds=2, length=8)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 140))
-def test_a_long_story(agent_dir, zygote, monkeypatch, tmp_path, seed):
+def test_long_random_history_of_incarnations_is_consistent(agent_dir, zygote, monkeypatch, tmp_path, seed):
     monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "256")
     tell(zygote, seed, tmp_path, worlds=4, length=20)

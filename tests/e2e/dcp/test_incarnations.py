@@ -143,7 +143,7 @@ def save_in_a_subgroup(say, how):
 
 @without_first_rank
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_some_ranks_save_on_their_own(agent_dir, zygote, way):
+def test_some_ranks_save_without_the_others(agent_dir, zygote, way):
     assert zygote.run_world(3, save_in_a_subgroup, WAYS[way]) == [None, (2, 3.0), (2, 3.0)]
 
 
@@ -282,7 +282,7 @@ def test_a_url_saved_by_the_background_process_is_found(agent_dir, zygote, world
 # -- locations ----------------------------------------------------------------------------------------------------
 
 
-def test_a_url_without_a_step_keeps_the_reader_and_the_writer_at_theirs(agent_dir):
+def test_url_without_a_step_does_not_change_reader_or_writer(agent_dir):
     for step in (0, 4):
         dcp.save(state_of(step), checkpoint_id=JOB, storage_writer=TieredWriter(JOB, step=step), no_dist=True)
     target = zeroed(state_of(1))

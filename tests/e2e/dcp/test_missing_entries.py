@@ -55,7 +55,7 @@ def test_empty_stateful_receives_its_saved_state(agent_dir):
     assert_same(tracker.state_dict(), fresh.state_dict())
 
 
-def test_a_stateful_that_hands_out_its_own_dicts_keeps_them_when_a_restore_fails(agent_dir):
+def test_failed_restore_does_not_change_a_statefuls_own_dicts(agent_dir):
     saved({"w": torch.ones(4), "tracker": a_tracker()})
     fresh = Tracker()
     with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError):
@@ -82,7 +82,7 @@ def test_moments_of_an_optimizer_missing_in_the_state_are_not_dropped(agent_dir)
         ckpt.restore({"model": nn.Linear(4, 2)})
 
 
-def test_with_strict_off_they_are_left_out_and_named_in_the_log(agent_dir, caplog):
+def test_non_strict_restore_skips_and_logs_missing_entries(agent_dir, caplog):
     saved({"w": torch.ones(4), "best": {"loss": 0.5}})
     state = {"w": torch.zeros(4), "new": 3}
     with Checkpointer(JOB) as ckpt, caplog.at_level(logging.WARNING):

@@ -34,7 +34,7 @@ def expect(ckpt, step):
     assert_same(state_at(step), found)
 
 
-def test_saving_a_step_twice_pushes_out_no_other_step(agent_dir):
+def test_repeated_save_of_a_step_evicts_no_other(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in (10, 12, 12):
             ckpt.save(state_at(step), step).wait()
@@ -70,7 +70,7 @@ def test_pinned_step_stays_while_newer_ones_expire(agent_dir, monkeypatch):
         expect(ckpt, 61)
 
 
-def test_save_reports_that_only_pinned_steps_are_left(agent_dir, monkeypatch):
+def test_save_reports_that_only_pinned_steps_remain(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "10MiB")
     size = 3 * (1 << 20) // 4
     with Checkpointer(JOB) as ckpt:
@@ -142,7 +142,7 @@ def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
         assert 2 in durable
 
 
-def test_durable_needs_a_durable_tier(agent_dir):
+def test_durable_save_requires_a_durable_tier(agent_dir):
     with Checkpointer(JOB) as ckpt, pytest.raises(UsageError, match="has no durable tier to keep step 3 in"):
         ckpt.save(state_at(3), 3, durable=True)
 

@@ -196,7 +196,7 @@ def zeros(tensor, box):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), st.data())
-def test_the_boxes_are_those_torch_would_cut(shape, data):
+def test_slices_match_those_of_torch(shape, data):
     axis, count = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 8))
     tensor = counted(torch.int64, shape)
     pieces = list(torch.chunk(tensor, count, dim=axis))
@@ -256,7 +256,7 @@ def load_on_ranks(kind):
         (8, "rows", 3, "columns"),
     ],
 )
-def test_between_real_ranks(agent_dir, ranks, before, saved, after, loaded):
+def test_real_ranks_load_another_sharding(agent_dir, ranks, before, saved, after, loaded):
     ranks.run(before, save_on_ranks, saved)
     for moved, needed in ranks.run(after, load_on_ranks, loaded):
         assert moved == needed

@@ -123,7 +123,7 @@ def test_tensors_of_all_sizes_and_layouts_are_verified(agent_dir, size):
     assert not proof.not_compared
 
 
-def test_tied_weights_are_no_mistake(agent_dir):
+def test_tied_weights_pass_the_restore_proof(agent_dir):
     weight = torch.randn(100, 30)
     saved({"embed": weight, "head": weight})
     fresh = torch.zeros(100, 30)
@@ -281,7 +281,7 @@ def test_moment_left_at_zero_is_detected(agent_dir, name):
         restored(without())
 
 
-def test_moments_that_are_dropped(agent_dir):
+def test_dropped_moments_are_detected(agent_dir):
     """What was asked for, read, and then not taken."""
     state = trained(1)
     saved({"optim": Told(state["optim"].state_dict())})
@@ -321,7 +321,7 @@ class Generators:
             random.setstate(state["python"])
 
 
-def test_generators_that_are_not_where_they_were(agent_dir):
+def test_generator_left_unrestored_is_detected(agent_dir):
     saved({"random": Generators()})
     torch.rand(3), random.random()
     proof = restored({"random": Generators()})
@@ -332,7 +332,7 @@ def test_generators_that_are_not_where_they_were(agent_dir):
         restored({"random": Generators(sets=False)})
 
 
-def test_a_cursor_that_starts_over_on_the_second_resume(agent_dir):
+def test_cursor_reset_at_the_second_resume_is_detected(agent_dir):
     """The first resume goes on where it was, and says that it is at 0: what is saved next is the beginning."""
 
     class Loader:
@@ -372,7 +372,7 @@ def test_mismatch_is_reported_even_without_an_explanation(agent_dir, name):
         assert not restored({"app": Told(values(3))}).not_compared
 
 
-def test_every_tensor_wrong_and_none_missing(agent_dir):
+def test_proof_detects_all_tensors_wrong_with_none_missing(agent_dir):
     """A state that is put together from copies: all names are there, nothing of it reaches the model."""
     saved({"model": trained(1)["model"]})
     model = trained(2)["model"]
@@ -380,7 +380,7 @@ def test_every_tensor_wrong_and_none_missing(agent_dir):
         restored({"model": Told(model.state_dict(), lambda *_: None)})
 
 
-def test_restoring_again_and_again_leaves_nothing_open_and_never_begins_at_zero(agent_dir):
+def test_repeated_restores_leak_nothing_and_never_start_at_zero(agent_dir):
     state = trained(1) | {"large": torch.zeros(4 << 20)}
     saved(state, step=7)
     fresh = trained(2, steps=0) | {"large": torch.ones(4 << 20)}
@@ -517,7 +517,7 @@ def test_proof_is_the_same_in_another_sharding(agent_dir, ranks, kind, before, o
         assert "exp_avg (is all zeros)" in problem  # on every rank, though one alone has it
 
 
-def test_moments_in_each_others_place_are_found_on_every_rank(agent_dir, ranks):
+def test_swapped_moments_are_detected_on_every_rank(agent_dir, ranks):
     ranks.run(2, save_sharded, "fsdp", 2)
     for problem in ranks.run(2, load_sharded, "fsdp", swap_moments):
         assert "has what was saved as app.optim.state." in problem

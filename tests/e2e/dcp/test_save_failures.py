@@ -52,7 +52,7 @@ def nobody(settings, job):
     raise AgentUnreachableError("nobody answers")
 
 
-def test_a_node_without_an_agent_fails_the_save_and_not_the_training(agent_dir):
+def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
     with use_agent_factory(nobody), Checkpointer(JOB) as ckpt:
         for step in range(3):
             saved = ckpt.save(small(step), step)
@@ -124,7 +124,7 @@ def saves_while_deaf():
         return states, ckpt.session.committed.version >= 3
 
 
-def test_an_agent_away_at_the_wrong_moment_does_not_end_all_later_saves(agent_dir, ranks):
+def test_saves_continue_after_an_agent_outage(agent_dir, ranks):
     """Ranks on several nodes, whose agents do not know each other, tell their own what became whole."""
     for states, told in ranks.run(2, saves_while_deaf, environ={"LOCAL_WORLD_SIZE": "1"}):
         assert states == ["sealed"] * 5
@@ -186,7 +186,7 @@ def test_failed_save_has_a_typed_error(agent_dir, monkeypatch):
         assert ckpt.restore({"w": torch.zeros(1 << 20)}) == -1
 
 
-def test_waiting_for_a_slot_is_a_policy_of_its_own(agent_dir):
+def test_save_policy_can_wait_for_a_slot(agent_dir):
     """With every slot in use, skip says so at once; wait waits until a reader lets go."""
     with Checkpointer(JOB, on_busy="wait") as ckpt:
         for step in range(3):
@@ -214,7 +214,7 @@ def test_waiting_for_a_slot_is_a_policy_of_its_own(agent_dir):
         assert ckpt.restore(zeroed(small(0))) == 4
 
 
-def test_waiting_ends(agent_dir, monkeypatch):
+def test_wait_for_a_slot_times_out(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_MEMORY_WAIT_S", "0.3")
     with Checkpointer(JOB, on_busy="wait") as ckpt:
         for step in range(3):
@@ -294,7 +294,7 @@ def test_null_checkpointer_matches_the_real_interface():
             ckpt.save(state, -1)
 
 
-def test_a_checkpointer_in_a_thread_leaves_signals_alone():
+def test_checkpointer_in_a_thread_installs_no_signal_handlers():
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
@@ -390,14 +390,14 @@ def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
         assert ckpt.restore({"w": torch.zeros(1000)}) == 5
 
 
-def test_sigterm_can_be_left_to_others(agent_dir):
+def test_sigterm_handling_can_be_disabled(agent_dir):
     done = run('on_sigterm="ignore"', "os.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == -signal.SIGTERM
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         assert ckpt.restore({"w": torch.zeros(1000)}) == 4
 
 
-def test_a_second_sigterm_changes_nothing(agent_dir):
+def test_second_sigterm_has_no_effect(agent_dir):
     done = run("grace_s=30.0", "[os.kill(os.getpid(), signal.SIGTERM) for _ in range(5)]")
     assert done.returncode == -signal.SIGTERM, done.stderr
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
@@ -435,7 +435,7 @@ def test_any_failure_of_a_seal_is_reported_and_releases_its_slot(monkeypatch, ki
             assert ckpt.save(small(step), step).wait() is SaveState.SEALED
 
 
-def test_a_save_that_may_be_skipped_does_not_wait_for_a_seal_that_takes_long(monkeypatch):
+def test_skippable_save_does_not_wait_for_a_slow_seal(monkeypatch):
     seal, may_go_on = NodeStore.seal, threading.Event()
 
     def slow(*args):
@@ -452,7 +452,7 @@ def test_a_save_that_may_be_skipped_does_not_wait_for_a_seal_that_takes_long(mon
         assert sealing.wait() is SaveState.SEALED
 
 
-def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
+def test_closed_session_starts_no_agent(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(small(0), 0).wait()
         session = ckpt.session

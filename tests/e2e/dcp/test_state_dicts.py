@@ -98,7 +98,7 @@ def test_every_dtype(agent_dir, dtype):
     round_trip({"t": random_bits(dtype, 3, 8), "one": random_bits(dtype, 1), "big": random_bits(dtype, 1 << 12)})
 
 
-def test_odd_tensors(agent_dir):
+def test_unusual_tensors_round_trip(agent_dir):
     base = torch.randn(64, 64)
     nan = torch.tensor([float("nan"), -0.0, float("inf")])
     nan.view(torch.int32)[0] = 0x7FC12345  # a NaN with something to say
@@ -300,13 +300,13 @@ def test_save_without_a_step_is_refused_with_advice(agent_dir):
     "target",
     ["tiered://a/b", "tiered://", "tiered://../etc", "s3://bucket/x", "a/step-1/more", "tiered://j/step--1", ""],
 )
-def test_locations_that_are_not_are_refused_before_anything_happens(target):
+def test_invalid_locations_are_refused_before_any_side_effect(target):
     with pytest.raises(UsageError):
         TieredWriter(target, 1)
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, 1 << 62])
-def test_steps_that_are_not_are_refused(step):
+def test_invalid_steps_are_refused(step):
     with pytest.raises(UsageError):
         TieredWriter(JOB, step)
 

@@ -88,7 +88,7 @@ def test_ranks_that_would_choose_different_steps_read_the_same(places, ranks, pl
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_plain_checkpoint_that_not_all_ranks_find_is_read_by_none(places, ranks, order, tmp_path):
+def test_plain_checkpoint_missing_on_one_rank_is_read_by_no_rank(places, ranks, order, tmp_path):
     nodes, url = places
     elsewhere = f"file://{tmp_path}/elsewhere"
     with_plain = DurableSettings(url=elsewhere)

@@ -157,7 +157,7 @@ def test_first_durable_step_can_be_awaited(agent_dir, directory):
         assert saved.wait("durable", timeout_s=30) is SaveState.DURABLE
 
 
-def test_a_step_of_mixed_tiers(agent_dir, directory, ranks):
+def test_step_spread_over_tiers_is_restored(agent_dir, directory, ranks):
     """Part 1 is lost from memory: it comes from the durable tier, part 0 from memory, of one and the same step."""
     job = Job(agent_dir, directory)
     ranks.run(2, save_own, job.name, directory.url)
@@ -185,7 +185,7 @@ def load_all(name, url):
         return step, set(ckpt.last_restore.bytes_by_tier)
 
 
-def test_a_part_lost_everywhere_means_the_older_step(agent_dir, directory, tmp_path, ranks):
+def test_part_lost_in_every_tier_selects_the_older_step(agent_dir, directory, tmp_path, ranks):
     job = Job(agent_dir, directory)
     ranks.run(2, save_own, job.name, directory.url)
     job.lose_memory()
@@ -219,7 +219,7 @@ def through(proxy, server, **changes):
 @pytest.mark.parametrize(
     "fault", [Answer(500, "InternalError"), Answer(503, "SlowDown"), Hang()], ids=["500", "503", "hang"]
 )
-def test_a_store_that_recovers_costs_time_and_nothing_else(agent_dir, rclone, rclone_proxy, fault):
+def test_drain_completes_after_the_store_recovers(agent_dir, rclone, rclone_proxy, fault):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.on("PUT", r"\.safetensors").fail(fault)
@@ -242,7 +242,7 @@ def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_pr
         ckpt.restore(state_at(0))
 
 
-def test_memory_serves_while_the_store_is_away(agent_dir, rclone, rclone_proxy):
+def test_memory_restores_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
@@ -358,7 +358,7 @@ def shard_of(tmp_path, job, step):
     return path
 
 
-def test_a_flipped_bit_in_the_store_means_the_older_step_and_quarantine(agent_dir, directory, tmp_path):
+def test_bit_flipped_in_the_store_selects_the_older_step_and_quarantines(agent_dir, directory, tmp_path):
     job = Job(agent_dir, directory)
     job.save(0, 1)
     job.lose_memory()
@@ -370,7 +370,7 @@ def test_a_flipped_bit_in_the_store_means_the_older_step_and_quarantine(agent_di
 
 
 @pytest.mark.parametrize("harm", ["short", "gone"])
-def test_a_short_or_missing_shard_means_the_older_step(agent_dir, directory, tmp_path, harm):
+def test_short_or_missing_shard_selects_the_older_step(agent_dir, directory, tmp_path, harm):
     job = Job(agent_dir, directory)
     job.save(0, 1)
     job.lose_memory()
@@ -382,7 +382,7 @@ def test_a_short_or_missing_shard_means_the_older_step(agent_dir, directory, tmp
     job.expect(0, tiers={"durable"})
 
 
-def test_a_damaged_manifest_means_the_older_step(agent_dir, directory, tmp_path):
+def test_damaged_manifest_selects_the_older_step(agent_dir, directory, tmp_path):
     job = Job(agent_dir, directory)
     job.save(0, 1)
     job.lose_memory()
@@ -572,7 +572,7 @@ def test_rewind_within_a_process_abandons_later_steps(agent_dir, directory):
             assert_same(state_at(33), found)
 
 
-def test_an_agent_ends_at_once_while_the_store_is_away(agent_dir, rclone, rclone_proxy):
+def test_agent_stops_promptly_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
     settings = on_server(rclone, retry_s=300.0, timeout_s=1.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))

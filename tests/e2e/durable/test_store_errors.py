@@ -139,6 +139,6 @@ def test_doctor_reports_the_store_error(agent_dir, broken, monkeypatch, capsys):
     assert re.search("set AWS_ACCESS_KEY_ID|must allow listing|check the URL, the endpoint", said)
 
 
-def test_absent_is_still_another_answer(agent_dir, rclone):
+def test_absent_step_is_distinguished_from_store_errors(agent_dir, rclone):
     with Job(agent_dir, on_server(rclone)).checkpointer() as ckpt:
         assert ckpt.restore(state_at(0)) == -1

@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_killed_inside_an_all_reduce_leaves_no_trace(golden, undisturbed, backend) -> None:
+def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden, undisturbed, backend) -> None:
     expected = undisturbed(DEVICE if backend == DEVICE else "gloo")
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden("plain", faults, backend=backend)
@@ -67,7 +67,7 @@ def test_a_rank_killed_inside_an_all_reduce_leaves_no_trace(golden, undisturbed,
         assert begun == {KILLED_AT}
 
 
-def test_work_queued_when_a_rank_is_killed_is_not_taken_as_done(golden, undisturbed) -> None:
+def test_work_queued_at_a_ranks_death_is_not_reported_as_completed(golden, undisturbed) -> None:
     """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden("plain", faults, backend=AHEAD)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 TOTAL = 24
 
 
-def test_worlds_of_all_sizes_and_a_killed_rank_leave_no_trace(story, undisturbed) -> None:
+def test_resizes_and_a_killed_rank_do_not_change_the_result(story, undisturbed) -> None:
     job = story("moved", "tree", TOTAL)
     job.allow(0)
     run = job.begin(4)

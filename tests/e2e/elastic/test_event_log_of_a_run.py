@@ -67,7 +67,7 @@ def trained(job):
     return read, analyse(read.events, warnings=read.warnings), killed_at
 
 
-def test_its_steps_are_those_that_were_done(run):
+def test_event_log_has_every_completed_step(run):
     read, found, _ = run
     assert [one.step for one in found.step_views] == [*range(TOTAL)]
     assert all(one.counts for one in found.step_views)
@@ -114,7 +114,7 @@ def test_every_rank_records_every_stage(run):
     assert sum(recovery.stages.values()) == pytest.approx(recovery.seconds)
 
 
-def test_its_time_is_accounted_for(run):
+def test_event_log_accounts_for_the_time(run):
     _, found, _ = run
     assert sum(found.wall.by.values()) == found.wall.total == found.end_us - found.start_us
     assert sum(found.capacity.by.values()) == found.capacity.total == 2 * found.wall.total

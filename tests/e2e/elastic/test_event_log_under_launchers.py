@@ -42,7 +42,7 @@ def start(zygote, folder, ranks, restarts, first):
     return [one.wait() for one in running]
 
 
-def test_under_a_launcher_that_starts_all_of_them_again(zygote, tmp_path):
+def test_event_log_covers_a_restart_of_all_ranks(zygote, tmp_path):
     assert [one.result for one in start(zygote, tmp_path, 2, 0, 0)] == ["finished", "finished"]
     assert [one.result for one in start(zygote, tmp_path, 2, 1, 3)] == ["finished", "finished"]
     read = read_event_log(tmp_path)

@@ -68,25 +68,25 @@ def go_through(golden, undisturbed, how, pairs: list[tuple[InjectionKind, Inject
 
 
 @pytest.mark.parametrize("how", IN_A_PUSH, ids="-".join)
-def test_a_few_faults_leave_no_trace(golden, undisturbed, how) -> None:
+def test_few_faults_do_not_change_the_result(golden, undisturbed, how) -> None:
     go_through(golden, undisturbed, how, pairs_of(SHORT[how[0]]), 240)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", [how for how in ALL if how not in IN_A_PUSH], ids="-".join)
-def test_a_few_faults_leave_no_trace_in_the_others(golden, undisturbed, how) -> None:
+def test_few_faults_do_not_change_the_result_of_other_families(golden, undisturbed, how) -> None:
     go_through(golden, undisturbed, how, pairs_of(SHORT[how[0]]), 360)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", ALL, ids="-".join)
-def test_a_chain_of_faults_leaves_no_trace(golden, undisturbed, how) -> None:
+def test_chain_of_faults_does_not_change_the_result(golden, undisturbed, how) -> None:
     go_through(golden, undisturbed, how, pairs_of(CHAINS[how[0]]), 360)
 
 
-def test_the_chains_go_through_every_phase_and_the_matrix_through_every_pair() -> None:
+def test_fault_chains_cover_every_phase_and_pair() -> None:
     assert {phase for chain in SHORT.values() for _, phase in pairs_of(chain)} == set(InjectionPhase)
     for chain in CHAINS.values():
         assert {phase for _, phase in pairs_of(chain)} == set(InjectionPhase)
@@ -98,5 +98,5 @@ def test_the_chains_go_through_every_phase_and_the_matrix_through_every_pair() -
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", range(IN_A_NIGHT))
 @pytest.mark.parametrize("how", ALL, ids="-".join)
-def test_every_kind_in_every_phase_leaves_no_trace(golden, undisturbed, how, number: int) -> None:
+def test_every_fault_in_every_phase_does_not_change_the_result(golden, undisturbed, how, number: int) -> None:
     go_through(golden, undisturbed, how, all_pairs()[number::IN_A_NIGHT], 1100)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_throughput_follows_and_no_sample_is_lost(tmp_path, seed):
+def test_preempted_job_loses_no_sample_and_throughput_follows_its_size(tmp_path, seed):
     command = (sys.executable, "-m", "benchmarks.preempted", "--minutes", "3.4", "--seed", str(seed))
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False

@@ -13,7 +13,7 @@ __all__ = ["golden"]
 
 
 @pytest.mark.timeout(300)
-def test_the_run_ends_with_the_job(golden) -> None:
+def test_partitioned_run_ends_with_its_job(golden) -> None:
     job = golden("fsdp", FaultPlan().at(step=4, phase=InjectionPhase.FORWARD, rank=1).partition(600))
     run = job.begin()
     job.see_through(run, 240)

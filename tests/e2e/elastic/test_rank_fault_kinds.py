@@ -82,7 +82,7 @@ def test_crash_is_followed_by_a_failure_for_a_nonfinite_loss():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_every_fault_at_every_stage():
+def test_job_recovers_from_every_fault_at_every_stage():
     faults = (
         "1:stop-restore",  # before the first step of all
         "0:raise-first",

@@ -122,7 +122,7 @@ def grown(sizes: dict[int, dict[str, int]], what: str) -> int:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["gloo", nccl_like.NAME, *REAL])
-def test_groups_are_aborted_and_made_again_a_hundred_times(backend, record_property):
+def test_process_groups_survive_a_hundred_aborts(backend, record_property):
     store, meeting = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
     # New interpreters: a process that is forked after the first use of CUDA cannot use it.
     with multiprocessing.get_context("spawn").Pool(2) as pool:

@@ -158,7 +158,7 @@ def test_into_a_durable_tier(run, source, tmp_path, layout):
     assert loads_from_store("new", url) == 9
 
 
-def test_out_of_memory(run, agent_dir, tmp_path):
+def test_reshard_reads_from_memory(run, agent_dir, tmp_path):
     """The node's agent is asked, and a step of the job that runs is read where it is."""
     dcp.save(state(), storage_writer=TieredWriter("tiered://m", 4), no_dist=True)
     assert run("tiered://m", tmp_path / "out", "--ranks", 3).code == 0
@@ -178,7 +178,7 @@ def tensors():
     return [tensor for tensor in flat if isinstance(tensor, torch.Tensor)]
 
 
-def test_back_and_forth_and_like_the_first(run, plain, tmp_path):
+def test_reshard_round_trip_matches_the_original(run, plain, tmp_path):
     url = f"file://{tmp_path}/durable"
     assert run(plain, tmp_path / "eight", "--ranks", 8).code == 0
     assert run(tmp_path / "eight", f"{url}/m/step-0", "--ranks", 5).code == 0
@@ -367,7 +367,7 @@ def test_a_damaged_shard(run, durable, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_absent_and_unreachable_are_not_the_same(run, tmp_path, monkeypatch):
+def test_absent_and_unreachable_sources_are_distinguished(run, tmp_path, monkeypatch):
     assert run(f"file://{tmp_path}/durable/m", tmp_path / "out", "--ranks", 3).code == 3
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -404,7 +404,7 @@ def test_incorrectly_written_target_is_not_kept(run, plain, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("target", ["folder", "durable"])
-def test_slices_in_each_others_place_are_not_kept(run, plain, tmp_path, monkeypatch, target):
+def test_reshard_refuses_swapped_slices(run, plain, tmp_path, monkeypatch, target):
     """A mistake in reading is made once when it is written, and not again when both sides are compared."""
     read, swapped = PlainSource.read, []
 
@@ -492,7 +492,7 @@ def test_peak_memory_is_a_few_slices(durable, tmp_path, zygote):
     assert grown < 48 << 20, f"{grown >> 20} MiB for 14 tensors of 8 MiB"
 
 
-def test_the_same_bits_in_every_type(run, plain, tmp_path):
+def test_reshard_keeps_the_bits_of_every_dtype(run, plain, tmp_path):
     """What is loaded by itself, without the state it belongs to."""
     assert run(plain, tmp_path / "out", "--ranks", 4).code == 0
     source = PlainSource("", FileSystemReader(tmp_path / "out"))

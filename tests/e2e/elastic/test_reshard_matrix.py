@@ -88,7 +88,7 @@ def test_layouts_reshard_into_each_other(agent_dir, ranks):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
+def test_every_layout_reshards_into_every_other(agent_dir, ranks):
     """About 2,000 pairs of real worlds, six minutes on two cores."""
     chosen, began = variants(8), time.monotonic()
     pairs = every_pair(ranks, chosen, chosen)
@@ -127,7 +127,7 @@ def share(names):
     return state_checksum({name: torch.arange(4.0) for name in names[torch.distributed.get_rank()]}).all_reduced()
 
 
-def test_ranks_with_names_of_their_own(ranks):
+def test_reshard_of_ranks_with_different_names(ranks):
     """As in pipeline stages: the shares are gathered, and each name counts once."""
     whole = state_checksum({name: torch.arange(4.0) for name in "abc"}).all_reduced()
     for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):

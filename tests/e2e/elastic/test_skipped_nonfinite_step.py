@@ -34,7 +34,7 @@ def train(say, address, stays):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_all_ranks_leave_out_the_same_step(zygote, replaced):
+def test_all_ranks_skip_the_same_nonfinite_step(zygote, replaced):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with bridged(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane

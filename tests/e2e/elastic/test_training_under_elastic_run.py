@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # test_elastic_run_end_to_e
 SCRIPT = ROOT / "tests/support/training_rank.py"
 
 
-def test_a_job_trains_on_with_fewer_nodes_and_with_more(tmp_path):
+def test_job_continues_with_fewer_and_more_nodes(tmp_path):
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
         try:

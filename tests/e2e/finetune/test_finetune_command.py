@@ -40,7 +40,7 @@ def place():
         job.close()
 
 
-def test_a_killed_rank_does_not_show_and_the_time_is_accounted_for(place):
+def test_finetune_result_is_unchanged_by_a_killed_rank(place):
     brought = ("--config", "llama.json", "--tokenizer", "tokenizer", "--data", "data.jsonl", "--output", "tuned")
     wanted = ("--steps", str(STEPS), "--batch", "8", "--microbatch", "2", "--lr", "0.01")
     one = place.start("finetune", *brought, *wanted, "--nodes", "1:2", "--simulate-nodes", "2", "--json")

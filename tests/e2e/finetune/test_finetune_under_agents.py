@@ -40,7 +40,7 @@ def trained(folder, inprocess):
     return {one["step"]: (one["loss"].hex(), one["ranks"]) for one in found if "step" in one}
 
 
-def test_under_real_agents_in_both_modes(tmp_path):
+def test_finetune_runs_under_real_agents_in_both_modes(tmp_path):
     tiny_models.config_file(tmp_path, "llama")
     tiny_models.tokenizer_folder(tmp_path)
     tiny_models.data_file(tmp_path)

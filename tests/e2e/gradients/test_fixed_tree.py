@@ -83,11 +83,11 @@ def test_every_step_is_the_same_at_any_number_of_ranks(found: dict[str, Found], 
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
-def test_a_run_that_changes_its_size_is_the_same_too(found: dict[str, Found], kind: str) -> None:
+def test_fixed_tree_result_is_unchanged_by_a_resize(found: dict[str, Found], kind: str) -> None:
     assert found[kind].resized == found[kind].by_size[1]
 
 
-def test_replicas_of_shards_are_as_shards(found: dict[str, Found]) -> None:
+def test_replicated_shards_match_plain_shards(found: dict[str, Found]) -> None:
     for seen in found["hsdp"].by_size.values():
         assert seen == found["fsdp"].by_size[1]
 
@@ -100,7 +100,7 @@ def test_result_is_independent_of_wrapper_and_microbatch_assignment(found: dict[
     assert [(seen.loss, seen.norm) for seen in fsdp] == [(seen.loss, seen.norm) for seen in plain]
 
 
-def test_a_plain_all_reduce_is_not(found: dict[str, Found]) -> None:
+def test_plain_all_reduce_depends_on_the_number_of_ranks(found: dict[str, Found]) -> None:
     """So that the tests above can fail: the same sums, in the order of the ranks."""
     by_size = found["all-reduce"].by_size
     assert len({seen[-1].loss for seen in by_size.values()}) > 1

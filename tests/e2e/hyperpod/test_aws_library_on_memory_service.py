@@ -62,7 +62,7 @@ def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
         assert ranks.run(2, load_newest, [n2.url, n2.url], "job-1") == [(30, True)] * 2
 
 
-def test_every_node_answers_for_every_shard_and_keeps_as_many_as_the_others(ranks: RankPool) -> None:
+def test_every_node_serves_every_shard_and_retains_the_same_number(ranks: RankPool) -> None:
     """Each rank talks to another node, as where the service's name stands for all of them."""
     with memory_nodes("n1", "n2", memory_service_auth="off", memory_service_copies="1") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
@@ -83,7 +83,7 @@ def test_lost_shard_makes_all_ranks_load_an_older_complete_step(ranks: RankPool)
         assert ranks.run(2, load_newest, urls, "job-1") == [(20, True)] * 2
 
 
-def test_a_lost_shard_leads_nowhere_on_their_server(ranks: RankPool) -> None:
+def test_lost_shard_fails_the_load_on_the_aws_server(ranks: RankPool) -> None:
     with theirs() as address:
         urls = [f"http://{address}"] * 2
         ranks.run(2, save_steps, urls, "job-1", [10, 20, 30])
@@ -103,7 +103,7 @@ def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
         assert ranks.run(2, load_newest, urls, "job-1") == [(20, True)] * 2
 
 
-def test_their_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_aws_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     """An agent asks for a token unless it is told not to; the token is part of the address."""
     with memory_nodes("n1") as nodes:
         n1 = nodes["n1"]
@@ -121,7 +121,7 @@ def test_their_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.nightly
-def test_their_own_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
+def test_aws_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
     """Their file as they publish it; what stands beside it gives it the address of our service, with its token."""
     for port in _THEIR_PORTS:
         with socket.socket() as probe:

@@ -131,7 +131,7 @@ def test_agent_survives_harmless_frames(listening: tuple[Path, Connection]) -> N
 
 
 @pytest.mark.parametrize("frame", DEAFENING.values(), ids=DEAFENING)
-def test_agent_is_deaf_after_hostile_frames_and_our_rank_times_out(
+def test_agent_stops_answering_after_hostile_frames_and_the_rank_times_out(
     frame: bytes, listening: tuple[Path, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.3)
@@ -154,7 +154,7 @@ def socket_of(agent: int) -> Path:
 
 
 @pytest.mark.nightly
-def test_job_survives_invalid_and_truncated_frames_and_a_deaf_agent(tmp_path: Path, zygote) -> None:
+def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, zygote) -> None:
     """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
     with operated(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
         job.let(2)

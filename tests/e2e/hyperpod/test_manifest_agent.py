@@ -54,7 +54,7 @@ def asked(agent_dir, path):
         return answer.status, answer.read()
 
 
-def test_a_share_of_the_memory_is_the_arena_and_the_probes_are_answered(node, agent_dir):
+def test_manifest_agent_sizes_its_arena_and_answers_probes(node, agent_dir):
     process = node(Mode="Enable", InstanceMemoryAllocationPercentage=3)
     until_it_serves(process)
     assert agent_pid(agent_dir) == process.pid
@@ -80,7 +80,7 @@ def set_to(folder, **flag):
         (folder / f".{name}").replace(folder / name)
 
 
-def test_an_agent_that_runs_follows_the_flag(node, agent_dir, tmp_path):
+def test_running_agent_follows_the_configuration_flag(node, agent_dir, tmp_path):
     process = node("--cluster-every-s=0.1", Mode="Enable", InstanceMemoryAllocationPercentage=3)
     until_it_serves(process)
 

@@ -11,7 +11,7 @@ NAMESPACE = "/v1/cp/namespaces/a"
 SHARD = "/v1/cp/checkpoints/a/0/5"
 
 
-def test_damage_and_absence() -> None:
+def test_damaged_and_absent_shards_are_distinguished() -> None:
     """What is damaged is read from the other node; what was deleted meanwhile does not come back with a node."""
     body = os.urandom(20_000_000)
     with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:

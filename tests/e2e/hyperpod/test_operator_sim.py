@@ -122,7 +122,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 @pytest.mark.nightly
-def test_a_job_of_this_machine_from_its_start_to_its_end(operator):
+def test_operator_runs_a_single_machine_job_to_its_end(operator):
     operator.run("--spawn=3")
     first = operator.runs(2).state
     (operator.folder / "crash").touch()
@@ -155,7 +155,7 @@ def test_a_job_of_this_machine_from_its_start_to_its_end(operator):
     assert answer["status"]["elasticScalingStatus"]["consecutiveScalingFailures"] == 0
 
 
-def test_the_job_among_the_examples_runs_to_its_end(operator):
+def test_example_job_runs_to_its_end(operator):
     """As its first line says, and the page of the operator; its memory is in the test's own folder."""
     words = (ROOT / "examples" / "hyperpod_job.yaml").read_text()
     operator.job.write_text(words.replace("/dev/shm/example-hyperpod", str(operator.folder / "memory")))
@@ -166,7 +166,7 @@ def test_the_job_among_the_examples_runs_to_its_end(operator):
     assert (answer["phase"], answer["status"]["restartCount"]) == ("Succeeded", 0)
 
 
-def test_operator_adopts_external_agents_and_leaves_a_bad_node(tmp_path):
+def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
     operator = Operator(tmp_path, nproc=1)
     with agents(2, [RANK, str(tmp_path)], folder=tmp_path / "pods") as pods:
         try:

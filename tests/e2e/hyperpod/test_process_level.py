@@ -147,7 +147,7 @@ def story(job: Job) -> dict[str, Any]:
     return seen
 
 
-def test_a_rank_that_was_killed_costs_no_step_that_was_sealed(job, story):
+def test_killed_rank_loses_no_sealed_step(job, story):
     assert story["fault"]["status"] == "faulted"
     worlds = [one for one in job.lines("world") if (one["restarts"], one["size"]) == (1, 4)][:4]
     assert {one["first"] for one in worlds} == {6}
@@ -163,13 +163,13 @@ def test_progress_is_reported_and_the_returned_step_respected(job, story):
     assert said in story["printed"]
 
 
-def test_rank_that_stopped_before_its_agent_was_asked_is_not_completed(story):
+def test_rank_that_stops_before_its_agents_request_is_not_completed(story):
     state, ranks = story["not asked"]
     assert state == "running"
     assert ranks >= 2
 
 
-def test_roster_file_lists_all_nodes(story):
+def test_member_list_file_lists_all_nodes(story):
     first, second = story["rosters"]
     assert first == second
     assert [node.address for node in first.nodes] == ["10.0.0.1:7070", "10.0.0.2:7070"]
@@ -254,7 +254,7 @@ def test_polling_loops_stop_at_the_same_step_and_keep_their_children(job):
     assert heard(job, "asking") == ["0", "1", "2", "3"]  # its ranks were all there to be asked
 
 
-def test_shipped_wrapper_reports_an_unasked_agent_as_completed_and_loses_children(job):
+def test_shipped_wrapper_reports_an_unrequested_stop_as_completed(job):
     ended = stopped(job, "shipped", lambda children: all(map(dead, children)))
     wait(job.pods[1:], "completed")
     job.pods[1].stop(graceful=True, timeout_s=100)

@@ -85,7 +85,7 @@ def worlds(ends, epoch):
         (2, "fsdp", "adamw", "8 forward", "5 snapshot 2 snapshot"),
     ],
 )
-def test_a_rank_dies(zygote, agent_dir, store, size, kind, optimizer, at, expected):
+def test_replacement_rank_hydrates_from_survivors(zygote, agent_dir, store, size, kind, optimizer, at, expected):
     ends = trained(zygote, store, size, kind, optimizer, at)
     assert worlds(ends, 1) == expected.split()
     assert_same_bits(ends, zygote.run_world(size, undisturbed, kind, optimizer, TOTAL)[0])
@@ -105,7 +105,7 @@ def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
     assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "adamw", TOTAL)[0])
 
 
-def test_successive_faults_are_hydrated(zygote, agent_dir, store):
+def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
     """The second one finds what the first one left, and the steps after it."""
     ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
     assert worlds(ends, 1) == ["2", "live", "0", "live"]

@@ -162,7 +162,7 @@ def test_skipped_and_failed_saves_are_counted(agent_dir, agent, monkeypatch):
     assert found["leases_busy_total"] >= skips
 
 
-def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
+def test_refused_uploads_are_counted(agent_dir, agent, tmp_path):
     (tmp_path / "durable").write_text("not a directory")
     job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable", retry_s=0.1))
     with job.checkpointer() as ckpt:

@@ -40,7 +40,7 @@ def refused(job, how):
 
 
 @pytest.mark.parametrize("how", ["never there", "gone meanwhile"])
-def test_the_rank_that_has_the_reason_is_quoted_by_all(cluster, how):
+def test_all_ranks_report_the_reason_of_the_failing_rank(cluster, how):
     told = cluster.run(["n1", "n2", "n3"], refused, how)
     assert [restored for _, restored in told] == [-1] * 3
     assert all("nobody answers" in why for why, _ in told)

@@ -30,7 +30,7 @@ NAMES = ("n1", "n2", "n3")
 LARGE = 32 * MIB + 5
 
 
-def test_every_point_between_agents_is_here():
+def test_every_crash_point_between_agents_has_a_case():
     assert {point for point in FAILPOINTS if point.startswith(("peer.", "replica."))} == {*SAVING, *OTHERS}
 
 
@@ -85,7 +85,7 @@ def expect_all(job, keys):
 
 
 @pytest.mark.parametrize("point", SAVING)
-def test_killed_and_started_again_with_its_arena(job, point):
+def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
     die_while_saving(job, point)
     job["n1"].start()
     expect_newest(job, NAMES)
@@ -97,7 +97,7 @@ def test_killed_and_started_again_with_its_arena(job, point):
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point in LOST else pytest.mark.nightly) for point in SAVING]
 )
-def test_killed_and_lost_for_good(job, point):
+def test_job_survives_a_permanently_lost_agent(job, point):
     die_while_saving(job, point)
     job.lose("n1")
     until(lambda: job.sees("n2") == {"n2", "n3"}, "its death is known")

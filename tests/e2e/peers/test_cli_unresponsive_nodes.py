@@ -36,7 +36,7 @@ def said(capsys):
     return run
 
 
-def test_a_silent_node_is_neither_lost_nor_torn(halves, said, capsys):
+def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     job = halves.job
     code, found, _ = said("ls", job)
     assert (code, [step["state"] for step in found["steps"]]) == (0, ["whole"])

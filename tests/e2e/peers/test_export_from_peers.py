@@ -67,7 +67,7 @@ def test_files_behind_a_url_read_other_nodes(on_n1):
     assert all(len(system.cat_file(name)) == system.size(name) for name in names)
 
 
-def test_a_node_that_does_not_answer_is_no_damage(on_n1, tmp_path, capsys):
+def test_unresponsive_node_is_not_damage(on_n1, tmp_path, capsys):
     on_n1["n2"].freeze()
     assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == ExitCode.UNAVAILABLE
     assert not (tmp_path / "out").exists()
@@ -76,7 +76,7 @@ def test_a_node_that_does_not_answer_is_no_damage(on_n1, tmp_path, capsys):
     assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == 0
 
 
-def test_a_damaged_copy_here_is_read_from_the_node_that_has_another(cluster, monkeypatch, tmp_path, capsys):
+def test_damaged_local_copy_is_read_from_another_node(cluster, monkeypatch, tmp_path, capsys):
     cluster.run(["n1", "n2"], save, [7], 2)
     for name, value in cluster["n1"].environ.items():
         monkeypatch.setenv(name, value)

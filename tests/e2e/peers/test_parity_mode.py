@@ -33,7 +33,7 @@ def kept(host, job):
 
 
 @pytest.mark.parametrize("lost", ["n1", "n3"])
-def test_a_lost_node_is_made_again_from_parity_without_any_storage(four, lost):
+def test_lost_node_is_rebuilt_from_parity_without_storage(four, lost):
     said = four.run(NAMES, save, [5, 6, 7], environ=PARITY)
     assert said == ["parity over 4 nodes"] * 4
     for part, name in enumerate(NAMES):  # a parity is kept beside each node's shards, and is not shown as one

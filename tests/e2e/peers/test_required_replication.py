@@ -39,7 +39,7 @@ def test_save_waits_for_the_copies_of_the_previous_step():
             last = saved
 
 
-def test_while_the_partner_is_away_no_step_is_saved_where_copies_are_required():
+def test_required_replication_saves_no_step_without_the_partner():
     with agent_job("n1", "n2") as job, checkpointer(job, "copied", wait_s=0.5) as ckpt:
         ckpt.save(state_at(0), 0).wait(copies=2, timeout_s=60)
         job["n2"].freeze()
@@ -53,7 +53,7 @@ def test_while_the_partner_is_away_no_step_is_saved_where_copies_are_required():
         assert ckpt.save(state_at(3), 3).wait(copies=2, timeout_s=60) is SaveState.COPIED
 
 
-def test_while_the_partner_is_away_steps_are_saved_where_none_are():
+def test_optional_replication_saves_steps_without_the_partner():
     with agent_job("n1", "n2") as job, checkpointer(job, "sealed") as ckpt:
         ckpt.save(state_at(0), 0).wait(copies=2, timeout_s=60)
         job["n2"].freeze()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 NAMES = ["n1", "n2", "n3", "n4"]
 
 
-def test_half_of_the_nodes_leave_at_once(ranks):
+def test_job_resumes_after_half_of_the_nodes_leave(ranks):
     with cluster_of(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(NAMES, save, [5, 6]) == ["2 copies in 2 racks"] * 4
         stay = ["n4", "n1"]  # n2 and n3 keep each other's copies

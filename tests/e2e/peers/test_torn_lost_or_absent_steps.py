@@ -65,7 +65,7 @@ def begin(job, step=None):
     return found, None if report is None else (report.step, report.mode, report.refused), named, other
 
 
-def test_job_killed_in_its_first_save_starts_again_and_reports_the_torn_step(ranks, capsys):
+def test_job_killed_in_its_first_save_restarts_and_reports_it(ranks, capsys):
     with cluster_of(ranks, "n1", "n2") as cluster:
         where = ["n1", "n2"]
         for found, report, _, other in cluster.run(where, begin):
@@ -110,7 +110,7 @@ def leaves_out(job, step):
         Session.lease_slot = stage
 
 
-def test_torn_step_dropped_everywhere_is_reported(ranks):
+def test_incomplete_step_dropped_everywhere_is_reported(ranks):
     with cluster_of(ranks, "n1", "n2") as cluster:
         where = ["n1", "n2"]
         cluster.run(where, leaves_out, 3)

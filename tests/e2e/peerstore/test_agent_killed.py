@@ -36,7 +36,7 @@ def directory():
         yield place
 
 
-def test_every_point_of_the_agent_is_here():
+def test_every_crash_point_of_the_agent_has_a_case():
     assert {point for point in FAILPOINTS if point.startswith("agent.")} == {*WORKING, *STARTING}
 
 

@@ -104,7 +104,7 @@ def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, 
     assert [path.name for path in (directory / "notes").iterdir()] == ["expired.job"]
 
 
-def test_an_agent_ends_by_itself_when_its_last_writer_died(directory):
+def test_agent_stops_after_its_last_writer_dies(directory):
     writer = """
 import os, signal, sys
 from pathlib import Path
@@ -146,7 +146,7 @@ def test_a_directory_prepared_by_others_is_refused(directory):
         directory.unlink()
 
 
-def test_the_socket_and_everything_else_is_this_users_alone(directory):
+def test_agent_files_and_socket_are_private_to_the_user(directory):
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
         assert stat.S_IMODE(agent.place.socket.stat().st_mode) == 0o600

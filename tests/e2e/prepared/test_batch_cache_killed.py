@@ -124,7 +124,7 @@ def test_waiter_prepares_when_the_preparing_process_dies(zygote, directory, log)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_trainer_that_died_finds_all_that_was_prepared(zygote, directory, log, workers):
+def test_restarted_trainer_finds_all_prepared_batches(zygote, directory, log, workers):
     running = zygote.start(read_ahead, directory, log, _BATCHES, workers, 4)
     running.wait_line("read")
     running.kill()

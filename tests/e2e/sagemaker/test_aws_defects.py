@@ -324,7 +324,7 @@ def load_with_broken_client():
         base.InMemoryCheckpointClient = client
 
 
-def test_h_no_client_is_unreachable_and_not_absent(on, agent_dir):
+def test_h_missing_client_is_unreachable_and_not_absent(on, agent_dir):
     ((has, kinds),) = on(1, load_with_broken_client)
     assert not has
     assert not any("InMemory" in kind.__name__ for kind in kinds)  # what it says is that a key is missing
@@ -416,7 +416,7 @@ class Runs:
         return os.system, (f"touch {self.path}",)
 
 
-def test_metadata_from_the_network_does_not_run(on, server, agent_dir, tmp_path):
+def test_metadata_from_the_network_runs_no_code(on, server, agent_dir, tmp_path):
     on(1, aws_saves, [1, 2], server.url)
     server.replace(1, 2, pickle.dumps(Runs(tmp_path / "ran")))
     on(1, aws_loads, server.url)

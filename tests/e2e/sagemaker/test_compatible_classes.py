@@ -49,7 +49,7 @@ def load(state, of=None, step=None, **how):
 # -- names and arguments ---------------------------------------------------------------------------------------
 
 
-def test_the_names_are_aws_own():
+def test_class_names_match_aws():
     theirs = pytest.importorskip("amzn_sagemaker_checkpointing.checkpointing.filesystem.exceptions")
     for name in ("SageMakerTieredStorageError", "SageMakerInMemoryTierError", "SageMakerS3TierError"):
         assert [kind.__name__ for kind in getattr(ours, name).__mro__ if "SageMaker" in kind.__name__] == [
@@ -57,7 +57,7 @@ def test_the_names_are_aws_own():
         ]
 
 
-def test_the_arguments_are_aws_own():
+def test_class_arguments_match_aws():
     import dataclasses
     import inspect
 
@@ -80,7 +80,7 @@ def test_the_arguments_are_aws_own():
         ]
 
 
-def test_attributes_before_anything_happened(tmp_path):
+def test_attributes_have_initial_values(tmp_path):
     writer = SageMakerTieredStorageWriter(config(s3_tier_base_path="s3://bucket/runs"), "runs/step_7/x")
     assert (writer.step, writer.in_memory_success, writer.s3_success) == (7, True, False)
     assert writer.s3_checkpoint_dir == "s3://bucket/runs/job/step-7"
@@ -127,7 +127,7 @@ def test_a_wrong_configuration(wrong, kind):
         kind(config(**wrong), step=1)
 
 
-def test_two_places_for_s3():
+def test_conflicting_s3_locations_are_refused():
     strategy = ours.DefaultS3PathStrategy("s3://b")
     with pytest.raises(ValueError, match="one of them"):
         config(s3_tier_base_path="s3://b", s3_path_strategy=strategy)
@@ -148,7 +148,7 @@ def test_saved_step_is_loaded(agent_dir):
         assert reader.step == step
 
 
-def test_any_checkpoint_id_will_do(agent_dir):
+def test_any_checkpoint_id_is_accepted(agent_dir):
     save(state_at(4), 4, checkpoint_id="s3://other/step_9")
     found = zeroed(state_at(4))
     dcp.load(found, checkpoint_id="/somewhere", storage_reader=SageMakerTieredStorageReader(config()), no_dist=True)

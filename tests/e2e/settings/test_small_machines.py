@@ -58,7 +58,7 @@ def fill(path):
     return path
 
 
-def test_a_tmpfs_smaller_than_the_budget(agent_dir, mounted, monkeypatch):
+def test_budget_above_the_tmpfs_size_is_reported(agent_dir, mounted, monkeypatch):
     place = mounted("16m")
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place / "agent"))
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
@@ -70,7 +70,7 @@ def test_a_tmpfs_smaller_than_the_budget(agent_dir, mounted, monkeypatch):
         assert ckpt.restore(zeroed(state_at(0))) == 0
 
 
-def test_a_tmpfs_that_others_fill(agent_dir, mounted, monkeypatch):
+def test_job_survives_a_tmpfs_filled_by_others(agent_dir, mounted, monkeypatch):
     place = mounted("16m")
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place / "agent"))
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:

@@ -71,7 +71,7 @@ def test_the_durable_tier_comes_from_the_call_or_the_settings(agent_dir, tmp_pat
     assert list((tmp_path / "durable" / "job" / "manifests").iterdir())
 
 
-def test_other_places_go_where_they_went(agent_dir, urls, tmp_path):
+def test_other_urls_keep_their_handlers(agent_dir, urls, tmp_path):
     dcp.save(state_at(1), checkpoint_id=tmp_path / "plain", no_dist=True)
     assert (tmp_path / "plain" / ".metadata").exists()
     found = zeroed(state_at(1))
@@ -91,7 +91,7 @@ def test_enabled_urls_are_disabled_again():
     assert _storage_utils.FileSystemReader is FileSystemReader
 
 
-def test_nothing_is_changed_by_importing(zygote):
+def test_import_changes_no_torch_hooks(zygote):
     assert zygote.run(untouched).result
 
 

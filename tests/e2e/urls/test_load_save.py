@@ -98,7 +98,7 @@ def test_mistakes_are_reported(agent_dir):
         tieredckpt.load("whole", step=7)
 
 
-def test_looking_at_a_step_is_no_rollback(agent_dir):
+def test_reading_a_step_is_not_a_rollback(agent_dir):
     """A process that trains looks at an older step of its own job, and goes on from where it is."""
     with tieredckpt.Checkpointer("looked-at") as ckpt:
         for step in (1, 2):
@@ -148,7 +148,7 @@ def test_cast_is_requested_by_url(agent_dir, by):
         assert "?cast=1" in str(error)
 
 
-def test_a_cast_is_for_loading():
+def test_cast_is_refused_for_saving():
     with pytest.raises(UsageError, match="for loading"):
         tieredckpt.TieredWriter("tiered://cast/step-1?cast=1")
     with pytest.raises(UsageError, match="restores what it saved"):

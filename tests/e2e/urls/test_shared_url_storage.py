@@ -100,7 +100,7 @@ def test_step_saved_one_way_is_listed_and_loaded_by_the_others(saved, loaded):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_how_a_framework_looks_for_its_newest_step(way):
+def test_framework_finds_its_newest_step(way):
     """torchtitan's and others' way: list, match, and see whether there is a ``.metadata``."""
     job = f"newest-{way}"
     folder = f"tiered://{job}"
@@ -134,7 +134,7 @@ def test_step_saved_both_ways_is_the_last_saved(order):
 
 
 @pytest.mark.parametrize("first", ["step", "file"])
-def test_files_beside_steps_go_with_their_steps_where_memory_has_them(first):
+def test_files_beside_steps_are_evicted_with_their_steps(first):
     job, fs = f"beside-{first}", fsspec.filesystem("tiered")
     fs.pipe(f"tiered://{job}/latest.json", b"{}")
     for step in range(8):
@@ -173,7 +173,7 @@ def test_rollback_by_one_way_applies_to_the_others(loaded, saved):
     assert newest(job) == 11
 
 
-def test_looking_at_a_file_of_a_step_is_no_rollback(tmp_path):
+def test_reading_a_file_of_a_step_is_not_a_rollback(tmp_path):
     fs = fsspec.filesystem("tiered")
     for step in (10, 20):
         save("files", "looked-at", step)
@@ -265,7 +265,7 @@ def test_a_save_by_dcps_own_process_is_found(ranks):
     assert {fact.key.version for fact in facts} == {1}, "as tensors, by this package's writer"
 
 
-def test_a_url_that_was_taken_for_a_path_is_refused_loudly(tmp_path, monkeypatch):
+def test_url_mistaken_for_a_path_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with tieredckpt.enable_urls(), pytest.raises(CheckpointException, match="checkpoint_id="):
         dcp.save({}, storage_writer=FileSystemWriter("tiered://mangled/step-1"), no_dist=True)

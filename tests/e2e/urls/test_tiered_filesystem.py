@@ -261,7 +261,7 @@ def test_async_save(agent_dir):
     assert_same(state_at(2), found)
 
 
-def test_as_a_file_system(agent_dir, durable):
+def test_steps_are_a_file_system(agent_dir, durable):
     fs = fsspec.filesystem("tiered")
     assert not fs.exists("tiered://job/step-1")
     save(1)
@@ -300,7 +300,7 @@ def test_files_started_with_another_agent_are_absent(agent_dir, monkeypatch):
         assert not fs.exists("tiered://job/step-1")
 
 
-def test_the_command_line_sees_them(agent_dir, durable, capsys):
+def test_command_line_lists_file_system_steps(agent_dir, durable, capsys):
     import json
 
     from tieredckpt.cli import main
