@@ -209,7 +209,7 @@ def test_authenticated_peer_stays_connected_despite_unauthenticated_ones(knock):
             assert channel.receive(within_s=30).header == b"yes"
 
 
-def test_a_client_with_the_token_stays_too(knock):
+def test_client_with_the_token_stays_connected(knock):
     with memory(TOKEN, proof_s=0.5) as served, contextlib.closing(http.client.HTTPConnection(served.address)) as kept:
         for _ in range(2):
             kept.request("GET", "/v1/cp/namespaces/a", headers={"Authorization": f"Bearer {TOKEN.decode()}"})

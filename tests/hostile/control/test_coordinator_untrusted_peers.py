@@ -144,7 +144,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
-def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, changed):
+def test_garbage_after_a_report_ends_only_its_connection(coordinator, changed):
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1)))
     channel.send(encode(changed))
@@ -156,7 +156,7 @@ def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, cha
     assert coordinator.reconciler.nodes.keys() <= {"n1"}
 
 
-def test_changes_without_a_report_that_they_are_of(coordinator):
+def test_changes_without_a_base_report_are_refused(coordinator):
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     channel.send(encode({"type": "changed", "number": 2}))
     with contextlib.suppress(PeerStoreError):
@@ -165,7 +165,7 @@ def test_changes_without_a_report_that_they_are_of(coordinator):
     assert lives(coordinator)
 
 
-def test_supervisor_with_a_slow_clock_is_told_the_minimum_generation(coordinator):
+def test_supervisor_with_a_slow_clock_receives_the_minimum_generation(coordinator):
     def say(channel, life):
         channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
         return decode_message(channel.receive(within_s=10).header, NodeDesired)
@@ -219,7 +219,7 @@ def test_oversized_number_closes_its_own_connection(coordinator, formed):
     assert coordinator.reconciler.nodes == {}
 
 
-def test_a_world_that_cannot_have_been_is_refused(coordinator):
+def test_impossible_world_is_refused(coordinator):
     """Its number would be the last one, and no world could follow it."""
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     formed = WorldSpec((1 << 62) - 1, ("n1",), 0, "")
@@ -281,14 +281,14 @@ def test_the_socket_is_this_users_alone(job):
         RankHello(RANK_PROTOCOL + 1, "a token of nobody"),
     ],
 )
-def test_a_process_that_was_not_started_here(job, greeting):
+def test_process_with_an_unknown_token_or_protocol_is_refused(job, greeting):
     with door(job) as sock:
         message_codec.send_frame(sock, greeting)
         assert message_codec.receive_frame(sock, RankDesired).exit is ExitReason.REFUSED
     assert all_ready(job.planes)[0].world_size == 1
 
 
-def test_the_same_rank_twice(job):
+def test_second_process_of_a_rank_is_refused(job):
     seat = job.planes[0]
     all_ready(job.planes)
     supervisor = seat.supervisor

@@ -80,7 +80,7 @@ def test_partial_file_is_never_read(cache):
         cache.clear()
 
 
-def test_invalid_tally_is_recounted(cache):
+def test_invalid_usage_file_is_recounted(cache):
     for file in HOSTILE:
         asked = Asked()
         (cache.directory / "tally").write_bytes(file.read_bytes())
@@ -127,7 +127,7 @@ STRANGE = [link, dangling, fifo, folder, door]
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("plant", [*STRANGE, os.link], ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("name", [batch_file_name(INDEX), partial_file_name(INDEX), "tally"])
-def test_non_file_is_neither_followed_nor_awaited(cache, tmp_path, plant, name):
+def test_non_file_is_not_followed_and_does_not_block(cache, tmp_path, plant, name):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious" * 100)
     (cache.directory / name).unlink(missing_ok=True)

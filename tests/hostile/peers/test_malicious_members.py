@@ -205,7 +205,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("name", ABSURD)
-def test_records_of_shards_that_cannot_be_are_refused_and_cost_nothing(nodes, line, name):
+def test_records_of_impossible_shards_are_refused(nodes, line, name):
     record = msgspec.structs.replace(record_of(), **ABSURD[name])
     slots = nodes["n2"].store.status().arena.slots
     tracemalloc.start()
@@ -416,7 +416,7 @@ def test_overlapping_ranges_are_answered(nodes, line):
     lives_on(nodes)
 
 
-def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
+def test_reader_that_disconnects_midway_holds_no_pins(nodes):
     with connected(nodes) as line:
         (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
         line.send("read_ranges", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
@@ -430,13 +430,13 @@ def test_a_reader_that_leaves_in_the_middle_holds_nothing(nodes):
 @pytest.mark.parametrize(
     "op", ["", "no such thing", "__init__", "offer_replica", "ping", "report_parts", "seal", "x" * 100_000]
 )
-def test_nonsense_ends_at_most_its_own_connection(nodes, line, op):
+def test_garbage_ends_at_most_its_own_connection(nodes, line, op):
     with pytest.raises(PeerStoreError):
         line.call(op, {"nonsense": [1, 2, 3]}, object)
     lives_on(nodes)
 
 
-def test_bytes_that_belong_to_nothing_end_the_connection(nodes, line):
+def test_unexpected_bytes_end_the_connection(nodes, line):
     with pytest.raises((ProtocolError, PeerUnreachableError)):
         line.call("node_inventory", GetNodeInventory(), NodeInventory, payload=[memoryview(bytes(MIB))])
     lives_on(nodes)
@@ -451,7 +451,7 @@ def test_oversized_blob_is_refused(nodes, line):
     lives_on(nodes)
 
 
-def test_a_past_incarnation_cannot_bring_its_copies(nodes, line):
+def test_past_incarnation_cannot_send_its_copies(nodes, line):
     nodes["n2"].store.claim(JOB, "b")
     with pytest.raises(FencedError):
         offer(line, record_of())
@@ -521,7 +521,7 @@ def test_a_registry_is_changed_by_its_own_node_alone(nodes, line):
 LAST = (1 << 62) - 1
 
 
-def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
+def test_impossible_incarnation_fences_no_job(nodes, line):
     """It would be the last one: nothing could be saved after it."""
     store = nodes["n2"].store
     before = store.claim(JOB, "a")

@@ -97,7 +97,7 @@ def test_intact_but_wrong_metadata_is_damage(directory, name):
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_note_that_another_version_may_have_written_is_kept(directory, name):
+def test_metadata_of_another_version_is_kept(directory, name):
     kind, data = STRANGE[name]
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
@@ -109,7 +109,7 @@ def test_a_note_that_another_version_may_have_written_is_kept(directory, name):
         assert (directory / "slots" / SLOT).exists()
 
 
-def test_a_lease_note_does_not_choose_its_file(directory):
+def test_lease_metadata_does_not_choose_its_file(directory):
     """What is sealed is the slot, whatever path a note claims."""
     arena = TmpfsArena(directory)
     arena.create(SLOT, 10)
@@ -153,13 +153,13 @@ def test_files_of_the_first_release_are_adopted(directory):
         ("unheard-of", b""),
     ],
 )
-def test_notes_about_nothing_are_no_obstacle(directory, name, data):
+def test_metadata_without_a_slot_is_ignored(directory, name, data):
     TmpfsArena(directory).put_metadata(name, data)
     with opened(directory):
         pass
 
 
-def test_damaged_job_record_does_not_unfence_the_past(directory):
+def test_damaged_job_record_keeps_older_writers_fenced(directory):
     """The claim is lost; the sealed shards still say which incarnation was there last."""
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         save(store, key(5, epoch=9, name="ninth"))
@@ -183,7 +183,7 @@ def test_non_files_are_left_alone(directory):
     assert (directory / "slots" / "slot file").read_bytes() == b"a stranger's"
 
 
-def test_slots_without_notes_are_swept_away_and_files_of_others_stay(directory):
+def test_slots_without_metadata_are_removed_and_foreign_files_stay(directory):
     (directory / "slots" / "slot.job.0.0000000000000001").write_bytes(b"x" * 100)
     (directory / "slots" / "readme.txt").write_bytes(b"a stranger's")
     with opened(directory) as store:

@@ -122,7 +122,7 @@ def test_stored_cases_match_the_generator_script():
 
 
 @pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
-def test_hostile_bytes_end_their_own_connection_and_cost_nothing(agent, knock, file):
+def test_hostile_bytes_end_only_their_connection_and_leak_nothing(agent, knock, file):
     expected = cases()[file.stem]
     sock = knock(file.stem.partition("-")[0])
     tracemalloc.start()
@@ -168,7 +168,7 @@ def test_reflected_proof_is_refused(agent, knock):
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
 
 
-def test_a_challenge_passed_on_from_another_connection_is_of_no_use(agent, knock):
+def test_challenge_relayed_from_another_connection_is_refused(agent, knock):
     """The agent is made to prove itself on one connection, to answer its challenge on another."""
     one, other = knock(), knock()
     one.sendall(message(HELLO))
@@ -179,7 +179,7 @@ def test_a_challenge_passed_on_from_another_connection_is_of_no_use(agent, knock
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
 
 
-def test_an_unknown_job_and_a_wrong_secret_are_answered_alike(knock):
+def test_unknown_job_and_wrong_secret_get_the_same_reply(knock):
     answers = []
     for job in ("victim", "nobody"):
         sock = knock()

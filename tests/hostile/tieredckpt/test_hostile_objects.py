@@ -242,7 +242,7 @@ GADGETS = {
 
 
 @pytest.mark.parametrize("gadget", GADGETS)
-def test_metadata_makes_the_classes_of_metadata_and_nothing_else(tmp_path, gadget):
+def test_metadata_loads_only_metadata_classes(tmp_path, gadget):
     ran = str(tmp_path / "ran").encode()
     with pytest.raises(pickle.UnpicklingError):
         load_dcp_metadata(io.BytesIO(GADGETS[gadget].replace(b"%s", len(ran).to_bytes(4, "little") + ran)))

@@ -52,7 +52,7 @@ def good_step(tmp_path_factory):
     return root
 
 
-def test_the_files_are_those_of_the_generator():
+def test_stored_files_match_the_generator_script():
     assert {path.stem for path in HOSTILE} == set(cases())
     assert sum(path.stat().st_size for path in HOSTILE) < 100_000
 
@@ -77,7 +77,7 @@ def test_malformed_manifest_is_refused_as_an_index(file, little_memory):
 
 
 @hostile
-def test_the_older_step_is_used(file, good_step, tmp_path, little_memory):
+def test_malformed_step_falls_back_to_the_older_one(file, good_step, tmp_path, little_memory):
     """Only a newer format ends the load: an older step may not be what the user of a newer release wants."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     (root / object_keys.manifest_key(JOB, GROUP, None)).write_bytes(file.read_bytes())

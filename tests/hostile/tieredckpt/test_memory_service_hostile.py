@@ -110,7 +110,7 @@ def test_non_http_closes_only_its_connection(served: Served, wire: bytes) -> Non
     assert ask(served.address, "GET", "/health").status == 200
 
 
-def test_a_shard_larger_than_the_budget_is_413_before_there_is_a_slot(served: Served) -> None:
+def test_shard_above_the_budget_is_413_before_a_lease(served: Served) -> None:
     wire = b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n"
     answer = served.raw(wire)
     assert answer.startswith(b"HTTP/1.1 413 ")
@@ -139,7 +139,7 @@ def test_full_budget_is_507_with_advice(served: Served) -> None:
     assert ask(served.address, "POST", PUT.format(5), os.urandom(3 * MIB)).status == 200
 
 
-def test_a_namespace_deleted_while_a_shard_comes_gets_nothing(served: Served) -> None:
+def test_shard_received_during_its_namespace_deletion_is_discarded(served: Served) -> None:
     host, _, port = served.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(
@@ -160,7 +160,7 @@ def test_unwanted_body_is_refused_before_it_is_sent(served: Served) -> None:
 
 
 @pytest.mark.parametrize("served", ["64MiB"], indirect=True)
-def test_damage_that_comes_to_light_halfway_cuts_the_answer_off(served: Served) -> None:
+def test_damage_found_during_a_response_closes_it(served: Served) -> None:
     """With nobody else to have the rest from: what a client gets is never whole and wrong."""
     ask(served.address, "POST", PUT.format(5), os.urandom(20 * MIB))
     served.damage(5, at=19 * MIB)
@@ -169,7 +169,7 @@ def test_damage_that_comes_to_light_halfway_cuts_the_answer_off(served: Served) 
     assert ask(served.address, "GET", PUT.format(5)).status == 404
 
 
-def test_a_damaged_shard_is_no_answer_and_leaves_the_step_out_of_the_list(served: Served) -> None:
+def test_damaged_shard_is_not_served_and_its_step_not_listed(served: Served) -> None:
     for step in (5, 6):
         ask(served.address, "POST", PUT.format(step), os.urandom(MIB // 2))
     served.damage(6, at=1000)

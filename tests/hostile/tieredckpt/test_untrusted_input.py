@@ -68,7 +68,7 @@ def test_object_with_the_largest_epoch_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"part_size": "0"}, {"concurrency": 0}, {"every": 0}, {"retry_s": -1.0}])
-def test_an_agent_takes_no_settings_that_cannot_be(store, changes):
+def test_agent_refuses_impossible_settings(store, changes):
     with contextlib.closing(NodeAgentService(store)) as node:
         configure = agent_operations(node)["configure"]
         with pytest.raises(SettingsError):
@@ -130,7 +130,7 @@ EVIL = "layer\x1b]0;owned\x07\x1b[2J\x9b31m\u202eexe.gpj\r[bold]x[/bold]"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
+def test_terminal_control_characters_are_escaped(terminal, monkeypatch):
     screen, out = CommandOutput(), io.StringIO()
     screen.out.file = screen.err.file = out
     monkeypatch.setattr(Console, "is_terminal", property(lambda _: terminal))
@@ -151,7 +151,7 @@ def test_markup_in_a_layout_is_shown_as_text():
     assert [Text.from_markup(cell).plain for cell in row[:2]] == ["[i]w[/i]", "[bold]F32[/]"]
 
 
-def test_a_page_of_steps_that_took_no_time_is_a_page():
+def test_page_of_zero_length_steps_renders():
     step = SimpleNamespace(counts=True, start_us=5, end_us=5, samples=None, tokens=None)
     one = SimpleNamespace(tokens=None, samples=None, start_us=0, end_us=10, step_views=[step], faults=[], recoveries=[])
     assert "Throughput" in str(charts.throughput_section(one))
@@ -225,7 +225,7 @@ def address():
     ],
 )
 @pytest.mark.parametrize(("method", "path"), [("DELETE", DELETE), ("POST", "/v1/cp/cluster/reset"), ("GET", DELETE)])
-def test_a_web_page_can_do_nothing(address, headers, method, path):
+def test_web_page_requests_are_refused(address, headers, method, path):
     assert ask(address, method, path, headers=headers).status in (403, 421)
     assert ask(address, "GET", DELETE).status == 200
 
