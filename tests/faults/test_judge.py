@@ -118,7 +118,7 @@ def test_an_epoch_of_the_data_that_has_a_sample_twice_is_found():
     assert {one.rule for one in judge(good(steps=done), twice, DATA)} == {"samples"}
 
 
-def test_going_back_behind_a_safe_step_is_a_violation():
+def test_resuming_before_a_safe_step_is_a_violation():
     back = good(
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],

@@ -46,7 +46,7 @@ def is_digest(text):
     return len(text) == 32 and set(text) <= set("0123456789abcdef")
 
 
-def test_the_newest_format_is_todays():
+def test_newest_golden_format_is_the_current_one():
     assert FORMATS[-1].name == f"format-{FORMAT_VERSION}"
 
 
@@ -71,7 +71,7 @@ def test_golden_slices_restore(golden, start):
         assert raw(rows["model"]["wide"]) == raw(state_of(8)["model"]["wide"])
 
 
-def test_its_shards_are_safetensors_files(golden):
+def test_golden_shards_are_safetensors_files(golden):
     parts = [load_safetensors(path.read_bytes()) for path in sorted((golden / JOB / "steps").rglob("*.safetensors"))]
     assert sorted(name for part in parts for name in part if name.startswith("model.rows")) == [
         "model.rows@0,0",

@@ -38,7 +38,7 @@ def test_broken_rule_is_detected_and_a_correct_one_passes(name, findings):
     assert broken(findings(name).schedule) is None
 
 
-def test_every_invariant_notices_some_broken_rule(findings):
+def test_every_invariant_detects_a_broken_rule(findings):
     sites = {
         (path.name, node.lineno)
         for path in Path(__file__).parent.glob("*.py")

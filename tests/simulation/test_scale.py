@@ -33,7 +33,7 @@ def names_of(nodes):
 
 
 @pytest.mark.parametrize("count", [64, 100, 300, 1000])
-def test_a_restart_costs_each_node_a_few_times_the_root_of_all(count):
+def test_restart_messages_per_node_grow_with_the_square_root(count):
     names = names_of(hosts(count))
     districts = NodePartitions(names)
     seen = looks(names, districts)
@@ -52,7 +52,7 @@ def test_job_below_the_limit_queries_every_node():
     assert seen.restart == ROUNDS * 63 * 62
 
 
-def test_survey_answers_contain_all_shards():
+def test_inventory_replies_contain_all_shards():
     nodes = hosts(300)
     names = names_of(nodes)
     districts, said = NodePartitions(names), inventory(names, place_replicas(nodes))
@@ -61,7 +61,7 @@ def test_survey_answers_contain_all_shards():
     assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
 
 
-def test_answers_of_the_largest_job_are_far_from_the_limits():
+def test_replies_of_the_largest_job_stay_below_the_limits():
     """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
     names = names_of(hosts(MOST_NODES))
     districts = NodePartitions(names)

@@ -100,7 +100,7 @@ def pyright(folder):
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_a_users_code_checks_and_its_mistakes_are_found(checker, folder):
+def test_type_checker_accepts_user_code_and_finds_its_mistakes(checker, folder):
     found = checker(folder)
     assert {place: text for place, text in found.items() if place[0] == "user.py"} == {}
     assert {line for name, line in found if name == "misuse.py"} == wrong_lines()
@@ -118,7 +118,7 @@ def test_public_names_are_few_and_known(package):
         module.no_such_name  # noqa: B018
 
 
-def test_the_wheel_says_that_it_is_typed(tmp_path):
+def test_wheel_contains_py_typed(tmp_path):
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tmp_path)
@@ -173,7 +173,7 @@ def effects(module, prepare=""):
 
 
 @pytest.mark.parametrize("module", ["tieredckpt", "peerstore", "tieredckpt.agent.agent_service", "tieredckpt.settings"])
-def test_importing_does_nothing_and_stays_light(module):
+def test_import_has_no_side_effects_and_stays_light(module):
     found = effects(f"import {module}")
     assert [key for key in found["reads"] if key.startswith(("TIERED", "PEER", "AWS", "LOCAL_", "RANK", "WORLD"))] == []
     assert found["threads"] == ["MainThread"]
@@ -182,7 +182,7 @@ def test_importing_does_nothing_and_stays_light(module):
     assert (found["files"], found["loggers"]) == (False, [])
 
 
-def test_importing_the_half_with_torch_does_nothing_either():
+def test_import_of_the_torch_half_has_no_side_effects():
     prepare = "warnings.simplefilter('ignore'); import torch, torch.distributed.checkpoint, torch.distributed.tensor"
     found = effects("from tieredckpt import Checkpointer, TieredReader, TieredWriter", prepare)
     assert [key for key in found["reads"] if key.startswith(("TIERED", "PEER", "AWS", "LOCAL_", "RANK", "WORLD"))] == []
@@ -192,7 +192,7 @@ def test_importing_the_half_with_torch_does_nothing_either():
     assert (found["files"], found["loggers"]) == (False, [])
 
 
-def test_the_environment_is_read_in_one_module_of_each_package():
+def test_each_package_reads_the_environment_in_one_module():
     def reads(path):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
         return any(n.attr in ("environ", "getenv") and isinstance(n.value, ast.Name) for n in nodes)

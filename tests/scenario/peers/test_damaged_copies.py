@@ -44,7 +44,7 @@ def test_flipped_byte_of_a_copy_is_refused_dropped_reported_and_repaired(nodes):
     assert nodes["n2"].facts()[V1].holders[0] == "n1"
 
 
-def test_a_flipped_byte_of_the_original_is_mended_from_a_copy_and_stays_the_original(nodes):
+def test_flipped_byte_of_the_original_is_repaired_from_a_copy(nodes):
     flip(nodes["n1"].path(V1), 5 * MIB)
     _, alone = nodes["n3"].read(V1, sources=["n1"])
     assert {node for node, _, _ in alone.rejected_replicas} == {"n1"}
@@ -109,7 +109,7 @@ def test_persistently_damaging_path_is_abandoned(nodes):
     assert nodes["n2"].damage_reports() == []
 
 
-def test_a_connection_that_was_kept_and_ended_meanwhile_is_made_again(nodes):
+def test_pooled_connection_closed_by_the_peer_is_reopened(nodes):
     """The other agent was started again since: there is nothing wrong with its copy."""
     team = nodes["n1"].team
     (record,) = team.fetch_records("n2", V1.version_id)

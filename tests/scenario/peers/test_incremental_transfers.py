@@ -42,7 +42,7 @@ def test_chunks_that_did_not_change_are_not_sent_again():
         assert totals.sent_bytes == SIZE + 4 * CHUNK_BYTES
 
 
-def test_damage_of_an_older_version_does_not_get_into_the_next():
+def test_damage_of_an_older_version_is_not_copied_into_the_next():
     with neighbours("n1", "n2", copies=2) as nodes:
         n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].team.replicator.totals
         write(n1, key(1), ())
@@ -79,7 +79,7 @@ def test_reader_switches_to_the_other_source_when_one_dies():
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000])
-def test_a_reader_gets_its_ranges_and_no_more(count):
+def test_reader_receives_only_its_ranges(count):
     with neighbours("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(key(1), SIZE)
         nodes.settle(1)

@@ -86,7 +86,7 @@ def test_the_node_that_counts_copies_is_lost(when):
         nodes.settle(2)
 
 
-def test_node_that_rejoined_empty_before_its_death_was_noticed_gets_its_copies():
+def test_node_that_rejoins_empty_before_its_death_is_detected_gets_copies():
     with neighbours("n1", "n2", copies=2) as nodes:
         of = key(1)
         nodes["n1"].write(of, SIZE)
@@ -309,7 +309,7 @@ def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
         assert n1.team.taken_over == 0
 
 
-def test_a_node_that_was_cut_off_on_purpose_catches_up():
+def test_isolated_node_catches_up_after_healing():
     with neighbours("n1", "n2", "n3") as nodes:
         save(nodes, 1)
         nodes.settle(1)
@@ -324,7 +324,7 @@ def test_a_node_that_was_cut_off_on_purpose_catches_up():
         expect(nodes, keys, copies=2)
 
 
-def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_period():
+def test_reconnected_nodes_commit_without_waiting_for_the_next_period():
     """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with neighbours("n1", "n2", membership=slow) as nodes:
