@@ -4,12 +4,13 @@
 
 Every relative link and anchor of every page is followed; every Python block must compile, and one that names an example
 must be that file; every `make` target, every command of `tieredckpt`, `elastic` and `peerstore`, and every test a page
-names must exist.
+names must exist. Every walk of `docs/architecture.md` has at most eight files, and names only existing code.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import html
 import re
@@ -24,6 +25,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
+MAX_WALK_FILES = 8
 STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif;
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
@@ -112,6 +115,49 @@ def check_names(page: Page, commands: dict[str, set[str]]) -> None:
             page.wrong(f"`{token.content}`: there is no such test")
 
 
+def check_walks(page: Page) -> None:
+    """Every file and every identifier in a table of the walks exists; each row names code of its file."""
+    text = page.path.read_text(encoding="utf-8")
+    for walk in re.split(r"^###? ", text, flags=re.MULTILINE):
+        rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| (.*) \|$", walk, re.MULTILINE)
+        title = walk.partition("\n")[0]
+        if len(rows) > MAX_WALK_FILES:
+            page.wrong(f"walk {title!r} has {len(rows)} files, and the limit is {MAX_WALK_FILES}")
+        for number, path, hand_over in rows:
+            row = f"walk {title!r}, row {number}"
+            if not (ROOT / path).is_file():
+                page.wrong(f"{row}: the file {path} does not exist")
+                continue
+            named = re.findall(r"`(?!dcp\.|\w+\.py`)(\w+(?:\.\w+)?)`", hand_over)
+            for name in named:
+                if name not in defined_names():
+                    page.wrong(f"{row}: no package defines `{name}`")
+            if not names_in(ROOT / path).intersection(named):
+                page.wrong(f"{row}: the text names no class or function of {path}")
+            for module in re.findall(r"`([\w/]+\.py)`", hand_over):
+                if not any(list((ROOT / package).rglob(module)) for package in PACKAGES):
+                    page.wrong(f"{row}: the module {module} does not exist")
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the classes, functions and ``Class.method`` names that a module defines."""
+    found: set[str] = set()
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for one in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(one, (ast.ClassDef, *functions)):
+            found.add(one.name)
+        if isinstance(one, ast.ClassDef):
+            found |= {f"{one.name}.{method.name}" for method in one.body if isinstance(method, functions)}
+    return found
+
+
+@functools.cache
+def defined_names() -> frozenset[str]:
+    """Return the names that the packages' modules define."""
+    modules = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return frozenset(name for path in modules for name in names_in(path))
+
+
 @functools.cache
 def tests() -> frozenset[str]:
     """Names of test functions and test files."""
@@ -173,6 +219,8 @@ def main() -> int:
         check_links(page, anchors)
         check_code(page)
         check_names(page, known)
+        if page.path == ROOT / "docs/architecture.md":
+            check_walks(page)
         render(page, parser, out)
     shutil.copytree(ROOT / "docs" / "figures", out / "docs" / "figures", dirs_exist_ok=True)
     problems = [problem for page in found for problem in page.problems]
