@@ -169,14 +169,14 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> tuple[ExitReason, s
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
     if epoch_file is not None and not can_write_epoch(epoch_file):
         epoch_file = None
-    ledger = EventLogWriter(task.event_log, name=EVENT_LOG_NAME) if task.event_log else event_log_from_environ()
+    event_log = EventLogWriter(task.event_log, name=EVENT_LOG_NAME) if task.event_log else event_log_from_environ()
     coordinator = Coordinator(
         settings,
         secret,
         listen=task.listen,
         fresh=task.fresh,
         epoch_file=epoch_file,
-        ledger=ledger,
+        event_log=event_log,
         leadership=open_leader_record(task.leadership) if task.leadership else None,
         candidate=task.candidate or _name_of_candidate(socket.gethostname()),
         since_term=task.since_term,

@@ -244,7 +244,7 @@ class JobVersions:
     def is_needed(self, group: VersionId) -> bool:
         """Whether somebody may still need it, or a part of it."""
         return group not in self.aborted and is_needed(
-            group, epoch=self.epoch, settled=self.replicated, whole=self.is_committed(group), base=self.resume_point
+            group, epoch=self.epoch, replicated=self.replicated, whole=self.is_committed(group), base=self.resume_point
         )
 
     def may_still_write(self, group: VersionId) -> bool:
@@ -283,13 +283,13 @@ def newest_committed(whole: Mapping[str, Collection[VersionId]]) -> dict[str, Ve
 
 
 def is_needed(
-    group: VersionId, *, epoch: int, settled: VersionId | None, whole: bool, base: ResumePoint | None
+    group: VersionId, *, epoch: int, replicated: VersionId | None, whole: bool, base: ResumePoint | None
 ) -> bool:
     """Whether somebody may still need this version: it is not older than the settled one, nor of a past that was left
     unfinished. Of a past that the job has left only what it went on from is needed, and what is settled.
     """
-    if settled is not None and group <= settled:
-        return group == settled
+    if replicated is not None and group <= replicated:
+        return group == replicated
     if base is not None and group.epoch < base.first_current_epoch:
         return group == base.version_id
     return group.epoch >= epoch or whole
@@ -464,8 +464,8 @@ class PartsTally:
             del self._said[newest]
         return CommitDecision(_newer(newest, max(sealed, default=None)), newest)
 
-    def drop_until(self, settled: VersionId) -> None:
-        self._said = {group: said for group, said in self._said.items() if group > settled}
+    def drop_until(self, replicated: VersionId) -> None:
+        self._said = {group: said for group, said in self._said.items() if group > replicated}
 
 
 def commit_leader(living: Mapping[str, object] | Collection[str]) -> str | None:
@@ -496,13 +496,15 @@ class CommitReports:
         parts_of: Mapping[VersionId, int],
         *,
         living: Mapping[str, object],
-        settled: VersionId | None,
+        replicated: VersionId | None,
         life: int,
         left_out: Mapping[VersionId, Collection[int]] | None = None,
     ) -> tuple[str, list[PartsReport]]:
         """Who keeps the tally, and what it has not been told yet. ``parts_of``: how many parts a version has in all."""
         teller = commit_leader(living) or self._me
-        self._reported = {group: told for group, told in self._reported.items() if settled is None or group > settled}
+        self._reported = {
+            group: told for group, told in self._reported.items() if replicated is None or group > replicated
+        }
         mine: dict[VersionId, tuple[list[int], list[int]]] = {}
         for one in standings:
             if one.is_owner:
@@ -511,7 +513,7 @@ class CommitReports:
         in_all = {**{group: note.total_parts for group, (_, note) in self._reported.items()}, **parts_of}
         notes = []
         for group in sorted(mine.keys() | self._reported.keys() | torn.keys()):
-            if settled is None or group > settled:
+            if replicated is None or group > replicated:
                 safe, lacking = mine.get(group, ([], []))
                 out = tuple(sorted(torn.get(group, ())))
                 count = in_all.get(group, 0)
@@ -528,15 +530,15 @@ class CommitReports:
         self._tally.add(note)
 
     def decide(
-        self, *, living: Collection[str], life: Callable[[str], int], settled: VersionId | None, quorum: bool
+        self, *, living: Collection[str], life: Callable[[str], int], replicated: VersionId | None, quorum: bool
     ) -> CommitDecision:
         """What follows from all that was said, as far as it is news.
 
         Without a quorum nothing is whole or settled: the other side of a partition may have gone on from a version that
         this one would give up. What was told is kept until the others are back. One word is enough for what is torn.
         """
-        if settled is not None:
-            self._tally.drop_until(settled)
+        if replicated is not None:
+            self._tally.drop_until(replicated)
         torn = self._tally.newly_aborted()
         done = self._tally.newly_complete(me=self._me, living=living, life=life) if quorum else CommitDecision()
         return CommitDecision(done.committed, done.replicated, torn)

@@ -53,12 +53,12 @@ _LENGTH = struct.Struct(">I")
 class SupervisorClient:
     """The supervisor is this process's parent: when it is gone, the kernel ends this process, too."""
 
-    def __init__(self, seat: SupervisorEndpoint) -> None:
+    def __init__(self, endpoint: SupervisorEndpoint) -> None:
         try:
-            self._sock = connect_to_agent(seat.socket)
+            self._sock = connect_to_agent(endpoint.socket)
         except PeerStoreError as error:
             raise ControlPlaneUnavailableError(
-                f"this node's supervisor does not answer on {seat.socket}: it has ended, or is another user's"
+                f"this node's supervisor does not answer on {endpoint.socket}: it has ended, or is another user's"
             ) from error
         self._clock = RunningClock(_ABSENT_S)
         self._changed = threading.Condition()
@@ -86,7 +86,7 @@ class SupervisorClient:
         self._closed = False
         self._sock.settimeout(None)
         try:
-            message_codec.send_frame(self._sock, RankHello(RANK_PROTOCOL, seat.token))
+            message_codec.send_frame(self._sock, RankHello(RANK_PROTOCOL, endpoint.token))
         except OSError as error:
             self._sock.close()
             raise ControlPlaneUnavailableError(f"the supervisor does not listen: {error}") from error

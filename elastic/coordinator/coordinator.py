@@ -79,7 +79,7 @@ class Coordinator:
         fresh: bool = True,
         epoch_file: Path | None = None,
         farewell_s: float = 60.0,
-        ledger: EventLog | None = None,
+        event_log: EventLog | None = None,
         leadership: LeaderRecordStore | None = None,
         candidate: str = "",
         since_term: int = 0,
@@ -95,9 +95,9 @@ class Coordinator:
             )
         floor = -1 if fresh else _epoch_in(epoch_file)
         self._clock = RunningClock(_ABSENT_S, clock)
-        self._ledger = ledger or NullEventLog()
+        self._event_log = event_log or NullEventLog()
         self._recorder = (
-            None if leadership is not None else WorldEventRecorder(self._ledger, settings.job, again=not fresh)
+            None if leadership is not None else WorldEventRecorder(self._event_log, settings.job, again=not fresh)
         )
         self.reconciler = WorldReconciler(
             settings,
@@ -157,14 +157,14 @@ class Coordinator:
 
     def _saw(
         self,
-        desk: WorldReconciler,
+        reconciler: WorldReconciler,
         before: WorldState,
         event: happen.WorldEvent,
         actions: Sequence[act.WorldAction],
         now: float,
     ) -> None:
         if self._recorder is not None:
-            self._recorder.record_decision(desk, before, event, actions, now)
+            self._recorder.record_decision(reconciler, before, event, actions, now)
 
     def _may_not_lead(self, elector: LeaderElector) -> tuple[ExitReason, str] | None:
         """Why it never will (again). Until that is known, whoever is connected waits."""
@@ -203,7 +203,7 @@ class Coordinator:
         if self._elector is not None and self.reconciler.term == 0:
             self.reconciler.leads(self._elector.term, self._elector.epoch)
             self._recorder = WorldEventRecorder(
-                self._ledger, self.reconciler.settings.job, again=self._elector.epoch >= 0
+                self._event_log, self.reconciler.settings.job, again=self._elector.epoch >= 0
             )
         ready = self._connections.wait(_TURN_S)
         now = self._clock()

@@ -16,93 +16,95 @@ from elastic.control.control_messages import (
 from elastic.coordinator.world_reconciler import WorldReconciler
 
 
-def node_desired(desk: WorldReconciler, node: str, now: float) -> NodeDesired:
+def node_desired(reconciler: WorldReconciler, node: str, now: float) -> NodeDesired:
     """All that is wanted of a node."""
-    seen = desk.nodes[node]
+    seen = reconciler.nodes[node]
     life, number = seen.status.generation, seen.status.number
-    released = desk.released.get(node)
+    released = reconciler.released.get(node)
     is_released = released is not None and released.generation == life  # a smaller one may be of a clock that went back
-    formed, broken = _world_of(desk, seen.status)
-    pause = desk.pause if formed is not None and formed is desk.world_spec else None
+    formed, broken = _world_of(reconciler, seen.status)
+    pause = reconciler.pause if formed is not None and formed is reconciler.world_spec else None
     return NodeDesired(
-        coordinator=desk.incarnation,
+        coordinator=reconciler.incarnation,
         generation=life,
         acknowledged=number,
         world=formed,
-        newest_world=None if formed is desk.world_spec else desk.world_record,
+        newest_world=None if formed is reconciler.world_spec else reconciler.world_record,
         broken_reason=broken,
-        broken_s=None if broken is None or formed is not desk.world_spec else max(0.0, desk.leave_until - now),
-        pause=None if pause is None else pause_order(desk, now),
-        pause_target=desk.pause_target if pause is not None else None,
-        size_request=desk.size_request,
+        broken_s=None
+        if broken is None or formed is not reconciler.world_spec
+        else max(0.0, reconciler.leave_until - now),
+        pause=None if pause is None else pause_order(reconciler, now),
+        pause_target=reconciler.pause_target if pause is not None else None,
+        size_request=reconciler.size_request,
         commands=tuple(seen.commands),
-        run_store=desk.is_rootless or (node == desk.store_node and not desk.settings.store),
+        run_store=reconciler.is_rootless or (node == reconciler.store_node and not reconciler.settings.store),
         release_reason=released.reason if released is not None and is_released else None,
         force=released.force if released is not None and is_released else False,
         drain_within_s=None if seen.drain_deadline is None else max(0.0, seen.drain_deadline - now),
-        superseded=desk.is_superseded(seen.status) and not is_released,
-        min_generation=desk.world.departed.get(node, 0),
-        term=desk.term,
-        exit=desk.exit,
-        reason=desk.reason or seen.drain_reason,
+        superseded=reconciler.is_superseded(seen.status) and not is_released,
+        min_generation=reconciler.world.departed.get(node, 0),
+        term=reconciler.term,
+        exit=reconciler.exit,
+        reason=reconciler.reason or seen.drain_reason,
     )
 
 
-def _world_of(desk: WorldReconciler, status: NodeStatus) -> tuple[WorldSpec | None, str | None]:
+def _world_of(reconciler: WorldReconciler, status: NodeStatus) -> tuple[WorldSpec | None, str | None]:
     """The world that a node is to know of, and why it is broken.
 
     A world may break and the next one begin without a node of it before that node hears of either: it is still told
     that its own is over. Else its ranks would go on there, and it would not come back.
     """
-    newest, own = desk.world_spec, status.world
+    newest, own = reconciler.world_spec, status.world
     if newest is None:
         return None, None
-    if desk.progress is not None and status.node in desk.progress.places:
-        return newest, desk.broken_reason
+    if reconciler.progress is not None and status.node in reconciler.progress.places:
+        return newest, reconciler.broken_reason
     left = status.broken_reason is not None or status.sealed is not None or status.ready
     if own is None or own.epoch >= newest.epoch or left:
         return None, None
     return own, f"world {own.epoch} is over: {newest.reason}"
 
 
-def pause_order(desk: WorldReconciler, now: float) -> PauseOrder | None:
-    pause = desk.pause
+def pause_order(reconciler: WorldReconciler, now: float) -> PauseOrder | None:
+    pause = reconciler.pause
     if pause is None:
         return None
     return PauseOrder(pause.epoch, pause.reason, max(0.0, pause.deadline_s - now), pause.stop)
 
 
-def why_refused(desk: WorldReconciler, question: CoordinatorRequest) -> str:
+def why_refused(reconciler: WorldReconciler, question: CoordinatorRequest) -> str:
     """Why this cannot be had, or ""."""
-    policy = desk.settings.policy
-    if desk.is_rejoining and not isinstance(question, StatusRequest):
+    policy = reconciler.settings.policy
+    if reconciler.is_rejoining and not isinstance(question, StatusRequest):
         return "the coordinator has just started and listens to the nodes: ask again"
-    if desk.exit is not None and isinstance(question, ResizeRequest | DrainRequest | InjectRequest):
-        return f"the job is over: {desk.reason}"
+    if reconciler.exit is not None and isinstance(question, ResizeRequest | DrainRequest | InjectRequest):
+        return f"the job is over: {reconciler.reason}"
     if (
         isinstance(question, ResizeRequest)
         and question.nodes is not None
         and policy.largest_size_within(question.nodes) == 0
     ):
         return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
-    if isinstance(question, InjectRequest) and (problem := _nowhere(desk, question)):
+    if isinstance(question, InjectRequest) and (problem := _nowhere(reconciler, question)):
         return problem
     if isinstance(question, DrainRequest | InjectRequest):
         asked = question.nodes if isinstance(question, DrainRequest) else (question.injection.node,)
-        unknown = [node for node in asked if node is not None and node not in desk.nodes]
+        unknown = [node for node in asked if node is not None and node not in reconciler.nodes]
         if unknown:
-            return f"there is no node {', '.join(unknown)}: the job has {', '.join(desk.nodes) or 'none'}"
+            return f"there is no node {', '.join(unknown)}: the job has {', '.join(reconciler.nodes) or 'none'}"
     return ""
 
 
-def _nowhere(desk: WorldReconciler, question: InjectRequest) -> str:
+def _nowhere(reconciler: WorldReconciler, question: InjectRequest) -> str:
     """Why a fault could happen to nobody, as the job is now."""
     rank, local_rank = question.injection.rank, question.injection.local_rank
-    ranks = desk.world.size * desk.world.nproc
-    if rank is not None and desk.world_spec is None:
+    ranks = reconciler.world.size * reconciler.world.nproc
+    if rank is not None and reconciler.world_spec is None:
         return f"rank={rank}: the job has no ranks yet"
     if rank is not None and rank >= ranks:
         return f"rank={rank}: the job has {ranks} ranks now, 0 to {ranks - 1}"
-    if local_rank is not None and local_rank >= desk.world.nproc:
-        return f"local_rank={local_rank}: a node has {desk.world.nproc} ranks here"
+    if local_rank is not None and local_rank >= reconciler.world.nproc:
+        return f"local_rank={local_rank}: a node has {reconciler.world.nproc} ranks here"
     return ""

@@ -15,14 +15,14 @@ from elastic.world.world_state import WorldState
 from tieredckpt.event_log import EventLog, event_types
 
 
-def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
+def elastic_job_status(reconciler: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
     """All there is to say about the job."""
-    world = desk.world
+    world = reconciler.world
     places = {node: place for place, node in enumerate(world.ranked_nodes)} if world.phase.is_running else {}
-    nodes = tuple(_node(desk, seen, places.get(node), now) for node, seen in sorted(desk.nodes.items()))
+    nodes = tuple(_node(reconciler, seen, places.get(node), now) for node, seen in sorted(reconciler.nodes.items()))
     placed = [node for node in nodes if node.node_rank is not None]
     return ElasticJobStatus(
-        job=desk.settings.job,
+        job=reconciler.settings.job,
         phase=world.phase,
         epoch=world.epoch,
         nodes=nodes,
@@ -30,29 +30,33 @@ def elastic_job_status(desk: WorldReconciler, now: float, *, refused: str = "") 
         target_nodes=world.target_nodes,
         max_nodes=world.max_nodes,
         restarts=world.restarts,
-        reason=desk.reason or world.reason,
+        reason=reconciler.reason or world.reason,
         step=min((node.step for node in placed), default=-1),
         sealed=min((node.sealed for node in placed), default=-1),
-        store=_store(desk),
-        requested_nodes=desk.requested_nodes,
-        pause=pause_order(desk, now),
+        store=_store(reconciler),
+        requested_nodes=reconciler.requested_nodes,
+        pause=pause_order(reconciler, now),
         refused=refused,
     )
 
 
-def _store(desk: WorldReconciler) -> str:
-    if desk.world_spec is None:
+def _store(reconciler: WorldReconciler) -> str:
+    if reconciler.world_spec is None:
         return ""
-    return f"{ROOTLESS}, on {len(desk.world_spec.stores)} nodes" if desk.world_spec.stores else desk.world_spec.store
+    return (
+        f"{ROOTLESS}, on {len(reconciler.world_spec.stores)} nodes"
+        if reconciler.world_spec.stores
+        else reconciler.world_spec.store
+    )
 
 
-def _node(desk: WorldReconciler, seen: NodeRecord, place: int | None, now: float) -> NodeSummary:
+def _node(reconciler: WorldReconciler, seen: NodeRecord, place: int | None, now: float) -> NodeSummary:
     says = seen.status
     said = [progress if progress is not None else RankProgress(-1) for progress in says.rank_progress]
     return NodeSummary(
         node=says.node,
         node_rank=place,
-        state=_state(desk, seen, inside=place is not None),
+        state=_state(reconciler, seen, inside=place is not None),
         local_ranks=says.local_ranks,
         spares=says.spares,
         spawn_count=says.spawn_count,
@@ -62,11 +66,11 @@ def _node(desk: WorldReconciler, seen: NodeRecord, place: int | None, now: float
     )
 
 
-def _state(desk: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
+def _state(reconciler: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
     says = seen.status
     if not seen.connected:
         return "disconnected"
-    if says.node not in desk.world.members:
+    if says.node not in reconciler.world.members:
         return "leaving"
     if says.finished:
         return "finished"
@@ -74,7 +78,7 @@ def _state(desk: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
         return "draining"
     if not inside:
         return "standby" if says.ready else "starting"
-    return "sealed" if says.sealed is not None else "pausing" if desk.pause is not None else "training"
+    return "sealed" if says.sealed is not None else "pausing" if reconciler.pause is not None else "training"
 
 
 EVENT_LOG_NAME = "coordinator"
@@ -84,14 +88,14 @@ _LATE = "it did not stop in time"
 class WorldEventRecorder:
     """``record_decision`` is called with every decision; it decides nothing."""
 
-    def __init__(self, ledger: EventLog, job: str, *, again: bool, wall: Callable[[], float] = time.time) -> None:
-        self._ledger, self._job, self._wall = ledger, job, wall
+    def __init__(self, event_log: EventLog, job: str, *, again: bool, wall: Callable[[], float] = time.time) -> None:
+        self._event_log, self._job, self._wall = event_log, job, wall
         self._seen: set[tuple[str, int, int, float | None]] = set()
-        ledger.write(event_types.ProcessBegan(wall(), job, EVENT_LOG_NAME, again=again))
+        event_log.write(event_types.ProcessBegan(wall(), job, EVENT_LOG_NAME, again=again))
 
     def record_decision(
         self,
-        desk: WorldReconciler,
+        reconciler: WorldReconciler,
         before: WorldState,
         event: world_state.WorldEvent,
         actions: Sequence[world_state.WorldAction],
@@ -101,9 +105,9 @@ class WorldEventRecorder:
         breaking = next((action for action in actions if isinstance(action, world_state.BreakWorld)), None)
         blamed = _to_blame([one for one in _single(event) if _matters(before, one, breaks=breaking is not None)])
         for one in blamed:
-            self._fault(desk, before.epoch, one, at, now)
-        if breaking is not None and not blamed and desk.world.restarts > before.restarts:
-            self._ledger.write(event_types.FaultEvent(at, before.epoch, reason=breaking.reason))
+            self._fault(reconciler, before.epoch, one, at, now)
+        if breaking is not None and not blamed and reconciler.world.restarts > before.restarts:
+            self._event_log.write(event_types.FaultEvent(at, before.epoch, reason=breaking.reason))
         for action in actions:
             if isinstance(action, world_state.FormWorld):
                 self._formed(action, at)
@@ -112,14 +116,14 @@ class WorldEventRecorder:
                 notice = event_types.StopRequested(
                     at, action.epoch, want, action.reason, _asker(event), action.deadline_s - now
                 )
-                self._ledger.write(notice)
+                self._event_log.write(notice)
 
     def record_end(self, over: ExitReason, reason: str) -> None:
-        self._ledger.write(event_types.ProcessEnded(self._wall(), self._job, EVENT_LOG_NAME, over.value, reason))
-        self._ledger.close()
+        self._event_log.write(event_types.ProcessEnded(self._wall(), self._job, EVENT_LOG_NAME, over.value, reason))
+        self._event_log.close()
 
     def _formed(self, form: world_state.FormWorld, at: float) -> None:
-        self._ledger.write(
+        self._event_log.write(
             event_types.WorldFormed(
                 at,
                 form.epoch,
@@ -132,26 +136,30 @@ class WorldEventRecorder:
             )
         )
 
-    def _fault(self, desk: WorldReconciler, epoch: int, event: world_state.WorldEvent, at: float, now: float) -> None:
+    def _fault(
+        self, reconciler: WorldReconciler, epoch: int, event: world_state.WorldEvent, at: float, now: float
+    ) -> None:
         if isinstance(event, world_state.RankLost):
-            seen = desk.nodes.get(event.node)
+            seen = reconciler.nodes.get(event.node)
             said = () if seen is None else seen.status.exited_ranks
             since = next((lost.ended_at for lost in said if lost.local_rank == event.local_rank), None)
             key = (event.node, event.generation, event.local_rank, since)
             if key not in self._seen:  # it is said again with everything else that happens there
                 self._seen.add(key)
                 kind = "late" if event.reason == _LATE else "process"
-                self._ledger.write(
+                self._event_log.write(
                     event_types.FaultEvent(at, epoch, event.node, event.local_rank, kind, event.reason, since)
                 )
         elif isinstance(event, world_state.NodeLost | world_state.NodeLeft):
-            seen = desk.nodes.get(event.node)
+            seen = reconciler.nodes.get(event.node)
             since = None if seen is None else at - max(0.0, now - seen.last_heartbeat)
-            self._ledger.write(event_types.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
+            self._event_log.write(event_types.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
         elif isinstance(event, world_state.RankFault):
-            self._ledger.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "error", event.reason))
+            self._event_log.write(
+                event_types.FaultEvent(at, epoch, event.node, event.local_rank, "error", event.reason)
+            )
         elif isinstance(event, world_state.HangDetected):
-            self._ledger.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "hang", event.reason))
+            self._event_log.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "hang", event.reason))
 
 
 def _single(event: world_state.WorldEvent) -> Iterator[world_state.WorldEvent]:

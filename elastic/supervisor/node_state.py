@@ -193,8 +193,8 @@ class NodeState:
     def start(self) -> None:
         """Processes for every seat, and the spares."""
         self.generation = self.new_generation()
-        for seat in range(self.nproc):
-            self._seat(seat)
+        for local_rank in range(self.nproc):
+            self._fill_local_rank(local_rank)
         self._refill()
 
     def process_exited(self, token: str, reason: str, at: float | None = None) -> None:
@@ -345,9 +345,9 @@ class NodeState:
                         )
                         self.effects.append(EndProcess(process.token, why))
                         process.exit_description = why
-                    self._seat(process.local_rank)
-        for seat in command.local_ranks:
-            self._seat(seat, self.warm_spares(now) if command.kind is CommandKind.PROMOTE else ())
+                    self._fill_local_rank(process.local_rank)
+        for local_rank in command.local_ranks:
+            self._fill_local_rank(local_rank, self.warm_spares(now) if command.kind is CommandKind.PROMOTE else ())
 
     def _inject(self, injection: FaultInjection) -> None:
         if injection.is_immediate and injection.kind in SUPERVISOR_KINDS:
@@ -360,9 +360,9 @@ class NodeState:
         self.partitions += 1
         self.effects.append(PartitionNode(seconds))
 
-    def rank_of(self, seat: int) -> int:
+    def rank_of(self, local_rank: int) -> int:
         """Its place in the newest world that this node was told of, or -1."""
-        return -1 if self.world is None else self.world.ranked_nodes.index(self.node) * self.nproc + seat
+        return -1 if self.world is None else self.world.ranked_nodes.index(self.node) * self.nproc + local_rank
 
     def _release(self, reason: str, *, cut: bool) -> None:
         if cut:
@@ -388,20 +388,20 @@ class NodeState:
         """Those that could take a seat at once: one that is stopped could not."""
         return [process for process in self.spares() if process.is_ready and not process.is_mute(now)]
 
-    def _seat(self, seat: int, warm_spares: Sequence[RankProcess] = ()) -> None:
-        for process in [one for one in self.rank_processes() if one.local_rank == seat]:
+    def _fill_local_rank(self, local_rank: int, warm_spares: Sequence[RankProcess] = ()) -> None:
+        for process in [one for one in self.rank_processes() if one.local_rank == local_rank]:
             self._drop(process.token)
         self.spawn_count += 1
         if warm_spares:
-            warm_spares[0].local_rank = seat
+            warm_spares[0].local_rank = local_rank
         else:
-            self._start(seat)
+            self._start(local_rank)
 
-    def _start(self, seat: int | None) -> None:
+    def _start(self, local_rank: int | None) -> None:
         self.attempts += 1
         token = self.new_token()
-        self.processes[token] = RankProcess(token, self.attempts, seat)
-        self.effects.append(StartProcess(token, self.attempts, seat))
+        self.processes[token] = RankProcess(token, self.attempts, local_rank)
+        self.effects.append(StartProcess(token, self.attempts, local_rank))
 
     def _drop(self, token: str) -> None:
         if self.processes.pop(token).exit_description is None:
@@ -451,33 +451,33 @@ class NodeState:
 replace = msgspec.structs.replace
 
 
-def rank_desired(seats: NodeState, token: str, now: float) -> RankDesired:
+def rank_desired(state: NodeState, token: str, now: float) -> RankDesired:
     """What the process with this token is to know."""
-    hears = _for_rank(seats, token, now)
-    if not seats.injections and not seats.partitions:
+    hears = _for_rank(state, token, now)
+    if not state.injections and not state.partitions:
         return hears
-    return replace(hears, injections=seats.injections, partitions=seats.partitions)
+    return replace(hears, injections=state.injections, partitions=state.partitions)
 
 
-def _for_rank(seats: NodeState, token: str, now: float) -> RankDesired:
-    process = seats.processes.get(token)
+def _for_rank(state: NodeState, token: str, now: float) -> RankDesired:
+    process = state.processes.get(token)
     if process is None:
         return RankDesired(exit=ExitReason.REFUSED, reason="another process has this rank's seat")
     heard = process.status.number if process.status is not None else 0
-    if seats.exit is not None:
+    if state.exit is not None:
         return RankDesired(
-            heard, exit=seats.exit, reason=seats.reason, coordinator_unreachable=seats.coordinator_unreachable
+            heard, exit=state.exit, reason=state.reason, coordinator_unreachable=state.coordinator_unreachable
         )
-    formed, seat = seats.world, process.local_rank
-    if formed is None or seat is None or process.assigned_epoch < formed.epoch:
-        return RankDesired(heard, coordinator_unreachable=seats.coordinator_unreachable)
-    place = formed.ranked_nodes.index(seats.node)
+    formed, local_rank = state.world, process.local_rank
+    if formed is None or local_rank is None or process.assigned_epoch < formed.epoch:
+        return RankDesired(heard, coordinator_unreachable=state.coordinator_unreachable)
+    place = formed.ranked_nodes.index(state.node)
     assignment = RankAssignment(
         epoch=formed.epoch,
-        rank=place * seats.nproc + seat,
-        world_size=len(formed.ranked_nodes) * seats.nproc,
-        local_rank=seat,
-        local_world_size=seats.nproc,
+        rank=place * state.nproc + local_rank,
+        world_size=len(formed.ranked_nodes) * state.nproc,
+        local_rank=local_rank,
+        local_world_size=state.nproc,
         node_rank=place,
         node_count=len(formed.ranked_nodes),
         store=formed.store,
@@ -490,17 +490,17 @@ def _for_rank(seats: NodeState, token: str, now: float) -> RankDesired:
     return RankDesired(
         heard,
         assignment,
-        _notice(seats, formed.epoch, now),
-        seats.pause_target,
-        coordinator_unreachable=seats.coordinator_unreachable,
+        _notice(state, formed.epoch, now),
+        state.pause_target,
+        coordinator_unreachable=state.coordinator_unreachable,
     )
 
 
-def _notice(seats: NodeState, epoch: int, now: float) -> ControlNotice | None:
-    if seats.broken_reason is not None:
-        by = seats.leave_world_by
-        return ControlNotice(epoch, NoticeKind.RESTART, seats.broken_reason, None if by is None else max(0.0, by - now))
-    pausing = _pausing(seats, now)
+def _notice(state: NodeState, epoch: int, now: float) -> ControlNotice | None:
+    if state.broken_reason is not None:
+        by = state.leave_world_by
+        return ControlNotice(epoch, NoticeKind.RESTART, state.broken_reason, None if by is None else max(0.0, by - now))
+    pausing = _pausing(state, now)
     if pausing is None:
         return None
     return ControlNotice(
@@ -508,64 +508,64 @@ def _notice(seats: NodeState, epoch: int, now: float) -> ControlNotice | None:
     )
 
 
-def _pausing(seats: NodeState, now: float) -> PauseOrder | None:
-    if seats.pause is None or seats.pause_until is None:
+def _pausing(state: NodeState, now: float) -> PauseOrder | None:
+    if state.pause is None or state.pause_until is None:
         return None
-    return replace(seats.pause, within_s=max(0.0, seats.pause_until - now))
+    return replace(state.pause, within_s=max(0.0, state.pause_until - now))
 
 
-def node_status(seats: NodeState, now: float) -> NodeStatus:
+def node_status(state: NodeState, now: float) -> NodeStatus:
     """All there is to say of this node; who sends it counts :attr:`NodeState.number` up."""
-    ordered = sorted(seats.rank_processes(), key=lambda process: process.local_rank or 0)
-    seated = ordered if seats.exit is None else []
-    epoch = seats.world.epoch if seats.world is not None else -1
-    said = [process.status_in(epoch) for process in seated]
+    ordered = sorted(state.rank_processes(), key=lambda process: process.local_rank or 0)
+    assigned = ordered if state.exit is None else []
+    epoch = state.world.epoch if state.world is not None else -1
+    said = [process.status_in(epoch) for process in assigned]
     here = [one for one in said if one is not None]
     inside = [one for one in here if one.phase is not RankPhase.FINISHED]
-    whole = bool(seated) and len(here) == len(seated)
+    whole = bool(assigned) and len(here) == len(assigned)
     return NodeStatus(
-        number=seats.number + 1,
-        node=seats.node,
-        generation=seats.generation,
-        local_ranks=seats.nproc,
-        spawn_count=seats.spawn_count,
-        spares=len(seats.warm_spares(now)),
-        world=seats.world,
-        newest_world=_later(seats.newest_world, seats.world),
-        broken_reason=seats.broken_reason,
-        pause=_pausing(seats, now),
-        size_request=seats.size_request,
-        ready=bool(seated) and all(process.is_ready for process in seated),
+        number=state.number + 1,
+        node=state.node,
+        generation=state.generation,
+        local_ranks=state.nproc,
+        spawn_count=state.spawn_count,
+        spares=len(state.warm_spares(now)),
+        world=state.world,
+        newest_world=_later(state.newest_world, state.world),
+        broken_reason=state.broken_reason,
+        pause=_pausing(state, now),
+        size_request=state.size_request,
+        ready=bool(assigned) and all(process.is_ready for process in assigned),
         paused=_greatest(one.paused for one in inside) if whole else None,
         sealed=_greatest(one.sealed for one in inside) if whole else None,
         checkpoint=_same(one.checkpoint for one in inside) if whole else None,
         finished=whole and not inside,
         lagging_ranks=tuple(
             process.local_rank or 0
-            for process, one in zip(seated, said, strict=True)
-            if seats.pause is not None and (one is None or _is_behind(one, agreed=seats.pause_target is not None))
+            for process, one in zip(assigned, said, strict=True)
+            if state.pause is not None and (one is None or _is_behind(one, agreed=state.pause_target is not None))
         ),
         exited_ranks=tuple(
             RankFailure(process.local_rank or 0, process.exit_description, ended_at=process.ended_at)
-            for process in seated
-            if process.exit_description is not None and not seats.may_exit(process)
+            for process in assigned
+            if process.exit_description is not None and not state.may_exit(process)
         ),
         faulty_ranks=tuple(
             RankFailure(process.local_rank or 0, fault, final=one.final)
-            for process, one in zip(seated, said, strict=True)
-            if one is not None and (fault := _fault(one, broken=seats.broken_reason is not None)) is not None
+            for process, one in zip(assigned, said, strict=True)
+            if one is not None and (fault := _fault(one, broken=state.broken_reason is not None)) is not None
         ),
         rank_progress=tuple(process.status.progress if process.status is not None else None for process in ordered),
-        silent_s=tuple(process.silent_s(now) for process in seated),
-        requests=tuple(request for _, request in seats.requests),
-        drain_within_s=None if seats.drain_deadline is None else max(0.0, seats.drain_deadline - now),
-        drain_reason=seats.drain_reason,
-        leave_reason=seats.leave_reason,
-        coordinator=seats.coordinator,
-        last_command=seats.last_command,
-        store=seats.store,
-        term=seats.leader[0],
-        leader=seats.leader[1],
+        silent_s=tuple(process.silent_s(now) for process in assigned),
+        requests=tuple(request for _, request in state.requests),
+        drain_within_s=None if state.drain_deadline is None else max(0.0, state.drain_deadline - now),
+        drain_reason=state.drain_reason,
+        leave_reason=state.leave_reason,
+        coordinator=state.coordinator,
+        last_command=state.last_command,
+        store=state.store,
+        term=state.leader[0],
+        leader=state.leader[1],
     )
 
 

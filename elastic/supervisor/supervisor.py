@@ -241,11 +241,11 @@ class Supervisor:
 
     def _watch(self, now: float) -> None:
         """What time alone brings about."""
-        seats, settings = self.state, self.settings
-        seats.tick(now)
-        if seats.drain_deadline is not None and now >= seats.drain_deadline and seats.exit is None:
-            seats.leave_reason = f"{seats.drain_reason}, and its time is up"
-            self._kill_all(seats.leave_reason, over=ExitReason.DISMISSED)
+        state, settings = self.state, self.settings
+        state.tick(now)
+        if state.drain_deadline is not None and now >= state.drain_deadline and state.exit is None:
+            state.leave_reason = f"{state.drain_reason}, and its time is up"
+            self._kill_all(state.leave_reason, over=ExitReason.DISMISSED)
         if self._is_unknown and self._alone_since is not None:
             self._alone_since = now  # a coordinator may be there, and who could tell is not
         if self._heard_at is not None and now - self._heard_at > _SILENT_S and is_leader_url(settings.coordinator):
@@ -254,20 +254,20 @@ class Supervisor:
             self._link.drop()
         if self._coordinator is not None:
             alone_s = 0.0 if self._alone_since is None else now - self._alone_since
-            wanted = self._alone_since is not None and seats.exit is None and alone_s >= self._candidacy_s
-            self._coordinator.keep(wanted=wanted and not self._is_unknown, term=seats.leader[0], now=now)
+            wanted = self._alone_since is not None and state.exit is None and alone_s >= self._candidacy_s
+            self._coordinator.keep(wanted=wanted and not self._is_unknown, term=state.leader[0], now=now)
         if self._alone_since is not None and now - self._alone_since > settings.coordinator_timeout_s:
-            seats.finish(
+            state.finish(
                 ExitReason.GAVE_UP, f"the coordinator has not answered for {settings.coordinator_timeout_s:g} s"
             )
-        if seats.exit is None:
+        if state.exit is None:
             self._fading_since = None
         elif self._fading_since is None:
             self._fading_since = now
         elif now - self._fading_since > settings.exit_timeout_s:
             for running in self._running.values():
                 running.signal(signal.SIGKILL)
-        self._store.ensure(wanted=seats.run_store and seats.exit is None)
+        self._store.ensure(wanted=state.run_store and state.exit is None)
 
     def _is_done(self) -> bool:
         return self.state.exit is not None and not self._running
@@ -337,8 +337,8 @@ class Supervisor:
             "ELASTIC_NODE": settings.node,
             "LOCAL_WORLD_SIZE": str(settings.nproc),
         }
-        seat = {} if start.local_rank is None else {"LOCAL_RANK": str(start.local_rank)}
-        return {**os.environ, **settings.environ, **mine, **seat}
+        local_rank = {} if start.local_rank is None else {"LOCAL_RANK": str(start.local_rank)}
+        return {**os.environ, **settings.environ, **mine, **local_rank}
 
     def _kill_all(self, reason: str, over: ExitReason = ExitReason.STOPPED) -> None:
         self.state.finish(over, reason)
@@ -601,12 +601,12 @@ class RankServer:
 
 
 def inject_from_supervisor(
-    injection: FaultInjection, seats: NodeState, running: Mapping[str, Any], *, run: Path, environ: Mapping[str, str]
+    injection: FaultInjection, state: NodeState, running: Mapping[str, Any], *, run: Path, environ: Mapping[str, str]
 ) -> bool:
     """Have it happen to the rank of this node that it is meant for. False while that one is just being replaced."""
-    for process in seats.rank_processes():
-        seat = process.local_rank or 0
-        place = RankLocation(seats.rank_of(seat), seats.node, seat)
+    for process in state.rank_processes():
+        local_rank = process.local_rank or 0
+        place = RankLocation(state.rank_of(local_rank), state.node, local_rank)
         if not injection.matches(place) or process.token not in running:
             continue
         happens = injected_here(injection, place)
@@ -615,7 +615,7 @@ def inject_from_supervisor(
         log.warning("injected from outside at rank %d: %s", place.rank, injection)
         log_injection(happens)
         if injection.kind is InjectionKind.PARTITION:
-            seats.partition(injection.duration_s)
+            state.partition(injection.duration_s)
         elif injection.kind is InjectionKind.NODE:
             fault_actions.kill_node(os.getpid(), environ)
         elif injection.kind is InjectionKind.AGENT:

@@ -24,8 +24,8 @@ _COORDINATOR = "coordinator"
 class RankTimeline:
     """One process's. ``fault_detected`` is called by any thread, all else by the thread that trains."""
 
-    def __init__(self, ledger: EventLog, environ: Mapping[str, str] = os.environ) -> None:
-        self._ledger = ledger
+    def __init__(self, event_log: EventLog, environ: Mapping[str, str] = os.environ) -> None:
+        self._event_log = event_log
         self._environ = environ
         self._node, self._job = environ.get("ELASTIC_NODE", ""), environ.get("ELASTIC_JOB", "")
         self._leads = False
@@ -34,7 +34,7 @@ class RankTimeline:
         self._known: dict[int, float] = {}
         """When it was known of a world that it is over."""
         # A process that comes a second time was not started for it.
-        self._launched = own_start_time() if ledger.position.epoch < 0 else None
+        self._launched = own_start_time() if event_log.position.epoch < 0 else None
         self._has_begun = False
         self._at = event_types.STAGE_GROUPS
         """The stage it is in, on its way to a first step."""
@@ -64,7 +64,7 @@ class RankTimeline:
     def waiting_began(self) -> None:
         """It has left whatever world it was in, and waits for the next."""
         now = time.time()
-        known, where = self._known.pop(self._epoch, None), self._ledger.position
+        known, where = self._known.pop(self._epoch, None), self._event_log.position
         if where.stage_began_at is not None:
             self._stage(self._at, where.stage_began_at, known or now)
         if known is not None:
@@ -94,7 +94,7 @@ class RankTimeline:
         self._stage(event_types.STAGE_RENDEZVOUS, waiting, now)
         self._is_first = True
         self._loss = self._tokens = self._samples = None
-        where = self._ledger.position
+        where = self._event_log.position
         where.epoch, where.rank, where.stage_began_at, where.next_step = self._epoch, self._rank, now, 0
         self._at = event_types.STAGE_GROUPS
 
@@ -112,12 +112,14 @@ class RankTimeline:
 
     def _begin(self, place: RankAssignment, *, supervised: bool, now: float) -> None:
         began = now if self._launched is None else self._launched
-        self._ledger.write(event_types.ProcessBegan(began, self._job, node=self._node, local_rank=self._local_rank))
+        self._event_log.write(event_types.ProcessBegan(began, self._job, node=self._node, local_rank=self._local_rank))
         self._leads = place.rank == 0 and not supervised
         if self._leads:
             again = place.restarts > 0
-            self._ledger.write(event_types.ProcessBegan(began, self._job, _COORDINATOR, again=again, node=self._node))
-            self._ledger.write(
+            self._event_log.write(
+                event_types.ProcessBegan(began, self._job, _COORDINATOR, again=again, node=self._node)
+            )
+            self._event_log.write(
                 event_types.WorldFormed(
                     now,
                     self._epoch,
@@ -134,18 +136,18 @@ class RankTimeline:
     @property
     def next_step(self) -> int:
         """After what was restored in this world: for loops that count steps themselves."""
-        return self._ledger.position.next_step
+        return self._event_log.position.next_step
 
     def step_began(self, step: int) -> None:
         """The next step begins. Only the first of a world looks at the clock: all others begin where one ended."""
-        self._ledger.position.newest_begun_step = step
+        self._event_log.position.newest_begun_step = step
         if self._boundary is None:
             self._boundary = self._reach()
-            self._ledger.position.stage_began_at = None
+            self._event_log.position.stage_began_at = None
 
     def step_metrics(self, loss: SupportsFloat | None, tokens: int | None, samples: int | None) -> None:
         """What the script says of the step it is in. Only the first rank's words are written."""
-        if self._rank != 0 or isinstance(self._ledger, NullEventLog):
+        if self._rank != 0 or isinstance(self._event_log, NullEventLog):
             return
         if loss is not None:
             value = float(loss)
@@ -166,7 +168,7 @@ class RankTimeline:
         if self._rank == 0:
             took = max(0.0, now - began)
             said = (self._loss, self._tokens, self._samples, self._not_finite)
-            self._ledger.write(event_types.StepEvent(self._epoch, 0, step, began, took, *said))
+            self._event_log.write(event_types.StepEvent(self._epoch, 0, step, began, took, *said))
             self._loss = self._tokens = self._samples = None
             self._not_finite = ""
 
@@ -191,16 +193,18 @@ class RankTimeline:
         now = time.time()
         if self._stopping is not None:
             self._stage(event_types.STAGE_SEAL, self._stopping, self._sealed or now)
-        self._ledger.write(event_types.ProcessEnded(now, self._job, "rank", how, words, self._node, self._local_rank))
+        self._event_log.write(
+            event_types.ProcessEnded(now, self._job, "rank", how, words, self._node, self._local_rank)
+        )
         if self._leads:
-            self._ledger.write(event_types.ProcessEnded(now, self._job, _COORDINATOR, how, words, self._node))
-        self._ledger.close()
+            self._event_log.write(event_types.ProcessEnded(now, self._job, _COORDINATOR, how, words, self._node))
+        self._event_log.close()
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def _reach(self) -> float:
         """The end of the stage it is in."""
-        now, where = time.time(), self._ledger.position
+        now, where = time.time(), self._event_log.position
         if where.stage_began_at is not None:
             self._stage(self._at, where.stage_began_at, now)
             where.stage_began_at = now
@@ -208,7 +212,7 @@ class RankTimeline:
 
     def _stage(self, name: str, began: float, ended: float) -> None:
         took = max(0.0, ended - began)
-        self._ledger.write(
+        self._event_log.write(
             event_types.StageEvent(self._epoch, self._rank, name, began, took, self._node, self._local_rank)
         )
 

@@ -272,7 +272,7 @@ def finished_workload_statuses(
 
 
 def assign_workloads(
-    plan: AdmissionPlan, seats: Sequence[ReplicaSlot], pods: Sequence[KubeObject], replaced: Sequence[str]
+    plan: AdmissionPlan, slots: Sequence[ReplicaSlot], pods: Sequence[KubeObject], replaced: Sequence[str]
 ) -> list[tuple[ReplicaSlot, KubeObject]]:
     """The admitted Workload for each seat that has room in one; the others wait."""
     room = {}
@@ -283,12 +283,12 @@ def assign_workloads(
         for group, count in _assigned(workload).items():
             room[name, group] = count - sum(slot_of(pod).replica_spec == group for pod in here)
     found = []
-    for seat in seats:
+    for slot in slots:
         for workload in plan.admitted:
-            key = workload["metadata"]["name"], seat.replica_spec
+            key = workload["metadata"]["name"], slot.replica_spec
             if room.get(key, 0) > 0:
                 room[key] -= 1
-                found.append((seat, workload))
+                found.append((slot, workload))
                 break
     return found
 

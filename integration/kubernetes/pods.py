@@ -71,7 +71,7 @@ def agent_port(pod: KubeObject) -> int:
 
 
 def build_pod(
-    job: KubeObject, seat: ReplicaSlot, *, nodes: int, avoid: Sequence[str] = (), grant: PodAdmission | None = None
+    job: KubeObject, slot: ReplicaSlot, *, nodes: int, avoid: Sequence[str] = (), grant: PodAdmission | None = None
 ) -> dict[str, Any]:
     """The pod for a seat of ``job``, in a job of so many nodes, on none of the machines to ``avoid``.
 
@@ -80,7 +80,7 @@ def build_pod(
     is decided for the job as a whole.
     """
     meta = job["metadata"]
-    (spec,) = (one for one in job["spec"]["replicaSpecs"] if one["name"] == seat.replica_spec)
+    (spec,) = (one for one in job["spec"]["replicaSpecs"] if one["name"] == slot.replica_spec)
     template = copy.deepcopy(dict(spec["template"]))
     about = template.get("metadata") or {}
     pod = dict(template["spec"])
@@ -92,8 +92,8 @@ def build_pod(
     labels = {
         **_pod_annotations(meta.get("labels"), about.get("labels"), grant),
         JOB_LABEL: meta["name"],
-        REPLICA_SPEC_LABEL: seat.replica_spec,
-        INDEX_LABEL: str(seat.index),
+        REPLICA_SPEC_LABEL: slot.replica_spec,
+        INDEX_LABEL: str(slot.index),
     }
     annotations = _pod_annotations(meta.get("annotations"), about.get("annotations"), grant)
     if grant is not None:
@@ -105,7 +105,7 @@ def build_pod(
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": seat.pod_name(meta["name"]),
+            "name": slot.pod_name(meta["name"]),
             "namespace": meta["namespace"],
             "labels": labels,
             "annotations": annotations,

@@ -160,7 +160,7 @@ class JobReconciler:
         situation = self._situation(job, pods, answers, queued)
         decision = decide_job(spec, state, situation, now_s)
         missing = missing_slots(meta["name"], decision.wanted, decision.state, every_pod)
-        with_room: Sequence[tuple[ReplicaSlot, KubeObject | None]] = [(seat, None) for seat in missing]
+        with_room: Sequence[tuple[ReplicaSlot, KubeObject | None]] = [(slot, None) for slot in missing]
         said: list[KubeObject] = []
         if queued is not None:
             with_room = assign_workloads(queued.plan, missing, pods, decision.state.replaced_pods)
@@ -237,25 +237,25 @@ class JobReconciler:
         self,
         job: KubeObject,
         decision: OperatorDecision,
-        seats: Sequence[tuple[ReplicaSlot, KubeObject | None]],
+        slots: Sequence[tuple[ReplicaSlot, KubeObject | None]],
         queued: QueuedJob | None,
     ) -> None:
         nodes = max(1, len(decision.state.members) or sum(decision.wanted.pods.values()))
-        for seat, workload in seats:
+        for slot, workload in slots:
             try:
                 grant = (
                     None
                     if queued is None or workload is None
-                    else queued.pod_admission_for(workload, seat.replica_spec)
+                    else queued.pod_admission_for(workload, slot.replica_spec)
                 )
-                pod = build_pod(job, seat, nodes=nodes, avoid=decision.wanted.avoid_nodes, grant=grant)
+                pod = build_pod(job, slot, nodes=nodes, avoid=decision.wanted.avoid_nodes, grant=grant)
                 self._cluster.create_pod(pod)
             except ResourceConflictError:
-                log.info("pod %s is there already", seat.pod_name(job["metadata"]["name"]))  # the next pass sees it
+                log.info("pod %s is there already", slot.pod_name(job["metadata"]["name"]))  # the next pass sees it
             except ApiServerRefusedError as refused:  # a quota, or a template that is none
                 self._complain(job, _PODS, str(refused))
                 return
-        if seats:
+        if slots:
             self._refusals.forget(job, _PODS)
 
     def _complain(self, job: KubeObject, reason: str, problem: str) -> None:

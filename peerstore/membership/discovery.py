@@ -54,10 +54,10 @@ class StaticMembers:
             raise RequestError(
                 f"a list of nodes without a node: {text!r}; write for example n1=10.0.0.1:{DEFAULT_PEER_PORT}"
             )
-        self._roster = member_list(1, map(_static_member, entries))
+        self._member_list = member_list(1, map(_static_member, entries))
 
     def member_list(self) -> MemberList:
-        return self._roster
+        return self._member_list
 
 
 def _static_member(entry: str) -> PeerNode:

@@ -243,7 +243,7 @@ class _Sent(NamedTuple):
 
 class _Newer(NamedTuple):
     mark: MemberListVersion
-    teller: NodeId
+    reporter: NodeId
     at: float
 
 
@@ -263,7 +263,7 @@ class SwimMembership:
         self.fence: FencingToken = (0, "")
         self._me = MemberUpdate(me, number, MemberState.ALIVE)
         self._random = random.Random(f"{me.id} {number} {seed}")
-        self._roster: MemberList | None = None
+        self._member_list: MemberList | None = None
         self._mark: MemberListVersion | None = None
         self._newer: _Newer | None = None
         self._members: dict[NodeId, MemberRecord] = {}
@@ -395,16 +395,16 @@ class SwimMembership:
         if node in self._sent:
             self._missed(now, node)
 
-    def set_member_list(self, now: float, roster: MemberList) -> bool:
-        """``roster`` was discovered, or sent by a peer. Whether it is newer than the one before, and now in use."""
+    def set_member_list(self, now: float, member_list: MemberList) -> bool:
+        """Use a discovered or received member list if it is newer; return whether it is now in use."""
         self._arrive(now)
-        mark = roster.list_version
+        mark = member_list.list_version
         if self._mark is not None and mark <= self._mark:
             return False
         if self._newer is not None and self._newer.mark <= mark:
             self._newer = None
         before, self._members = self._members, {}
-        for node in roster.nodes:
+        for node in member_list.nodes:
             if node.id != self._me.node.id:
                 member = before.get(node.id) or MemberRecord(node, self.settings.suspect_after)
                 member.configured = node
@@ -416,7 +416,7 @@ class SwimMembership:
                 self._news.add(name)
         self._suspects &= self._members.keys()
         self._sent = {name: sent for name, sent in self._sent.items() if name in self._members}
-        self._roster, self._mark = roster, mark
+        self._member_list, self._mark = member_list, mark
         self.changes += 1
         return True
 
@@ -438,12 +438,12 @@ class SwimMembership:
     @property
     def member_list(self) -> MemberList | None:
         """The newest one known here, for whoever asks for it; ``None`` when none is known yet."""
-        return self._roster
+        return self._member_list
 
     @property
     def newer_list_holder(self) -> NodeId | None:
         """A node that has a newer roster: ask it, and hand what it sends to :meth:`set_member_list`."""
-        return self._newer.teller if self._newer is not None else None
+        return self._newer.reporter if self._newer is not None else None
 
     @property
     def alive(self) -> tuple[PeerNode, ...]:
@@ -492,7 +492,7 @@ class SwimMembership:
     def explain_quorum(self) -> str:
         """Why there is a quorum or none, in words."""
         objection = self._why_no_quorum()
-        if self._roster is None:
+        if self._member_list is None:
             return objection
         return describe_members(self._me.node.id if self._belongs else None, self._members, self._now or 0.0, objection)
 
@@ -500,22 +500,22 @@ class SwimMembership:
 
     @property
     def _belongs(self) -> bool:
-        return self._roster is not None and len(self._roster.nodes) > len(self._members)
+        return self._member_list is not None and len(self._member_list.nodes) > len(self._members)
 
     @property
     def _dead_after_s(self) -> float:
         return self.settings.dead_after_s * max(1.0, math.log2(len(self._members) + 1) / 5)
 
     def _why_no_quorum(self) -> str:
-        if self._roster is None:
+        if self._member_list is None:
             return "nobody has said yet which nodes belong to the job"
         if not self._belongs:
-            return f"{self._me.node.id} is not in roster {self._roster.version}"
+            return f"{self._me.node.id} is not in roster {self._member_list.version}"
         if self._newer is not None:
-            return f"{self._newer.teller} has roster {self._newer.mark.version}, this is {self._roster.version}"
+            return f"{self._newer.reporter} has roster {self._newer.mark.version}, this is {self._member_list.version}"
         if self._enough is None or self._enough[0] != self.changes:  # asked for with every report of thousands of nodes
             alive = {name for name, member in self._members.items() if member.state is MemberState.ALIVE}
-            self._enough = self.changes, self._roster.has_quorum({self._me.node.id, *alive})
+            self._enough = self.changes, self._member_list.has_quorum({self._me.node.id, *alive})
         if not self._enough[1]:
             return "that is no quorum"
         now = self._now or 0.0
@@ -622,9 +622,9 @@ class SwimMembership:
             self.changes += 1  # what it has told others they count no more
 
     def _compare(self, now: float, sender: NodeId, mark: MemberListVersion) -> None:
-        if self._roster is None or self._mark is None:
+        if self._member_list is None or self._mark is None:
             self._newer = _Newer(mark, sender, now)
         elif mark > self._mark and mark.digest == self._mark.digest:
-            self._roster, self._mark = MemberList(mark.version, self._roster.nodes), mark
+            self._member_list, self._mark = MemberList(mark.version, self._member_list.nodes), mark
         elif mark > self._mark and (self._newer is None or mark >= self._newer.mark):
             self._newer = _Newer(mark, sender, now)

@@ -312,13 +312,13 @@ class DelegateCandidates:
     def __init__(self, members: Sequence[str], *, gone: Callable[[str], bool]) -> None:
         self.members = tuple(members)
         self._gone = gone
-        self._next = self._lookouts()
+        self._next = self._delegates()
 
     def next_delegate(self) -> str | None:
         """The next lookout; ``None`` when nobody else is asked."""
         return next(self._next, None)
 
-    def _lookouts(self) -> Iterator[str]:
+    def _delegates(self) -> Iterator[str]:
         asked = 0
         for node in self.members:
             if asked == MAX_DELEGATES:

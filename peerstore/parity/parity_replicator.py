@@ -72,7 +72,7 @@ class ParityReplicator:
         self,
         store: NodeStore,
         job: str,
-        tending: HeartbeatLoop,
+        membership: HeartbeatLoop,
         protection: ReplicationPolicy,
         *,
         pace: RateLimiter,
@@ -83,7 +83,7 @@ class ParityReplicator:
     ) -> None:
         self._store = store
         self._job = job
-        self._membership = tending
+        self._membership = membership
         self.policy = protection
         self._sight = sight
         self._clock = clock
@@ -91,7 +91,7 @@ class ParityReplicator:
         self._keeping = ParityStore(
             store,
             job,
-            tending,
+            membership,
             pace=pace,
             streams=protection.streams,
             blobs_of=blobs_of,
@@ -99,7 +99,7 @@ class ParityReplicator:
             patience_s=_PATIENCE_S,
             clock=clock,
         )
-        self._recovering = ShardRebuilder(store, job, tending, pace=pace, streams=protection.streams, sight=sight)
+        self._recovering = ShardRebuilder(store, job, membership, pace=pace, streams=protection.streams, sight=sight)
         self._numbers: dict[ShardKey, int] = {}
         self._asked: dict[tuple[str, VersionId], _Asked] = {}
         self._again_s = _LOOK_S
@@ -111,9 +111,9 @@ class ParityReplicator:
         self._news = True
         self._stop = threading.Event()
         self.totals = ReplicationTotals()
-        self._reports = CommitReports(tending.this_node.id)
+        self._reports = CommitReports(membership.this_node.id)
         self.commit_tracker = CommitTracker(
-            store, job, tending, reports=self._reports, totals=self.totals, changed=self._changed
+            store, job, membership, reports=self._reports, totals=self.totals, changed=self._changed
         )
         self.path_monitor = PathMonitor()
         """Parities are made of what is read, not sent: nothing is measured here."""
@@ -318,15 +318,15 @@ class ParityReplicator:
         self, facts: Sequence[ShardInfo], standings: Sequence[ReplicationStatus], living: Mapping[str, PeerNode]
     ) -> None:
         parts_of = {fact.key.version_id: fact.parts for fact in facts}
-        settled = self._store.replicas.newest_replicated(self._job)
+        replicated = self._store.replicas.newest_replicated(self._job)
         with self._changed:
             life = self._membership.generation_of(self._membership.this_node.id)
             left_out = self._store.replicas.aborted_parts(self._job)
-            teller, notes = self._reports.pending(
-                standings, parts_of, living=living, settled=settled, life=life, left_out=left_out
+            sender, notes = self._reports.pending(
+                standings, parts_of, living=living, replicated=replicated, life=life, left_out=left_out
             )
-        if self._later.get(teller, 0.0) <= self._clock() and not self.commit_tracker.report(teller, notes):
-            self._later.setdefault(teller, self._clock() + PARITY_RETRY_S)
+        if self._later.get(sender, 0.0) <= self._clock() and not self.commit_tracker.report(sender, notes):
+            self._later.setdefault(sender, self._clock() + PARITY_RETRY_S)
 
     def _rest(self) -> None:
         with self._changed:
@@ -432,8 +432,8 @@ class ParityReplicator:
             life,
             note.generation,
         ):
-            settled = asked.kept >= set(note.parts.values())
-            if now - asked.at < (_ASK_AGAIN_S if settled else _LOOK_S):
+            replicated = asked.kept >= set(note.parts.values())
+            if now - asked.at < (_ASK_AGAIN_S if replicated else _LOOK_S):
                 return
         if self._later.get(member, 0.0) > now:
             return

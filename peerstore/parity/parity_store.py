@@ -75,7 +75,7 @@ class ParityStore:
         self,
         store: NodeStore,
         job: str,
-        tending: HeartbeatLoop,
+        membership: HeartbeatLoop,
         *,
         pace: RateLimiter,
         streams: int,
@@ -86,9 +86,9 @@ class ParityStore:
     ) -> None:
         self._store = store
         self._job = job
-        self._membership = tending
+        self._membership = membership
         self._pace = pace
-        self._puller = RangeReader(tending.client_for, streams=streams)
+        self._puller = RangeReader(membership.client_for, streams=streams)
         self._blobs_of = blobs_of
         self._fetch_blob = fetch_blob
         self._patience_s = patience_s
@@ -324,7 +324,7 @@ class ShardRebuilder:
         self,
         store: NodeStore,
         job: str,
-        tending: HeartbeatLoop,
+        membership: HeartbeatLoop,
         *,
         pace: RateLimiter,
         streams: int,
@@ -332,9 +332,9 @@ class ShardRebuilder:
     ) -> None:
         self._store = store
         self._job = job
-        self._membership = tending
+        self._membership = membership
         self._pace = pace
-        self._puller = RangeReader(tending.client_for, streams=streams)
+        self._puller = RangeReader(membership.client_for, streams=streams)
         self._sight = sight
 
     def rebuild(

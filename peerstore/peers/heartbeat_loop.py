@@ -104,8 +104,8 @@ class HeartbeatLoop:
     def node_ids(self) -> list[str]:
         """The job's nodes, whether they live or not."""
         with self._lock:
-            roster = self._members.member_list
-            return sorted({*self.alive, *((node.id for node in roster.nodes) if roster is not None else ())})
+            member_list = self._members.member_list
+            return sorted({*self.alive, *((node.id for node in member_list.nodes) if member_list is not None else ())})
 
     @property
     def member_list(self) -> MemberList | None:
@@ -126,9 +126,11 @@ class HeartbeatLoop:
     def generations(self) -> Mapping[str, int]:
         """The same of all nodes of the job, as of now."""
         with self._lock:
-            roster = self._members.member_list
+            member_list = self._members.member_list
             return (
-                {node.id: self._members.generation_of(node.id) for node in roster.nodes} if roster is not None else {}
+                {node.id: self._members.generation_of(node.id) for node in member_list.nodes}
+                if member_list is not None
+                else {}
             )
 
     @property
@@ -197,13 +199,15 @@ class HeartbeatLoop:
             self._discovery, self._discovered_at = discovery, float("-inf")
         self._discover()
 
-    def set_member_list(self, roster: MemberList) -> None:
+    def set_member_list(self, member_list: MemberList) -> None:
         with self._lock:
-            news = self._members.set_member_list(self._clock(), roster)
+            news = self._members.set_member_list(self._clock(), member_list)
             if news:
-                self._pending.announce(self._clock(), roster, self._members.alive)
+                self._pending.announce(self._clock(), member_list, self._members.alive)
         if news:
-            log.info("job %s: roster %d has %d nodes", self._credentials.job, roster.version, len(roster.nodes))
+            log.info(
+                "job %s: roster %d has %d nodes", self._credentials.job, member_list.version, len(member_list.nodes)
+            )
             self._meet()
             self._notify_changed()
 
@@ -261,7 +265,7 @@ class HeartbeatLoop:
                 self._notify_changed()
             wanted = self._members.newer_list_holder
             if wanted is not None:
-                self._pool.submit(self._fetch_roster, wanted)
+                self._pool.submit(self._fetch_member_list, wanted)
         except Exception:  # the next period may be better
             log.exception("job %s: watching the other nodes failed", self._credentials.job)
 
@@ -355,7 +359,7 @@ class HeartbeatLoop:
             self._notify_changed()
         return True
 
-    def _fetch_roster(self, node: NodeId) -> None:
+    def _fetch_member_list(self, node: NodeId) -> None:
         try:
             self.set_member_list(self.client_for(node).call("member_list", GetMemberList(), MemberList, timeout_s=5.0))
         except (PeerStoreError, OSError) as error:
@@ -415,10 +419,10 @@ class PendingMembers:
         self._nodes: dict[str, PeerNode] = {}
         self._until = float("-inf")
 
-    def announce(self, now: float, roster: MemberList, living: Iterable[PeerNode]) -> None:
+    def announce(self, now: float, member_list: MemberList, living: Iterable[PeerNode]) -> None:
         """A new roster is in use; some of its nodes are known to live already."""
         seen = {node.id for node in living}
-        self._nodes = {node.id: node for node in roster.nodes if node.id not in seen}
+        self._nodes = {node.id: node for node in member_list.nodes if node.id not in seen}
         self._until = now + self._longest_s
 
     def alive_or_pending(self, now: float, living: Collection[PeerNode]) -> dict[str, PeerNode]:

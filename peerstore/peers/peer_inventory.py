@@ -95,14 +95,14 @@ class InventoryService:
 
     def __init__(
         self,
-        tending: HeartbeatLoop,
+        membership: HeartbeatLoop,
         here: Callable[[], NodeInventory],
         *,
         seen: Callable[[Mapping[str, NodeInventory], Mapping[str, int]], None] = lambda _seen, _lives: None,
         split_from: int = PARTITION_MIN_NODES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._membership = tending
+        self._membership = membership
         self._here = here
         self._seen = seen
         self._clock = clock
@@ -114,11 +114,13 @@ class InventoryService:
         self._turns = SingleFlight(self._collect_job, clock=clock)
         self._stop = threading.Event()
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="peerstore-look")
-        self._afar = DelegateClient(tending, self._query_nodes)  # who asks lookouts never takes a thread from who looks
+        self._delegate_client = DelegateClient(
+            membership, self._query_nodes
+        )  # who asks lookouts never takes a thread from who looks
 
     def close(self) -> None:
         self._stop.set()
-        self._afar.close()
+        self._delegate_client.close()
         self._lookers.shutdown(cancel_futures=True)
 
     def get(self, *, fresh: bool = False) -> JobInventory:
@@ -137,9 +139,9 @@ class InventoryService:
     def serve_partition(self, asked: GetPartitionInventory) -> PartitionInventory:
         """What nodes of this node's district hold, for one of another. Who else is named is not looked for."""
         me = self._membership.this_node.id
-        district = {me, *self._districts().partition_of(me)}
+        partition = {me, *self._partitions().partition_of(me)}
         silent = dict.fromkeys(asked.nodes, f"{me} does not look at it: it is in another district")
-        wanted = [node for node in silent if node in district]
+        wanted = [node for node in silent if node in partition]
         if not wanted:
             return PartitionInventory({}, silent)
         nodes, unsaid = self._near.run().told(wanted)
@@ -150,10 +152,10 @@ class InventoryService:
         lives = (
             self._membership.generations
         )  # as of before they were asked: who starts again meanwhile may lose what it said
-        beyond = self._districts().other_partitions(me)
+        beyond = self._partitions().other_partitions(me)
         if beyond:
-            near = self._afar.pool.submit(self._near.run)
-            found = {**self._afar.collect(beyond, short_s=DEAD_NODE_TIMEOUT_S), **near.result().found}
+            near = self._delegate_client.pool.submit(self._near.run)
+            found = {**self._delegate_client.collect(beyond, short_s=DEAD_NODE_TIMEOUT_S), **near.result().found}
         else:
             found = dict(self._near.run().found)
         nodes = {node: one for node, one in found.items() if isinstance(one, NodeInventory)}
@@ -166,17 +168,17 @@ class InventoryService:
 
     def _collect_partition(self) -> _PartitionResult:
         me = self._membership.this_node.id
-        others = [node for node in self._districts().partition_of(me) if node != me]
+        others = [node for node in self._partitions().partition_of(me) if node != me]
         return _PartitionResult({me: self._here(), **self._query_nodes(dict.fromkeys(others))})
 
-    def _districts(self) -> NodePartitions:
-        roster = self._membership.member_list
-        known, districts = self._cut
-        if known is not roster:
-            nodes = [node.id for node in roster.nodes] if roster is not None else []
-            districts = NodePartitions(nodes, split_from=self._split_from)
-            self._cut = (roster, districts)
-        return districts
+    def _partitions(self) -> NodePartitions:
+        member_list = self._membership.member_list
+        known, partitions = self._cut
+        if known is not member_list:
+            nodes = [node.id for node in member_list.nodes] if member_list is not None else []
+            partitions = NodePartitions(nodes, split_from=self._split_from)
+            self._cut = (member_list, partitions)
+        return partitions
 
     def _query_nodes(self, nodes: Mapping[str, float | None]) -> dict[str, InventoryOrError]:
         """Those that are taken for dead come last: nobody waits for them who could be asked at once."""
@@ -245,9 +247,9 @@ class DelegateClient:
     """Asks lookouts, several at a time. Any thread may call."""
 
     def __init__(
-        self, tending: HeartbeatLoop, look_at: Callable[[Mapping[str, float | None]], dict[str, InventoryOrError]]
+        self, membership: HeartbeatLoop, look_at: Callable[[Mapping[str, float | None]], dict[str, InventoryOrError]]
     ) -> None:
-        self._membership = tending
+        self._membership = membership
         self._look_at = look_at
         """Looks at these nodes directly, each within so many seconds."""
         self.pool = ThreadPoolExecutor(_ASKERS, thread_name_prefix="peerstore-ask")
@@ -255,13 +257,13 @@ class DelegateClient:
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def collect(self, districts: Iterable[Sequence[str]], *, short_s: float) -> dict[str, InventoryOrError]:
+    def collect(self, partitions: Iterable[Sequence[str]], *, short_s: float) -> dict[str, InventoryOrError]:
         """All nodes of these districts, each in the order in which its members are asked to look.
 
         Where nobody looks its nodes are looked at from here. So are, for ``short_s``, those that a lookout did not
         reach and that live as far as this node knows: it may be the lookout's way that is bad, and not the node.
         """
-        errands = [DelegateCandidates(members, gone=self._membership.is_dead) for members in districts]
+        errands = [DelegateCandidates(members, gone=self._membership.is_dead) for members in partitions]
         answers = _DelegateRound(self, errands).answers()
         found: dict[str, InventoryOrError] = {}
         directly: dict[str, float | None] = {}
@@ -275,9 +277,9 @@ class DelegateClient:
                     directly[node] = short_s
         return found | self._look_at(directly)
 
-    def ask_delegate(self, lookout: str, nodes: tuple[str, ...], within_s: float) -> PartitionInventory:
+    def ask_delegate(self, delegate: str, nodes: tuple[str, ...], within_s: float) -> PartitionInventory:
         asked = GetPartitionInventory(nodes[:MAX_NODES_PER_REQUEST])
-        found: PartitionInventory = self._membership.client_for(lookout).call(
+        found: PartitionInventory = self._membership.client_for(delegate).call(
             "partition_inventory", asked, PartitionInventory, within_s=within_s
         )
         return found
@@ -286,8 +288,8 @@ class DelegateClient:
 class _DelegateRound:
     """One round of questions. Used by one thread."""
 
-    def __init__(self, afar: DelegateClient, errands: Sequence[DelegateCandidates]) -> None:
-        self._afar = afar
+    def __init__(self, from_delegates: DelegateClient, errands: Sequence[DelegateCandidates]) -> None:
+        self._delegate_client = from_delegates
         self._errands = errands
         self._deadline = time.monotonic() + DELEGATE_TIMEOUT_S
         self._answers: list[PartitionInventory | None] = [None] * len(errands)
@@ -314,10 +316,12 @@ class _DelegateRound:
     def _ask_next(self, number: int) -> None:
         errand = self._errands[number]
         self._late_at.pop(number, None)
-        lookout = errand.next_delegate()
-        if lookout is not None:
+        delegate = errand.next_delegate()
+        if delegate is not None:
             now = time.monotonic()
-            future = self._afar.pool.submit(self._afar.ask_delegate, lookout, errand.members, self._deadline - now)
+            future = self._delegate_client.pool.submit(
+                self._delegate_client.ask_delegate, delegate, errand.members, self._deadline - now
+            )
             self._asked[future] = number
             self._late_at[number] = now + DELEGATE_HEDGE_S
 

@@ -32,7 +32,7 @@ class ReplicationTotals:
     skipped_bytes: int = 0
     seconds: float = 0.0
     errors: int = 0
-    settled: int = 0
+    replicated: int = 0
     lag_s: float = 0.0
     """From the last shard's seal to its last copy."""
 
@@ -44,7 +44,7 @@ class CommitTracker:
         self,
         store: NodeStore,
         job: str,
-        tending: HeartbeatLoop,
+        membership: HeartbeatLoop,
         *,
         reports: CommitReports,
         totals: ReplicationTotals,
@@ -52,7 +52,7 @@ class CommitTracker:
     ) -> None:
         self._store = store
         self._job = job
-        self._membership = tending
+        self._membership = membership
         self._reports = reports
         self._totals = totals
         self._changed = changed
@@ -62,30 +62,30 @@ class CommitTracker:
         """What nodes are to be told, whose turn has not come."""
         self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
 
-    def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
+    def report(self, sender: str, notes: Iterable[PartsReport]) -> bool:
         """Tell the scribe which parts of which versions are here and have copies; whether it heard all of that."""
         heard = True
         for note in notes:
-            if self._deliver(teller, note):
+            if self._deliver(sender, note):
                 with self._changed:
-                    self._reports.mark_reported(teller, note)
+                    self._reports.mark_reported(sender, note)
             else:
                 heard = False
         self._decide()  # somebody may answer by now for what a dead node did
         return heard
 
-    def _deliver(self, teller: str, note: PartsReport) -> bool:
+    def _deliver(self, sender: str, note: PartsReport) -> bool:
         """Whether the scribe heard it: from here, or by way of others, so that one bad path holds up no version."""
         me = self._membership.this_node.id
-        if teller == me:
+        if sender == me:
             self.handle_report(note)
             return True
-        others = [node for node in sorted(self._membership.alive) if node not in (me, teller)]
-        for node in [teller, *others[:_MESSENGERS]]:
+        others = [node for node in sorted(self._membership.alive) if node not in (me, sender)]
+        for node in [sender, *others[:_MESSENGERS]]:
             try:
-                self._tell(node, note, timeout_s=_TOLD_S if node == teller else 2 * _TOLD_S)
+                self._tell(node, note, timeout_s=_TOLD_S if node == sender else 2 * _TOLD_S)
             except (PeerStoreError, OSError) as error:
-                log.debug("job %s: %s was not told by %s what is here: %s", self._job, teller, node, error)
+                log.debug("job %s: %s was not told by %s what is here: %s", self._job, sender, node, error)
             else:
                 return True
         return False
@@ -98,9 +98,9 @@ class CommitTracker:
         with self._changed:
             self._reports.add(note)
         if not self._decide():
-            teller = self._leader()
-            if teller is not None and teller < self._membership.this_node.id:  # always down, so never in circles
-                self._tell(teller, note, timeout_s=_TOLD_S)
+            sender = self._leader()
+            if sender is not None and sender < self._membership.this_node.id:  # always down, so never in circles
+                self._tell(sender, note, timeout_s=_TOLD_S)
 
     def _leader(self) -> str | None:
         """Thousands of nodes tell of one version: who the first of the living is is not found out for each."""
@@ -113,11 +113,11 @@ class CommitTracker:
 
     def _decide(self) -> bool:
         """Whether something follows from what was told so far. Then all hear of it."""
-        living, settled = self._membership.alive, self._store.replicas.newest_replicated(self._job)
+        living, replicated = self._membership.alive, self._store.replicas.newest_replicated(self._job)
         quorum = self._membership.has_quorum
         with self._changed:
             found = self._reports.decide(
-                living=living, life=self._membership.generation_of, settled=settled, quorum=quorum
+                living=living, life=self._membership.generation_of, replicated=replicated, quorum=quorum
             )
         if not found:
             return False
@@ -156,6 +156,6 @@ class CommitTracker:
         before = self._store.replicas.newest_replicated(self._job)
         self._store.replicas.apply_decision(self._job, found)
         if found.replicated is not None and (before is None or before < found.replicated):
-            self._totals.settled += 1
+            self._totals.replicated += 1
         with self._changed:
             self._changed.notify_all()

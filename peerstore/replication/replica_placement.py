@@ -71,18 +71,18 @@ def place_replicas(
     wanted = min(copies, len(where.order)) - 1
     if wanted < 1:
         return ReplicaPlacement(dict.fromkeys(sorted(where.order), ()))
-    seats = ReplicaAssignment(where, wanted, memory_shares(nodes))
-    guests = seats.overflow_nodes()
+    assignment = ReplicaAssignment(where, wanted, memory_shares(nodes))
+    guests = assignment.overflow_nodes()
     cells, left = domain_disjoint_cells([node for node in where.order if node not in guests], where, size=wanted + 1)
-    seats.assign_rings(cells)
-    left = seats.assign(_ordered({*left, *guests}, where), distinct=wanted)
+    assignment.assign_rings(cells)
+    left = assignment.assign(_ordered({*left, *guests}, where), distinct=wanted)
     for distinct in range(wanted, 0, -1):  # fewer domains than copies, or no room in the others
         cells, left = _crowded_cells(left, guests, where, size=wanted + 1, distinct=distinct)
-        seats.assign_rings(cells)
+        assignment.assign_rings(cells)
         if distinct > 1:
-            left = seats.assign(_ordered(left, where), distinct=distinct - 1)
-    seats.fill_up(where.order, partners=wanted)
-    return ReplicaPlacement({node: _preferred(node, seats.partners[node], where) for node in sorted(where.order)})
+            left = assignment.assign(_ordered(left, where), distinct=distinct - 1)
+    assignment.fill_up(where.order, partners=wanted)
+    return ReplicaPlacement({node: _preferred(node, assignment.partners[node], where) for node in sorted(where.order)})
 
 
 def domain_disjoint_cells(

@@ -115,7 +115,7 @@ def pending_tasks(
             for node in holders
             if node != me and node not in held.confirmed and node not in held.refused
         ]
-    return sorted(found, key=lambda duty: (duty.key.version_id, duty.key.part, duty.target))
+    return sorted(found, key=lambda task: (task.key.version_id, task.key.part, task.target))
 
 
 def shards_to_take_over(
@@ -139,11 +139,11 @@ def original_holders(me: str, said: Mapping[str, tuple[str, ...]]) -> tuple[str,
     return (owner, me) if owner != me else ()
 
 
-def should_retry_repair(record: ShardRecord, error: Exception, settled: VersionId | None) -> bool:
+def should_retry_repair(record: ShardRecord, error: Exception, replicated: VersionId | None) -> bool:
     """Whether to try again to fetch a damaged shard that could not be: not what is of the past by now."""
     if isinstance(error, FencedError) and not isinstance(error, LeaseLostError):
         return False
-    return settled is None or record.key.version_id >= settled
+    return replicated is None or record.key.version_id >= replicated
 
 
 def replication_status(
@@ -326,7 +326,7 @@ class ReplicationState:
             and is_needed(
                 fact.key.version_id,
                 epoch=look.epoch,
-                settled=look.newest_replicated,
+                replicated=look.newest_replicated,
                 whole=is_committed(fact, look.newest_replicated),
                 base=look.resume_point,
             ),
@@ -338,51 +338,51 @@ class ReplicationState:
         """The next thing to send; or for how many seconds there is nothing to do, unless something changes."""
         waiting = [node for node, until in self._later.items() if until > look.now]
         shards, candidates = self._view(look)
-        duties = pending_tasks(
+        tasks = pending_tasks(
             shards, me=self._me, living=look.alive, partners=candidates, copies=self._protection.copies
         )
-        ready = next((duty for duty in duties if duty.target not in waiting), None)
+        ready = next((task for task in tasks if task.target not in waiting), None)
         if ready is not None:
             return ready
-        soon = min((self._later[node] - look.now for node in waiting), default=RESYNC_S) if duties else RESYNC_S
+        soon = min((self._later[node] - look.now for node in waiting), default=RESYNC_S) if tasks else RESYNC_S
         return min(soon, RESYNC_S)
 
-    def task_done(self, duty: ReplicationTask, life: int, base: ResumePoint | None) -> None:
+    def task_done(self, task: ReplicationTask, life: int, base: ResumePoint | None) -> None:
         """The copy is there, verified. ``life`` is what the other node's was when this began, and ``base`` what it was
         told then that the job went on from.
         """
-        known = self._learning(duty.key)
-        known.listed = duty.holders
+        known = self._learning(task.key)
+        known.listed = task.holders
         if base == self._base:
-            known.confirmed[duty.target] = life
-        known.busy.pop(duty.target, None)
-        known.why.pop(duty.target, None)
-        self._misses.pop(duty.target, None)
-        self._away.pop(duty.target, None)
+            known.confirmed[task.target] = life
+        known.busy.pop(task.target, None)
+        known.why.pop(task.target, None)
+        self._misses.pop(task.target, None)
+        self._away.pop(task.target, None)
 
-    def task_failed(self, duty: ReplicationTask, error: Exception, now: float) -> bool:
+    def task_failed(self, task: ReplicationTask, error: Exception, now: float) -> bool:
         """The copy was not made. Whether this node should look at its own: it may be the bad one."""
-        known = self._learning(duty.key)
-        known.why[duty.target] = str(error)
+        known = self._learning(task.key)
+        known.why[task.target] = str(error)
         no_room = isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError)
-        busy_since = known.busy.setdefault(duty.target, now) if no_room else now
+        busy_since = known.busy.setdefault(task.target, now) if no_room else now
         if not no_room:
-            known.busy.pop(duty.target, None)
+            known.busy.pop(task.target, None)
         if isinstance(error, FencedError) and not isinstance(error, LeaseLostError):
             # The other node knows of a newer incarnation, or of a newer version that is safe. So will this one soon,
             # and it may also learn that the job goes on from this version.
             known.obsolete_until = now + REFUSED_RETRY_S
         elif isinstance(error, ArenaFullError | ShardDamagedError) or now - busy_since >= MAX_BUSY_S:
-            known.refused[duty.target] = now + REFUSED_RETRY_S
-            known.busy.pop(duty.target, None)
+            known.refused[task.target] = now + REFUSED_RETRY_S
+            known.busy.pop(task.target, None)
         elif isinstance(error, ArenaBusyError | LeaseLostError | PeerUnreachableError):
-            self._later[duty.target] = now + REPLICATION_RETRY_S
+            self._later[task.target] = now + REPLICATION_RETRY_S
             if isinstance(error, PeerUnreachableError):
-                self._misses[duty.target] = self._misses.get(duty.target, 0) + 1
-                if self._misses[duty.target] >= UNREACHABLE_AFTER:
-                    self._away[duty.target] = now + REFUSED_RETRY_S
+                self._misses[task.target] = self._misses.get(task.target, 0) + 1
+                if self._misses[task.target] >= UNREACHABLE_AFTER:
+                    self._away[task.target] = now + REFUSED_RETRY_S
         else:
-            self._later[duty.target] = now + 5 * REPLICATION_RETRY_S
+            self._later[task.target] = now + 5 * REPLICATION_RETRY_S
         return isinstance(error, ShardDamagedError)
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
@@ -406,20 +406,20 @@ class ReplicationState:
             standings,
             parts_of,
             living=look.alive,
-            settled=look.newest_replicated,
+            replicated=look.newest_replicated,
             life=look.generation_of(self._me),
             left_out=look.aborted_parts,
         )
 
-    def leader_unreachable(self, teller: str, now: float) -> None:
+    def leader_unreachable(self, sender: str, now: float) -> None:
         """The scribe was not told: it is asked for nothing else for a while."""
-        self._later.setdefault(teller, now + REPLICATION_RETRY_S)
+        self._later.setdefault(sender, now + REPLICATION_RETRY_S)
 
 
 def _still(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozenset[str]:
     return frozenset([node for node, then in confirmed.items() if life(node) == then])
 
 
-def is_committed(fact: ShardInfo, settled: VersionId | None) -> bool:
+def is_committed(fact: ShardInfo, replicated: VersionId | None) -> bool:
     """Whether all parts of a shard's version were sealed, as far as this node knows."""
-    return fact.marked_committed or fact.key.version_id == settled
+    return fact.marked_committed or fact.key.version_id == replicated

@@ -54,7 +54,7 @@ class Replicator:
         self,
         store: NodeStore,
         job: str,
-        tending: HeartbeatLoop,
+        membership: HeartbeatLoop,
         protection: ReplicationPolicy,
         *,
         pace: RateLimiter,
@@ -63,18 +63,18 @@ class Replicator:
     ) -> None:
         self._store = store
         self._job = job
-        self._membership = tending
+        self._membership = membership
         self.policy = protection
         self._pace = pace
         self._blobs_of = blobs_of
         self._clock = clock
-        self._replication = ReplicationState(tending.this_node.id, protection)
+        self._replication = ReplicationState(membership.this_node.id, protection)
         self._changed = threading.Condition()
         self._news = True
         self._stop = threading.Event()
         self.totals = ReplicationTotals()
         self.commit_tracker = CommitTracker(
-            store, job, tending, reports=self._replication.reports, totals=self.totals, changed=self._changed
+            store, job, membership, reports=self._replication.reports, totals=self.totals, changed=self._changed
         )
         self.path_monitor = PathMonitor()
         self.in_flight: tuple[ReplicationTask, int] | None = None
@@ -106,12 +106,12 @@ class Replicator:
     def _view(self) -> ReplicationView:
         """The job as this node sees it right now."""
         facts = self._store.replicas.list_shards(self._job)
-        settled = self._store.replicas.newest_replicated(self._job)
+        replicated = self._store.replicas.newest_replicated(self._job)
         epoch, _ = self._store.replicas.current_incarnation(self._job)
         base = self._store.replicas.resume_point(self._job)
         left_out = self._store.replicas.aborted_parts(self._job)
         living, life = self._membership.alive, self._membership.generation_of
-        return ReplicationView(self._clock(), living, facts, settled, epoch, base, life, left_out)
+        return ReplicationView(self._clock(), living, facts, replicated, epoch, base, life, left_out)
 
     @property
     def partners(self) -> tuple[str, ...]:
@@ -158,9 +158,9 @@ class Replicator:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                duty = self._next()
-                if duty is not None:
-                    self._run_task(duty)
+                task = self._next()
+                if task is not None:
+                    self._run_task(task)
                 self._report_to_leader()
             except Exception:  # the thread must outlive any one shard
                 log.exception("job %s: protecting failed", self._job)
@@ -180,8 +180,8 @@ class Replicator:
             self._changed.wait_for(lambda: self._news or self._stop.is_set(), found)
         return None
 
-    def _run_task(self, duty: ReplicationTask) -> None:
-        key = duty.key
+    def _run_task(self, task: ReplicationTask) -> None:
+        key = task.key
         fact = next((fact for fact in self._store.replicas.list_shards(self._job) if fact.key == key), None)
         if fact is None:
             return
@@ -189,12 +189,12 @@ class Replicator:
             pin = self._store.pin(key)
         except (ShardNotFoundError, ShardDamagedError):
             return
-        self.in_flight = duty, fact.size_bytes
-        life = self._membership.generation_of(duty.target)
+        self.in_flight = task, fact.size_bytes
+        life = self._membership.generation_of(task.target)
         whole = is_committed(fact, self._store.replicas.newest_replicated(self._job))
         try:
             push = ReplicaPush(
-                self._membership.client_for(duty.target),
+                self._membership.client_for(task.target),
                 pin.record,
                 pin.fd,
                 pace=self._pace,
@@ -203,12 +203,12 @@ class Replicator:
                 stopped=self._stop.is_set,
             )
             base = self._store.replicas.resume_point(self._job)
-            done = push.run(holders=duty.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
+            done = push.run(holders=task.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
         except (PeerStoreError, OSError) as error:
-            self._failed(duty, error)
+            self._failed(task, error)
         else:
             with self._changed:
-                self._replication.task_done(duty, life, base)
+                self._replication.task_done(task, life, base)
                 self._changed.notify_all()
             self.totals.copies += 1
             self.totals.sent_bytes += done.sent_bytes
@@ -216,7 +216,7 @@ class Replicator:
             self.totals.seconds += done.seconds
             if not self._pace.is_limited:
                 self.path_monitor.record_transfer(
-                    duty.target, self._membership.client_for(duty.target).address, done.sent_bytes, done.seconds
+                    task.target, self._membership.client_for(task.target).address, done.sent_bytes, done.seconds
                 )
             self.totals.lag_s = max(0.0, time.time() - fact.sealed_ns / 1e9)
         finally:
@@ -224,22 +224,22 @@ class Replicator:
             pin.close()
             self._store.unpin(pin.id)
 
-    def _failed(self, duty: ReplicationTask, error: Exception) -> None:
+    def _failed(self, task: ReplicationTask, error: Exception) -> None:
         self.totals.errors += 1
-        log.warning("job %s: no copy of %s on %s: %s", self._job, duty.key, duty.target, error)
+        log.warning("job %s: no copy of %s on %s: %s", self._job, task.key, task.target, error)
         with self._changed:
-            doubtful = self._replication.task_failed(duty, error, self._clock())
+            doubtful = self._replication.task_failed(task, error, self._clock())
             self._changed.notify_all()
         if doubtful:
             with contextlib.suppress(PeerStoreError, OSError):
-                self._verify_both(duty)
+                self._verify_both(task)
 
-    def _verify_both(self, duty: ReplicationTask) -> None:
+    def _verify_both(self, task: ReplicationTask) -> None:
         """Two nodes do not mean the same bytes: who has others than it says drops them, and gets them elsewhere."""
-        for record in self._store.shard_records(self._job, duty.key.version_id):
-            if record.key == duty.key and not self._store.verify(duty.key):
+        for record in self._store.shard_records(self._job, task.key.version_id):
+            if record.key == task.key and not self._store.verify(task.key):
                 chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
-                self._membership.client_for(duty.target).call("verify_chunks", VerifyChunks(duty.key, (chunks,)), bool)
+                self._membership.client_for(task.target).call("verify_chunks", VerifyChunks(task.key, (chunks,)), bool)
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
@@ -257,10 +257,10 @@ class Replicator:
             return
         look = self._view()
         with self._changed:
-            teller, notes = self._replication.pending_reports(look)
-        if not self.commit_tracker.report(teller, notes):
+            sender, notes = self._replication.pending_reports(look)
+        if not self.commit_tracker.report(sender, notes):
             with self._changed:
-                self._replication.leader_unreachable(teller, self._clock())
+                self._replication.leader_unreachable(sender, self._clock())
 
 
 _COMMIT_S = 120.0

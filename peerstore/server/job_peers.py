@@ -185,9 +185,12 @@ class JobPeers:
         """What this node itself holds of the job."""
         epoch, incarnation = self._store.replicas.current_incarnation(self.job)
         facts = tuple(self._store.replicas.list_shards(self.job))
-        settled, whole = self._store.replicas.newest_replicated(self.job), self._store.replicas.last_committed(self.job)
+        replicated, whole = (
+            self._store.replicas.newest_replicated(self.job),
+            self._store.replicas.last_committed(self.job),
+        )
         parities = tuple(one.info for one in self.parity_replicator.stored_parities) if self.uses_parity else ()
-        return NodeInventory(facts, epoch, incarnation, settled, self._store.status().verifying, parities, whole)
+        return NodeInventory(facts, epoch, incarnation, replicated, self._store.status().verifying, parities, whole)
 
     def inventory(self, *, fresh: bool = False) -> JobInventory:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
@@ -258,8 +261,8 @@ class JobPeers:
                 return str(error) or repr(error)
             return ""
 
-        with ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-tell") as tellers:
-            return {node: why for node, why in zip(others, tellers.map(tell, others), strict=True) if why}
+        with ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-tell") as senders:
+            return {node: why for node, why in zip(others, senders.map(tell, others), strict=True) if why}
 
     # -- mending ------------------------------------------------------------------------------------------------------
 

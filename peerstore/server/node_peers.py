@@ -48,11 +48,11 @@ class NodeIdentity:
 class FixedMembers:
     """A list of nodes that somebody has made already."""
 
-    def __init__(self, roster: MemberList) -> None:
-        self._roster = roster
+    def __init__(self, member_list: MemberList) -> None:
+        self._member_list = member_list
 
     def member_list(self) -> MemberList:
-        return self._roster
+        return self._member_list
 
 
 class NodePeers(StoreListener):

@@ -113,9 +113,9 @@ class PeerServer:
 class _PeerSession:
     """One peer's requests on one connection, one after the other."""
 
-    def __init__(self, desk: PeerServer, team: JobPeers, who: PeerIdentity, channel: MessageChannel) -> None:
-        self._server = desk
-        self._store = desk._store
+    def __init__(self, peer_server: PeerServer, team: JobPeers, who: PeerIdentity, channel: MessageChannel) -> None:
+        self._server = peer_server
+        self._store = peer_server._store
         self._job_peers = team
         self._who = who
         self._channel = channel
@@ -143,14 +143,14 @@ class _PeerSession:
             ),
             "verify_chunks": (
                 VerifyChunks,
-                lambda a: desk.range_server.verify_chunks(self._of_this_job(a.key), a.chunks),
+                lambda a: peer_server.range_server.verify_chunks(self._of_this_job(a.key), a.chunks),
             ),
             "report_stripe": (StripeReport, lambda a: team.parity_replicator.handle_stripe_report(who.node, a)),
             "parity_status": (ParityStatus, lambda a: team.parity_replicator.handle_parity_status(who.node, a)),
             "parities": (GetParities, self._parities),
             "ping": (PingMessage, lambda a: team.membership.handle_ping(who.node, a)),
             "indirect_ping": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
-            "member_list": (GetMemberList, self._roster),
+            "member_list": (GetMemberList, self._member_list),
             "report_parts": (PartsReport, team.replicator.commit_tracker.handle_report),
             "delete_versions": (DeleteVersions, self._drop),
             "version_not_durable": (VersionNotDurable, self._not_durable),
@@ -314,11 +314,11 @@ class _PeerSession:
             if record.key.version_id == asked.version_id
         ]
 
-    def _roster(self, _: GetMemberList) -> object:
-        roster = self._job_peers.membership.member_list
-        if roster is None:
+    def _member_list(self, _: GetMemberList) -> object:
+        member_list = self._job_peers.membership.member_list
+        if member_list is None:
             raise UnavailableError(f"{self._server._me} does not know who belongs to job {self._job_peers.job}")
-        return roster
+        return member_list
 
 
 def _chunks(read: ReadRanges, chunk_bytes: int) -> list[tuple[int, int]]:

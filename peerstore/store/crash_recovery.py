@@ -53,8 +53,8 @@ _LARGEST_CHUNK = 1 << 30
 class CrashRecovery:
     """Reads the notes at once, and hashes the bytes in a thread of its own."""
 
-    def __init__(self, shelf: SlotTable, jobs: JobTable, leasing: LeaseManager) -> None:
-        self._table = shelf
+    def __init__(self, table: SlotTable, jobs: JobTable, leasing: LeaseManager) -> None:
+        self._table = table
         self._jobs = jobs
         self._leasing = leasing
         self.lost: list[tuple[ShardRecord, str]] = []

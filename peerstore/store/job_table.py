@@ -60,11 +60,11 @@ class JobEntry(JobVersions):
 class JobTable:
     """Every job this node has heard of. The shelf's lock guards it."""
 
-    def __init__(self, shelf: SlotTable, ttl_s: float) -> None:
-        self._table = shelf
+    def __init__(self, table: SlotTable, ttl_s: float) -> None:
+        self._table = table
         self._ttl_s = ttl_s
         self._jobs: dict[str, JobEntry] = {}
-        self._started = shelf.clock()
+        self._started = table.clock()
         self._start_checks: dict[str, Callable[[], None]] = {}
         self._warned: set[str] = set()
         self.disconnected_since: dict[ProcessIdentity, float] = {}

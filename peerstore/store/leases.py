@@ -66,12 +66,12 @@ class LeaseManager:
 
     def __init__(
         self,
-        shelf: SlotTable,
+        table: SlotTable,
         jobs: JobTable,
         give_way: Callable[[str, bool], bool],
         expire: Callable[[str, str], None],
     ) -> None:
-        self._table = shelf
+        self._table = table
         self._jobs = jobs
         self._free_a_slot = give_way
         """Asked before a writer waits, and for the last time before it is refused; never with the shelf's lock held."""
@@ -153,7 +153,7 @@ class LeaseManager:
                 size_bytes=slot_bytes,
                 limits=limits,
                 whole=self._jobs.needed(whole),
-                settled=self._jobs.rollback_targets(whole, key if copy else None),
+                rollback_targets=self._jobs.rollback_targets(whole, key if copy else None),
                 kept=self._jobs.retained(whole),
                 version=key.version,
                 writers=self._jobs.expected_parts_here(key.job, parts),
@@ -288,7 +288,7 @@ class LeaseManager:
                 size_bytes=slot_bytes,
                 limits=self._table.limits,
                 whole=self._jobs.needed(whole),
-                settled=self._jobs.rollback_targets(whole),
+                rollback_targets=self._jobs.rollback_targets(whole),
                 kept=self._jobs.retained(whole),
                 writers=self._jobs.expected_parts_here(key.job, slot.lease.parts if slot.lease is not None else 1),
             )
@@ -405,55 +405,55 @@ def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
 class SlotPrefaulter:
     """``reserve`` of the store, and the work of the thread behind it."""
 
-    def __init__(self, shelf: SlotTable) -> None:
-        self._table = shelf
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
         self._waiting: deque[str] = deque()
 
     def reserve(self, job: str, part: int, size_bytes: int, slots: int) -> list[SlotInfo]:
         job = validate_job_name(job)
         if not 0 <= part < MAX_PARTS_PER_VERSION or size_bytes < 0:
             raise RequestError(f"part {part} of job {job}: {size_bytes} bytes cannot be reserved")
-        shelf = self._table
-        with shelf.lock:
-            shelf.check_open()
+        table = self._table
+        with table.lock:
+            table.check_open()
             size_bytes = size_class(size_bytes)
-            mine = [slot for slot in shelf.slots.values() if (slot.job, slot.part) == (job, part)]
+            mine = [slot for slot in table.slots.values() if (slot.job, slot.part) == (job, part)]
             for slot in mine:
-                if slot.state is SlotState.FREE and not (slot_fits(slot.view, size_bytes) and shelf.is_intact(slot)):
-                    shelf.drop(slot)
-            mine = [slot for slot in mine if slot.name in shelf.slots]
-            allocated = sum(view.size_bytes for view in shelf.slot_views())
-            want = min(slots or shelf.limits.slots, shelf.limits.slots)
-            while len(mine) < want and allocated + size_bytes <= shelf.limits.budget_bytes:
+                if slot.state is SlotState.FREE and not (slot_fits(slot.view, size_bytes) and table.is_intact(slot)):
+                    table.drop(slot)
+            mine = [slot for slot in mine if slot.name in table.slots]
+            allocated = sum(view.size_bytes for view in table.slot_views())
+            want = min(slots or table.limits.slots, table.limits.slots)
+            while len(mine) < want and allocated + size_bytes <= table.limits.budget_bytes:
                 try:
-                    mine.append(shelf.create(job, part, size_bytes))
+                    mine.append(table.create(job, part, size_bytes))
                 except ArenaFullError as error:
                     log.warning("reserve for part %d of job %s: %s", part, job, error)
                     break
                 allocated += size_bytes
             free = [slot for slot in mine if slot.state is SlotState.FREE]
             self._waiting.extend(slot.name for slot in free if slot.prefaulted_bytes < slot.size_bytes)
-            shelf.changed.notify_all()
+            table.changed.notify_all()
             return [SlotInfo(s.name, s.size_bytes, s.generation) for s in free]
 
     def run(self) -> None:
         """Put pages behind one reserved slot after the other, until the store closes."""
-        shelf = self._table
+        table = self._table
         while True:
-            with shelf.lock:
-                while not self._waiting and not shelf.closed:
-                    shelf.changed.wait()
-                if shelf.closed:
+            with table.lock:
+                while not self._waiting and not table.closed:
+                    table.changed.wait()
+                if table.closed:
                     return
-                slot = shelf.slots.get(self._waiting.popleft())
+                slot = table.slots.get(self._waiting.popleft())
                 if slot is None or slot.state is not SlotState.FREE:
                     continue
                 size, warm = slot.size_bytes, slot.prefaulted_bytes
             try:
-                with closing_fd(shelf.arena.open(slot.name, writable=True)) as fd:
-                    reached = prefault_file(fd, size, lambda: shelf.closed, start=warm)
+                with closing_fd(table.arena.open(slot.name, writable=True)) as fd:
+                    reached = prefault_file(fd, size, lambda: table.closed, start=warm)
             except (ArenaFullError, OSError, ValueError) as error:
                 log.warning("populating %s stopped: %s", slot.name, error)
                 continue
-            with shelf.lock:
+            with table.lock:
                 slot.prefaulted_bytes = max(slot.prefaulted_bytes, min(reached, slot.size_bytes))

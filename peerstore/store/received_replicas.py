@@ -37,14 +37,14 @@ class ReplicaStore:
 
     def __init__(
         self,
-        shelf: SlotTable,
+        table: SlotTable,
         jobs: JobTable,
         leasing: LeaseManager,
         keeping: ShardRemoval,
         *,
         torn: Callable[[str, VersionId], None] = lambda _job, _group: None,
     ) -> None:
-        self._table = shelf
+        self._table = table
         self._jobs = jobs
         self._leasing = leasing
         self._keeping = keeping

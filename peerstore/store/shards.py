@@ -36,8 +36,8 @@ MAX_SHARD_META_BYTES = 16 << 20
 class ShardSealer:
     """``seal`` of the store. The lock is not held while bytes are hashed."""
 
-    def __init__(self, shelf: SlotTable, jobs: JobTable, pool: Executor) -> None:
-        self._table = shelf
+    def __init__(self, table: SlotTable, jobs: JobTable, pool: Executor) -> None:
+        self._table = table
         self._jobs = jobs
         self._pool = pool
 
@@ -148,9 +148,9 @@ class ShardReader:
     """Inventory, pins and verification of the store. The shelf's lock is taken here."""
 
     def __init__(
-        self, shelf: SlotTable, jobs: JobTable, pool: Executor, await_adoption: Callable[[str | None], None]
+        self, table: SlotTable, jobs: JobTable, pool: Executor, await_adoption: Callable[[str | None], None]
     ) -> None:
-        self._table = shelf
+        self._table = table
         self._jobs = jobs
         self._pool = pool
         self._wait_recovered = await_adoption
@@ -289,8 +289,8 @@ class ShardReader:
 class ShardRemoval:
     """``delete_versions`` and ``report`` of the store. The shelf's lock is taken here."""
 
-    def __init__(self, shelf: SlotTable, jobs: JobTable) -> None:
-        self._table = shelf
+    def __init__(self, table: SlotTable, jobs: JobTable) -> None:
+        self._table = table
         self._jobs = jobs
 
     def delete_versions(self, job: str, groups: Sequence[VersionId] | None) -> int:

@@ -105,7 +105,7 @@ def slot_fits(slot: SlotView, size_bytes: int) -> bool:
 
 def evictable_slots(
     slots: Iterable[SlotView],
-    settled: Mapping[str, VersionId],
+    rollback_targets: Mapping[str, VersionId],
     *,
     whole: Mapping[str, Collection[VersionId]] | None = None,
     kept: Mapping[str, Collection[VersionId]] | None = None,
@@ -113,8 +113,8 @@ def evictable_slots(
     """Sealed slots nobody needs any more: attempts that a later one at the same version has made superfluous, then the
     oldest version first.
 
-    ``settled`` has the version each job can always go back to. A job without one keeps everything it has. ``kept``
-    ones stay.
+    ``rollback_targets`` has the version each job can always go back to. A job without one keeps everything it has.
+    ``kept`` ones stay.
     """
     found = []
     latest: dict[tuple[str, int], VersionId] = {}
@@ -124,7 +124,7 @@ def evictable_slots(
     for slot in slots:
         if slot.state is not SlotState.SEALED or slot.busy or slot.version_id is None:
             continue
-        if is_superseded(slot.version_id, settled.get(slot.job), (kept or {}).get(slot.job, ())):
+        if is_superseded(slot.version_id, rollback_targets.get(slot.job), (kept or {}).get(slot.job, ())):
             found.append(slot)
 
     def again(slot: SlotView) -> bool:
@@ -139,7 +139,7 @@ def evictable_slots(
 def abandoned_slots(
     slots: Iterable[SlotView],
     whole: Mapping[str, Collection[VersionId]],
-    settled: Mapping[str, VersionId],
+    rollback_targets: Mapping[str, VersionId],
     *,
     job: str,
     epoch: int,
@@ -149,7 +149,8 @@ def abandoned_slots(
         slot
         for slot in slots
         if slot.state is SlotState.SEALED and not slot.busy and slot.job == job
-        if slot.version_id is not None and is_abandoned(slot.version_id, epoch, whole.get(job, ()), settled.get(job))
+        if slot.version_id is not None
+        and is_abandoned(slot.version_id, epoch, whole.get(job, ()), rollback_targets.get(job))
     ]
     return sorted(found, key=_age)
 
@@ -167,7 +168,7 @@ def choose_slot(
     size_bytes: int,
     limits: SlotLimits,
     whole: Mapping[str, Collection[VersionId]],
-    settled: Mapping[str, VersionId] | None = None,
+    rollback_targets: Mapping[str, VersionId] | None = None,
     kept: Mapping[str, Collection[VersionId]] | None = None,
     version: int = -1,
     writers: int = 1,
@@ -186,10 +187,10 @@ def choose_slot(
     mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
     free = [slot for slot in slots if slot.state is SlotState.FREE]
     spared = [slot for slot in sorted(free, key=lambda slot: (slot in mine, -slot.size_bytes)) if slot.size_bytes]
-    settled = newest_committed(whole) if settled is None else settled
-    old = evictable_slots(slots, settled, whole=whole, kept=kept)
-    left = [slot for slot in abandoned_slots(slots, whole, settled, job=job, epoch=epoch) if slot not in old]
-    newest, stay = settled.get(job), (kept or {}).get(job, ())
+    rollback_targets = newest_committed(whole) if rollback_targets is None else rollback_targets
+    old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
+    left = [slot for slot in abandoned_slots(slots, whole, rollback_targets, job=job, epoch=epoch) if slot not in old]
+    newest, stay = rollback_targets.get(job), (kept or {}).get(job, ())
     uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
     counted = sum(slot.version_id not in uncounted for slot in mine)
     allocated = sum(slot.size_bytes for slot in slots)
@@ -225,7 +226,14 @@ def choose_slot(
     held = _kept(slots, kept)
     enough = _enough(slots, held, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
     return _refusal(
-        slots, held, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough
+        slots,
+        held,
+        mine,
+        wanted=wanted,
+        size_bytes=size_bytes,
+        limits=limits,
+        rollback_targets=rollback_targets,
+        enough=enough,
     )
 
 
@@ -237,7 +245,7 @@ def evictions_to_grow(
     size_bytes: int,
     limits: SlotLimits,
     whole: Mapping[str, Collection[VersionId]],
-    settled: Mapping[str, VersionId] | None = None,
+    rollback_targets: Mapping[str, VersionId] | None = None,
     kept: Mapping[str, Collection[VersionId]] | None = None,
     writers: int = 1,
 ) -> EvictSlots | SlotsBusy | BudgetExceeded:
@@ -247,9 +255,13 @@ def evictions_to_grow(
     slot = next(slot for slot in slots if slot.name == growing)
     over = sum(other.size_bytes for other in slots) + size_bytes - limits.budget_bytes
     free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
-    settled = newest_committed(whole) if settled is None else settled
-    old = evictable_slots(slots, settled, whole=whole, kept=kept)
-    left = [other for other in abandoned_slots(slots, whole, settled, job=slot.job, epoch=epoch) if other not in old]
+    rollback_targets = newest_committed(whole) if rollback_targets is None else rollback_targets
+    old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
+    left = [
+        other
+        for other in abandoned_slots(slots, whole, rollback_targets, job=slot.job, epoch=epoch)
+        if other not in old
+    ]
     drop = _drop(over, [*free, *old, *left])
     if drop is not None:
         return EvictSlots(drop)
@@ -268,7 +280,14 @@ def evictions_to_grow(
     )
     size_bytes += slot.size_bytes
     return _refusal(
-        slots, held, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough
+        slots,
+        held,
+        mine,
+        wanted=wanted,
+        size_bytes=size_bytes,
+        limits=limits,
+        rollback_targets=rollback_targets,
+        enough=enough,
     )
 
 
@@ -296,13 +315,15 @@ def _refusal(
     wanted: str,
     size_bytes: int,
     limits: SlotLimits,
-    settled: Mapping[str, VersionId],
+    rollback_targets: Mapping[str, VersionId],
     enough: int,
 ) -> SlotsBusy | BudgetExceeded:
     fixed = sum(
         slot.size_bytes
         for slot in slots
-        if slot.state is SlotState.SEALED and slot.version_id is not None and slot.version_id == settled.get(slot.job)
+        if slot.state is SlotState.SEALED
+        and slot.version_id is not None
+        and slot.version_id == rollback_targets.get(slot.job)
         if slot not in held
     )
     held_bytes = sum(slot.size_bytes for slot in held)
@@ -322,7 +343,10 @@ def _refusal(
             f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
             f"whole versions{on_request}. {advice}"
         )
-    kept = ", ".join(f"{slot.name}: {_why_kept(slot, settled.get(slot.job))}" for slot in mine) or "none of its own"
+    kept = (
+        ", ".join(f"{slot.name}: {_why_kept(slot, rollback_targets.get(slot.job))}" for slot in mine)
+        or "none of its own"
+    )
     short = f". The arena's budget of {limits.budget_bytes} bytes is too small for this job{on_request}. {advice}"
     return SlotsBusy(f"no slot for {wanted}: {kept}{short if enough > limits.budget_bytes else ''}")
 
@@ -358,7 +382,7 @@ def _enough(
     return mine + others + unseen * 2 * size_bytes + sum(slot.size_bytes for slot in held_on_request)
 
 
-def _why_kept(slot: SlotView, settled: VersionId | None) -> str:
+def _why_kept(slot: SlotView, rollback_target: VersionId | None) -> str:
     if slot.state is SlotState.LEASED:
         return "being written"
     if slot.state is SlotState.FREE:
@@ -368,8 +392,8 @@ def _why_kept(slot: SlotView, settled: VersionId | None) -> str:
     version = f"version {slot.version_id.version}"
     if slot.busy:
         return f"{version}, being read or uploaded"
-    if settled is None:
+    if rollback_target is None:
         return f"{version}, and no version is whole yet (with its copies)"
     return f"{version}, " + (
-        "the newest whole one" if slot.version_id == settled else "not yet whole (with its copies)"
+        "the newest whole one" if slot.version_id == rollback_target else "not yet whole (with its copies)"
     )

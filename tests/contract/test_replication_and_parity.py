@@ -45,7 +45,7 @@ def check(nodes, records):
 
 def test_saved_version_is_replicated_on_every_node(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     for node, record in zip(nodes.living, records, strict=True):
         assert [one.missing + one.unplaceable for one in node.team.replicator.statuses() if one.is_owner] == [0]
@@ -56,7 +56,7 @@ def test_saved_version_is_replicated_on_every_node(nodes):
 @pytest.mark.parametrize("lost", NAMES)
 def test_any_single_node_may_be_lost(nodes, lost):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     nodes.lose(lost)
     until(lambda: all(nodes.holders(record.key) for record in records))
     check(nodes, records)
@@ -64,7 +64,7 @@ def test_any_single_node_may_be_lost(nodes, lost):
 
 def test_remaining_nodes_replicate_again_and_survive_the_next_loss(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     for lost in ("n8", "n0"):
         nodes.lose(lost)
         until(lambda: all(nodes.holders(record.key) for record in records))
@@ -77,7 +77,7 @@ def test_remaining_nodes_replicate_again_and_survive_the_next_loss(nodes):
 
 def test_lost_shard_gets_exactly_one_new_owner(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     lost = records[NAMES.index("n8")].key
 
     def owners():
@@ -97,7 +97,7 @@ def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
             lease = node.store.lease(key(version, part), len(data), len(nodes.living), wait_s=30)
             fill(lease, bytes(data))
             records.append(node.store.seal(lease.id, len(data)))
-        until(lambda version=version: nodes.settled(version))
+        until(lambda version=version: nodes.replicated(version))
     nodes.lose("n24")
     until(lambda: all(nodes.holders(record.key) for record in records))
     assert [nodes.read(record) for record in records] == [bytes(data)] * 4
@@ -107,7 +107,7 @@ def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
 def test_version_in_doubt_at_a_new_incarnation_is_replicated(nodes):
     """The settled version of a past incarnation is what the new one goes on from."""
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     nodes.lose("n16")
     nodes.begin("b", 7)
@@ -128,7 +128,7 @@ def test_full_node_blocks_no_other(mode):
             for (_, node), lease in zip(here, leases, strict=True):
                 fill(lease, content(lease.key, 4 * MIB))
                 node.store.seal(lease.id, 4 * MIB)
-            until(lambda version=version: nodes.settled(version))
+            until(lambda version=version: nodes.replicated(version))
         until(nodes.quiet)
         short = {node.name: one for node in nodes.living for one in node.team.replicator.statuses() if one.unplaceable}
         assert bool(short) is (mode == "parity")  # another node stands in for a mirror; a group stays as it is
@@ -140,7 +140,7 @@ def test_full_node_blocks_no_other(mode):
 def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
     with street(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
         records = save_everywhere(nodes, 1)
-        until(lambda: nodes.settled(1))
+        until(lambda: nodes.replicated(1))
         until(nodes.quiet)
         nodes[empty].lose()
         nodes[empty].start()
@@ -157,7 +157,7 @@ def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
 @pytest.mark.parametrize("lost", ["n0", "n8"])
 def test_restarted_agent_continues_with_its_shards(nodes, lost):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     nodes["n16"].stop()
     nodes["n16"].start()
     until(lambda: nodes["n16"].store.status().verifying == 0)
@@ -170,7 +170,7 @@ def test_restarted_agent_continues_with_its_shards(nodes, lost):
 
 def test_damaged_shard_is_found_and_restored(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     store, record = nodes["n16"].store, records[1]
     flip(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
@@ -189,7 +189,7 @@ def beside(node):
 
 def test_damaged_replica_is_repaired(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     store = nodes["n24"].store
     (kept,) = beside(nodes["n24"])
@@ -209,7 +209,7 @@ def test_bytes_changed_in_transit_are_detected(nodes):
             for payload in range(3):
                 nodes.network.flip_bit(name, other, payload=payload, byte=0)
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.settled(1), within_s=120)  # who sent something damaged twice is not asked again for a while
+    until(lambda: nodes.replicated(1), within_s=120)  # who sent something damaged twice is not asked again for a while
     until(nodes.quiet)
     for name in NAMES:
         for other in NAMES:
@@ -224,7 +224,7 @@ def test_bytes_changed_in_transit_are_detected(nodes):
 
 def test_memory_use_matches_the_documented_amount(nodes, mode):
     save_everywhere(nodes, 1, sizes=(6 * MIB,) * 4)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     assert nodes.sealed_bytes() == 4 * 6 * MIB * {"mirror": 2, "parity": 1 + 1 / 3}[mode]
 
@@ -234,7 +234,7 @@ def test_late_parts_are_protected_too(nodes):
     first = [save(nodes[name].store, key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))]
     until(nodes.quiet)
     late = [save(nodes["n0"].store, key(1, 3), 3 * MIB, parts=4), save(nodes["n24"].store, key(1, 2), MIB, parts=4)]
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     nodes.lose("n0")
     until(lambda: all(nodes.holders(record.key) for record in first + late))
@@ -243,7 +243,7 @@ def test_late_parts_are_protected_too(nodes):
 
 def test_parity_is_hidden_from_part_counts(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
-    until(lambda: nodes.settled(1))
+    until(lambda: nodes.replicated(1))
     until(nodes.quiet)
     group = VersionId(1, 1, 0, "a")
     keys = {record.key for record in records}

@@ -76,7 +76,7 @@ class Agent:
         """In the place of the accounts, where parities are kept."""
         self.incoming, self.outgoing = Incoming(self), Outgoing(self)
         self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.permit)
-        self._districts: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
+        self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
         """At this node's district, for others."""
         self._ask_near: list[Callable[[Any], None]] = []
@@ -98,14 +98,14 @@ class Agent:
         }
 
     def start(self) -> None:
-        self.set_roster(self.world.roster)
+        self.set_member_list(self.world.member_list)
         self.later(self.world.random.random() * 0.5, self._beat)
         self.later(DISCOVER_S, self._discover)
         self.later(0.3 if self.adoption.unverified_count() else 0.0, self._adopt)
         self.wake()
 
     def _discover(self) -> None:
-        self.set_roster(self.world.roster)
+        self.set_member_list(self.world.member_list)
         self.later(DISCOVER_S, self._discover)
 
     # -- the world ----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Agent:
             self.call(asked.helper.id, "indirect_ping", asked.node, partial(self._heard_of, asked.node))
         self._noticed(before)
         if self.members.newer_list_holder is not None:
-            self.call(self.members.newer_list_holder, "member_list", None, self.set_roster)
+            self.call(self.members.newer_list_holder, "member_list", None, self.set_member_list)
         self.incoming.sweep()
 
     def _share(self) -> None:
@@ -199,10 +199,10 @@ class Agent:
         self.members.ping_failed(self.clock(), node)
         self._noticed(before)
 
-    def set_roster(self, roster: Any) -> None:
+    def set_member_list(self, member_list: Any) -> None:
         before = self.members.changes
-        if roster is not None and self.members.set_member_list(self.clock(), roster):
-            self.newcomers.announce(self.world.now, roster, self.members.alive)
+        if member_list is not None and self.members.set_member_list(self.clock(), member_list):
+            self.newcomers.announce(self.world.now, member_list, self.members.alive)
             self._noticed(before)
 
     def _noticed(self, before: int) -> None:
@@ -294,7 +294,7 @@ class Agent:
         found = self.reports.decide(
             living=self.living,
             life=self.members.generation_of,
-            settled=self.copies.newest_replicated(JOB),
+            replicated=self.copies.newest_replicated(JOB),
             quorum=self.members.has_quorum,
         )
         if not found:
@@ -307,9 +307,9 @@ class Agent:
 
     def _in_words(self, found: CommitDecision) -> str:
         whole = f"{self.world.short(found.committed)} is whole" if found.committed is not None else ""
-        settled = f"{self.world.short(found.replicated)} is settled" if found.replicated is not None else ""
+        replicated = f"{self.world.short(found.replicated)} is settled" if found.replicated is not None else ""
         torn = ", ".join(map(self.world.short, found.aborted)) + " is torn" if found.aborted else ""
-        return ", ".join(filter(None, (whole, settled, torn)))
+        return ", ".join(filter(None, (whole, replicated, torn)))
 
     def _decided(self, found: CommitDecision) -> None:
         self.copies.apply_decision(JOB, found)
@@ -391,8 +391,8 @@ class Agent:
         In a large job only this node's district is asked, and a lookout in each of the others, as in
         peerstore/peers/peer_inventory.py.
         """
-        districts = self._cut()
-        beyond = districts.other_partitions(self.name)
+        partitions = self._cut()
+        beyond = partitions.other_partitions(self.name)
         nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
         waiting, lives = 1 + len(beyond), self._lives(name for members in beyond for name in members)
@@ -420,22 +420,25 @@ class Agent:
                 seen(told, dead)
 
         def ask_next(errand: DelegateCandidates) -> None:
-            lookout = errand.next_delegate()
-            if lookout is None:
+            delegate = errand.next_delegate()
+            if delegate is None:
                 self._look_at(errand.members, seen)
             else:
                 heard = partial(looked, errand.members)
-                self.call(lookout, "partition_inventory", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
+                self.call(delegate, "partition_inventory", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
 
         for members in beyond:
             ask_next(DelegateCandidates(members, gone=lambda node: node not in self.living))
-        self._look_at(sorted({self.name, *districts.partition_of(self.name)}), seen)
+        self._look_at(sorted({self.name, *partitions.partition_of(self.name)}), seen)
 
     def _cut(self) -> NodePartitions:
-        roster = self.members.member_list
-        if self._districts[0] is not roster:
-            self._districts = roster, NodePartitions([node.id for node in roster.nodes] if roster is not None else [])
-        return self._districts[1]
+        member_list = self.members.member_list
+        if self._partitions[0] is not member_list:
+            self._partitions = (
+                member_list,
+                NodePartitions([node.id for node in member_list.nodes] if member_list is not None else []),
+            )
+        return self._partitions[1]
 
     def _near(self, done: Callable[[Any], None]) -> None:
         """What the nodes of this one's district hold, as of now. Who asks while it looks shares the look after that."""

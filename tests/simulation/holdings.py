@@ -150,7 +150,7 @@ class Holdings:
 
     def living(self) -> set[str]:
         """The machines of the roster whose agents run."""
-        names = {node.id for node in self._world.roster.nodes}
+        names = {node.id for node in self._world.member_list.nodes}
         return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
 
     def describe(self, group: VersionId) -> str:

@@ -60,7 +60,7 @@ class Truth(Holdings):
         self._floor_at = 0.0
         self._floor_lost = False
         self._troubled_at = 0.0
-        self.settled: list[VersionId] = []
+        self.replicated: list[VersionId] = []
         self._left_out: set[VersionId] = set()
         """Versions of which a rank has left out its part, and told its agent so."""
         self._answers: dict[VersionId, str] = {}
@@ -246,7 +246,7 @@ class Truth(Holdings):
 
     def declared(self, agent: Agent, group: VersionId) -> None:
         """The scribe says that all parts of a version have their copies."""
-        self.settled.append(group)
+        self.replicated.append(group)
         world = self._world
         self._on_one_side_only(agent.name, group)
         living = self.living()
@@ -275,19 +275,19 @@ class Truth(Holdings):
         ):
             self._set_floor(group)
 
-    def _on_one_side_only(self, scribe: str, group: VersionId) -> None:
+    def _on_one_side_only(self, leader: str, group: VersionId) -> None:
         """What is settled makes older versions superfluous: never may both halves of a partition say it."""
         began = self._parted_since()
-        here = self._side_of(scribe)
+        here = self._side_of(leader)
         if here is None or self._world.now < began:
             return
-        for at, other, settled in self._declared:
+        for at, other, replicated in self._declared:
             if at >= began and other not in here:
                 raise Violation(
-                    f"both halves of a partition settle versions, and may give up older ones: {scribe} "
-                    f"{self._world.short(group)}, {other} {self._world.short(settled)}"
+                    f"both halves of a partition settle versions, and may give up older ones: {leader} "
+                    f"{self._world.short(group)}, {other} {self._world.short(replicated)}"
                 )
-        self._declared.append((self._world.now, scribe, group))
+        self._declared.append((self._world.now, leader, group))
 
     def _parted_since(self) -> float:
         """Since when both sides of the partition there is have had the time to notice it."""
@@ -316,7 +316,7 @@ class Truth(Holdings):
             restart.told.discard(machine)
             if not restart.told and restart.base not in self._bases_heard():
                 self._went_back.remove(restart)
-                kept = [group for group in self.settled if self.whole(group) and not self._left(group)]
+                kept = [group for group in self.replicated if self.whole(group) and not self._left(group)]
                 if self.floor == restart.base and max(kept, default=self.floor) > self.floor:
                     self._set_floor(max(kept))
 

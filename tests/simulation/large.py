@@ -310,10 +310,12 @@ def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda
 
 
 def _settled(world: LargeWorld, group: VersionId | None) -> Callable[[], bool]:
-    def settled() -> bool:
-        return group in world.truth.settled and all(one.copies.newest_replicated(JOB) == group for one in world.agents)
+    def replicated() -> bool:
+        return group in world.truth.replicated and all(
+            one.copies.newest_replicated(JOB) == group for one in world.agents
+        )
 
-    return settled
+    return replicated
 
 
 def main() -> int:

@@ -71,7 +71,7 @@ class SimulatedStore:
         return bytes(sums)
 
 
-class SimulatedTending:
+class SimulatedMembership:
     """What :class:`peerstore.peers.heartbeat_loop.HeartbeatLoop` knows, and whom it calls."""
 
     def __init__(self, agent: Agent) -> None:
@@ -181,7 +181,7 @@ class SimulatedSharing(ParityReplicator):
     def __init__(self, agent: Agent) -> None:
         world = agent.world
         store: Any = SimulatedStore(agent)
-        tending: Any = SimulatedTending(agent)
+        tending: Any = SimulatedMembership(agent)
         super().__init__(
             store,
             "job",

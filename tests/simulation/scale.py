@@ -121,7 +121,7 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
     for lacking in (1, 0):
         for part, name in enumerate(names):
             kept = Kept(_key(VERSIONS[-1], part), is_owner=True, copies=2 - lacking, missing=lacking, unplaceable=0)
-            to, told = own[name].pending([kept], {group: len(names)}, living=living, settled=None, life=1)
+            to, told = own[name].pending([kept], {group: len(names)}, living=living, replicated=None, life=1)
             assert to == teller
             for note in told:
                 own[name].mark_reported(to, note)
@@ -131,7 +131,7 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
         found = CommitDecision()
         for note in notes:
             reports.add(note)
-            found |= reports.decide(living=living, life=lambda _: 1, settled=None, quorum=True)
+            found |= reports.decide(living=living, life=lambda _: 1, replicated=None, quorum=True)
         return found
 
     found, seconds = timed(count)
@@ -160,7 +160,7 @@ def periods_until_known(names: list[str]) -> int:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def looks(names: list[str], districts: NodePartitions) -> Looks:
+def looks(names: list[str], partitions: NodePartitions) -> Looks:
     """Everybody is well."""
     got: Counter[str] = Counter()
     sent: Counter[str] = Counter()
@@ -174,17 +174,17 @@ def looks(names: list[str], districts: NodePartitions) -> Looks:
         peers[other].add(one)
 
     for me in names:
-        for other in districts.partition_of(me):
+        for other in partitions.partition_of(me):
             if other != me:
                 ask(me, other, ROUNDS)
-        for members in districts.other_partitions(me):
-            lookout = DelegateCandidates(members, gone=lambda _: False).next_delegate()
-            assert lookout is not None
-            ask(me, lookout)
-            for_all[lookout] += 1
+        for members in partitions.other_partitions(me):
+            delegate = DelegateCandidates(members, gone=lambda _: False).next_delegate()
+            assert delegate is not None
+            ask(me, delegate)
+            for_all[delegate] += 1
     first = names[0]
-    beyond = districts.other_partitions(first)
-    alone = len(districts.partition_of(first)) - 1 + sum(len(members) for members in beyond)
+    beyond = partitions.other_partitions(first)
+    alone = len(partitions.partition_of(first)) - 1 + sum(len(members) for members in beyond)
     answered = {name: (got[name] - for_all[name], for_all[name]) for name in names}
     return Looks(alone, sent.total(), max(got.values()), max(sent.values()), max(map(len, peers.values())), answered)
 
@@ -203,8 +203,8 @@ def inventory(names: list[str], placement: ReplicaPlacement) -> dict[str, NodeIn
             held[name].append(own)
             for partner in holders[1:]:
                 held[partner].append(_fact(version, part, len(names), holders))
-    settled = VersionId(7, VERSIONS[-1], 0, "0" * 12)
-    return {name: NodeInventory(tuple(facts), 7, "0" * 12, settled, 0) for name, facts in held.items()}
+    replicated = VersionId(7, VERSIONS[-1], 0, "0" * 12)
+    return {name: NodeInventory(tuple(facts), 7, "0" * 12, replicated, 0) for name, facts in held.items()}
 
 
 def _fact(version: int, part: int, parts: int, holders: tuple[str, ...] = ()) -> ShardInfo:
@@ -224,21 +224,21 @@ def _answered(body: object) -> bytes:
     return message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(body)))
 
 
-def answers_for(me: str, districts: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
+def answers_for(me: str, partitions: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
     """What one node is sent in a survey: by its own district's nodes and by the lookouts of the others."""
-    near = [_answered(said[node]) for node in districts.partition_of(me) if node != me]
+    near = [_answered(said[node]) for node in partitions.partition_of(me) if node != me]
     far = [
         _answered(PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {}))
-        for members in districts.other_partitions(me)
+        for members in partitions.other_partitions(me)
     ]
     return near + far
 
 
-def most_sent(seen: Looks, districts: NodePartitions, said: dict[str, NodeInventory]) -> int:
+def most_sent(seen: Looks, partitions: NodePartitions, said: dict[str, NodeInventory]) -> int:
     """Bytes of the answers that one node gives when all survey at one time."""
     own = {name: len(_answered(looked)) for name, looked in said.items()}
     return max(
-        about_it * own[name] + about_all * sum(own[member] for member in districts.partition_of(name))
+        about_it * own[name] + about_all * sum(own[member] for member in partitions.partition_of(name))
         for name, (about_it, about_all) in seen.answered.items()
     )
 
@@ -274,12 +274,12 @@ def measure(count: int) -> dict[str, str]:
     names = sorted(node.id for node in nodes)
     pings, ping_bytes, tick_s = pings_of_one(nodes)
     reports, told, count_s = settled_by(list(names))
-    districts, cut_s = timed(lambda: NodePartitions(names))
-    seen = looks(list(names), districts)
+    partitions, cut_s = timed(lambda: NodePartitions(names))
+    seen = looks(list(names), partitions)
     said = inventory(list(names), placement)
     me = names[0]
-    answers = answers_for(me, districts, said)
-    near = len(districts.partition_of(me)) - 1
+    answers = answers_for(me, partitions, said)
+    near = len(partitions.partition_of(me)) - 1
     taken, taken_s = timed(lambda: taken_in(answers, near))
     others = {str(number): looked for number, looked in taken.items()}
     views, views_s = timed(lambda: memory_step_statuses(said[me].shards, peer_facts(others, me), lambda _: False))
@@ -289,7 +289,7 @@ def measure(count: int) -> dict[str, str]:
     assert Tier.PEER in found.chosen.tiers
     sources = {name for name, looked in said.items() if name != me and looked.shards}
     question = len(
-        _sent("partition_inventory", GetPartitionInventory(max(districts.other_partitions(me), key=len, default=())))
+        _sent("partition_inventory", GetPartitionInventory(max(partitions.other_partitions(me), key=len, default=())))
     )
     received = sum(map(len, answers))
     return {
@@ -303,8 +303,8 @@ def measure(count: int) -> dict[str, str]:
         "a save: nodes the scribe tells": f"{told:,}",
         "... periods of pings until all know": str(periods_until_known(list(names))),
         "a save: seconds the scribe counts": f"{count_s:.2f}",
-        "districts, and the largest": f"{len(districts.other_partitions(me)) + 1}, "
-        f"{max(map(len, _all(districts, me)))}",
+        "districts, and the largest": f"{len(partitions.other_partitions(me)) + 1}, "
+        f"{max(map(len, _all(partitions, me)))}",
         "cutting them, ms": f"{cut_s * 1e3:.1f}",
         "one node surveys: questions": f"{seen.one_survey:,}",
         "all survey at once: questions": f"{seen.restart:,}",
@@ -316,7 +316,7 @@ def measure(count: int) -> dict[str, str]:
         "inventory of one node, bytes": f"{len(_answered(said[me])):,}",
         "a question to a lookout, bytes": f"{question:,}",
         "its answer, bytes": f"{max(map(len, answers)):,}",
-        "all survey at once: most that one node sends, MB": f"{most_sent(seen, districts, said) / 1e6:.1f}",
+        "all survey at once: most that one node sends, MB": f"{most_sent(seen, partitions, said) / 1e6:.1f}",
         "all that one survey brings, MB": f"{received / 1e6:.1f}",
         "decoding that, seconds": f"{taken_s:.2f}",
         "merging it to steps, seconds": f"{views_s:.2f}",
@@ -324,8 +324,8 @@ def measure(count: int) -> dict[str, str]:
     }
 
 
-def _all(districts: NodePartitions, me: str) -> list[tuple[str, ...]]:
-    return [districts.partition_of(me), *districts.other_partitions(me)]
+def _all(partitions: NodePartitions, me: str) -> list[tuple[str, ...]]:
+    return [partitions.partition_of(me), *partitions.other_partitions(me)]
 
 
 def main() -> None:

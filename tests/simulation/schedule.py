@@ -142,7 +142,7 @@ def finish(world: World) -> None:
 
 def _goes_on(world: World) -> None:
     living = sorted(world.truth.living())
-    if 2 * len(living) <= len(world.roster.nodes):
+    if 2 * len(living) <= len(world.member_list.nodes):
         return
     for _ in range(4):
         restore = world.restart(living)
@@ -154,7 +154,7 @@ def _goes_on(world: World) -> None:
             continue
         job = world.jobs[-1]
         for _ in range(4):
-            before = len(world.truth.settled)
+            before = len(world.truth.replicated)
             group = job.save()
             if group is None:
                 break
@@ -169,7 +169,7 @@ def _goes_on(world: World) -> None:
 
 
 def _settled(world: World, group: object, before: int) -> bool:
-    return group in world.truth.settled[before:]
+    return group in world.truth.replicated[before:]
 
 
 def _lost_for_good(world: World) -> bool:
@@ -244,7 +244,7 @@ def _rack(world: World, event: Event) -> None:
             world.crash(machine)
 
 
-def _scribe(world: World, event: Event) -> None:
+def _leader(world: World, event: Event) -> None:
     """The node that keeps the tally, and is often the coordinator's too."""
     up = [machine for machine in world.machines.values() if machine.up]
     if up:
@@ -345,7 +345,9 @@ def _replace(world: World, event: Event) -> None:
         machine = gone[event.one % len(gone)]
         world.say(f"{machine.name} leaves the roster")
         del world.machines[machine.name]
-        world.publish([node for node in world.roster.nodes if node.id != machine.name] or [*world.roster.nodes])
+        world.publish(
+            [node for node in world.member_list.nodes if node.id != machine.name] or [*world.member_list.nodes]
+        )
         if event.other % 2 and len(world.machines) < _MOST_NODES:
             world.join()
 
@@ -386,7 +388,7 @@ KINDS: dict[str, tuple[int, Callable[[World, Event], None]]] = {
     "crash and return": (3, _crash_and_return),
     "two crash": (2, _two),
     "rack": (1, _rack),
-    "scribe": (2, _scribe),
+    "scribe": (2, _leader),
     "agent": (6, _agent),
     "part": (6, _part),
     "heal": (6, _heal),

@@ -35,9 +35,11 @@ def names_of(nodes):
 @pytest.mark.parametrize("count", [64, 100, 300, 1000])
 def test_restart_messages_per_node_grow_with_the_square_root(count):
     names = names_of(hosts(count))
-    districts = NodePartitions(names)
-    seen = looks(names, districts)
-    expected = sum(ROUNDS * (len(districts.partition_of(me)) - 1) + len(districts.other_partitions(me)) for me in names)
+    partitions = NodePartitions(names)
+    seen = looks(names, partitions)
+    expected = sum(
+        ROUNDS * (len(partitions.partition_of(me)) - 1) + len(partitions.other_partitions(me)) for me in names
+    )
     assert seen.restart == expected
     root = math.sqrt(count)
     assert seen.restart <= 4.5 * count * root
@@ -55,17 +57,17 @@ def test_job_below_the_limit_queries_every_node():
 def test_inventory_replies_contain_all_shards():
     nodes = hosts(300)
     names = names_of(nodes)
-    districts, said = NodePartitions(names), inventory(names, place_replicas(nodes))
+    partitions, said = NodePartitions(names), inventory(names, place_replicas(nodes))
     me = names[17]
-    taken = taken_in(answers_for(me, districts, said), len(districts.partition_of(me)) - 1)
+    taken = taken_in(answers_for(me, partitions, said), len(partitions.partition_of(me)) - 1)
     assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
 
 
 def test_replies_of_the_largest_job_stay_below_the_limits():
     """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
     names = names_of(hosts(MOST_NODES))
-    districts = NodePartitions(names)
-    largest = max(len(districts.partition_of(me)) for me in names)
+    partitions = NodePartitions(names)
+    largest = max(len(partitions.partition_of(me)) for me in names)
     assert largest <= MAX_NODES_PER_REQUEST
     few = hosts(100)
     one = max(

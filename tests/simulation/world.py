@@ -94,7 +94,7 @@ class World:
         self._keys: dict[int, tuple[NodeInventory, frozenset[ShardKey]]] = {}
         for _ in range(shape.nodes):
             self._add()
-        self.roster = member_list(1, [machine.node for machine in self.machines.values()])
+        self.member_list = member_list(1, [machine.node for machine in self.machines.values()])
         for machine in self.machines.values():
             self.boot(machine)
         self.truth.begin()
@@ -163,16 +163,16 @@ class World:
         """A new node, which the roster names from now on."""
         machine = self._add()
         self.say(f"{machine.name} joins the roster")
-        self.publish([*self.roster.nodes, machine.node])
+        self.publish([*self.member_list.nodes, machine.node])
         self.boot(machine)
         return machine
 
     def publish(self, nodes: Sequence[PeerNode]) -> None:
         """Another roster; agents hear of it one after the other, or from each other."""
-        self.roster = member_list(self.roster.version + 1, nodes)
+        self.member_list = member_list(self.member_list.version + 1, nodes)
         for machine in self.machines.values():
             if machine.agent is not None and self.random.random() < 0.7:
-                machine.agent.later(self.random.random() * 2, partial(machine.agent.set_roster, self.roster))
+                machine.agent.later(self.random.random() * 2, partial(machine.agent.set_member_list, self.member_list))
 
     def is_full(self, machine: Machine) -> bool:
         return machine.arena.full or machine.budget_bytes < self.shape.budget_shards * SHARD_BYTES

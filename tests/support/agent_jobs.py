@@ -88,7 +88,7 @@ class AgentJob:
                 save(store, of, size_bytes, parts=parts)
         return keys
 
-    def settled(self, name: str) -> int:
+    def replicated(self, name: str) -> int:
         with self.hosts[name].agent() as agent:
             found = [job.newest_replicated for job in agent.store.status().jobs if job.job == self.job]
         return -1 if not found or found[0] is None else found[0]
@@ -96,7 +96,7 @@ class AgentJob:
     def settle(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has all its copies."""
         for name in names or self.hosts:
-            until(lambda name=name: self.settled(name) >= version, f"version {version} is settled on {name}")
+            until(lambda name=name: self.replicated(name) >= version, f"version {version} is settled on {name}")
 
     def holders(self, of: ShardKey) -> tuple[str, ...]:
         """The nodes that say they hold it, after they have looked at what a killed agent left there."""

@@ -77,8 +77,8 @@ class Neighbour:
         """Start its agent, with what lies in its directory."""
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget), threads=1)
         identity = NodeIdentity(NodeId(self.name), self._listen, parse_labels(self.labels), membership=self._membership)
-        self.neighbourhood = NodePeers(self.store, identity, self.transport, version="test", shared=SHARED_BLOBS)
-        self.neighbourhood.start()
+        self.node_peers = NodePeers(self.store, identity, self.transport, version="test", shared=SHARED_BLOBS)
+        self.node_peers.start()
         self.is_open = True
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Neighbour:
         if self.is_open:
             self.is_open = False
             self.store.stop_leasing()
-            self.neighbourhood.close()
+            self.node_peers.close()
             self.store.close()
 
     def wipe(self) -> None:
@@ -97,19 +97,19 @@ class Neighbour:
 
     @property
     def node(self) -> PeerNode:
-        return PeerNode(NodeId(self.name), self.neighbourhood.this_node.address, parse_labels(self.labels))
+        return PeerNode(NodeId(self.name), self.node_peers.this_node.address, parse_labels(self.labels))
 
     @property
     def team(self) -> JobPeers:
-        team = self.neighbourhood.job_peers(JOB)
+        team = self.node_peers.job_peers(JOB)
         assert team is not None, f"{self.name} has not joined"
         return team
 
     def join(self, plan: JobPeersConfig) -> None:
-        self.neighbourhood.join(JOB, plan, wait_s=0.0)
+        self.node_peers.join(JOB, plan, wait_s=0.0)
 
     @property
-    def settled(self) -> int:
+    def replicated(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
         group = self.store.replicas.newest_replicated(JOB)
         return -1 if group is None else group.version
@@ -218,7 +218,7 @@ class Neighbours:
     def settle(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has its copies."""
         for node in [self.nodes[name] for name in names] or list(self):
-            until(lambda node=node: node.settled >= version, f"version {version} is settled on {node.name}")
+            until(lambda node=node: node.replicated >= version, f"version {version} is settled on {node.name}")
 
     def holders(self, of: ShardKey) -> set[str]:
         return {node.name for node in self if node.holds(of)}

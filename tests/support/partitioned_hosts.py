@@ -124,7 +124,7 @@ class Seat:
         return found
 
     @property
-    def settled(self) -> int:
+    def replicated(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
         found = [job.newest_replicated for job in self.store.status().jobs if job.job == JOB]
         return -1 if not found or found[0] is None else found[0]
@@ -239,9 +239,9 @@ class SeparatedJob:
         """Until these nodes (all) know that a version has its copies."""
         for seat in self.some(*names):
             until(
-                lambda seat=seat: seat.settled >= version,
+                lambda seat=seat: seat.replicated >= version,
                 f"version {version} is settled on {seat.name}",
-                explain=lambda seat=seat: f"({seat.settled} is, and it {seat.view.sees})",
+                explain=lambda seat=seat: f"({seat.replicated} is, and it {seat.view.sees})",
             )
 
     def holders(self, of: ShardKey, *names: str) -> set[str]:

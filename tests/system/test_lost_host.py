@@ -80,7 +80,7 @@ def test_unplugged_host_loses_no_step_and_gets_copies_on_return(net, ranks):
             until(lambda seat=job[name]: seat.parts_of(7) == {0, 1, 2}, f"{name} holds all of step 7")
         assert job.run(ranks, ["n1", "n3"], go_on, 7, 8) == [{"memory"}] * 2
         job.settle(8, "n1", "n3")
-        assert job["n2"].settled == 7
+        assert job["n2"].replicated == 7
         net.heal_all()
         job.settle(8, "n2")
 

@@ -39,7 +39,7 @@ class TestPartition:
         n3.write(job.key(3, "n3"), SIZE, parts=3)
         with pytest.raises(ArenaBusyError, match="version 1, the newest whole one"):
             n3.write(job.key(4, "n3"), SIZE, parts=3)
-        assert n3.settled == 1
+        assert n3.replicated == 1
         assert here <= n3.keys()
         assert all(n3.is_good(of) for of in here)
         assert n3.store.epoch("separated") == 1

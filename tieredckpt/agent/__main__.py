@@ -66,19 +66,19 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
         for told in ("http", MEMORY_SERVICE_JOB):  # where an agent that was killed was to be found
             (place.directory / told).unlink(missing_ok=True)
         with contextlib.ExitStack() as cleanup:
-            neighbourhood = _neighbourhood(store, args)
+            node_peers = _node_peers(store, args)
             options = memory_service_options_of(args)
-            node = NodeAgentService(store, writer=f"tieredckpt {installed_version()}", neighbourhood=neighbourhood)
+            node = NodeAgentService(store, writer=f"tieredckpt {installed_version()}", node_peers=node_peers)
             if options.enabled:
                 store.manage_job(
                     MEMORY_SERVICE_JOB, MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION
                 )  # before a copy of it may come
-            if neighbourhood is not None:
-                cleanup.callback(neighbourhood.close)
-                neighbourhood.start()
+            if node_peers is not None:
+                cleanup.callback(node_peers.close)
+                node_peers.start()
             cleanup.callback(node.close)
             named = args.node or socket.gethostname()
-            service = _memory_service(store, options, named, place.directory, neighbourhood)
+            service = _memory_service(store, options, named, place.directory, node_peers)
             reporting = cleanup.enter_context(service)
             followed = _followed(store, args)
             if followed is not None:
@@ -113,7 +113,7 @@ def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettingsWatc
 
 
 def _memory_service(
-    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: NodePeers | None
+    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, node_peers: NodePeers | None
 ) -> contextlib.AbstractContextManager[StatusSource | None]:
     """Load the memory service by its entry point, only where the settings turn it on."""
     if not options.enabled:
@@ -125,12 +125,12 @@ def _memory_service(
             "Reinstall tieredckpt, or unset agent.memory_service."
         )
     service: contextlib.AbstractContextManager[StatusSource | None] = found[0].load()(
-        store, options, node, directory, neighbourhood
+        store, options, node, directory, node_peers
     )
     return service
 
 
-def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> NodePeers | None:
+def _node_peers(store: NodeStore, args: argparse.Namespace) -> NodePeers | None:
     if args.peers == "off":
         return None
     identity = NodeIdentity(

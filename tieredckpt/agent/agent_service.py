@@ -127,14 +127,14 @@ class NodeAgentService(StoreListener):
         *,
         open_durable: StoreOpener = open_store,
         writer: str = "",
-        neighbourhood: NodePeers | None = None,
+        node_peers: NodePeers | None = None,
         page_bytes: int = STEP_PAGE_BYTES,
     ) -> None:
         self.store = store
         self._page_bytes = page_bytes
         self._maps: dict[tuple[str, VersionId], StepLocator] = {}
         """The steps that were described last."""
-        self.peers = PeerTier(neighbourhood) if neighbourhood is not None else None
+        self.peers = PeerTier(node_peers) if node_peers is not None else None
         self._open = open_durable
         self._writer = writer
         self._lock = threading.Lock()
@@ -460,13 +460,13 @@ class NodeAgentService(StoreListener):
         return self.drain.wait(job, group, timeout_s)
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
-        self._neighbourhood().join(job, plan)
+        self._node_peers().join(job, plan)
 
     def isolate(self, seconds: float) -> None:
-        self._neighbourhood().partition(seconds)
+        self._node_peers().partition(seconds)
 
     def this_node(self) -> PeerNode | None:
-        return self.peers.neighbourhood.this_node if self.peers is not None else None
+        return self.peers.node_peers.this_node if self.peers is not None else None
 
     def peer_credentials(self, job: str) -> ReaderCredentials | None:
         team = self.peers.team(job) if self.peers is not None else None
@@ -476,9 +476,9 @@ class NodeAgentService(StoreListener):
         team = self.peers.team(job) if self.peers is not None else None
         if team is None:
             return None
-        roster = team.membership.member_list
-        version = roster.version if roster is not None else 0
-        went_on = {node.id for node in roster.nodes} if roster is not None else set()
+        member_list = team.membership.member_list
+        version = member_list.version if member_list is not None else 0
+        went_on = {node.id for node in member_list.nodes} if member_list is not None else set()
         silent = () if team.this_node.id in went_on else sorted(went_on & team.inventory(fresh=True).unreachable.keys())
         return KnownPeers(team.credentials.secret, tuple(team.membership.alive.values()), version, tuple(silent))
 
@@ -499,7 +499,7 @@ class NodeAgentService(StoreListener):
     def cluster_status(self, job: str) -> ClusterStatus:
         team = self.peers.team(job) if self.peers is not None else None
         if team is None:
-            me = self.peers.neighbourhood.node_id if self.peers is not None else "this node"
+            me = self.peers.node_peers.node_id if self.peers is not None else "this node"
             facts = tuple(self.store.list_shards(job))
             alone = ClusterNode(PeerNode(NodeId(me), ""), "alive", facts, self.store.epoch(job))
             return ClusterStatus(job, me, (alone,), protected=self.protection(job))
@@ -540,12 +540,12 @@ class NodeAgentService(StoreListener):
     @property
     def teams(self) -> list[JobPeers]:
         """The jobs of this node that have other nodes."""
-        return self.peers.neighbourhood.all_job_peers if self.peers is not None else []
+        return self.peers.node_peers.all_job_peers if self.peers is not None else []
 
-    def _neighbourhood(self) -> NodePeers:
+    def _node_peers(self) -> NodePeers:
         if self.peers is None:
             raise UsageError("this node's agent does not listen for other nodes (agent.peers is off)")
-        return self.peers.neighbourhood
+        return self.peers.node_peers
 
     def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus:
         with self._lock:
@@ -607,7 +607,7 @@ class NodeAgentService(StoreListener):
     def is_committer(self, job: str, group: VersionId) -> bool:
         if self.peers is None:
             return True
-        return self.peers.committer_of(job, group) in (None, self.peers.neighbourhood.node_id)
+        return self.peers.committer_of(job, group) in (None, self.peers.node_peers.node_id)
 
     def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
         with contextlib.suppress(RuntimeError):  # this agent ends

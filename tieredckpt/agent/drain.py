@@ -253,12 +253,12 @@ class Drain(StoreListener):
     def wait(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
         """Until ``group`` (or everything of ``job``) is not open any more."""
 
-        def settled() -> bool:
+        def is_finished() -> bool:
             steps = self._wanted(job, group)
             return not any(step.open for step in steps)
 
         with self._changed:
-            self._changed.wait_for(lambda: settled() or self._stop.is_set(), deadlines.remaining_s(timeout_s))
+            self._changed.wait_for(lambda: is_finished() or self._stop.is_set(), deadlines.remaining_s(timeout_s))
             steps = self._wanted(job, group)
             still = [step for step in steps if step.open]
             failed = [step for step in steps if step.state == "failed"]

@@ -107,13 +107,13 @@ def blobs_needed(fact: ShardInfo) -> tuple[str, ...]:
 class PeerTier:
     """The peer tier as the agent's answers use it."""
 
-    def __init__(self, neighbourhood: NodePeers) -> None:
-        self.neighbourhood = neighbourhood
+    def __init__(self, node_peers: NodePeers) -> None:
+        self.node_peers = node_peers
         self._listed: dict[str, tuple[JobInventory, dict[str, list[str]]]] = {}
         """By job, what was seen last, and which nodes have shards that go with each layout and table."""
 
     def team(self, job: str) -> JobPeers | None:
-        return self.neighbourhood.job_peers(job)
+        return self.node_peers.job_peers(job)
 
     def wait_for_pending_commits(self, job: str, timeout_s: float) -> None:
         """Until other nodes are not about to make a newer step whole any more."""
@@ -273,13 +273,13 @@ def shard_replication_status(team: JobPeers, key: ShardKey) -> ShardReplication:
     level = next((name for name in reversed(levels) if any(dict(node.labels).get(name) for node in nodes)), "node")
     copies, domains = team.replicator.redundancy(key, level)
     standing = next((one for one in team.replicator.statuses() if one.key == key), None)
-    settled = team.newest_replicated
+    replicated = team.newest_replicated
     return ShardReplication(
         copies=copies,
         domains=domains,
         level=level,
         missing_copies=standing.missing if standing is not None else 0,
-        is_replicated=settled is not None and key.version_id <= settled,
+        is_replicated=replicated is not None and key.version_id <= replicated,
         problem=team.replicator.last_errors(key),
         parity_nodes=len(group),
     )
@@ -288,8 +288,8 @@ def shard_replication_status(team: JobPeers, key: ShardKey) -> ShardReplication:
 def cluster_status_of(team: JobPeers) -> ClusterStatus:
     """All nodes of a job: who is there, and what they hold."""
     sight = team.inventory(fresh=True)
-    roster, living = team.membership.member_list, team.membership.alive
-    listed: dict[str, PeerNode] = {node.id: node for node in roster.nodes} if roster is not None else {}
+    member_list, living = team.membership.member_list, team.membership.alive
+    listed: dict[str, PeerNode] = {node.id: node for node in member_list.nodes} if member_list is not None else {}
     views = []
     for name, node in sorted({**listed, **living}.items()):
         looked = sight.nodes.get(name)
@@ -310,7 +310,7 @@ def cluster_status_of(team: JobPeers) -> ClusterStatus:
         job=team.job,
         this_node=team.this_node.id,
         nodes=tuple(views),
-        member_list_version=roster.version if roster is not None else 0,
+        member_list_version=member_list.version if member_list is not None else 0,
         quorum=team.membership.has_quorum,
         sees=team.membership.explain_quorum(),
         copies=team.settings.copies,

@@ -182,21 +182,21 @@ class RestoreOutcome:
 class SaveRestoreLog:
     """Where this process is, the ledger knows from who has it enter worlds; else its environment may."""
 
-    def __init__(self, ledger: EventLog | None = None) -> None:
-        self._ledger = ledger or event_log_from_environ()
+    def __init__(self, event_log: EventLog | None = None) -> None:
+        self._event_log = event_log or event_log_from_environ()
         self._protected: ProtectionStatus | None = None
 
     @property
     def _rank(self) -> int:
-        known, told = self._ledger.position.rank, os.environ.get("RANK", "")
+        known, told = self._event_log.position.rank, os.environ.get("RANK", "")
         return known if known >= 0 or not told.isdecimal() else int(told)
 
     def record_save(self, saved: SaveHandle, blocked_s: float) -> None:
         """A call of ``save`` that was due."""
         if saved.state is not SaveState.NOT_DUE:
             began = time.time() - blocked_s
-            epoch = self._ledger.position.epoch
-            self._ledger.write(SaveEvent(self._rank, saved.step, saved.state.value, began, blocked_s, epoch))
+            epoch = self._event_log.position.epoch
+            self._event_log.write(SaveEvent(self._rank, saved.step, saved.state.value, began, blocked_s, epoch))
 
     def protection(self, found: ProtectionStatus | None, *, missed: int = 0) -> None:
         """What the agent says, where it has changed. One that says nothing has not heard of the ``missed`` saves."""
@@ -207,12 +207,12 @@ class SaveRestoreLog:
             found = ProtectionStatus(known.step, known.unprotected_since or time.time(), known.missed_saves + missed)
         if found != self._protected:
             self._protected = found
-            self._ledger.write(Protection(time.time(), found.step, found.unprotected_since, found.missed_saves))
+            self._event_log.write(Protection(time.time(), found.step, found.unprotected_since, found.missed_saves))
 
     @contextmanager
     def record_restore(self) -> Iterator[RestoreOutcome]:
         """However it ends, its time is written down as a stage, where this process is on its way into a world."""
-        told, where, began = RestoreOutcome(), self._ledger.position, time.time()
+        told, where, began = RestoreOutcome(), self._event_log.position, time.time()
         entering = where.stage_began_at is not None
         if where.stage_began_at is not None:
             self._stage(STAGE_LOADER, where.stage_began_at, began)
@@ -228,12 +228,12 @@ class SaveRestoreLog:
                 self._restored(told, began, ended)
 
     def _restored(self, told: RestoreOutcome, began: float, ended: float) -> None:
-        where, step = self._ledger.position, told.step if told.step is not None else -1
+        where, step = self._event_log.position, told.step if told.step is not None else -1
         report = told.report if told.report is not None and told.report.step == step else None
         lost = None if report is None else report.steps_redone
         if lost is None:
             lost = where.newest_begun_step - step if where.newest_begun_step >= step else -1
-        self._ledger.write(
+        self._event_log.write(
             RestoreEvent(
                 rank=self._rank,
                 step=step,
@@ -248,5 +248,5 @@ class SaveRestoreLog:
         where.next_step = step + 1
 
     def _stage(self, name: str, began: float, ended: float) -> None:
-        where = self._ledger.position
-        self._ledger.write(StageEvent(where.epoch, self._rank, name, began, max(0.0, ended - began)))
+        where = self._event_log.position
+        self._event_log.write(StageEvent(where.epoch, self._rank, name, began, max(0.0, ended - began)))

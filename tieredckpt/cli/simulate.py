@@ -198,7 +198,7 @@ def simulation_json(
         "mtbf_s": nodes.mtbf_s,
         "step_s": scheme.step_s or None,
         "stages_s": asked.recovery_by_stage or None,
-        "from": None if asked.ledger is None else str(asked.ledger),
+        "from": None if asked.event_log is None else str(asked.event_log),
         "runs": asked.runs,
         "seed": asked.seed,
         **_forecast_json(forecast),
@@ -268,7 +268,7 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
             "  " + " + ".join(f"{name} {format_duration(seconds)}" for name, seconds in asked.recovery_by_stage.items())
         )
     if asked.measured is not None:
-        out.print(f"  as {asked.ledger} has it: the mean of its {_recovered(asked.measured.recoveries)}")
+        out.print(f"  as {asked.event_log} has it: the mean of its {_recovered(asked.measured.recoveries)}")
     steps = f" ({pluralized(scheme.steps_per_interval, 'step')})" if scheme.steps_per_interval else ""
     out.print(
         f"saves every {format_duration(scheme.interval_s)}{steps}, each holds training up for "
@@ -400,7 +400,7 @@ _STALL_S = 0.5
 )
 @click.option(
     "--event-log",
-    "ledger",
+    "event_log",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="The event log of a run: its stages and its saves' stalls, where none are said here.",
@@ -480,7 +480,7 @@ class SimulateOptions:
     step: float | None
     recovery: float | None
     stages: tuple[tuple[str, float], ...]
-    ledger: Path | None
+    event_log: Path | None
     live_share: float
     durable_share: float
     durable_every: int
@@ -497,7 +497,7 @@ class SimulateOptions:
 
     @cached_property
     def measured(self) -> MeasuredMeans | None:
-        return None if self.ledger is None else measure_run(self.ledger)
+        return None if self.event_log is None else measure_run(self.event_log)
 
     @property
     def stall_s(self) -> float:
@@ -508,9 +508,9 @@ class SimulateOptions:
 
     @property
     def recovery_s(self) -> float:
-        if self.recovery is not None and (self.stages or self.ledger is not None):
+        if self.recovery is not None and (self.stages or self.event_log is not None):
             raise UsageError("--recovery says it as a whole: leave out --stage and --event-log")
-        if self.recovery is None and not self.stages and self.ledger is None:
+        if self.recovery is None and not self.stages and self.event_log is None:
             raise UsageError(
                 "say how long a recovery takes: --recovery TIME, --stage NAME=TIME for each stage, --event-log DIR"
             )

@@ -100,10 +100,10 @@ def cluster_headline(view: ClusterStatus) -> str:
     name = f"[bold]{literal(view.job)}[/]"
     if not view.member_list_version:
         return f"{name}  only on this node ({literal(view.this_node)}): no copies on others{protection_line(view)}"
-    settled = newest_replicated(view)
+    replicated = newest_replicated(view)
     seen = f"{literal(view.this_node)} {literal(view.sees)}"
     wanted = "parity" if view.mode == "parity" else f"{view.copies} copies"
-    text = f"{name}  {wanted} wanted" + (f", replicated step {settled.version}" if settled else "")
+    text = f"{name}  {wanted} wanted" + (f", replicated step {replicated.version}" if replicated else "")
     return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
 
 

@@ -134,12 +134,12 @@ def count_missing_copies(steps: Sequence[StepRedundancy]) -> int:
 
 def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> int:
     """Whole steps that are newer than the replicated one."""
-    settled = newest_replicated(view)
+    replicated = newest_replicated(view)
     return len(
         {
             s.version_id
             for s in steps
-            if s.state == "whole" and s.parts_in_memory and (settled is None or s.version_id > settled)
+            if s.state == "whole" and s.parts_in_memory and (replicated is None or s.version_id > replicated)
         }
     )
 
@@ -176,9 +176,9 @@ def _head(seen: ClusterSample, steps: Sequence[StepRedundancy]) -> Text:
     if view.protected is not None:
         lines.append(protection_line(view).strip())
     if view.member_list_version:
-        settled = newest_replicated(view)
+        replicated = newest_replicated(view)
         newer = count_steps_behind(view, steps)
-        text = f"replicated step {settled.version}" if settled is not None else "no step is replicated yet"
+        text = f"replicated step {replicated.version}" if replicated is not None else "no step is replicated yet"
         text += f", {pluralized(newer, 'newer one')} not yet" if newer else ""
         few = count_missing_copies(steps)
         weak = f"[yellow]{pluralized(few, 'part')} with too few copies[/]" if few else "no copies lacking"
@@ -229,7 +229,7 @@ def sample_json(seen: ClusterSample, before: Sequence[TrafficCounters]) -> dict[
     return {
         "at": iso_time(seen.at_ns),
         **cluster_json(seen.view, seen.survey, steps),
-        "newest_replicated": settled.version if (settled := newest_replicated(seen.view)) is not None else None,
+        "newest_replicated": replicated.version if (replicated := newest_replicated(seen.view)) is not None else None,
         "steps_behind": count_steps_behind(seen.view, steps),
         "parts_lacking_copies": count_missing_copies(steps),
         "copy_lag_s": seen.view.lag_s,

@@ -171,19 +171,19 @@ class _File:
 class StdoutEventLog:
     """Writes into another ledger, and says on standard output what is said of it."""
 
-    def __init__(self, ledger: EventLog) -> None:
-        self._ledger = ledger
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
 
     @property
     def position(self) -> RunPosition:
-        return self._ledger.position
+        return self._event_log.position
 
     def write(self, event: LogEvent) -> None:
-        self._ledger.write(event)
+        self._event_log.write(event)
         print_event(event)
 
     def close(self) -> None:
-        self._ledger.close()
+        self._event_log.close()
 
 
 _open: dict[str, EventLogWriter] = {}
@@ -193,10 +193,10 @@ _saying: dict[str, StdoutEventLog] = {}
 def event_log_from_environ(environ: Mapping[str, str] = os.environ) -> EventLog:
     """The ledger of this process, the same one for all who ask, or one that writes nothing."""
     directory = environ.get(EVENT_LOG_ENV, "")
-    ledger: EventLog = NullEventLog()
+    event_log: EventLog = NullEventLog()
     if directory:
-        ledger = _open.setdefault(directory, EventLogWriter(directory, name=environ.get("ELASTIC_NODE", "")))
-    return _saying.setdefault(directory, StdoutEventLog(ledger)) if stdout_events_enabled(environ) else ledger
+        event_log = _open.setdefault(directory, EventLogWriter(directory, name=environ.get("ELASTIC_NODE", "")))
+    return _saying.setdefault(directory, StdoutEventLog(event_log)) if stdout_events_enabled(environ) else event_log
 
 
 @dataclass

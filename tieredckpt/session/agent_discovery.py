@@ -118,8 +118,8 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
     if rank == 0:
         guests = _guests(store, prefix)
         lost = "; ".join(guest.problem for guest in guests.values() if guest.problem)
-        teller = -1 if lost else _teller(guests)
-        store.set(f"{prefix}/teller", str(teller))
+        reporter = -1 if lost else _teller(guests)
+        store.set(f"{prefix}/teller", str(reporter))
         if lost:
             store.set(f"{prefix}/all", _text(_PeerPlanOffer(None, b"", unreachable=lost)))
     if error is not None:
@@ -130,7 +130,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
         store.set(f"{prefix}/known", _text(known))
     if rank == 0 and not lost:
         newest = None
-        if teller >= 0:
+        if reporter >= 0:
             newest = from_json(_told(store, f"{prefix}/known"), KnownPeers)
         store.set(
             f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, session.job, restoring=restoring))
@@ -294,12 +294,12 @@ def _invite(
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
     if len(nodes) < 2 and (known is None or restoring):
         return _PeerPlanOffer(None, b"", one_agent=bool(nodes))
-    roster = member_list(time.time_ns(), nodes.values())
+    members = member_list(time.time_ns(), nodes.values())
     if not peer.secret:
-        return _PeerPlanOffer(roster, known.secret if known is not None and known.secret else generate_secret())
+        return _PeerPlanOffer(members, known.secret if known is not None and known.secret else generate_secret())
     try:
         secret = peer_secret(peer)
     except SettingsError as error:
         return _PeerPlanOffer(None, b"", str(error))
-    told = _PeerPlanOffer(roster, b"", nonce=secrets.token_bytes(16))
+    told = _PeerPlanOffer(members, b"", nonce=secrets.token_bytes(16))
     return msgspec.structs.replace(told, proof=_proof(secret, job, told))

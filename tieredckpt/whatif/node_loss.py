@@ -53,7 +53,7 @@ class LossAnalysis:
         self._unknown = unknown_nodes(view)
         self._durable = survey.unreachable.get(Tier.DURABLE, "")
         listed = [one for one in view.nodes if one.state != "stranger"]
-        self._roster = (
+        self._member_list = (
             member_list(view.member_list_version, [one.node for one in listed])
             if view.member_list_version and listed
             else None
@@ -220,10 +220,10 @@ class LossAnalysis:
         return tuple(group for group in newer if found.verdicts.get(group) is not StepVerdict.SUPERSEDED)
 
     def _quorum(self, lost: frozenset[str]) -> QuorumAfterLoss | None:
-        if self._roster is None:
+        if self._member_list is None:
             return None
         alive = self._alive - lost
-        return QuorumAfterLoss(self._roster.has_quorum(alive), len(alive), len(self._roster.nodes))
+        return QuorumAfterLoss(self._member_list.has_quorum(alive), len(alive), len(self._member_list.nodes))
 
 
 class _Left(Mapping[int, tuple[Tier, ...]]):

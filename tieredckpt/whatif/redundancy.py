@@ -245,7 +245,7 @@ class _Judge:
         self._torn = frozenset(survey.torn)
         self._unsure = bool(survey.unreachable or unknown_nodes(view))
         self._copies = view.copies if view.member_list_version and view.mode == "mirror" else 1
-        self._settled = newest_replicated(view)
+        self._replicated = newest_replicated(view)
         self._level, self._domain = innermost_domains(view)
 
     def kept(
@@ -258,7 +258,7 @@ class _Judge:
         damaged = seen.damaged if seen is not None else {}
         open_ended = parts == UNKNOWN_PART_COUNT
         needed = 0 if open_ended or (seen is not None and seen.covered) else parts
-        wanted = self._settled is None or group >= self._settled
+        wanted = self._replicated is None or group >= self._replicated
         unfinished = "lost" if group == self._once_whole else "torn"
         if self._unsure and group not in self._torn:
             unfinished = "unknown"
@@ -271,7 +271,7 @@ class _Judge:
             domains=min((len({self._domain[node] for node in there}) for there in nodes.values()), default=0),
             level=self._level,
             under_replicated=_weak(nodes, needed, self._copies) if wanted else (),
-            is_replicated=self._settled is not None and group <= self._settled and whole,
+            is_replicated=self._replicated is not None and group <= self._replicated and whole,
             durable=seen is not None and seen.durable,
             drain=drain,
             quarantined=quarantined,

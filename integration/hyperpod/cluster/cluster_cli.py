@@ -85,7 +85,10 @@ def _one(screen: CommandOutput, node: str, value: NodeHealth | None, labels: Nod
 
 
 def _health_from_event_logs(
-    screen: CommandOutput, ledgers: Sequence[str], names: dict[str, str], connect: Callable[[], NodeHealthLabels] | None
+    screen: CommandOutput,
+    directories: Sequence[str],
+    names: dict[str, str],
+    connect: Callable[[], NodeHealthLabels] | None,
 ) -> int:
     from integration.hyperpod.cluster.node_health import (
         DeviceFault,
@@ -98,8 +101,8 @@ def _health_from_event_logs(
 
     now = time.time()
     faults: dict[str, list[DeviceFault]] = {}
-    for ledger in ledgers:
-        for fault in device_faults(read_event_log(find_event_log(ledger)).events):
+    for directory in directories:
+        for fault in device_faults(read_event_log(find_event_log(directory)).events):
             faults.setdefault(names.get(fault.node, fault.node), []).append(fault)
     rows: list[dict[str, Any]] = []
     labels = connect() if connect is not None and faults else None

@@ -27,10 +27,10 @@ def max_allowed_size(turn: DecisionBuilder) -> int:
 
 def rank_candidates(turn: DecisionBuilder) -> list[ObservedPod]:
     """Who could have a rank, best first: no repeated offenders, who had a rank, the lower ranks, who came first."""
-    seats = {name: seat for seat, name in enumerate(turn.state.previous_members)}
+    previous = {name: member for member, name in enumerate(turn.state.previous_members)}
     avoid = fault_detection.nodes_to_avoid(turn.state, turn.spec.policy, turn.now_s)
     usable = [pod for pod in turn.active_pods if not pod.node_health_problem and _is_waiting(pod)]
-    return sorted(usable, key=lambda pod: (pod.node in avoid, seats.get(pod.name, len(seats))))
+    return sorted(usable, key=lambda pod: (pod.node in avoid, previous.get(pod.name, len(previous))))
 
 
 def _is_waiting(pod: ObservedPod) -> bool:
@@ -109,11 +109,11 @@ def surplus_pods(turn: DecisionBuilder) -> list[ObservedPod]:
 _MARK = "+"
 
 
-def keep_ranks(chosen: Sequence[str], seats: Sequence[str]) -> tuple[str, ...]:
+def keep_ranks(chosen: Sequence[str], previous: Sequence[str]) -> tuple[str, ...]:
     """Who had a seat keeps it; who is new takes the seat of one who went, or the end."""
-    staying = set(chosen).intersection(seats)
+    staying = set(chosen).intersection(previous)
     new = iter([name for name in chosen if name not in staying])
-    filled = (seat if seat in staying else next(new, None) for seat in seats)
+    filled = (member if member in staying else next(new, None) for member in previous)
     return (*(name for name in filled if name is not None), *new)
 
 

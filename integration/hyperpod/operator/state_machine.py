@@ -74,10 +74,10 @@ def handle_ranks_assigned(turn: DecisionBuilder) -> None:
     elif turn.in_phase_s >= turn.spec.policy.restart_timeout_s and turn.observed.can_replace:
         late = tuple(pod.name for pod in turn.member_pods if agent_state_of(pod) is not AgentState.READY)
         turn.add_event("StartTimeout", f"not ready in time, replaced: {', '.join(late)}", warning=True)
-        seats = turn.state.members
+        previous = turn.state.members
         turn.enter_phase(
             JobPhase.FORMING,
-            previous_members=seats,
+            previous_members=previous,
             members=(),
             spares=(),
             replaced_pods=(*turn.state.replaced_pods, *late),
@@ -277,14 +277,14 @@ def _stop(
 ) -> None:
     if mode is AgentRestartMode.JOB and not turn.observed.can_replace:
         mode = AgentRestartMode.PROCESS
-    seats = turn.state.members or turn.state.previous_members
+    previous = turn.state.members or turn.state.previous_members
     turn.enter_phase(
         JobPhase.STOPPING,
         cause=cause,
         restart_mode=mode,
         graceful=graceful,
         stop_escalated=(),
-        previous_members=seats,
+        previous_members=previous,
         target=target,
     )
 

@@ -409,7 +409,7 @@ class MemoryServiceMetrics:
 
 @contextlib.contextmanager
 def serve_memory_service(
-    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: NodePeers | None
+    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, node_peers: NodePeers | None
 ) -> Iterator[MemoryServiceMetrics]:
     """Serve the memory service while the block runs."""
     problems = [f"agent.{name}: {text}" for name, text in options.problems()]
@@ -422,7 +422,7 @@ def serve_memory_service(
     with contextlib.ExitStack() as cleanup:
         service = MemoryService(store, validate_node_id(node))
         cleanup.callback(service.close)
-        service.start(_join(plan, neighbourhood))
+        service.start(_join(plan, node_peers))
         address = cleanup.enter_context(serve_shards(service, host, port, access, tls))
         asks = "for a token" if access.is_required else "nobody who they are"
         log.info("memory service on %s, over %s, asks %s", address, "TLS" if tls is not None else "plain HTTP", asks)
@@ -430,14 +430,14 @@ def serve_memory_service(
         yield MemoryServiceMetrics(service, address)
 
 
-def _join(plan: JobPeersConfig | None, neighbourhood: NodePeers | None) -> JobPeers | None:
+def _join(plan: JobPeersConfig | None, node_peers: NodePeers | None) -> JobPeers | None:
     if plan is None:
-        if neighbourhood is not None:
-            neighbourhood.leave(MEMORY_SERVICE_JOB)
+        if node_peers is not None:
+            node_peers.leave(MEMORY_SERVICE_JOB)
         return None
-    if neighbourhood is None:
+    if node_peers is None:
         raise UsageError("agent.memory_service_nodes: other nodes cannot reach this one while agent.peers is off")
-    return neighbourhood.join(MEMORY_SERVICE_JOB, plan)
+    return node_peers.join(MEMORY_SERVICE_JOB, plan)
 
 
 def _plan(options: MemoryServiceOptions) -> JobPeersConfig | None:

@@ -92,10 +92,10 @@ class RegistryGossip:
         """Ask nodes that came, or came back, what they know; tell those that were not told. Whether there was news."""
         if self._team is None:
             return False
-        tending, news = self._team.membership, False
+        membership, news = self._team.membership, False
         living = self._others()
         for node in living:
-            life = tending.generation_of(node)
+            life = membership.generation_of(node)
             if self._met.get(node) == life:
                 continue
             data = self._ask(node)

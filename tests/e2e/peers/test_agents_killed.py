@@ -61,7 +61,7 @@ def expect_newest(job, names):
     """All of what these know to be settled has its copies. What gives way to the next version is not asked for."""
 
     def newest():
-        return max(job.settled(name) for name in names)
+        return max(job.replicated(name) for name in names)
 
     def protected():
         version = newest()

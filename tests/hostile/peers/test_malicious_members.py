@@ -67,13 +67,13 @@ def nodes():
         made.add("n2")
         made.meet()
         made["n2"].write(HERE, SIZE)
-        made["n2"].neighbourhood.join("other", made.plan(secret=OTHERS_SECRET), wait_s=0.0)
+        made["n2"].node_peers.join("other", made.plan(secret=OTHERS_SECRET), wait_s=0.0)
         save_for_other(made["n2"])
         yield made
 
 
 def save_for_other(node):
-    until(lambda: node.neighbourhood.job_peers("other").membership.has_quorum)
+    until(lambda: node.node_peers.job_peers("other").membership.has_quorum)
     node.write(key(1, job="other"), MIB)
 
 
@@ -86,7 +86,7 @@ def line(nodes):
 
 @contextlib.contextmanager
 def connected(nodes, *, me="n1", job=JOB, secret=SECRET, via="n1"):
-    channel = nodes.network.transport(via).connect(nodes["n2"].neighbourhood._listener.address)
+    channel = nodes.network.transport(via).connect(nodes["n2"].node_peers._listener.address)
     with contextlib.closing(PeerConnection(channel)) as line:
         authenticate_to_server(channel, job=job, me=me, secret=secret)
         yield line
@@ -133,7 +133,7 @@ def lives_on(nodes):
         line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert n2.is_good(HERE)
     assert n2.is_good(key(77, 1))
-    until(lambda: not n2.neighbourhood.server.replica_receiver._transfers, "no transfer is left")
+    until(lambda: not n2.node_peers.server.replica_receiver._transfers, "no transfer is left")
     until(lambda: n2.store.status().arena.leases == 0, "no slot is held")
 
 
@@ -148,7 +148,7 @@ def lives_on(nodes):
 def test_peer_without_the_secret_is_refused(nodes, job, secret):
     with pytest.raises(PeerRefusedError), connected(nodes, job=job, secret=secret):
         """Not reached."""
-    until(lambda: nodes["n2"].neighbourhood.server.rejected >= 1, "it is counted")
+    until(lambda: nodes["n2"].node_peers.server.rejected >= 1, "it is counted")
     lives_on(nodes)
 
 
@@ -340,7 +340,7 @@ def test_slot_with_an_active_writer_is_not_reused(nodes, line):
 
 def halfway(nodes, line, wanted):
     """The first part of a wrong chunk 0 is in the slot, the rest waits on the way."""
-    (transfer,) = nodes["n2"].neighbourhood.server.replica_receiver._transfers.values()
+    (transfer,) = nodes["n2"].node_peers.server.replica_receiver._transfers.values()
     assert transfer.view[0] != 0xAA
     sending = threading.Thread(target=send, args=(line, wanted, 0, b"\xaa" * CHUNK_BYTES), name="hostile")
     nodes.network.delay("n1b", "n2", 0.2)  # a piece at a time

@@ -146,7 +146,7 @@ def test_bit_flipped_during_replication_is_sent_again(nodes):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(key(2), SIZE)
     nodes.settle(2)
-    assert nodes["n2"].neighbourhood.server.replica_receiver.damaged_chunks == 2
+    assert nodes["n2"].node_peers.server.replica_receiver.damaged_chunks == 2
     assert all(node.holds(key(2)) for node in nodes)
     assert nodes["n2"].store.verify(key(2)) == ()
 

@@ -95,12 +95,12 @@ def test_reader_receives_only_its_ranges(count):
             ],
             ["n1"],
         )
-        before = nodes["n1"].neighbourhood.server.range_server.sent_bytes
+        before = nodes["n1"].node_peers.server.range_server.sent_bytes
         pulled = RangeReader(nodes["n2"].team.membership.client_for).read([wish])
         assert pulled.failed == {}
         whole = content(key(1), SIZE)
         assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
-        sent = nodes["n1"].neighbourhood.server.range_server.sent_bytes - before
+        sent = nodes["n1"].node_peers.server.range_server.sent_bytes - before
         assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
 
 

@@ -115,7 +115,7 @@ def test_agent_restarted_with_its_arena_rejoins_without_retransfers():
         until(lambda: not any(node.team.replicator.has_pending for node in nodes))
         assert nodes["n2"].team.replicator.totals.sent_bytes == 0
         assert nodes["n1"].team.replicator.totals.sent_bytes == sent
-        assert nodes["n2"].settled == 1
+        assert nodes["n2"].replicated == 1
 
 
 def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
@@ -174,7 +174,7 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
             for part, name in ((2, "n3"), (3, "n4")):
                 with contextlib.suppress(ArenaBusyError):
                     nodes[name].write(key(version, part), SIZE, parts=4)
-        assert nodes["n3"].settled == nodes["n4"].settled == 1
+        assert nodes["n3"].replicated == nodes["n4"].replicated == 1
         assert {of for of in keys if nodes["n3"].holds(of) or nodes["n4"].holds(of)} == set(keys)
         for near in ("n1", "n2"):
             for far in ("n3", "n4"):
@@ -209,7 +209,7 @@ def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
         until(lambda: not n1.team.replicator.has_pending)
         with pytest.raises(ArenaBusyError, match="not yet whole"):
             n1.store.lease(key(4), SIZE, 1)
-        assert n1.settled == 1
+        assert n1.replicated == 1
         assert n1.is_good(key(1))
         for other in ("n2", "n3"):
             nodes.network.heal("n1", other)
@@ -243,7 +243,7 @@ def lease_within(node, of):
 def test_replicated_version_is_kept_while_newer_copies_are_pending():
     """The partner has no slot for a while: the writer may fill its own, and then has to wait."""
     with neighbours("n1", "n2", copies=2) as nodes:
-        n1, receiving = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
+        n1, receiving = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
         n1.write(key(1), SIZE)
         nodes.settle(1)
         offer, receiving.handle_offer = receiving.handle_offer, busy
@@ -252,7 +252,7 @@ def test_replicated_version_is_kept_while_newer_copies_are_pending():
         with pytest.raises(ArenaBusyError, match="with its copies"):
             n1.write(key(4), SIZE)
         assert n1.is_good(key(1))
-        assert n1.settled == 1
+        assert n1.replicated == 1
         assert nodes["n2"].holds(key(1))
         until(lambda: "every slot is in use" in n1.team.replicator.last_errors(key(2)), "it says why")
         receiving.handle_offer = offer
@@ -302,7 +302,7 @@ def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
         n1.team.replicator._report_to_leader()
         assert n1.team.taken_over == 0
         assert n1.facts()[other].holders == ("n2", "n1")
-        assert n1.settled == 1
+        assert n1.replicated == 1
         nodes.network.heal("n1", "n2")
         nodes.settle(2)
         assert nodes.holders(key(2)) == {"n1", "n2"}
@@ -313,13 +313,13 @@ def test_isolated_node_catches_up_after_healing():
     with neighbours("n1", "n2", "n3") as nodes:
         save(nodes, 1)
         nodes.settle(1)
-        nodes["n1"].neighbourhood.partition(3600.0)
+        nodes["n1"].node_peers.partition(3600.0)
         until(lambda: not nodes["n1"].team.membership.has_quorum, "n1 is alone")
         until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
         keys = save(nodes, 2)
         until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
-        assert [node.settled for node in nodes] == [1, 1, 1]
-        nodes["n1"].neighbourhood.partition(0.0)
+        assert [node.replicated for node in nodes] == [1, 1, 1]
+        nodes["n1"].node_peers.partition(0.0)
         nodes.settle(2)
         expect(nodes, keys, copies=2)
 

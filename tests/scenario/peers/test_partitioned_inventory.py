@@ -136,7 +136,7 @@ def test_shards_sealed_before_the_query_are_seen(nodes):
 
 
 def test_concurrent_queries_share_a_few_inventories(nodes):
-    lookout, member = FAR[0], FAR[1]
+    delegate, member = FAR[0], FAR[1]
     looks = counted(nodes, member)
     inside, go_on = threading.Semaphore(0), threading.Event()
     honest = nodes[member].team.local_inventory
@@ -148,8 +148,8 @@ def test_concurrent_queries_share_a_few_inventories(nodes):
 
     nodes.monkeypatch.setattr(nodes[member].team, "local_inventory", wait_and_look)
     arrived, found = [], []
-    answers_with(nodes, lookout, lambda asked, honest: arrived.append(1) or honest(asked))
-    peer = nodes[ASKER].team.membership.client_for(lookout)
+    answers_with(nodes, delegate, lambda asked, honest: arrived.append(1) or honest(asked))
+    peer = nodes[ASKER].team.membership.client_for(delegate)
 
     def ask():
         found.append(peer.call("partition_inventory", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
@@ -171,20 +171,20 @@ def test_concurrent_queries_share_a_few_inventories(nodes):
 
 
 def test_delegate_that_dies_during_its_inventory_is_replaced(nodes):
-    lookout = FAR[0]
+    delegate = FAR[0]
 
     def die(asked, honest):
-        nodes.network.kill_node(lookout)
+        nodes.network.kill_node(delegate)
         for name in NAMES:
-            if name != lookout:
-                nodes.network.cut(lookout, name)
+            if name != delegate:
+                nodes.network.cut(delegate, name)
         return honest(asked)
 
-    answers_with(nodes, lookout, die)
+    answers_with(nodes, delegate, die)
     sight = nodes[ASKER].team.inventory(fresh=True)
-    assert set(sight.nodes) == set(NAMES) - {lookout}
-    assert set(sight.unreachable) == {lookout}
-    assert "cannot be reached" in sight.unreachable[lookout]
+    assert set(sight.nodes) == set(NAMES) - {delegate}
+    assert set(sight.unreachable) == {delegate}
+    assert "cannot be reached" in sight.unreachable[delegate]
 
 
 def test_silent_delegate_is_not_awaited(nodes):
@@ -208,10 +208,10 @@ def test_every_node_is_queried_when_no_delegate_answers(nodes):
 
 def test_nodes_unreachable_from_a_delegate_are_queried_directly(nodes):
     """Its way may be bad, and not the node."""
-    for lookout in FAR:
+    for delegate in FAR:
         for member in FAR:
-            if lookout < member:
-                nodes.network.cut(lookout, member)
+            if delegate < member:
+                nodes.network.cut(delegate, member)
     sees_everything(nodes)
 
 
@@ -261,10 +261,10 @@ def test_nodes_without_a_usable_reply_are_queried_directly(nodes, answer):
 # -- what a lookout is asked ------------------------------------------------------------------------------------------
 
 
-def ask(nodes, names, lookout=FAR[0]):
+def ask(nodes, names, delegate=FAR[0]):
     return (
         nodes[ASKER]
-        .team.membership.client_for(lookout)
+        .team.membership.client_for(delegate)
         .call("partition_inventory", GetPartitionInventory(tuple(names)), PartitionInventory)
     )
 

@@ -74,7 +74,7 @@ def test_copy_rate_limit_blocks_no_other_work():
         n2.write(key(1, 1), SIZE, parts=2)
         until(lambda: n1.holds(key(1, 1)), "it takes a copy")
         assert n2.read(key(1, 1), sources=["n1"])[1].failed == {}
-        assert n1.settled == -1
+        assert n1.replicated == -1
         go_on.set()
         nodes.settle(1)
 
@@ -113,11 +113,11 @@ def test_writer_continues_with_one_copy_and_a_reason_when_all_are_full():
 
 def test_partner_requesting_nonexistent_chunks_blocks_no_other_copy():
     with neighbours("n1", "n2", "n3", copies=3) as nodes:
-        n1, liar = nodes["n1"], nodes["n2"].neighbourhood.server.replica_receiver
+        n1, liar = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
         liar.handle_offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
         n1.write(key(1), SIZE)
         until(lambda: nodes["n3"].holds(key(1)), "the honest one has its copy")
-        assert n1.settled == -1
+        assert n1.replicated == -1
         assert n1.team.replicator.totals.errors >= 1
         assert n1.is_good(key(1))
 

@@ -70,7 +70,7 @@ def asked(nodes, monkeypatch):
 
 
 def test_layouts_are_fetched_once_from_their_holders(nodes, asked):
-    others = PeerTier(nodes["n1"].neighbourhood)
+    others = PeerTier(nodes["n1"].node_peers)
     found, everybody = others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(part) for part in range(len(WRITERS))])
     assert found == {LAYOUT_BLOB_PREFIX + layout(part): text(part) for part in range(len(WRITERS))}
     assert everybody
@@ -88,7 +88,7 @@ def test_oversized_blob_reply_is_continued(nodes, asked, monkeypatch):
 
 def test_blob_without_a_known_holder_is_requested_from_others(nodes, asked):
     nodes["n4"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
-    others = PeerTier(nodes["n1"].neighbourhood)
+    others = PeerTier(nodes["n1"].node_peers)
     wanted = [LAYOUT_BLOB_PREFIX + layout(7), LAYOUT_BLOB_PREFIX + layout(8)]
     assert others.blobs(JOB, wanted) == ({wanted[0]: text(7)}, True)
 
@@ -99,14 +99,14 @@ def test_mislabeled_layout_is_requested_from_the_next_node(nodes, asked, bad):
     name = LAYOUT_BLOB_PREFIX + layout(0)
     nodes["n2"].store.put_blob(JOB, name, bad)
     nodes["n4"].store.put_blob(JOB, name, pack_blob(text(0)))
-    assert PeerTier(nodes["n1"].neighbourhood).blobs(JOB, [name]) == ({name: text(0)}, True)
+    assert PeerTier(nodes["n1"].node_peers).blobs(JOB, [name]) == ({name: text(0)}, True)
     assert asked["blobs", "n2"] == 1
 
 
 def test_layout_damaged_everywhere_is_damage(nodes):
     nodes["n2"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(0), pack_blob(b"another layout"))
     node = nodes["n1"]
-    service = NodeAgentService(node.store, neighbourhood=node.neighbourhood)
+    service = NodeAgentService(node.store, node_peers=node.node_peers)
     with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
         service.step_layouts(JOB, GROUP, [layout(0)], [])
 
@@ -122,14 +122,14 @@ def test_damaged_local_blob_is_fetched_from_another_node(nodes, what):
     node.store.put_blob(JOB, name, pack_blob(good))
     (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
     flip(file, file.stat().st_size - 1)
-    with contextlib.closing(NodeAgentService(node.store, neighbourhood=node.neighbourhood)) as service:
+    with contextlib.closing(NodeAgentService(node.store, node_peers=node.node_peers)) as service:
         found = service.step_layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
     said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
     assert unpack_blob(said) == good
 
 
 def test_unresponsive_node_leaves_the_answer_unknown(nodes, monkeypatch):
-    others = PeerTier(nodes["n1"].neighbourhood)
+    others = PeerTier(nodes["n1"].node_peers)
 
     def silent(node, names):
         raise PeerUnreachableError(f"{node} says nothing")
@@ -141,13 +141,13 @@ def test_unresponsive_node_leaves_the_answer_unknown(nodes, monkeypatch):
 def test_shared_table_is_fetched_from_different_nodes(nodes):
     """Each node has its own order of the others."""
     first = {
-        next(iter(PeerTier(node.neighbourhood)._holders(node.team, TABLE_BLOB_PREFIX + TABLE_OF_ALL))) for node in nodes
+        next(iter(PeerTier(node.node_peers)._holders(node.team, TABLE_BLOB_PREFIX + TABLE_OF_ALL))) for node in nodes
     }
     assert len(first) > 1
 
 
 def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, asked, monkeypatch):
-    others = PeerTier(nodes["n1"].neighbourhood)
+    others = PeerTier(nodes["n1"].node_peers)
     facts, sources = others.holders_of_parts(JOB, GROUP)
     assert sorted(facts) == sorted(sources)
     assert {part: [source.node for source in there] for part, there in sources.items()} == {
@@ -169,8 +169,8 @@ def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, aske
 
 
 def test_single_node_commits_a_step_and_is_replaced_when_lost(nodes):
-    others = [PeerTier(node.neighbourhood) for node in nodes]
+    others = [PeerTier(node.node_peers) for node in nodes]
     assert {one.committer_of(JOB, GROUP) for one in others} == {WRITERS[0]}
     nodes.network.kill_node(WRITERS[0])
-    rest = [one for one in others if one.neighbourhood.node_id != WRITERS[0]]
+    rest = [one for one in others if one.node_peers.node_id != WRITERS[0]]
     until(lambda: {one.committer_of(JOB, GROUP) for one in rest} == {WRITERS[1]})

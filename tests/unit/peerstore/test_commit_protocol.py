@@ -172,11 +172,11 @@ def test_local_retention_mark_is_newer_than_received_ones(heard_ns, now_ns, kept
 
 
 @given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
-def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged, guarded):
-    versions = JobVersions(requires_replication=guarded, replicated=settled, damaged=damaged)
+def test_without_a_version_to_go_back_to_nothing_may_go(whole, replicated, damaged, guarded):
+    versions = JobVersions(requires_replication=guarded, replicated=replicated, damaged=damaged)
     safe = versions.rollback_target(whole)
     if guarded:
-        assert safe == (settled if settled not in damaged else None)
+        assert safe == (replicated if replicated not in damaged else None)
     else:
         assert safe == max(whole, default=None)
     for one in {*whole, *damaged}:
@@ -263,7 +263,7 @@ def test_commit_needs_a_quorum_and_an_abort_a_single_report(living, quorum):
     for part, node in enumerate(NODES):
         reports.add(PartsReport(group(1), PARTS, (part,), node, 1))
     reports.add(PartsReport(group(2), 0, (), "b", 1, (), (0,)))
-    found = reports.decide(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
+    found = reports.decide(living={"a", *living}, life=lambda _: 1, replicated=None, quorum=quorum)
     assert found.aborted == (group(2),)
     assert (found.replicated == group(1)) == (quorum and {"a", *living} == {*NODES})
 
@@ -277,7 +277,7 @@ def test_unacknowledged_reports_go_to_the_next_leader():
             standing,
             {of.version_id: PARTS},
             living=dict.fromkeys(living),
-            settled=None,
+            replicated=None,
             life=1,
             left_out={group(0): {2}},
         )

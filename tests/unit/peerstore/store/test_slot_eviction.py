@@ -238,12 +238,19 @@ def test_refusal_names_its_cause(slots, whole, said):
 @example(
     [SlotView("s0", SlotState.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
 )  # nobody has told this node that the version is whole
-def test_replicated_version_is_never_evicted(slots, whole, settled, limits, epoch):
+def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, limits, epoch):
     decision = choose_slot(
-        slots, job="job", part=0, epoch=epoch, size_bytes=10, limits=limits, whole=whole, settled=settled
+        slots,
+        job="job",
+        part=0,
+        epoch=epoch,
+        size_bytes=10,
+        limits=limits,
+        whole=whole,
+        rollback_targets=rollback_targets,
     )
     if isinstance(decision, ReuseSlot | CreateSlot):
-        assert not [slot for slot in given_up(decision, slots) if slot.version_id == settled.get(slot.job)]
+        assert not [slot for slot in given_up(decision, slots) if slot.version_id == rollback_targets.get(slot.job)]
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

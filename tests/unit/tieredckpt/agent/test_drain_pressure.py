@@ -207,7 +207,7 @@ def two(tmp_path):
         both = cleanup.enter_context(neighbours("n1", "n2", copies=1))
         roads, services = [Road(), Road()], []
         for one, road in zip(both, roads, strict=True):
-            service = NodeAgentService(one.store, open_durable=road.open, neighbourhood=one.neighbourhood)
+            service = NodeAgentService(one.store, open_durable=road.open, node_peers=one.node_peers)
             services.append(cleanup.enter_context(contextlib.closing(service)))
             one.store.claim(JOB, "incarnation")
             service.configure(JOB, durable_in(tmp_path))
@@ -291,7 +291,7 @@ def test_step_deleted_on_another_node_does_not_return(tmp_path):
         roads = {one.name: Road() for one in both}
         services = {}
         for number, one in enumerate(both):
-            service = NodeAgentService(one.store, open_durable=roads[one.name].open, neighbourhood=one.neighbourhood)
+            service = NodeAgentService(one.store, open_durable=roads[one.name].open, node_peers=one.node_peers)
             services[one.name] = cleanup.enter_context(contextlib.closing(service))
             one.store.claim(JOB, "incarnation")
             service.configure(JOB, durable_in(tmp_path))
