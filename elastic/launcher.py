@@ -214,7 +214,7 @@ def _candidate(lead: CoordinatorSpec, name: str) -> Callable[[int], Sequence[str
 
 
 def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str]:
-    """Be a node's supervisor. SIGTERM: this machine is asked back. SIGINT: end now. SIGUSR1: the job has finished."""
+    """Be a node's supervisor. SIGTERM: this machine is preempted. SIGINT: end now. SIGUSR1: the job has finished."""
     from elastic.supervisor.memory_tier import MemoryTierProcess
     from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 
@@ -240,7 +240,7 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
     supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, partition_agent=agent.partition)
     handle_signals(
         {
-            signal.SIGTERM: lambda: supervisor.drain(f"node {task.node} was asked back (SIGTERM)"),
+            signal.SIGTERM: lambda: supervisor.drain(f"node {task.node} was preempted (SIGTERM)"),
             signal.SIGINT: lambda: supervisor.kill("interrupted"),
             signal.SIGUSR1: lambda: supervisor.kill("the job has finished", ExitReason.FINISHED),
         }

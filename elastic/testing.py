@@ -234,7 +234,7 @@ class InMemoryControlPlane:
         self.is_waiting = False
         self.is_dismissed = False
         self.is_draining = False
-        """Its machine was asked back: others go first where there is a place."""
+        """Its machine was preempted: others go first where there is a place."""
         self.is_finished = False
         self.paused_step: int | None = None
         self.sealed_step: int | None = None
@@ -315,7 +315,7 @@ class InMemoryControlPlane:
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        """``RESIZE`` without ``nodes`` and with a deadline: this seat's machine is asked back."""
+        """``RESIZE`` without ``nodes`` and with a deadline: this seat's machine is preempted."""
         plane = self._plane
         if want is NoticeKind.RESTART:
             plane.restart(reason)

@@ -474,7 +474,7 @@ def commit_leader(living: Mapping[str, object] | Collection[str]) -> str | None:
 
 
 def broadcast_targets(living: Iterable[str], me: str) -> list[str]:
-    """Whom the scribe tells what is decided: everybody in a small job, in a large one some of all, who pass it on.
+    """Whom the leader tells what is decided: everybody in a small job, in a large one some of all, who pass it on.
 
     Pings carry it too, and reach everybody within a few of their periods; telling thousands one by one takes longer.
     """
@@ -483,7 +483,7 @@ def broadcast_targets(living: Iterable[str], me: str) -> list[str]:
 
 
 class CommitReports:
-    """What a node says of the parts it answers for; and, where it is the scribe, what all of them said."""
+    """What a node says of the parts it answers for; and, where it is the commit leader, what all of them said."""
 
     def __init__(self, me: str) -> None:
         self._me = me

@@ -163,7 +163,7 @@ class ReplicationSettings(msgspec.Struct, frozen=True):
     parity_group_size: int = 4
     """With parity: a group has one node more than this, and a parity takes 1/``group`` of a shard."""
     partition_min_nodes: int = PARTITION_MIN_NODES
-    """From so many nodes on they look at each other by districts, and do not all ask all others."""
+    """From so many nodes on they look at each other by partitions, and do not all ask all others."""
 
     evicts_superseded: bool = True
     """Whether versions make older ones superfluous; not where their owner gives them up by name."""
@@ -180,7 +180,7 @@ class JobPeersConfig(msgspec.Struct, frozen=True):
     secret: bytes
     settings: ReplicationSettings = ReplicationSettings()
     discovery: str = ""
-    """Where the list of nodes comes from, as in ``static:n1=10.0.0.1:7070``; empty: ``roster`` is the list."""
+    """Where the list of nodes comes from, as in ``static:n1=10.0.0.1:7070``; empty: ``member list`` is the list."""
     member_list: MemberList | None = None
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ class CheckpointTornError(CheckpointNotFoundError):
 
 
 class EventLogNotFoundError(CheckpointNotFoundError):
-    """There is no ledger there, or nothing in it yet."""
+    """There is no event log there, or nothing in it yet."""
 
 
 class TierUnavailableError(TieredCheckpointError):

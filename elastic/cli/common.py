@@ -18,7 +18,7 @@ from tieredckpt.cli.command_output import CommandOutput
 
 
 class ElasticExit(enum.IntEnum):
-    """A job that stopped to be resumed and one that gave up are different answers."""
+    """A job that stopped to be resumed and one that failed are different answers."""
 
     OK = 0
     FAILED = 1
@@ -38,7 +38,7 @@ Exit codes:
   5  the coordinator could not be asked: how the job is, is unknown
   6  the coordinator says no (another secret, the same node twice, too few nodes)
   7  the job was stopped; started again, it resumes
-  8  the job gave up; the message says after what"""
+  8  the job failed; the message has the reason"""
 
 _ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
     (errors.PolicyError, ElasticExit.USAGE),

@@ -87,7 +87,7 @@ def resize_command(
 @click.option(
     "--deadline", "deadline_s", type=float, default=120.0, show_default=True, metavar="S", help="Leave within."
 )
-@click.option("--reason", default="asked back", show_default=True, help="For people.")
+@click.option("--reason", default="preempted", show_default=True, help="For people.")
 @job_options
 @pass_elastic_screen
 def drain_command(

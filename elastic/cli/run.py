@@ -220,10 +220,10 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     second SIGINT ends them at once. SIGUSR1: as many nodes as the policy allows.
 
     On several machines, run the same with --coordinator HOST:PORT and the same --secret on each, and with
-    --coordinator-here on one of them. On the others SIGTERM means that this machine is asked back: the job goes on.
+    --coordinator-here on one of them. On the others SIGTERM means that this machine is preempted: the job goes on.
 
     With --coordinator URL on each, any of them leads, and another one takes over where its machine is lost. SIGTERM
-    means on all of them that this machine is asked back; `elastic stop` stops the job.
+    means on all of them that this machine is preempted; `elastic stop` stops the job.
 
     Under Slurm `srun --ntasks-per-node=1 elastic run SCRIPT` needs none of that; nor do pods with Kubeflow's PET_*, but
     for the secret. What is given as an option wins. Slurm's signals mean the job: SIGUSR1 stops it, too.

@@ -212,7 +212,7 @@ class NodeStatus(
     """The same: since when nothing was heard of its process."""
     requests: tuple[RankRequest, ...] = ()
     drain_within_s: float | None = None
-    """It was asked back, and has so long."""
+    """It was preempted, and has so long."""
     drain_reason: str = ""
     leave_reason: str = ""
     """It goes now; why."""
@@ -289,7 +289,7 @@ class ResizeRequest(msgspec.Struct, frozen=True, tag="resize"):
 
 
 class DrainRequest(msgspec.Struct, frozen=True, tag="leave"):
-    """These nodes are asked back."""
+    """These nodes are preempted."""
 
     nodes: tuple[str, ...]
     deadline_s: float

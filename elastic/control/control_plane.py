@@ -39,7 +39,7 @@ class ControlNotice(msgspec.Struct, frozen=True):
     epoch: int
     kind: NoticeKind
     reason: str
-    """For people: ``node n3 was asked back``."""
+    """For people: ``node n3 was preempted``."""
     deadline_s: float | None = None
     """Seconds left, when the notice was read; ``None`` for no limit.
 
@@ -143,7 +143,7 @@ class ControlPlane(Protocol):
         """Ask for a change: by the script, or because this process was told (a signal) that its machine goes away.
 
         ``RESIZE`` with ``nodes``: so many at the most. With a deadline and without ``nodes``: this rank's machine is
-        asked back by then. With neither: as many as the policy allows.
+        preempted by then. With neither: as many as the policy allows.
         """
 
     def on_broken(self, call: Callable[[ControlNotice], None]) -> None:

@@ -163,7 +163,7 @@ class SupervisorClient:
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        """``RESIZE`` without ``nodes`` and with a deadline: this rank's machine is asked back."""
+        """``RESIZE`` without ``nodes`` and with a deadline: this rank's machine is preempted."""
         with self._changed:
             request = RankRequest(self._sent + 1, want, reason, deadline_s, nodes)
             self._tell(None, requests=(*self._says.requests, request))

@@ -236,7 +236,7 @@ class WorldReconciler:
         self.term, self.min_epoch = term, max(min_epoch, self.min_epoch)
 
     def was_away(self, seconds: float, now: float) -> None:
-        """Time that the clock here does not count: a machine that is asked back goes when it was to all the same."""
+        """Time that the clock here does not count: a machine that is preempted goes when it was to all the same."""
         if seconds <= 0:
             return
         for seen in self.nodes.values():
@@ -637,7 +637,7 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def _begun_again(before: NodeRecord | None, status: NodeStatus, now: float) -> NodeRecord:
-    """A life's first report. A node that was asked back and was lost before it left is asked back still."""
+    """A life's first report. A node that was preempted and was lost before it left is preempted still."""
     seen = NodeRecord(status, now)
     if before is not None and _is_to_leave(before, now):
         seen.drain_deadline, seen.drain_reason = before.drain_deadline, before.drain_reason
@@ -645,5 +645,5 @@ def _begun_again(before: NodeRecord | None, status: NodeStatus, now: float) -> N
 
 
 def _is_to_leave(seen: NodeRecord, now: float) -> bool:
-    """It was asked back, and has not said goodbye."""
+    """It was preempted, and has not said goodbye."""
     return seen.drain_deadline is not None and now < seen.drain_deadline and not seen.status.leave_reason

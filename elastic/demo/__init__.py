@@ -123,7 +123,7 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _report(logs: Path, report: Path) -> float:
-    """Pictures of what the ledger says; the goodput."""
+    """Pictures of what the event log says; the goodput."""
     read = read_event_log(event_log_directory(logs, {}))
     found = analyse(read.events, warnings=read.warnings)
     report.write_text(html_report(found), encoding="utf-8")

@@ -100,7 +100,7 @@ def injected_here(
 
 
 def log_injection(what: InjectedFault) -> None:
-    """Just before it happens; where no ledger is kept, nothing."""
+    """Just before it happens; where no event log is kept, nothing."""
     event_log_from_environ().write(
         event_types.FaultInjected(
             at=what.injected_at,

@@ -90,7 +90,7 @@ class SupervisorSettings:
     host: str = "127.0.0.1"
     """Where other nodes reach this one."""
     grace_s: float = 30.0
-    """How long a node that is asked back by a signal has."""
+    """How long a node that is preempted by a signal has."""
     exit_timeout_s: float = 10.0
     """How long processes that were told to end may take, before they are ended."""
     heartbeat_s: float = 1.0

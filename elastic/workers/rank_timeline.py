@@ -218,7 +218,7 @@ class RankTimeline:
 
 
 def open_rank_timeline() -> RankTimeline:
-    """Of this process, into the ledger that its environment names, or into none."""
+    """Of this process, into the event log that its environment names, or into none."""
     return RankTimeline(event_log_from_environ())
 
 

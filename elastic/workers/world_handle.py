@@ -260,9 +260,9 @@ class World:
     def report(
         self, *, loss: SupportsFloat | None = None, tokens: int | None = None, samples: int | None = None
     ) -> None:
-        """What is to be known of the step that runs, in the run's ledger. Tokens and samples are those of all ranks.
+        """What is to be known of the step that runs, in the run's event log. Tokens and samples are those of all ranks.
 
-        Only the first rank's words count; on all others, and where there is no ledger, ``loss`` is not even looked at.
+        Only the first rank's words count; on all others, and where there is no log, ``loss`` is not even looked at.
         """
         self._record.step_metrics(loss, tokens, samples)
 

@@ -2,7 +2,7 @@
 
 On a loss, in this order: a spare takes the place (a warm process of the node, a node that stands by), a process is
 started anew where it was, a replacement is waited for, the world becomes smaller, the job stops. A change that was
-wanted (more nodes, nodes asked back) first lets all ranks come to one step and seal.
+wanted (more nodes, nodes preempted) first lets all ranks come to one step and seal.
 
 The job's memory is found through the nodes that were in a world before. So one of them at least is in the next, and
 is waited for while its ranks are started anew, also where others are ready; unless all of them are to be avoided.
@@ -220,7 +220,7 @@ def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
     turn.break_world(what, "" if event.final else event.node)
     if event.final and not turn.world.phase.is_over:
-        turn.fail_job(f"gave up, as another attempt would end the same way: {what}")
+        turn.fail_job(f"the job failed, as another attempt would end the same way: {what}")
 
 
 def _hang(turn: WorldTransition, event: HangDetected) -> None:
@@ -306,9 +306,9 @@ def _expire(turn: WorldTransition) -> None:
         if member is None or turn.world.phase.is_over:
             continue
         if member.is_draining and not member.has_ranks:
-            turn.release_node(member, "asked back")
+            turn.release_node(member, "preempted")
         elif turn.world.phase is not WorldPhase.PAUSING and _is_past(member.drain_deadline_s, turn):
-            turn.lose_node(member, "asked back, and its time is up", cut=True)
+            turn.lose_node(member, "preempted, and its deadline has passed", cut=True)
         elif _is_past(member.ready_deadline_s, turn):
             if member.respawn_requested:
                 limit_s = turn.policy.restart_timeout_s
@@ -387,14 +387,14 @@ def _give_back(turn: WorldTransition, leaving: list[NodeMember], possible: int) 
     first_s = min(member.drain_deadline_s for member in leaving if member.drain_deadline_s is not None)
     names = ", ".join(member.node for member in leaving)
     if possible:
-        _pause(turn, f"{names} asked back")
+        _pause(turn, f"{names} preempted")
         return
     least = turn.policy.smallest_size
-    _ask(turn, least, f"{names} asked back, too few are left")
+    _ask(turn, least, f"{names} preempted, too few are left")
     if first_s - turn.policy.graceful_shutdown_timeout_s <= turn.now_s:
         rest = len(turn.members_with_ranks) - len(leaving)
         turn.update(stopping=True)
-        _pause(turn, f"{names} asked back: {rest} nodes are left, at least {least} are needed", stop=True)
+        _pause(turn, f"{names} preempted: {rest} nodes are left, at least {least} are needed", stop=True)
 
 
 def _ask(turn: WorldTransition, size: int, reason: str) -> None:
@@ -431,7 +431,7 @@ def _change(turn: WorldTransition) -> None:
         return
     for member in turn.members_with_ranks:
         if member.is_draining and member.has_stopped:
-            turn.release_node(member, "asked back")
+            turn.release_node(member, "preempted")
     world = turn.world
     if world.stopping:
         late = [
@@ -467,7 +467,7 @@ def _too_late(turn: WorldTransition, late: list[NodeMember]) -> None:
     names = ", ".join(sorted(slow))
     for member in late:
         if member.is_draining:
-            turn.release_node(member, "asked back, and its time is up", cut=True)
+            turn.release_node(member, "preempted, and its deadline has passed", cut=True)
     alone = late[0].node if len(late) == 1 and not late[0].is_draining else ""
     turn.break_world(f"{turn.world.reason}, and the ranks of {names} did not stop in time", alone)
     for member in turn.members_with_ranks:
@@ -537,7 +537,7 @@ def _begin(turn: WorldTransition, ready: list[NodeMember]) -> None:
         turn.update(phase=WorldPhase.FORMING, replacement_deadline_s=None)
         if policy.startup_timeout_s is not None and world.formed_s + policy.startup_timeout_s <= turn.now_s:
             came = f"{len(ready)} of the {policy.smallest_size} nodes needed were ready"
-            turn.fail_job(f"gave up before the first world: within {policy.startup_timeout_s:g} s, {came}")
+            turn.fail_job(f"the job failed before the first world: within {policy.startup_timeout_s:g} s, {came}")
         return
     if world.replacement_deadline_s is None:
         turn.update(replacement_deadline_s=turn.now_s + policy.scaling_timeout_s)

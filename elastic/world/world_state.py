@@ -102,7 +102,7 @@ class NodeMember(
     respawn_requested: bool = False
     """They were not, and were started again."""
     drain_deadline_s: float | None = None
-    """It was asked back."""
+    """It was preempted."""
 
     @property
     def has_stopped(self) -> bool:
@@ -313,7 +313,7 @@ class NodesPreempted(_Event, frozen=True):
     nodes: tuple[str, ...]
     deadline_s: float
     """On the clock of ``now_s``: when they are taken."""
-    reason: str = "asked back"
+    reason: str = "preempted"
 
 
 class ResizeRequested(_Event, frozen=True):

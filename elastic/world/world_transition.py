@@ -161,7 +161,7 @@ class WorldTransition:
             self.update(faults_s=(), full_restarts_s=(*self.world.full_restarts_s, now_s))
         limits = exceeded_restart_limit(self.world, policy)
         if limits:
-            self.fail_job(f"gave up after {limits}; the last fault: {reason}")
+            self.fail_job(f"the job failed after {limits}; the last fault: {reason}")
         elif escalates:
             for member in list(self.world.members.values()):
                 if member.has_ranks or self.world.epoch < 0:
@@ -208,7 +208,7 @@ class WorldTransition:
         how = self._how(chosen)
         for member in list(self.world.members.values()):
             if member.is_draining:
-                self.release_node(member, "asked back")
+                self.release_node(member, "preempted")
             else:
                 self.update_member(member, has_ranks=False, sealed=False)
         for member in chosen:

@@ -118,7 +118,7 @@ def build_pod(
 def _pod_annotations(
     of_job: KubeObject | None, of_template: KubeObject | None, grant: PodAdmission | None
 ) -> dict[str, str]:
-    """A job's queue, priority and topology are its pods' where each of them is admitted, or asked back, by itself."""
+    """A job's queue, priority and topology are its pods' where each of them is admitted, or preempted, by itself."""
     if grant is not None:
         return {name: value for name, value in (of_template or {}).items() if not name.startswith(KUEUE_PREFIX)}
     for_kueue = {name: value for name, value in (of_job or {}).items() if name.startswith(KUEUE_PREFIX)}

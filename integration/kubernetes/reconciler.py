@@ -205,7 +205,7 @@ class JobReconciler:
     def _settle(
         self, job: KubeObject, queued: QueuedJob, decision: OperatorDecision, pods: Sequence[KubeObject]
     ) -> None:
-        """Pods that are asked back go once they have no rank any more; then Workloads are told."""
+        """Pods that are preempted go once they have no rank any more; then Workloads are told."""
         for pod in pods:
             name = pod["metadata"]["name"]
             if name in queued.plan.preempted_pods and name not in decision.state.members and not is_terminating(pod):

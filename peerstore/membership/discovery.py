@@ -37,9 +37,9 @@ class Discovery(Protocol):
 
     - ``member_list`` asks anew each time and returns all nodes of the job, never some of them and never none.
     - :class:`~peerstore.errors.UnavailableError`: not known right now (not there, half-written, no answer). Ask again,
-      and keep to the last roster until then.
+      and keep to the last member list until then.
     - :class:`~peerstore.errors.RequestError`: what it says cannot be right, and will not be until somebody corrects it.
-    - The version rises when the nodes change. Two nodes that were told the same have the same roster.
+    - The version rises when the nodes change. Two nodes that were told the same have the same member list.
     """
 
     def member_list(self) -> MemberList: ...
@@ -84,11 +84,11 @@ class HeadlessServiceDns:
 
     Where pods have addresses of both families, the IPv4 ones count.
 
-    Such a service should have ``publishNotReadyAddresses: true``: otherwise who is not ready is not in the roster, and
+    Such a service should have ``publishNotReadyAddresses: true``: otherwise who is not ready is not in the list, and
     the quorum is one of those who are.
 
     DNS knows no versions. The first answer has version 1; a change has the time at which it was seen, in milliseconds,
-    so that of two nodes' rosters the one that saw something change last is the newer one.
+    so that of two nodes' member lists the one that saw something change last is the newer one.
     """
 
     def __init__(

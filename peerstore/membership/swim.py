@@ -6,12 +6,12 @@
                                              ^     (nor reached by two others)     │               │
                                              └──────── its own higher number ──────┴───────────────┘
 
-Each node pings its few neighbours on a ring of the living and one random node of the whole roster every period, so
+Each node pings its few neighbours on a ring of the living and one random node of the whole member list every period, so
 the traffic of a node does not grow with the job, and a partition heals without anybody's help. What changed travels
 with the pings. Nobody's word brings a node back but its own: it hears that it is suspected and raises its number. And
 while a node speaks to this one, another's word that it is dead makes it a suspect.
 
-Who belongs to the job is not decided here: that is the roster, and it comes from discovery. A node of the roster counts
+Who belongs to the job is not decided here: that is the list, and it comes from discovery. A node of the list counts
 for the quorum even when it was never seen; one outside of it never does.
 """
 
@@ -68,7 +68,7 @@ class GossipMessage(msgspec.Struct, frozen=True, array_like=True):
 
     updates: tuple[MemberUpdate, ...]
     list_version: MemberListVersion | None
-    """Which roster the sender has. Rosters themselves are asked for: see ``SwimMembership.newer_list_holder``."""
+    """Which list the sender has. Lists themselves are asked for: see ``SwimMembership.newer_list_holder``."""
     fence: FencingToken
 
 
@@ -152,7 +152,7 @@ class MembershipSettings:
 @dataclass(slots=True)
 class MemberRecord:
     configured: PeerNode
-    """As the roster has it."""
+    """As the member list has it."""
     miss_limit: int
     update: MemberUpdate | None = None
     state_since: float = 0.0
@@ -168,7 +168,7 @@ class MemberRecord:
 
     @property
     def node(self) -> PeerNode:
-        """As it describes itself, and where it says nothing as the roster does."""
+        """As it describes itself, and where it says nothing as the member list does."""
         if self.update is None:
             return self.configured
         said, listed = self.update.node, self.configured
@@ -259,7 +259,7 @@ class SwimMembership:
     def __init__(self, me: PeerNode, number: int, settings: MembershipSettings | None = None, *, seed: int = 0) -> None:
         self.settings = settings or MembershipSettings()
         self.changes = 0
-        """Rises with every change of who lives, in which of its lives, of the roster and of the fence."""
+        """Rises with every change of who lives, in which of its lives, of the member list and of the fence."""
         self.fence: FencingToken = (0, "")
         self._me = MemberUpdate(me, number, MemberState.ALIVE)
         self._random = random.Random(f"{me.id} {number} {seed}")
@@ -301,7 +301,7 @@ class SwimMembership:
         return tuple(pings)
 
     def ping_new_members(self, now: float) -> tuple[PingToSend, ...]:
-        """Whom to ping at once, since the roster is new: the next ones on the ring that nobody has seen.
+        """Whom to ping at once, since the member list is new: the next ones on the ring that nobody has seen.
 
         Until they answer there may be no quorum, and nobody knows whether they live: that need not take a period.
         """
@@ -442,12 +442,12 @@ class SwimMembership:
 
     @property
     def newer_list_holder(self) -> NodeId | None:
-        """A node that has a newer roster: ask it, and hand what it sends to :meth:`set_member_list`."""
+        """A node that has a newer member list: ask it, and hand what it sends to :meth:`set_member_list`."""
         return self._newer.reporter if self._newer is not None else None
 
     @property
     def alive(self) -> tuple[PeerNode, ...]:
-        """The roster's nodes that are alive or only suspected, by id. Placement starts from these."""
+        """The member list's nodes that are alive or only suspected, by id. Placement starts from these."""
         if self._living is None or self._living[0] != self.changes:
             nodes = [member.node for member in self._members.values() if member.state is not MemberState.DEAD]
             if self._belongs:
@@ -456,7 +456,7 @@ class SwimMembership:
         return self._living[1]
 
     def node(self, name: NodeId) -> PeerNode | None:
-        """A node of the roster as it describes itself, and as the roster does when it is dead; ``None``: a stranger."""
+        """A node of the list as it describes itself, and as the list does when it is dead; ``None``: a stranger."""
         if name == self._me.node.id:
             return self._me.node if self._belongs else None
         member = self._members.get(name)
@@ -482,7 +482,7 @@ class SwimMembership:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether this node sees enough of the roster alive to decide for the job. See :meth:`MemberList.has_quorum`.
+        """Whether this node sees enough of the list alive to decide for the job. See :meth:`MemberList.has_quorum`.
 
         As fresh as failure detection: a side that was just cut off needs a few periods to notice. What must not
         happen on two sides even then has to be acknowledged by a quorum of nodes, one by one.
@@ -510,9 +510,9 @@ class SwimMembership:
         if self._member_list is None:
             return "nobody has said yet which nodes belong to the job"
         if not self._belongs:
-            return f"{self._me.node.id} is not in roster {self._member_list.version}"
+            return f"{self._me.node.id} is not in member list {self._member_list.version}"
         if self._newer is not None:
-            return f"{self._newer.reporter} has roster {self._newer.mark.version}, this is {self._member_list.version}"
+            return f"{self._newer.reporter} has list {self._newer.mark.version}, this is {self._member_list.version}"
         if self._enough is None or self._enough[0] != self.changes:  # asked for with every report of thousands of nodes
             alive = {name for name, member in self._members.items() if member.state is MemberState.ALIVE}
             self._enough = self.changes, self._member_list.has_quorum({self._me.node.id, *alive})
@@ -574,7 +574,7 @@ class SwimMembership:
         return [name for name in alive + suspects if name not in self._sent]
 
     def _strangers(self, watched: list[NodeId]) -> list[NodeId]:
-        """Random others of the roster: one, or more while few are known to live."""
+        """Random others of the member list: one, or more while few are known to live."""
         known = {*watched, *self._sent}
         count = max(1, self.settings.ring_neighbours + 1 - len(known))
         drawn = self._random.sample(self._ring, min(len(self._ring), count + len(known)))

@@ -1,14 +1,14 @@
 """Nodes, addresses, failure domains, and the versioned member list with its quorum, partitions and delegates. Pure.
 
-The nodes are cut into about ``sqrt(n)`` districts of about ``sqrt(n)`` nodes. In its own district a node looks at
-everybody itself; of every other one it asks a member to do that for it, its lookout there::
+The nodes are cut into about ``sqrt(n)`` partitions of about ``sqrt(n)`` nodes. In its own partition a node looks at
+everybody itself; of every other one it asks a member to do that for it, its delegate there::
 
-    district 0   a  b  c  d        b asks f for e f g h, and k for i j k l; f looks at e g h, once for all
-    district 1   e  f  g  h        who ask at one time. So every node sends, and gets, about 2 * sqrt(n) messages.
-    district 2   i  j  k  l
+    partition 0   a  b  c  d        b asks f for e f g h, and k for i j k l; f looks at e g h, once for all
+    partition 1   e  f  g  h        who ask at one time. So every node sends, and gets, about 2 * sqrt(n) messages.
+    partition 2   i  j  k  l
 
-Whoever has the same nodes cuts in the same way. A node that comes or goes changes its own district alone; each time
-the job has become four times as large, every district is cut in two.
+Whoever has the same nodes cuts in the same way. A node that comes or goes changes its own partition alone; each time
+the job has become four times as large, every partition is cut in two.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ def memory_shares(nodes: Collection[PeerNode]) -> dict[NodeId, float]:
 
 
 class MemberListVersion(NamedTuple):
-    """Which of two rosters is the newer one: compare their marks.
+    """Which of two member lists is the newer one: compare their marks.
 
-    A higher version always wins. Of two different rosters with one version the one with more nodes wins, because it
+    A higher version always wins. Of two different lists with one version the one with more nodes wins, because it
     makes a quorum harder, and then the one with the greater digest, so that everybody who has heard of both ends up
     with the same.
     """
@@ -244,15 +244,17 @@ class MemberList(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 62:
-            raise RequestError(f"roster version {self.version} is not allowed: versions count up from 0")
+            raise RequestError(f"member list version {self.version} is not allowed: versions count up from 0")
         if not self.nodes:
-            raise RequestError("a roster without nodes says nothing: not to know the nodes is another answer")
+            raise RequestError("a member list without nodes says nothing: not to know the nodes is another answer")
         for node in self.nodes:
             validate_node_id(node.id)
         for one, next_one in zip(self.nodes, self.nodes[1:], strict=False):
             if one.id >= next_one.id:
                 what = "is listed twice" if one.id == next_one.id else f"comes before {next_one.id!r}"
-                raise RequestError(f"node {one.id!r} {what}: a roster names each node once, in the order of the ids")
+                raise RequestError(
+                    f"node {one.id!r} {what}: a member list names each node once, in the order of the ids"
+                )
 
     @property
     def list_version(self) -> MemberListVersion:
@@ -262,8 +264,8 @@ class MemberList(msgspec.Struct, frozen=True):
     def has_quorum(self, seen: Collection[NodeId]) -> bool:
         """Whether ``seen`` may decide for all: more than half, or exactly half and the lowest id among them.
 
-        Two disjoint sets of nodes never both may. That holds for one roster: while two sides of a partition were
-        told different ones, it is for whoever publishes rosters to let go of a node only once it is gone.
+        Two disjoint sets of nodes never both may. That holds for one member list: while two sides of a partition were
+        told different ones, it is for whoever publishes member lists to let go of a node only once it is gone.
         """
         count = sum(1 for node in self.nodes if node.id in seen)
         return 2 * count > len(self.nodes) or (2 * count == len(self.nodes) and self.nodes[0].id in seen)
@@ -276,12 +278,12 @@ def member_list(version: int, nodes: Iterable[PeerNode]) -> MemberList:
 PARTITION_MIN_NODES = 64
 """With fewer nodes everybody is asked directly: that is one message a node, and no way round."""
 MAX_DELEGATES = 3
-"""How many members of a district are asked before its nodes are looked at directly."""
+"""How many members of a partition are asked before its nodes are looked at directly."""
 _POINT_BITS = 64
 
 
 class NodePartitions:
-    """The nodes of a job, cut into districts."""
+    """The nodes of a job, cut into partitions."""
 
     def __init__(self, nodes: Collection[str], *, split_from: int = PARTITION_MIN_NODES) -> None:
         self._bits = len(nodes).bit_length() // 2 if len(nodes) >= split_from else 0
@@ -291,11 +293,11 @@ class NodePartitions:
         self._members = {number: tuple(node for _, node in sorted(cut[number])) for number in sorted(cut)}
 
     def partition_of(self, node: str) -> tuple[str, ...]:
-        """All members of the district in which ``node`` is, or would be."""
+        """All members of the partition in which ``node`` is, or would be."""
         return self._members.get(self._number(stable_hash(node)), ())
 
     def other_partitions(self, node: str) -> list[tuple[str, ...]]:
-        """The members of every other district, in the order in which ``node`` asks them to be its lookout.
+        """The members of every other partition, in the order in which ``node`` asks them to be its delegate.
 
         Each node begins with another member, so that as many ask the one as the other.
         """
@@ -307,7 +309,7 @@ class NodePartitions:
 
 
 class DelegateCandidates:
-    """One district that somebody else is to look at: whom to ask next."""
+    """One partition that somebody else is to look at: whom to ask next."""
 
     def __init__(self, members: Sequence[str], *, gone: Callable[[str], bool]) -> None:
         self.members = tuple(members)
@@ -315,7 +317,7 @@ class DelegateCandidates:
         self._next = self._delegates()
 
     def next_delegate(self) -> str | None:
-        """The next lookout; ``None`` when nobody else is asked."""
+        """The next delegate; ``None`` when nobody else is asked."""
         return next(self._next, None)
 
     def _delegates(self) -> Iterator[str]:

@@ -61,7 +61,7 @@ class HeartbeatLoop:
         self._pings_in_flight: set[str] = set()
         """Nodes that a ping is on its way to."""
         self._unmet: set[str] = set()
-        """Those of them that were to be met meanwhile: what they answer now may be of the roster before."""
+        """Those of them that were to be met meanwhile: what they answer now may be of the member list before."""
         self._living: tuple[int, Mapping[str, PeerNode]] = (-1, {})
         self._waited = False
         self._stop = threading.Event()
@@ -206,7 +206,10 @@ class HeartbeatLoop:
                 self._pending.announce(self._clock(), member_list, self._members.alive)
         if news:
             log.info(
-                "job %s: roster %d has %d nodes", self._credentials.job, member_list.version, len(member_list.nodes)
+                "job %s: member list %d has %d nodes",
+                self._credentials.job,
+                member_list.version,
+                len(member_list.nodes),
             )
             self._meet()
             self._notify_changed()
@@ -363,7 +366,7 @@ class HeartbeatLoop:
         try:
             self.set_member_list(self.client_for(node).call("member_list", GetMemberList(), MemberList, timeout_s=5.0))
         except (PeerStoreError, OSError) as error:
-            log.debug("job %s: %s did not tell its roster: %s", self._credentials.job, node, error)
+            log.debug("job %s: %s did not tell its member list: %s", self._credentials.job, node, error)
 
     def _notify_changed(self) -> None:
         with self._seen:
@@ -420,7 +423,7 @@ class PendingMembers:
         self._until = float("-inf")
 
     def announce(self, now: float, member_list: MemberList, living: Iterable[PeerNode]) -> None:
-        """A new roster is in use; some of its nodes are known to live already."""
+        """A new member list is in use; some of its nodes are known to live already."""
         seen = {node.id for node in living}
         self._nodes = {node.id: node for node in member_list.nodes if node.id not in seen}
         self._until = now + self._longest_s

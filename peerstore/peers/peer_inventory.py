@@ -62,7 +62,7 @@ class JobInventory:
 
 @dataclass(frozen=True)
 class _PartitionResult:
-    """What the nodes of this node's district hold, this one included."""
+    """What the nodes of this node's partition hold, this one included."""
 
     found: Mapping[str, InventoryOrError]
 
@@ -81,7 +81,7 @@ class _PartitionResult:
         for node in nodes:
             data = self.encoded.get(node)
             if data is None:
-                unsaid[node] = str(self.found.get(node, "it has just come to this district"))
+                unsaid[node] = str(self.found.get(node, "it has just come to this partition"))
             elif len(data) > room:
                 unsaid[node] = f"what it holds, {len(data)} bytes, does not fit into one answer with the others'"
             else:
@@ -116,7 +116,7 @@ class InventoryService:
         self._lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="peerstore-look")
         self._delegate_client = DelegateClient(
             membership, self._query_nodes
-        )  # who asks lookouts never takes a thread from who looks
+        )  # who asks delegates never takes a thread from who looks
 
     def close(self) -> None:
         self._stop.set()
@@ -137,10 +137,10 @@ class InventoryService:
             self._unreached.retain(self._dead)
 
     def serve_partition(self, asked: GetPartitionInventory) -> PartitionInventory:
-        """What nodes of this node's district hold, for one of another. Who else is named is not looked for."""
+        """What nodes of this node's partition hold, for one of another. Who else is named is not looked for."""
         me = self._membership.this_node.id
         partition = {me, *self._partitions().partition_of(me)}
-        silent = dict.fromkeys(asked.nodes, f"{me} does not look at it: it is in another district")
+        silent = dict.fromkeys(asked.nodes, f"{me} does not look at it: it is in another partition")
         wanted = [node for node in silent if node in partition]
         if not wanted:
             return PartitionInventory({}, silent)
@@ -232,9 +232,9 @@ def _by(deadline: float, future: Future[InventoryOrError]) -> InventoryOrError:
 
 
 DELEGATE_HEDGE_S = 2.0
-"""A lookout that has not answered by then may still do so; the next one is asked as well."""
+"""A delegate that has not answered by then may still do so; the next one is asked as well."""
 DELEGATE_TIMEOUT_S = 11.0
-"""A lookout may have to end one look before it begins the one that is wanted; each takes as long as a silent node."""
+"""A delegate may have to end one look before it begins the one that is wanted; each takes as long as a silent node."""
 MAX_PARTITION_REPLY_BYTES = 32 << 20
 """In one answer, whatever the nodes hold: half of what a message may have."""
 _ASKERS = 64
@@ -244,7 +244,7 @@ InventoryOrError = NodeInventory | str
 
 
 class DelegateClient:
-    """Asks lookouts, several at a time. Any thread may call."""
+    """Asks delegates, several at a time. Any thread may call."""
 
     def __init__(
         self, membership: HeartbeatLoop, look_at: Callable[[Mapping[str, float | None]], dict[str, InventoryOrError]]
@@ -258,10 +258,10 @@ class DelegateClient:
         self.pool.shutdown(cancel_futures=True)
 
     def collect(self, partitions: Iterable[Sequence[str]], *, short_s: float) -> dict[str, InventoryOrError]:
-        """All nodes of these districts, each in the order in which its members are asked to look.
+        """All nodes of these partitions, each in the order in which its members are asked to look.
 
-        Where nobody looks its nodes are looked at from here. So are, for ``short_s``, those that a lookout did not
-        reach and that live as far as this node knows: it may be the lookout's way that is bad, and not the node.
+        Where nobody looks its nodes are looked at from here. So are, for ``short_s``, those that a delegate did not
+        reach and that live as far as this node knows: it may be the delegate's way that is bad, and not the node.
         """
         errands = [DelegateCandidates(members, gone=self._membership.is_dead) for members in partitions]
         answers = _DelegateRound(self, errands).answers()
@@ -295,17 +295,17 @@ class _DelegateRound:
         self._answers: list[PartitionInventory | None] = [None] * len(errands)
         self._asked: dict[Future[PartitionInventory], int] = {}
         self._late_at: dict[int, float] = {}
-        """The districts that the next lookout is to be asked for, and when."""
+        """The partitions that the next delegate is to be asked for, and when."""
 
     def answers(self) -> list[PartitionInventory | None]:
-        """What was said of each district; ``None`` where nobody said anything."""
+        """What was said of each partition; ``None`` where nobody said anything."""
         for number in range(len(self._errands)):
             self._ask_next(number)
         while self._asked and (now := time.monotonic()) < self._deadline:
             until = min([self._deadline, *self._late_at.values()])
             done, _ = wait(self._asked, max(0.0, until - now), FIRST_COMPLETED)
             for future in done:
-                if future not in self._asked:  # another one of its district has answered, too
+                if future not in self._asked:  # another one of its partition has answered, too
                     continue
                 self._hear(self._asked.pop(future), future)
             for number in [number for number, at in self._late_at.items() if at <= time.monotonic()]:
@@ -344,11 +344,11 @@ class _DelegateRound:
 def _said(answer: PartitionInventory, node: str) -> InventoryOrError:
     raw = answer.nodes.get(node)
     if raw is None:
-        return answer.unreachable.get(node, "its lookout said nothing of it")
+        return answer.unreachable.get(node, "its delegate said nothing of it")
     try:
         return message_codec.decode_message(raw, NodeInventory)
     except ProtocolError as error:
-        return f"its lookout did not repeat what it said: {error}"
+        return f"its delegate did not repeat what it said: {error}"
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class NodeInventory(msgspec.Struct, frozen=True):
 
 
 class GetPartitionInventory(msgspec.Struct, frozen=True):
-    """Look, as of now, at these nodes of your district, yourself included. They are sent a ``GetNodeInventory``."""
+    """Look, as of now, at these nodes of your partition, yourself included. They are sent a ``GetNodeInventory``."""
 
     nodes: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=128)], ...], msgspec.Meta(max_length=MAX_NODES_PER_REQUEST)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _TOLD_S = 5.0
 _TELLERS = 16
 _MESSENGERS = 2
-"""How many others are asked to pass on what the scribe is to know."""
+"""How many others are asked to pass on what the commit leader is to know."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class CommitTracker:
         self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
 
     def report(self, sender: str, notes: Iterable[PartsReport]) -> bool:
-        """Tell the scribe which parts of which versions are here and have copies; whether it heard all of that."""
+        """Tell the leader which parts of which versions are here and have copies; whether it heard all of that."""
         heard = True
         for note in notes:
             if self._deliver(sender, note):
@@ -75,7 +75,7 @@ class CommitTracker:
         return heard
 
     def _deliver(self, sender: str, note: PartsReport) -> bool:
-        """Whether the scribe heard it: from here, or by way of others, so that one bad path holds up no version."""
+        """Whether the leader heard it: from here, or by way of others, so that one bad path holds up no version."""
         me = self._membership.this_node.id
         if sender == me:
             self.handle_report(note)
@@ -94,7 +94,7 @@ class CommitTracker:
         self._membership.client_for(node).call("report_parts", note, type(None), timeout_s=timeout_s)
 
     def handle_report(self, note: PartsReport) -> None:
-        """A node of the job says which parts it answers for. Raises when the scribe cannot be told."""
+        """A node of the job says which parts it answers for. Raises when the commit leader cannot be told."""
         with self._changed:
             self._reports.add(note)
         if not self._decide():
@@ -152,7 +152,7 @@ class CommitTracker:
         self._tellers.shutdown(cancel_futures=True)
 
     def handle_decision(self, found: CommitDecision) -> None:
-        """What the scribe has come to: noted here, and what is given up for it goes."""
+        """What the commit leader has come to: noted here, and what is given up for it goes."""
         before = self._store.replicas.newest_replicated(self._job)
         self._store.replicas.apply_decision(self._job, found)
         if found.replicated is not None and (before is None or before < found.replicated):

@@ -412,7 +412,7 @@ class ReplicationState:
         )
 
     def leader_unreachable(self, sender: str, now: float) -> None:
-        """The scribe was not told: it is asked for nothing else for a while."""
+        """The commit leader was not told: it is asked for nothing else for a while."""
         self._later.setdefault(sender, now + REPLICATION_RETRY_S)
 
 

@@ -58,7 +58,7 @@ class JobEntry(JobVersions):
 
 
 class JobTable:
-    """Every job this node has heard of. The shelf's lock guards it."""
+    """Every job this node has heard of. The slot table's lock guards it."""
 
     def __init__(self, table: SlotTable, ttl_s: float) -> None:
         self._table = table

@@ -62,7 +62,7 @@ class _Growth:
 
 
 class LeaseManager:
-    """``lease``, ``grow``, ``relabel``, ``release`` of the store. The shelf's lock is taken here."""
+    """``lease``, ``grow``, ``relabel``, ``release`` of the store. The slot table's lock is taken here."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LeaseManager:
         self._table = table
         self._jobs = jobs
         self._free_a_slot = give_way
-        """Asked before a writer waits, and for the last time before it is refused; never with the shelf's lock held."""
+        """Asked before a writer waits, and for the last time before it is refused; never with the table's lock held."""
         self._expire = expire
         """Drops a job that nobody uses, for this reason."""
         self.expired_jobs: list[str] = []

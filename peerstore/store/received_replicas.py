@@ -33,7 +33,7 @@ MAX_REPLICA_META_BYTES = 16 << 20
 
 
 class ReplicaStore:
-    """What the store does for other nodes. The shelf's lock is taken here."""
+    """What the store does for other nodes. The slot table's lock is taken here."""
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ class _PinOf:
 
 
 class ShardReader:
-    """Inventory, pins and verification of the store. The shelf's lock is taken here."""
+    """Inventory, pins and verification of the store. The slot table's lock is taken here."""
 
     def __init__(
         self, table: SlotTable, jobs: JobTable, pool: Executor, await_adoption: Callable[[str | None], None]
@@ -287,7 +287,7 @@ class ShardReader:
 
 
 class ShardRemoval:
-    """``delete_versions`` and ``report`` of the store. The shelf's lock is taken here."""
+    """``delete_versions`` and ``report`` of the store. The slot table's lock is taken here."""
 
     def __init__(self, table: SlotTable, jobs: JobTable) -> None:
         self._table = table

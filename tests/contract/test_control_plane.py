@@ -369,7 +369,7 @@ def test_rank_may_request_a_change(start):
 def test_preempted_rank_is_not_in_the_next_world(start):
     job = start(2)
     all_ready(job.planes)
-    job.planes[0].request_change(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
+    job.planes[0].request_change(NoticeKind.RESIZE, "preempted", deadline_s=60.0)
     until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
     assert 0 < job.planes[1].notice().deadline_s <= 60.0
     _seal_all(job.planes, 4)

@@ -78,7 +78,7 @@ class Agent:
         self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.permit)
         self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
-        """At this node's district, for others."""
+        """At this node's partition, for others."""
         self._ask_near: list[Callable[[Any], None]] = []
         """Who hears of the next look at it."""
         self._pump_at: float | None = None
@@ -251,7 +251,7 @@ class Agent:
             self.pump()
 
     def pump(self) -> None:
-        """The next copy to be sent, if none is on its way, and what the scribe is to know."""
+        """The next copy to be sent, if none is on its way, and what the commit leader is to know."""
         if self.sharing is not None:
             self.sharing.work()
             return
@@ -388,7 +388,7 @@ class Agent:
     def sight(self, done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
         """What every node of the roster holds; those that do not answer are named.
 
-        In a large job only this node's district is asked, and a lookout in each of the others, as in
+        In a large job only this node's partition is asked, and a delegate in each of the others, as in
         peerstore/peers/peer_inventory.py.
         """
         partitions = self._cut()
@@ -406,7 +406,7 @@ class Agent:
                 done(nodes, silent)
 
         def looked(members: tuple[str, ...], answer: tuple[Mapping[str, NodeInventory], Mapping[str, str]]) -> None:
-            """By a lookout. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
+            """By a delegate. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
             told = {node: answer[0][node] for node in members if node in answer[0]}
             for one in told.values():
                 self.copies.fence(JOB, one.epoch, one.incarnation)
@@ -441,7 +441,7 @@ class Agent:
         return self._partitions[1]
 
     def _near(self, done: Callable[[Any], None]) -> None:
-        """What the nodes of this one's district hold, as of now. Who asks while it looks shares the look after that."""
+        """Return what this node's partition holds now. Callers during a query share the next one."""
         self._ask_near.append(done)
         if self._looking:
             return

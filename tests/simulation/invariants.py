@@ -245,7 +245,7 @@ class Truth(Holdings):
         return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
 
     def declared(self, agent: Agent, group: VersionId) -> None:
-        """The scribe says that all parts of a version have their copies."""
+        """The commit leader says that all parts of a version have their copies."""
         self.replicated.append(group)
         world = self._world
         self._on_one_side_only(agent.name, group)

@@ -165,7 +165,7 @@ class SimulatedRanges:
 
 
 class SimulatedSettlement:
-    """The scribe is told by messages that nobody waits for, as with copies."""
+    """The commit leader is told by messages that nobody waits for, as with copies."""
 
     def __init__(self, agent: Agent, sharing: ParityReplicator) -> None:
         self._agent, self._reports = agent, sharing._reports

@@ -45,7 +45,7 @@ VERSIONS = (11_800, 11_900, 12_000)
 SHARD_BYTES = 8 << 30
 RACK, ZONE = 32, 2048
 ROUNDS = 2
-"""Looks at its district that a lookout makes for all who ask at one time: one goes on, who come later share one."""
+"""Looks at its partition that a delegate makes for all who ask at one time: one goes on, who come later share one."""
 T = TypeVar("T")
 
 
@@ -62,7 +62,7 @@ class Looks:
     peers: int
     """Other nodes that one has to do with, at most."""
     answered: Mapping[str, tuple[int, int]]
-    """How many of a node's answers are about itself, and how many about its district."""
+    """How many of a node's answers are about itself, and how many about its partition."""
 
 
 def hosts(count: int) -> list[PeerNode]:
@@ -107,7 +107,7 @@ def pings_of_one(nodes: list[PeerNode]) -> tuple[int, int, float]:
 
 
 def settled_by(names: list[str]) -> tuple[int, int, float]:
-    """Reports that reach the scribe for one version, whom it tells, and how long it counts.
+    """Reports that reach the commit leader for one version, whom it tells, and how long it counts.
 
     Every node says that its part is sealed, and later that it has its copies.
     """
@@ -140,7 +140,7 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
 
 
 def periods_until_known(names: list[str]) -> int:
-    """Pings that every node sends, one each period, until all know what the scribe told some of them."""
+    """Pings that every node sends, one each period, until all know what the commit leader told some of them."""
     first = names[0]
     ring = [first, *ring_order(NodeId(first), [NodeId(name) for name in names[1:]])]
     watched, drawn = MembershipSettings().ring_neighbours, random.Random(7)
@@ -225,7 +225,7 @@ def _answered(body: object) -> bytes:
 
 
 def answers_for(me: str, partitions: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
-    """What one node is sent in a survey: by its own district's nodes and by the lookouts of the others."""
+    """What one node is sent in a survey: by its own partition's nodes and by the delegates of the others."""
     near = [_answered(said[node]) for node in partitions.partition_of(me) if node != me]
     far = [
         _answered(PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {}))
@@ -299,11 +299,11 @@ def measure(count: int) -> dict[str, str]:
         "membership: pings a node sends, and gets, per second": str(pings),
         "membership: bytes of a ping": f"{ping_bytes:,}",
         "membership: one period's decisions, ms": f"{tick_s * 1e3:.1f}",
-        "a save: reports to the scribe": f"{reports:,}",
-        "a save: nodes the scribe tells": f"{told:,}",
+        "a save: reports to the commit leader": f"{reports:,}",
+        "a save: nodes the commit leader tells": f"{told:,}",
         "... periods of pings until all know": str(periods_until_known(list(names))),
-        "a save: seconds the scribe counts": f"{count_s:.2f}",
-        "districts, and the largest": f"{len(partitions.other_partitions(me)) + 1}, "
+        "a save: seconds the commit leader counts": f"{count_s:.2f}",
+        "partitions, and the largest": f"{len(partitions.other_partitions(me)) + 1}, "
         f"{max(map(len, _all(partitions, me)))}",
         "cutting them, ms": f"{cut_s * 1e3:.1f}",
         "one node surveys: questions": f"{seen.one_survey:,}",
@@ -314,7 +314,7 @@ def measure(count: int) -> dict[str, str]:
         "... most nodes one has a connection with": f"{seen.peers:,}",
         "all restore into another world: questions for layouts": f"{count * len(sources):,}",
         "inventory of one node, bytes": f"{len(_answered(said[me])):,}",
-        "a question to a lookout, bytes": f"{question:,}",
+        "a question to a delegate, bytes": f"{question:,}",
         "its answer, bytes": f"{max(map(len, answers)):,}",
         "all survey at once: most that one node sends, MB": f"{most_sent(seen, partitions, said) / 1e6:.1f}",
         "all that one survey brings, MB": f"{received / 1e6:.1f}",

@@ -187,7 +187,7 @@ class Table:
 
     def ask_back(self, number: int) -> None:
         if len(self.nodes) > 1:
-            self._pick(number).seats.drain(self.now + 10.0, "asked back")
+            self._pick(number).seats.drain(self.now + 10.0, "preempted")
 
     def resize(self, nodes: int) -> None:
         question = ResizeRequest(nodes, "resized")

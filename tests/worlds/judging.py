@@ -43,13 +43,13 @@ class Judge:
         self.respawned_s: dict[tuple[str, int], float] = {}
         self.gone: dict[str, int] = {}
         self.asked: dict[str, int] = {}
-        """Life of the nodes that were asked back."""
+        """Life of the nodes that were preempted."""
         self.told: set[tuple[str, int, float]] = set()
         """The same, with the deadlines."""
         self.asked_since: set[str] = set()
         self.wished = False
         """Somebody asked for a size since the world began, and does not want to wait for more nodes than there are."""
-        """Nodes asked back since the newest world began."""
+        """Nodes preempted since the newest world began."""
         self.places: tuple[str, ...] = ()
         self.stop_asked = False
         self.hopeless = False
@@ -231,7 +231,7 @@ class Judge:
         if len(set(nodes)) < len(nodes):
             raise Violation(f"a node has two places in {nodes}")
         if not set(nodes) <= set(self._here()):
-            raise Violation(f"{sorted(set(nodes) - set(self._here()))} are in a new world, dead or asked back")
+            raise Violation(f"{sorted(set(nodes) - set(self._here()))} are in a new world, dead or preempted")
         stay = [node for node in before.ranked_nodes if node in nodes]
         if stay != [node for node in nodes if node in before.ranked_nodes]:
             raise Violation(f"{stay} change their order: {nodes}")
@@ -311,7 +311,7 @@ class Judge:
             and member.generation == life
             and not world.phase.is_over
         ):
-            raise Violation(f"{node} was asked back until {deadline_s:g} s and is still in the job")
+            raise Violation(f"{node} was preempted until {deadline_s:g} s and is still in the job")
 
     def at_rest(self, world: WorldState, now_s: float) -> None:
         avoid = self.avoided(world, now_s)

@@ -76,7 +76,7 @@ SPOILT = {
     "never despair": Spoilt(
         WorldTransition, "fail_job", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)
     ),
-    "forget the dead": Spoilt(WorldTransition, "remove_member", lambda *_: None, "dead or asked back"),
+    "forget the dead": Spoilt(WorldTransition, "remove_member", lambda *_: None, "dead or preempted"),
     "tick never": Spoilt(next_world, "_timers", lambda _: [], "nothing is left to happen"),
 }
 

@@ -180,7 +180,7 @@ class RestoreOutcome:
 
 
 class SaveRestoreLog:
-    """Where this process is, the ledger knows from who has it enter worlds; else its environment may."""
+    """Where this process is, the event log knows from who has it enter worlds; else its environment may."""
 
     def __init__(self, event_log: EventLog | None = None) -> None:
         self._event_log = event_log or event_log_from_environ()

@@ -35,7 +35,7 @@ _Sample = tuple[Mapping[str, str], float]
 
 
 def prometheus_text(found: Analysis) -> str:
-    """Seconds and shares are gauges: the same ledger, read again, may say that less was productive than before."""
+    """Seconds and shares are gauges: the same event log, read again, may say that less was productive than before."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import GaugeMetricFamily
 

@@ -144,7 +144,7 @@ class MeasuredMeans:
 
 
 def measure_run(directory: Path) -> MeasuredMeans:
-    """Of a ledger, as errors of :func:`read_event_log`; a run that never recovered says nothing about recoveries."""
+    """Of an log, as errors of :func:`read_event_log`; a run that never recovered says nothing about recoveries."""
     read = read_event_log(directory)
     found = measure_analysis(analyse(read.events))
     if not found.recoveries:

@@ -38,7 +38,7 @@ class EventLogContents(
     msgspec.Struct,
     frozen=True,
 ):
-    """What was found in a ledger."""
+    """What was found in an event log."""
 
     events: tuple[LogEvent, ...] = ()
     """By the time they were over."""
@@ -67,7 +67,7 @@ class EventLogContents(
 
 
 def read_event_log(directory: Path) -> EventLogContents:
-    """All files of a ledger, also of one that is being written.
+    """All files of an event log, also of one that is being written.
 
     ``EventLogNotFoundError`` where there is none, or nothing in it; ``OSError`` where it cannot be read.
     """
@@ -156,4 +156,4 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
     if given.is_dir():
         return given
     tried = " and ".join(str(path) for path in looked)
-    raise EventLogNotFoundError(f"{where} is no directory with a ledger, nor is there {tried}")
+    raise EventLogNotFoundError(f"{where} is no directory with an event log, nor is there {tried}")

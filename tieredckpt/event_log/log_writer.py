@@ -105,7 +105,7 @@ class EventLogWriter:
             self.lost += 1
             if not self._warned:
                 self._warned = True
-                log.warning("the ledger in %s is not written to: %s", self.directory, error)
+                log.warning("the event log in %s is not written to: %s", self.directory, error)
 
     def close(self) -> None:
         with self._file.lock:
@@ -126,7 +126,7 @@ class EventLogWriter:
             raise OSError(f"{written} of {len(line)} bytes were written")
 
     def _open(self, file: _File) -> None:
-        """The next part of this process's ledger; the oldest goes when there are too many."""
+        """The next part of this process's event log; the oldest goes when there are too many."""
         now = time.monotonic()
         if now < file.again_at:
             raise OSError("it could not be opened")
@@ -169,7 +169,7 @@ class _File:
 
 
 class StdoutEventLog:
-    """Writes into another ledger, and says on standard output what is said of it."""
+    """Writes into another event log, and says on standard output what is said of it."""
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
@@ -191,7 +191,7 @@ _saying: dict[str, StdoutEventLog] = {}
 
 
 def event_log_from_environ(environ: Mapping[str, str] = os.environ) -> EventLog:
-    """The ledger of this process, the same one for all who ask, or one that writes nothing."""
+    """The event log of this process, the same one for all who ask, or one that writes nothing."""
     directory = environ.get(EVENT_LOG_ENV, "")
     event_log: EventLog = NullEventLog()
     if directory:

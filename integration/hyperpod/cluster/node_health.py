@@ -94,7 +94,7 @@ def classify_device_fault(words: str) -> DeviceFaultKind | None:
 
 
 def device_faults(events: Iterable[LogEvent]) -> list[DeviceFault]:
-    """Of a job's ledger, by time. Several ranks tell of one fault of their machine, and one that is not mended is met
+    """Of a job's log, by time. Several ranks tell of one fault of their machine, and one that is not mended is met
     again by the next process: what comes within two minutes of the last one that counts is the same.
     """
     found: list[DeviceFault] = []

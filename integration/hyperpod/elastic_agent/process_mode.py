@@ -74,7 +74,7 @@ class ProcessControlPlane(StoreControlPlane):
     ) -> None:
         """The same wish comes by more than one way: by the agent's signal, and by whoever handles it in the script."""
         if deadline_s is not None:
-            self._may_go.set()  # this pod is asked back, which its agent knows
+            self._may_go.set()  # this pod is preempted, which its agent knows
         with self._telling:
             if self._gone or (self._told and want is NoticeKind.RESIZE and deadline_s is None):
                 return

@@ -186,11 +186,11 @@ def handle_running(turn: DecisionBuilder) -> None:
 
 
 def _shrink_if_needed(turn: DecisionBuilder) -> bool:
-    """Less is admitted than runs, or members are asked back: the rest goes on without them, or with spares."""
+    """Less is admitted than runs, or members are preempted: the rest goes on without them, or with spares."""
     size, most = len(turn.state.members), rank_assignment.max_allowed_size(turn)
     leaving = [pod.name for pod in turn.member_pods if pod.terminating]
     if leaving:
-        stop_gracefully(turn, TransitionCause.SCALE, f"asked back: {', '.join(leaving)}", target=min(size, most))
+        stop_gracefully(turn, TransitionCause.SCALE, f"preempted: {', '.join(leaving)}", target=min(size, most))
     elif most < size:
         stop_gracefully(turn, TransitionCause.SCALE, f"{turn.observed.capacity} replicas are admitted", target=most)
     return bool(leaving) or most < size

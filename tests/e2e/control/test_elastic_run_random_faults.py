@@ -80,9 +80,9 @@ class History:
 
     def leave(self) -> None:
         node = self.some_node()
-        self.told.append(f"{node} is asked back")
+        self.told.append(f"{node} is preempted")
         self.alive.discard(node)
-        until(lambda: "error" not in self.job.ask("drain", node, "--deadline", "20"), f"{node} is asked back")
+        until(lambda: "error" not in self.job.ask("drain", node, "--deadline", "20"), f"{node} is preempted")
         until(lambda: not self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} has left")
 
     def come_back(self) -> None:

@@ -35,7 +35,7 @@ def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: Job) -> 
     run = job.start("run", *quick, "--nproc", "2", "--max-restarts", "1", str(script))
     assert job.ended(run) == 8
     said = " ".join(job.output().split())
-    assert "gave up after 1 restarts in all (job_max_retry_count)" in said
+    assert "the job failed after 1 restarts in all (job_max_retry_count)" in said
     assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
     for log in (job.folder / "logs").glob("*/*.log"):
         assert "JobFailedError" in log.read_text()  # from the PolicyError, with where it was raised

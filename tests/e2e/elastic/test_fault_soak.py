@@ -72,7 +72,7 @@ def test_job_survives_hundreds_of_random_faults(golden, tmp_path) -> None:
     assert_all_happened_once(job)
     assert_worlds_hold(job)
     assert_same_bits(job.committed(), quiet_run(tmp_path / "quiet", job.total))
-    assert "gave up" not in job.output()
+    assert "the job failed" not in job.output()
     for pid, seen in sizes.items():
         assert_constant(f"process {pid}", [one for one in seen[STARTING:] if one["faults"] >= 5])
     worlds = {}

@@ -1,4 +1,4 @@
-"""A node gone without a word, one that comes, and one asked back with 10 s notice: nothing of it shows."""
+"""A node gone without a word, one that comes, and one preempted with 10 s notice: nothing of it shows."""
 
 from __future__ import annotations
 

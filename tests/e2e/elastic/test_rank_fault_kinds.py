@@ -64,7 +64,9 @@ def pids(said, epoch):
 def assert_ends_with_words(said, status, output):
     done = max(one["step"] for one in said["step"])
     assert status == 8, output
-    (words,) = [line for line in output.splitlines() if "gave up" in line and "the same command resumes it" in line]
+    (words,) = [
+        line for line in output.splitlines() if "the job failed" in line and "the same command resumes it" in line
+    ]
     assert output.splitlines()[-1] == words
     assert f"the loss of step {done + 1} is not finite" in words
     assert f"the last whole step is {done}" in words

@@ -49,7 +49,7 @@ def html_report(analysis: Analysis) -> str:
         other_transitions_section(analysis),
         _runs(analysis) if len(analysis.runs) > 1 else None,
         _complaints(analysis),
-        element("footer", f"Written by tieredckpt from the ledger of the job, {utc_text(analysis.end_us)}."),
+        element("footer", f"Written by tieredckpt from the event log of the job, {utc_text(analysis.end_us)}."),
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body)), lang='en')}\n"
 

@@ -111,7 +111,7 @@ def test_paused_coordinator_detects_no_hang():
 def test_preempted_node_leaves_on_time_despite_the_pause():
     with two_nodes() as (coordinator, hand, nodes):
         coordinator.reconciler.handle_request(
-            DrainRequest(("n1",), 120.0, "the machine is asked back"), coordinator._clock()
+            DrainRequest(("n1",), 120.0, "the machine is preempted"), coordinator._clock()
         )
         hand.now += 60.0
         coordinator._turn()

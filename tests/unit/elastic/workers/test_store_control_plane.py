@@ -100,7 +100,7 @@ def test_one_request_stops_all_ranks_at_the_greatest_step(start):
     planes = start(3)
     all_ready(planes)
     assert [plane.notice() for plane in planes] == [None] * 3
-    planes[1].request_change(NoticeKind.RESIZE, "asked back", deadline_s=60.0)
+    planes[1].request_change(NoticeKind.RESIZE, "preempted", deadline_s=60.0)
     until(lambda: all(wants(plane) is NoticeKind.STOP for plane in planes))
     assert all(0 < plane.notice().deadline_s <= 60 for plane in planes)
     said = results(

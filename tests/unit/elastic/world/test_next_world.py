@@ -515,9 +515,9 @@ def test_a_fault_ends_a_pause():
 def test_preempted_node_is_released_after_all_sealed(deadline_s, until_s):
     job = Told(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), deadline_s))
-    assert job.did(PauseWorld) == PauseWorld(0, "b asked back", until_s)
+    assert job.did(PauseWorld) == PauseWorld(0, "b preempted", until_s)
     job.sealed("a", "b")
-    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back")
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "preempted")
     job.ready("a", "c", "d")
     assert (job.did(FormWorld).nodes, job.world.restarts) == (("a", "c", "d"), 0)
 
@@ -538,7 +538,7 @@ def test_preempted_node_that_misses_its_deadline_is_released_by_force():
     job.ready("a", "c", "d")
     job.tick()
     assert job.now_s == 20
-    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "asked back, and its time is up", force=True)
+    assert job.did(ReleaseNode) == ReleaseNode("b", 1, "preempted, and its deadline has passed", force=True)
     assert job.did(FormWorld).nodes == ("a", "c", "d")
 
 
@@ -554,18 +554,18 @@ def test_a_deadline_nearer_than_the_first_shortens_the_pause():
 def test_preempted_standby_is_released_at_once():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "asked back"),)
+    assert job.tell(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "preempted"),)
 
 
 def test_preemption_below_the_minimum_requests_nodes_and_seals_before_the_deadline():
     job = Told(FOUR, "ab")
     job.tick()
     job.tell(NodesPreempted(("b",), 500.0), at_s=20)
-    assert job.actions == (RequestNodes(1, "b asked back, too few are left"),)
+    assert job.actions == (RequestNodes(1, "b preempted, too few are left"),)
     job.tick()
-    assert job.did(PauseWorld) == PauseWorld(0, "b asked back: 1 nodes are left, at least 2 are needed", 500, stop=True)
+    assert job.did(PauseWorld) == PauseWorld(0, "b preempted: 1 nodes are left, at least 2 are needed", 500, stop=True)
     job.sealed("a", "b")
-    assert job.did(StopJob).reason == "b asked back: 1 nodes are left, at least 2 are needed"
+    assert job.did(StopJob).reason == "b preempted: 1 nodes are left, at least 2 are needed"
     assert job.now_s == 440
 
 
@@ -595,7 +595,7 @@ def test_a_person_may_want_fewer_and_more_again():
 def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
     job = Told(ScalingPolicy(min_replicas=1, max_replicas=2, graceful_shutdown_timeout_s=0), "ab")
     job.tell(NodesPreempted(("b",), 100.0))
-    assert job.did(BreakWorld).reason == "b asked back"
+    assert job.did(BreakWorld).reason == "b preempted"
     job.ready("a")
     assert (job.did(FormWorld).nodes, job.world.restarts) == (("a",), 0)
 
@@ -783,7 +783,7 @@ def test_final_fault_fails_the_job_without_blaming_the_node():
     job = Told(FOUR, "abcd")
     actions = job.tell(RankFault("c", 1, 0, 1, "the loss of step 7 is not finite, for the 3rd time", final=True))
     assert [type(one) for one in actions] == [BreakWorld, FailJob]
-    for said in ("gave up", "rank 1 of c", "step 7", "the 3rd time", "resumes from its newest whole step"):
+    for said in ("the job failed", "rank 1 of c", "step 7", "the 3rd time", "resumes from its newest whole step"):
         assert said in actions[1].reason
     assert job.world.node_faults == ()
     assert job.tell(RankFault("c", 1, 0, 1, "again", final=True)) == ()

@@ -94,7 +94,7 @@ EVENTS = {
     "rank fault": RankFault("b", 1, 0, 0, "x"),
     "hang of a rank": HangDetected(0, "x", "b", 1),
     "hang": HangDetected(0, "x"),
-    "asked back": NodesPreempted(("b",), 500.0),
+    "preempted": NodesPreempted(("b",), 500.0),
     "resize": ResizeRequested(2),
     "stop": JobStopRequested("y", 20.0),
     "tick": Tick(),
@@ -197,7 +197,7 @@ TABLE = {
         "forming BreakWorld",
         "stopped BreakWorld StopJob",
     ),
-    "asked back": (
+    "preempted": (
         "forming ReleaseNode",
         "pausing PauseWorld",
         "forming",

@@ -1,4 +1,4 @@
-"""Jobs that wait in a queue, pass by pass: admitted, asked back, and given back, by controllers that are killed."""
+"""Jobs that wait in a queue, pass by pass: admitted, preempted, and given back, by controllers that are killed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_evicted_step_releases_its_pods_gracefully_and_then_its_quota():
     (theirs,) = [pod for pod in story.kube.pods_now() if pod["metadata"]["labels"]["HPWorkload"] == last]
     others = set(story.kube.names()) - {theirs["metadata"]["name"]}
     story.until(lambda: story.runs(2))
-    assert set(story.state.members) == others, "who is not asked back stays"
+    assert set(story.state.members) == others, "who is not preempted stays"
     story.until(lambda: not story.kueue.holds(last, "QuotaReserved"))
     assert story.kueue.workload(last)["status"].get("admission") is None
     assert story.kueue.holds(last, "Requeued"), "it may be admitted again"

@@ -99,7 +99,7 @@ def test_resize_pauses_at_a_common_step_and_requests_a_restart(start):
 def test_rank_that_could_not_seal_is_not_awaited(start):
     job = start(2)
     all_ready(job.planes)
-    job.planes[0].request_change(NoticeKind.RESIZE, "asked back")
+    job.planes[0].request_change(NoticeKind.RESIZE, "preempted")
     until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
     results(at_once(*(lambda s=seat: s.agree_on_step(4) for seat in job.planes)))
     job.planes[0].report_sealed(4)
