@@ -512,7 +512,8 @@ class SwimMembership:
         if not self._belongs:
             return f"{self._me.node.id} is not in member list {self._member_list.version}"
         if self._newer is not None:
-            return f"{self._newer.reporter} has list {self._newer.mark.version}, this is {self._member_list.version}"
+            newer = self._newer
+            return f"{newer.reporter} has member list {newer.mark.version}, this is {self._member_list.version}"
         if self._enough is None or self._enough[0] != self.changes:  # asked for with every report of thousands of nodes
             alive = {name for name, member in self._members.items() if member.state is MemberState.ALIVE}
             self._enough = self.changes, self._member_list.has_quorum({self._me.node.id, *alive})

@@ -227,7 +227,7 @@ def remediate_fault(turn: DecisionBuilder, fault: JobFault) -> None:
     turn.set_condition("Running", False, fault.reason, fault.message.strip())
     turn.update_state(fault=fault, unexplained_since_s=None)
     if beyond:
-        fail_job(turn, "RestartLimitExceeded", f"gave up after {fault.reason}: more than {beyond}")
+        fail_job(turn, "RestartLimitExceeded", f"the job failed after {fault.reason}: more than {beyond}")
         return
     if before.cause is TransitionCause.SCALE and before.phase is not JobPhase.RUNNING:
         turn.update_state(

@@ -79,5 +79,5 @@ def assert_given_up(job: Operated, full: int) -> None:
         "WorkerFault",
         "ElasticWorld",
     }  # of whose agent is seen first: the rank's at fault, or one that heard of it
-    ends = {f"gave up after {why}: more than {full} restarts of the whole job within 3600 s" for why in first}
+    ends = {f"the job failed after {why}: more than {full} restarts of the whole job within 3600 s" for why in first}
     assert failed.message.removesuffix(" (maxFullJobRestarts)") in ends

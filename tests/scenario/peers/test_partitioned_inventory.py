@@ -275,7 +275,7 @@ def test_nodes_of_other_partitions_are_not_queried(nodes):
     answer = ask(nodes, [*others, "stranger", "", "../n01"])
     assert answer.nodes == {}
     assert set(answer.unreachable) == {*others, "stranger", "", "../n01"}
-    assert set(answer.unreachable.values()) == {f"{FAR[0]} does not look at it: it is in another district"}
+    assert set(answer.unreachable.values()) == {f"{FAR[0]} does not look at it: it is in another partition"}
     assert not any(looks), "nobody was looked at for that"
 
 

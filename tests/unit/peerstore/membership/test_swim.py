@@ -472,7 +472,7 @@ def test_newer_list_elsewhere_suspends_quorum_until_received():
     member, newer = view(sees=[N2, N3]), member_list(2, [N1, N2, N3])
     member.receive_gossip(1.0, N3.id, says(lives(N3), roster=newer))
     assert (member.newer_list_holder, member.has_quorum) == (N3.id, False)
-    assert "n3 has roster 2, this is 1" in member.explain_quorum()
+    assert "n3 has member list 2, this is 1" in member.explain_quorum()
     member.set_member_list(1.0, newer)
     assert (member.newer_list_holder, member.has_quorum) == (None, True)
 

@@ -219,7 +219,7 @@ def test_new_member_list_spreads_from_a_single_node():
     net.until(net.agreed, within_s=30)
     assert {member.member_list for member in net.up.values()} == {net.roster}
     assert net.with_quorum() == {one.id for one in net.roster.nodes}
-    assert "n0000 is not in roster 2" in net.up["n0000"].explain_quorum()
+    assert "n0000 is not in member list 2" in net.up["n0000"].explain_quorum()
 
 
 def test_node_without_a_member_list_gets_it_from_a_ping():

@@ -358,7 +358,7 @@ def test_restart_limit_escalates_to_new_pods_and_then_fails_the_job():
     cluster.until(lambda: cluster.decision.finished)
     assert cluster.state.phase is JobPhase.FAILED
     assert "RestartLimitExceeded" in cluster.events
-    assert cluster.state.conditions[-1].message.startswith("gave up after WorkerCrash: more than 1 restarts")
+    assert cluster.state.conditions[-1].message.startswith("the job failed after WorkerCrash: more than 1 restarts")
     assert "maxFullJobRestarts" in cluster.state.conditions[-1].message
 
 
