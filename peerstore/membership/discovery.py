@@ -117,7 +117,9 @@ class HeadlessServiceDns:
             if self._last is None:
                 self._last = now
             elif self._last.nodes != now.nodes:
-                self._last = MemberList(max(self._last.version + 1, int(self._clock() * 1000)), now.nodes)
+                self._last = msgspec.structs.replace(
+                    now, version=max(self._last.version + 1, int(self._clock() * 1000))
+                )
             return self._last
 
 

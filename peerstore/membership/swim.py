@@ -190,7 +190,13 @@ def ring_order(me: NodeId, others: Iterable[NodeId]) -> tuple[NodeId, ...]:
     return tuple(sorted(others, key=lambda name: (place(name) < mine, place(name))))
 
 
-def describe_members(me: NodeId | None, others: Mapping[NodeId, MemberRecord], now: float, objection: str) -> str:
+def describe_members(
+    me: NodeId | None,
+    others: Mapping[NodeId, MemberRecord],
+    now: float,
+    objection: str,
+    standby: Collection[NodeId] = (),
+) -> str:
     """Whom a node sees and whom not, for people. ``me`` is ``None`` when it does not belong to the job itself."""
     seen, missing = ([me] if me is not None else []), []
     for name, member in sorted(others.items()):
@@ -202,7 +208,8 @@ def describe_members(me: NodeId | None, others: Mapping[NodeId, MemberRecord], n
             what = "suspected" if member.state is MemberState.SUSPECT else "dead"
             missing.append(f"{name} ({what} for {max(0.0, now - member.state_since):.0f} s)")
     total = len(others) + (me is not None)
-    text = f"sees {len(seen)} of {total} nodes: {_listed(sorted(seen)) or 'none'}"
+    names = [f"{name} (standby)" if name in standby else name for name in sorted(seen)]
+    text = f"sees {len(seen)} of {total} nodes: {_listed(names) or 'none'}"
     if missing:
         text += f"; not {_listed(missing)}"
     return f"{text}; {objection}" if objection else text
@@ -431,6 +438,11 @@ class SwimMembership:
     # -- what is to be known ------------------------------------------------------------------------------------------
 
     @property
+    def standby(self) -> tuple[NodeId, ...]:
+        """Nodes of the job that have no rank and no vote."""
+        return self._roster.standby if self._roster is not None else ()
+
+    @property
     def generation(self) -> int:
         """This node's own number by now."""
         return self._me.generation
@@ -494,7 +506,8 @@ class SwimMembership:
         objection = self._why_no_quorum()
         if self._member_list is None:
             return objection
-        return describe_members(self._me.node.id if self._belongs else None, self._members, self._now or 0.0, objection)
+        me = self._me.node.id if self._belongs else None
+        return describe_members(me, self._members, self._now or 0.0, objection, self.standby)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -537,6 +550,8 @@ class SwimMembership:
         return ""
 
     def _sample(self, now: float, name: NodeId, *, answered: bool) -> None:
+        if self._roster is not None and name in self._roster.standby:
+            return  # it has no vote, so the quorum does not depend on it
         self._recent_probes.pop(name, None)
         self._recent_probes[name] = now, answered
         if len(self._recent_probes) > _SAMPLE:
@@ -626,6 +641,6 @@ class SwimMembership:
         if self._member_list is None or self._mark is None:
             self._newer = _Newer(mark, sender, now)
         elif mark > self._mark and mark.digest == self._mark.digest:
-            self._member_list, self._mark = MemberList(mark.version, self._member_list.nodes), mark
+            self._roster, self._mark = msgspec.structs.replace(self._roster, version=mark.version), mark
         elif mark > self._mark and (self._newer is None or mark >= self._newer.mark):
             self._newer = _Newer(mark, sender, now)

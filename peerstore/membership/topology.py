@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -225,13 +226,13 @@ def memory_shares(nodes: Collection[PeerNode]) -> dict[NodeId, float]:
 class MemberListVersion(NamedTuple):
     """Which of two member lists is the newer one: compare their marks.
 
-    A higher version always wins. Of two different lists with one version the one with more nodes wins, because it
+    A higher version always wins. Of two different rosters with one version the one with more voters wins, because it
     makes a quorum harder, and then the one with the greater digest, so that everybody who has heard of both ends up
     with the same.
     """
 
     version: int
-    nodes: int
+    voters: int
     digest: str
 
 
@@ -241,6 +242,8 @@ class MemberList(msgspec.Struct, frozen=True):
     version: int
     nodes: tuple[PeerNode, ...]
     """In the order of their ids."""
+    standby: tuple[NodeId, ...] = ()
+    """Nodes without a rank, in order: they hold replicas where the others do not suffice, and have no vote."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 62:
@@ -252,14 +255,23 @@ class MemberList(msgspec.Struct, frozen=True):
         for one, next_one in zip(self.nodes, self.nodes[1:], strict=False):
             if one.id >= next_one.id:
                 what = "is listed twice" if one.id == next_one.id else f"comes before {next_one.id!r}"
-                raise RequestError(
-                    f"node {one.id!r} {what}: a member list names each node once, in the order of the ids"
-                )
+                raise RequestError(f"node {one.id!r} {what}: a roster names each node once, in the order of the ids")
+        if any(one >= next_one for one, next_one in itertools.pairwise(self.standby)):
+            raise RequestError("a roster names each standby node once, in the order of the ids")
+        if strangers := sorted(set(self.standby) - {node.id for node in self.nodes}):
+            raise RequestError(f"standby node {strangers[0]!r} is not in the roster")
+        if len(self.standby) == len(self.nodes):
+            raise RequestError("a roster of standby nodes alone has nobody who may decide")
+
+    @property
+    def voters(self) -> int:
+        """The number of nodes that count for the quorum."""
+        return len(self.nodes) - len(self.standby)
 
     @property
     def list_version(self) -> MemberListVersion:
-        digest = hashlib.blake2b(msgspec.msgpack.encode(self.nodes), digest_size=8).hexdigest()
-        return MemberListVersion(self.version, len(self.nodes), digest)
+        digest = hashlib.blake2b(msgspec.msgpack.encode((self.nodes, self.standby)), digest_size=8).hexdigest()
+        return MemberListVersion(self.version, self.voters, digest)
 
     def has_quorum(self, seen: Collection[NodeId]) -> bool:
         """Whether ``seen`` may decide for all: more than half, or exactly half and the lowest id among them.
@@ -267,12 +279,13 @@ class MemberList(msgspec.Struct, frozen=True):
         Two disjoint sets of nodes never both may. That holds for one member list: while two sides of a partition were
         told different ones, it is for whoever publishes member lists to let go of a node only once it is gone.
         """
-        count = sum(1 for node in self.nodes if node.id in seen)
-        return 2 * count > len(self.nodes) or (2 * count == len(self.nodes) and self.nodes[0].id in seen)
+        voters = [node.id for node in self.nodes if node.id not in self.standby]
+        count = sum(1 for node in voters if node in seen)
+        return 2 * count > len(voters) or (2 * count == len(voters) and voters[0] in seen)
 
 
-def member_list(version: int, nodes: Iterable[PeerNode]) -> MemberList:
-    return MemberList(version, tuple(sorted(nodes)))
+def member_list(version: int, nodes: Iterable[PeerNode], standby: Iterable[NodeId] = ()) -> MemberList:
+    return MemberList(version, tuple(sorted(nodes)), tuple(sorted(standby)))
 
 
 PARTITION_MIN_NODES = 64

@@ -112,6 +112,12 @@ class HeartbeatLoop:
         with self._lock:
             return self._members.member_list
 
+    @property
+    def standby(self) -> tuple[NodeId, ...]:
+        """Nodes of the job that have no rank and no vote."""
+        with self._lock:
+            return self._members.standby
+
     def state_of(self, node: str) -> str:
         with self._lock:
             found = self._members.state_of(NodeId(node))

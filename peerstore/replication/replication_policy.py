@@ -86,9 +86,22 @@ def target_holders(
     return (*there, *new[: max(0, copies - len(there))])
 
 
+def partners_of(
+    me: NodeId, living: Collection[PeerNode], standby: Collection[NodeId], *, copies: int, levels: Sequence[str]
+) -> tuple[NodeId, ...]:
+    """Place replicas of the shards of ``me`` on nodes with ranks, and on standby nodes only where those are too few."""
+    ranks = [node for node in living if node.id not in standby]
+    partners = place_replicas(ranks, copies=copies, levels=levels).partners.get(me, ())
+    if not standby or len(partners) >= copies - 1:
+        return partners
+    others = substitute_partners(me, living, partners, levels)
+    more = sorted(others, key=lambda node: node in standby)  # stable: the furthest first among each
+    return (*partners, *more[: copies - 1 - len(partners)])
+
+
 def substitute_partners(
     me: NodeId, living: Collection[PeerNode], partners: Collection[str], levels: Sequence[str]
-) -> tuple[str, ...]:
+) -> tuple[NodeId, ...]:
     """Who else could take a copy: the nodes that are furthest away first, in an order that each node has its own of."""
     where = failure_domains(living, levels)
     others = [node for node in where.order if node != me and node not in partners]
@@ -200,6 +213,8 @@ class ReplicationView:
     """A number for each node that rises when it starts again: it may have lost what it held."""
     aborted_parts: Mapping[VersionId, Collection[int]] = field(default_factory=dict)
     """Parts that their writers on this node will never seal."""
+    standby: tuple[NodeId, ...] = ()
+    """Nodes without a rank: they get replicas only where the others do not suffice."""
 
 
 @dataclass
@@ -233,24 +248,26 @@ class ReplicationState:
         self._away: dict[str, float] = {}
         """Who did not too often, and until when nobody asks again."""
         self.reports = CommitReports(me)
-        self._placed: tuple[tuple[PeerNode, ...], tuple[str, ...]] | None = None
+        self._placed: tuple[tuple[PeerNode, ...], tuple[NodeId, ...], tuple[str, ...]] | None = None
         self._base: ResumePoint | None = None
         self._seen: tuple[ReplicationView, list[HeldShard], tuple[str, ...]] | None = None
         """What the last look came to; nothing was learned since."""
 
     # -- how things stand ---------------------------------------------------------------------------------------------
 
-    def partners(self, living: Mapping[str, PeerNode]) -> tuple[str, ...]:
-        """Where copies of what this node writes go."""
+    def partners(self, living: Mapping[str, PeerNode], standby: tuple[NodeId, ...] = ()) -> tuple[str, ...]:
+        """The nodes that hold replicas of the shards of this node."""
         nodes = tuple(living.values())
-        if self._placed is None or self._placed[0] != nodes:  # with thousands of nodes placing takes a while
-            placed = place_replicas(nodes, copies=self._protection.copies, levels=self._protection.levels)
-            self._placed = nodes, placed.partners.get(self._me, ())
-        return self._placed[1]
+        if self._placed is None or self._placed[:2] != (nodes, standby):  # placing thousands of nodes takes a while
+            partners = partners_of(
+                self._me, nodes, standby, copies=self._protection.copies, levels=self._protection.levels
+            )
+            self._placed = nodes, standby, partners
+        return self._placed[2]
 
     def _candidates(self, look: ReplicationView) -> tuple[str, ...]:
         """This node's partners, and then who else could take a copy that one of them cannot take."""
-        partners = self.partners(look.alive)
+        partners = self.partners(look.alive, look.standby)
         refused = any(until > look.now for known in self._known.values() for until in known.refused.values())
         if not refused and not self._replaced(look):  # nobody looks at all nodes for nothing
             return partners

@@ -111,14 +111,16 @@ class Replicator:
         base = self._store.replicas.resume_point(self._job)
         left_out = self._store.replicas.aborted_parts(self._job)
         living, life = self._membership.alive, self._membership.generation_of
-        return ReplicationView(self._clock(), living, facts, replicated, epoch, base, life, left_out)
+        return ReplicationView(
+            self._clock(), living, facts, settled, epoch, base, life, left_out, self._membership.standby
+        )
 
     @property
     def partners(self) -> tuple[str, ...]:
         """Where copies of what this node writes go."""
-        living = self._membership.alive
+        living, standby = self._membership.alive, self._membership.standby
         with self._changed:
-            return self._replication.partners(living)
+            return self._replication.partners(living, standby)
 
     def statuses(self) -> list[ReplicationStatus]:
         """How well every shard here is kept."""

@@ -237,6 +237,7 @@ class Agent:
             self.copies.resume_point(JOB),
             self.members.generation_of,
             self.copies.aborted_parts(JOB),
+            self.members.standby,
         )
 
     def wake(self, delay_s: float = 0.001) -> None:

@@ -83,6 +83,10 @@ class SimulatedMembership:
         return self._agent.living
 
     @property
+    def standby(self) -> Any:
+        return self._agent.members.standby
+
+    @property
     def member_list(self) -> Any:
         return self._agent.members.member_list
 

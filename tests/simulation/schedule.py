@@ -142,7 +142,7 @@ def finish(world: World) -> None:
 
 def _goes_on(world: World) -> None:
     living = sorted(world.truth.living())
-    if 2 * len(living) <= len(world.member_list.nodes):
+    if 2 * len(set(living) - set(world.roster.standby)) <= world.roster.voters:
         return
     for _ in range(4):
         restore = world.restart(living)
@@ -352,6 +352,19 @@ def _replace(world: World, event: Event) -> None:
             world.join()
 
 
+def _stand_by(world: World, event: Event) -> None:
+    """A machine loses its vote, or gets it back. One at a time: two quorums of successive rosters overlap."""
+    agents = [machine.agent for machine in world.machines.values() if machine.agent is not None]
+    if world.network.sides or any(agent.members.member_list != world.roster for agent in agents):
+        return
+    name = sorted(world.machines)[event.one % len(world.machines)]
+    standby = set(world.roster.standby) ^ {world.machines[name].node.id}
+    if len(standby) < len(world.roster.nodes):
+        world.say(f"{name} {'stands by' if name in standby else 'votes again'}")
+        world.truth.trouble()
+        world.publish(world.roster.nodes, standby)
+
+
 def _restart(world: World, event: Event) -> None:
     """On all that are there, or on some of them."""
     up = sorted(machine.name for machine in world.machines.values() if machine.agent is not None)
@@ -399,6 +412,7 @@ KINDS: dict[str, tuple[int, Callable[[World, Event], None]]] = {
     "full": (2, _full),
     "join": (2, _join),
     "replace": (2, _replace),
+    "stand by": (4, _stand_by),
     "restart": (8, _restart),
     "restart all": (8, _restart_all),
     "wait": (8, _wait),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -167,9 +167,11 @@ class World:
         self.boot(machine)
         return machine
 
-    def publish(self, nodes: Sequence[PeerNode]) -> None:
+    def publish(self, nodes: Sequence[PeerNode], standby: Collection[NodeId] | None = None) -> None:
         """Another roster; agents hear of it one after the other, or from each other."""
-        self.member_list = member_list(self.member_list.version + 1, nodes)
+        wanted = self.roster.standby if standby is None else standby
+        known = [node.id for node in nodes if node.id in wanted]
+        self.roster = member_list(self.roster.version + 1, nodes, known if len(known) < len(nodes) else ())
         for machine in self.machines.values():
             if machine.agent is not None and self.random.random() < 0.7:
                 machine.agent.later(self.random.random() * 2, partial(machine.agent.set_member_list, self.member_list))

@@ -211,7 +211,7 @@ class KnownPeers(msgspec.Struct, frozen=True):
     version: int
     """Of the list of nodes it goes by."""
     unreachable: tuple[str, ...] = ()
-    """Nodes that the job went on with, without this one, and that do not answer now."""
+    """Nodes with ranks that do not answer, where this node has neither a rank nor the job's newest step."""
 
 
 class ShardReplication(msgspec.Struct, frozen=True):
@@ -248,6 +248,8 @@ class ClusterNode(msgspec.Struct, frozen=True):
     """How fast copies go there from the node that was asked; 0 when none went yet."""
     verifying: int = 0
     """Shards that a killed agent left there and that are not verified yet: it may hold more than it says."""
+    standby: bool = False
+    """It has no rank: it holds replicas where the others do not suffice, and has no vote."""
 
 
 class ProtectionStatus(msgspec.Struct, frozen=True):

@@ -476,11 +476,19 @@ class NodeAgentService(StoreListener):
         team = self.peers.team(job) if self.peers is not None else None
         if team is None:
             return None
-        member_list = team.membership.member_list
-        version = member_list.version if member_list is not None else 0
-        went_on = {node.id for node in member_list.nodes} if member_list is not None else set()
-        silent = () if team.this_node.id in went_on else sorted(went_on & team.inventory(fresh=True).unreachable.keys())
+        roster = team.membership.member_list
+        version = roster.version if roster is not None else 0
+        ranks = {node.id for node in roster.nodes} - set(roster.standby) if roster is not None else set()
+        silent = () if self._is_current(team, ranks) else sorted(ranks & team.inventory(fresh=True).unreachable.keys())
         return KnownPeers(team.credentials.secret, tuple(team.membership.alive.values()), version, tuple(silent))
+
+    def _is_current(self, team: JobPeers, ranks: Collection[str]) -> bool:
+        """Whether this node has a rank, or all shards of the newest step that is known to be replicated."""
+        if team.this_node.id in ranks:
+            return True
+        newest = team.newest_replicated
+        here = [fact for fact in self.store.list_shards(team.job) if fact.key.version_id == newest]
+        return bool(here) and len({fact.key.part for fact in here}) == here[0].parts
 
     def replication_status(
         self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0

@@ -49,7 +49,7 @@ def nodes_table(view: ClusterStatus, nodes: Sequence[ClusterNode]) -> Table:
         rows.append(
             [
                 literal(one.node.id),
-                f"[{_COLOURS.get(one.state, 'yellow')}]{one.state}[/]",
+                f"[{_COLOURS.get(one.state, 'yellow')}]{one.state}[/]" + (", standby" if one.standby else ""),
                 *(literal(labels.get(level, "-")) for level in levels),
                 *holds,
                 *([f"{show_size(one.path_bytes_per_s)}/s" if one.path_bytes_per_s else "-"] if paths else []),
@@ -167,6 +167,7 @@ def node_json(one: ClusterNode) -> dict[str, object]:
         "node": one.node.id,
         "address": one.node.address,
         "state": one.state,
+        "standby": one.standby,
         "labels": dict(one.node.labels),
         "path_bytes_per_s": round(one.path_bytes_per_s) or None,
         "unreachable": one.unreachable or None,

@@ -72,9 +72,9 @@ def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
     """Have this node's agent know those of the job's other nodes, to which it says what is whole, and where it keeps
     copies, as the settings say. Whether there are copies.
 
-    ``restoring``: also nodes that no rank is on any more may be read from, while they are there: where several leave
-    at once, a shard and all its copies may be on those. Before the next save they are let go of, so that nothing new is
-    kept there, and nobody's quorum depends on them.
+    Nodes of earlier worlds whose agents still run stay in the list. For a restore they are full members: where several
+    leave at once, a shard and all its copies may be on those. From the next save on they are standby nodes: they get
+    replicas only where the nodes with ranks are too few, and nobody's quorum depends on them.
     """
     peer = session.settings.peer
     if peer.discovery == DISCOVERY_OFF:
@@ -193,15 +193,20 @@ def _forget(store: torch.distributed.Store, prefix: str) -> None:
 
 
 def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
-    """On a single node: ``None``, unless it knows others from an earlier world. Those may be read from, no more.
-
-    Also where none of them lives: what the job's quorum is counted from is this node alone from now on.
+    """On a single node: ``None``, unless it knows others from an earlier world. From the first save on those are
+    standby nodes, and this node alone counts for the quorum, also where none of the others lives.
     """
     known = _acquaintance(session, restoring)
     me = session.agent.this_node() if known is not None else None
     if known is None or me is None or restoring:
         return None
-    return JobPeersConfig(known.secret, replication_settings(peer), member_list=member_list(time.time_ns(), [me]))
+    return JobPeersConfig(known.secret, replication_settings(peer), member_list=_with_standby({me.id: me}, known))
+
+
+def _with_standby(nodes: Mapping[str, PeerNode], known: KnownPeers | None) -> MemberList:
+    """The nodes with ranks, and as standby nodes the living ones of earlier worlds."""
+    standby = [node for node in known.nodes if node.id not in nodes] if known is not None else []
+    return member_list(time.time_ns(), [*nodes.values(), *standby], (node.id for node in standby))
 
 
 def _acquaintance(
@@ -252,7 +257,7 @@ def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
         return plan
     if tuple(sorted(nodes)) == plan.member_list.nodes:
         return plan
-    return msgspec.structs.replace(plan, member_list=member_list(time.time_ns(), nodes))
+    return msgspec.structs.replace(plan, member_list=member_list(time.time_ns(), nodes, plan.member_list.standby))
 
 
 def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _NodeHello]:
@@ -294,7 +299,7 @@ def _invite(
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
     if len(nodes) < 2 and (known is None or restoring):
         return _PeerPlanOffer(None, b"", one_agent=bool(nodes))
-    members = member_list(time.time_ns(), nodes.values())
+    roster = _with_standby(nodes, known)
     if not peer.secret:
         return _PeerPlanOffer(members, known.secret if known is not None and known.secret else generate_secret())
     try:

@@ -54,6 +54,30 @@ def test_lost_joined_and_preempted_nodes_do_not_change_the_result(story, undistu
     assert tiers == {"memory", "peer"}
 
 
+def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(story, undisturbed) -> None:
+    job = story("outside", "tree", TOTAL)
+    job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"
+    job.allow(0)
+    run = job.begin(2)
+    job.gathered(2)
+    job.allow(4)
+    job.in_world(2, 3)
+    job.change("1")
+    job.allow(10)
+    (alone,) = job.in_world(1, 9)
+
+    inside = [node.node for node in job.status().nodes if node.node_rank is not None]
+    assert len(inside) == 1
+    job.lose_node(inside[0])
+    job.allow(TOTAL)
+    job.finished(run)
+    assert done_again(job) in ([], [9])
+    moved = committed(job)
+    assert moved[-1]["pid"] != alone["pid"]
+    assert_same_bits(moved, undisturbed)
+    assert_each_sample_once(moved)
+
+
 def sizes_after(job, epoch):
     """Of the worlds after that one."""
     return [size for at, size in sorted({(one["epoch"], one["size"]) for one in job.lines("world")}) if at > epoch]

@@ -29,7 +29,19 @@ def test_job_resumes_after_half_of_the_nodes_leave(ranks):
         for name in ("n2", "n3"):  # nothing hangs on them any more
             cluster[name].lose()
         assert cluster.run(stay, save, [8]) == ["2 copies in 2 racks"] * 2
-        assert cluster.run(["n1"], save, [9], 1) == ["1 copy"]
+        assert cluster.run(["n1"], save, [9]) == ["2 copies in 2 racks"]  # n4 has no rank any more, and keeps one
+
+
+def test_steps_of_a_single_rank_survive_its_node(ranks):
+    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        cluster.run(["n1", "n2"], save, [5, 6])
+        assert cluster.run(["n1"], save, [7, 8]) == ["2 copies in 2 racks"]
+        until(lambda: newest_replicated(cluster, "n2") == 8, "n2 knows that it holds the newest step")
+        cluster["n1"].lose()
+        until(lambda: standing(cluster, "n2", "n1") == "dead", "its death is known")
+        ((tiers, _),) = cluster.run(["n2"], restore, 8)
+        assert set(tiers) == {"memory"}
+        assert cluster.run(["n2"], save, [9], 1) == ["1 copy"]
 
 
 @pytest.mark.parametrize("left", ["n1", "n2"])
@@ -46,13 +58,14 @@ def test_only_remaining_node_saves_in_any_name_order(ranks, left):
 
 def test_restore_waits_for_the_node_that_continued_the_job(ranks):
     with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
-        assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
-        cluster.run(["n1"], save, [7, 8], 1)
+        alone = {"TIEREDCKPT_PEER_COPIES": "1"}
+        cluster.run(["n1", "n2"], save, [5, 6], 1, environ=alone)
+        cluster.run(["n1"], save, [7, 8], 1, environ=alone)
         until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
         cluster["n1"].freeze()
         until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
         with ThreadPoolExecutor(1) as aside:
-            restored = aside.submit(cluster.run, ["n2"], restore, 8)
+            restored = aside.submit(cluster.run, ["n2"], restore, 8, environ=alone)
             until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
             cluster["n1"].thaw()
             ((tiers, _),) = restored.result()
@@ -62,6 +75,12 @@ def test_restore_waits_for_the_node_that_continued_the_job(ranks):
 def roster(cluster, name):
     with cluster[name].agent(cluster.job) as agent:
         return agent.cluster_status(cluster.job).member_list_version
+
+
+def newest_replicated(cluster, name):
+    with cluster[name].agent(cluster.job) as agent:
+        views = agent.cluster_status(cluster.job).nodes
+    return next(view.newest_replicated.version for view in views if view.node.id == name)
 
 
 def at_work(cluster, name):

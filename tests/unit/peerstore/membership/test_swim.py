@@ -356,6 +356,62 @@ def test_quorum(me, roster, sees, quorum):
     assert member.explain_quorum()
 
 
+@pytest.mark.parametrize(
+    ("me", "roster", "standby", "sees", "quorum"),
+    [
+        ("a", "ab", "b", "", True),
+        ("b", "ab", "b", "", False),
+        ("b", "ab", "b", "a", True),
+        ("a", "abcd", "cd", "", True),  # half of those that vote, with the lowest id
+        ("b", "abcd", "cd", "cd", False),
+        ("b", "abcd", "a", "c", True),
+    ],
+)
+def test_standby_nodes_have_no_vote(me, roster, standby, sees, quorum):
+    listed = member_list(1, map(node, roster), map(NodeId, standby))
+    member = view(node(me), listed, sees=map(node, sees))
+    assert member.has_quorum is quorum
+
+
+@pytest.mark.parametrize(
+    ("nodes", "standby", "problem"),
+    [
+        ([N1, N2], [N2.id, N2.id], "once"),
+        ([N1, N2], [N3.id], "'n3' is not in the roster"),
+        ([N1, N2], [N1.id, N2.id], "nobody who may decide"),
+    ],
+)
+def test_impossible_standby_nodes_are_refused(nodes, standby, problem):
+    with pytest.raises(RequestError, match=problem):
+        member_list(1, nodes, standby)
+
+
+def test_standby_nodes_are_explained():
+    listed = member_list(1, [N1, N2, N3], [N3.id])
+    assert view(roster=listed, sees=[N3]).explain_quorum() == (
+        "sees 2 of 3 nodes: n1, n3 (standby); not n2 (never seen)"
+    )
+
+
+def test_lost_standby_nodes_cost_no_quorum():
+    everybody = nodes(9)
+    member = view(everybody[0], member_list(1, everybody, [one.id for one in everybody[1:]]), sees=everybody)
+    for second in range(30):
+        periods(member, 1, start=float(second))
+        assert member.has_quorum, member.explain_quorum()
+
+
+def test_standby_of_a_newer_list_with_the_same_nodes_is_adopted():
+    member = view(roster=member_list(1, [N1, N2]))
+    assert member.set_member_list(1.0, member_list(2, [N1, N2], [N2.id]))
+    assert member.member_list.standby == (N2.id,)
+    member.receive_gossip(2.0, N2.id, says(roster=member_list(3, [N1, N2], [N2.id])))
+    assert (member.member_list.version, member.member_list.standby) == (3, (N2.id,))
+    member.receive_gossip(2.0, N2.id, says(roster=member_list(4, [N1, N2])))
+    assert member.member_list.version == 3
+    assert member.newer_list_holder == N2.id
+
+
 def test_quorum_is_computed_once_between_changes(monkeypatch):
     """The scribe of thousands of nodes asks with each of their reports."""
     counted, count = [], MemberList.has_quorum

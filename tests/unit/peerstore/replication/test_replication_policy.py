@@ -197,3 +197,28 @@ def test_fenced_version_is_offered_at_once_when_the_job_rewinds_to_it():
     book.task_failed(duty, FencedError("older than version 6, which has all its copies"), 0.0)
     assert not isinstance(book.next_task(look()), ReplicationTask)
     assert book.next_task(look(base=ResumePoint(1, "a", 1, KEY.version_id))) == duty
+
+
+@pytest.mark.parametrize(
+    ("standby", "copies", "partners"),
+    [
+        ((), 2, 1),
+        (("n3",), 2, 1),
+        (("n2", "n3"), 2, 1),
+        (("n3",), 3, 2),
+        (("n2", "n3"), 1, 0),
+    ],
+)
+def test_standby_nodes_get_replicas_only_where_others_are_too_few(standby, copies, partners):
+    found = accounts(copies).partners(NODES, tuple(map(NodeId, standby)))
+    assert len(found) == partners
+    ranked = set(NODES) - {"n1", *standby}
+    assert ranked <= set(found) or (len(ranked) >= partners and set(found) <= ranked)
+
+
+def test_nodes_with_ranks_are_placed_as_if_there_were_no_standby():
+    ranked = {name: PeerNode(NodeId(name), f"{name}:1") for name in map("n{:02}".format, range(12))}
+    spare = {name: PeerNode(NodeId(name), f"{name}:1") for name in map("s{:02}".format, range(5))}
+    for name in ranked:
+        state = ReplicationState(NodeId(name), ReplicationPolicy(2))
+        assert state.partners({**ranked, **spare}, tuple(map(NodeId, spare))) == state.partners(ranked)

@@ -67,6 +67,13 @@ def test_silent_node_differs_from_an_empty_one():
     assert not value["complete"]
 
 
+def test_standby_node_is_marked():
+    seen = view(node("n0"), node("n1", standby=True))
+    assert "alive, standby" in text(looked(seen))
+    value = cluster_json(seen, survey(), redundancy_by_step(seen, survey()))
+    assert [one["standby"] for one in value["nodes"]] == [False, True]
+
+
 def test_measured_path_speed_is_shown():
     fast = view(node("n0"), node("n1", path_bytes_per_s=1.5 * (1 << 30)), node("n2", path_bytes_per_s=3 * MIB))
     lines = text(looked(fast)).splitlines()

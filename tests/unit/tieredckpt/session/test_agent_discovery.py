@@ -21,6 +21,7 @@ class Agent:
 
     answers: list[tuple[str, ...]]
     asked: int = 0
+    knows: tuple[PeerNode, ...] = (ME,)
 
     def this_node(self) -> PeerNode:
         return ME
@@ -28,7 +29,7 @@ class Agent:
     def known_peers(self, job: str) -> KnownPeers:
         silent = self.answers[min(self.asked, len(self.answers) - 1)]
         self.asked += 1
-        return KnownPeers(b"s" * 32, (ME,), 7, silent)
+        return KnownPeers(b"s" * 32, self.knows, 7, silent)
 
 
 @dataclass
@@ -88,3 +89,21 @@ def test_node_announces_itself_before_waiting_for_others(store, slept, monkeypat
     )
     agent_discovery.join_peer_agents(Session(Agent([("n2",), ()])), restoring=True)
     assert slept == [True]
+
+
+def test_nodes_of_earlier_worlds_stay_as_standby(store):
+    third = PeerNode(validate_node_id("n2"), "127.0.0.1:3")
+    store.set("tieredckpt/job/nodes/saving/1/1", agent_discovery._text(agent_discovery._NodeHello(OTHER, None)))
+    session = Session(Agent([()], knows=(ME, OTHER, third)))
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert [node.id for node in plan.member_list.nodes] == ["n0", "n1", "n2"]
+    assert plan.member_list.standby == ("n2",)
+
+
+def test_single_node_keeps_those_of_earlier_worlds_as_standby(store, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    session = Session(Agent([()], knows=(ME, OTHER)))
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert plan.member_list.standby == ("n1",)
