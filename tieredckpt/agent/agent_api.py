@@ -293,6 +293,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """As the node that was asked knows it."""
 
 
+DurableCheck = Literal["none", "open", "write"]
+"""What a new durable tier must allow before an agent remembers it."""
 DrainState = Literal["waiting", "running", "done", "skipped", "failed"]
 
 
@@ -368,8 +370,12 @@ class NodeAgentAPI(Protocol):
 
     @property
     def store(self) -> Store: ...
-    def configure(self, job: str, durable: DurableSettings) -> None:
-        """Where and how this job's steps become durable; remembered by the agent across restarts."""
+    def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
+        """Set where and how this job's steps become durable; the agent remembers it across restarts.
+
+        With ``check``, a wrong URL (:class:`UsageError`) or a directory that cannot be created or, for ``"write"``,
+        written (:class:`DurableRefusedError`) raises and is not remembered.
+        """
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         """What there is; waits up to ``patience_s`` for a newer step that other nodes are about to make whole."""
@@ -456,6 +462,7 @@ MAX_ISOLATION_S = 3600.0
 class ConfigureRequest(msgspec.Struct, frozen=True):
     job: str
     durable: DurableSettings
+    check: DurableCheck = "none"
 
 
 class ListStepsRequest(msgspec.Struct, frozen=True):

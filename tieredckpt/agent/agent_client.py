@@ -32,6 +32,7 @@ from tieredckpt.agent.agent_api import (
     ConfigureRequest,
     DrainStatus,
     DropStepsRequest,
+    DurableCheck,
     EmptyRequest,
     JoinPeersRequest,
     KnownPeers,
@@ -108,8 +109,8 @@ class NodeAgentClient:
             self._looks_after = False
             agent_watchdogs.release(self.place)
 
-    def configure(self, job: str, durable: DurableSettings) -> None:
-        self.store.call("configure", ConfigureRequest(job, durable), type(None))
+    def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
+        self.store.call("configure", ConfigureRequest(job, durable, check), type(None))
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         ask = ListStepsRequest(job, fresh, patience_s)

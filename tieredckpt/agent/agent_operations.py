@@ -58,7 +58,7 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         override_settings(
             Settings(), durable=dataclasses.asdict(args.durable)
         )  # a size or a number that cannot be is refused
-        node.configure(args.job, args.durable)
+        node.configure(args.job, args.durable, check=args.check)
 
     def survey(args: ListStepsRequest, _: object) -> StepInventory:
         patience_s = min(max(args.patience_s, 0.0), MAX_AGENT_WAIT_S)

@@ -35,6 +35,7 @@ from tieredckpt.agent.agent_api import (
     ClusterNode,
     ClusterStatus,
     DrainStatus,
+    DurableCheck,
     KnownPeers,
     LayoutsPage,
     PieceLocations,
@@ -159,8 +160,10 @@ class NodeAgentService(StoreListener):
 
     # -- Node -------------------------------------------------------------------------------------------------
 
-    def configure(self, job: str, durable: DurableSettings) -> None:
+    def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         """Remember where this job's steps become durable. A changed URL takes effect with the next step."""
+        if check != "none":
+            self._check_durable(job, durable, writes=check == "write")
         data = msgspec.msgpack.encode(durable)
         if (
             self._blob(job, DURABLE_SETTINGS_BLOB) != data
@@ -172,6 +175,17 @@ class NodeAgentService(StoreListener):
         if (before.url, before.options) != (durable.url, durable.options):
             self.drain.destination_changed(job)
         self.drain.retry_now()
+
+    def _check_durable(self, job: str, durable: DurableSettings, *, writes: bool) -> None:
+        """Raise where no step of ``job`` can become durable. A store that is only away may come back."""
+        with contextlib.closing(self._open(durable.url, durable)) as store, contextlib.suppress(TierUnavailableError):
+            try:
+                store.check_root(writes=writes)
+            except DurableRefusedError as error:
+                raise DurableRefusedError(
+                    f"No step of job {job!r} can become durable in durable.url {durable.url}: {error}. Name a "
+                    "directory that this node's agent can write, or s3://bucket/prefix"
+                ) from error
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         if job == MEMORY_SERVICE_JOB:  # shards of somebody else's, which are nobody's steps
@@ -197,7 +211,7 @@ class NodeAgentService(StoreListener):
         self._add_damaged(job, views)
         try:
             plain = self._add_durable(job, views, fresh=fresh)
-        except (TierUnavailableError, DurableRefusedError) as error:
+        except (TierUnavailableError, DurableRefusedError, UsageError) as error:
             unreachable[Tier.DURABLE] = str(error)
         for group, count in self._crashed.count(job).items():
             if group in views:

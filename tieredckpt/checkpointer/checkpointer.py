@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -140,6 +141,8 @@ class Checkpointer:
         self._preparing: list[threading.Thread] = []
         self._joined = False
         self._closed = False
+        self._may_save = False
+        """The checks before the first save have passed on all ranks."""
         self._asked_to_join: set[bool] = set()
         """For restoring, for saving."""
         self._last: ShardKey | None = None
@@ -218,6 +221,7 @@ class Checkpointer:
         last = self._is_last(step)
         if step % self.settings.memory.every and not (force or keep or durable or last):
             return SaveHandle(step, SaveState.NOT_DUE)
+        self._check_first_save(step)
         began = time.perf_counter()
         try:
             with gc_paused():
@@ -246,6 +250,18 @@ class Checkpointer:
         if saved.error is not None and self._on_failure == "raise":
             raise saved.error
         return saved
+
+    def _check_first_save(self, step: int) -> None:
+        """Raise on all ranks before the first save where saving cannot have the result that the caller expects."""
+        if self._may_save or not self.settings.enabled:
+            return
+
+        def check() -> None:
+            with contextlib.suppress(TierUnavailableError, PeerStoreError):  # the save itself reports those
+                self.session.check_durable()
+
+        self._all_do(check)
+        self._may_save = True
 
     def _is_last(self, step: int) -> bool:
         """Whether all ranks save ``step`` and then some of them, or all, have to go."""
@@ -316,6 +332,7 @@ class Checkpointer:
             return self._save_plain(state, check_step(step), durable=True)
         durable = durable and bool(self.settings.durable.url)
         with deadlines.timeout_scope(timeout_s):
+            self._check_first_save(step)
             try:
                 saved = self._sealed_by_all(step, timeout_s, durable=durable)
                 if saved is None:

@@ -41,6 +41,23 @@ class DirectoryBackend:
     def refresh_credentials(self) -> bool:
         return False
 
+    def check_root(self, *, writes: bool) -> None:
+        missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
+        if not missing and not self._root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self._root))
+        probe = self._root / f".probe.{secrets.token_hex(8)}.staged"
+        try:
+            if writes:
+                _create(probe).close()
+            elif missing:
+                _make_directory(self._root)
+        finally:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                probe.unlink(missing_ok=True)
+            for path in missing:
+                if not _remove_if_empty(path):
+                    break
+
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         with self._staged(name, create_only=create_only) as file:
             file.write(data)
@@ -217,6 +234,9 @@ class FsspecBackend:
 
     def refresh_credentials(self) -> bool:
         return False
+
+    def check_root(self, *, writes: bool) -> None:
+        pass
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         if self._moves:

@@ -118,6 +118,9 @@ class ObjectStore(Protocol):
     def capabilities(self) -> StoreCapabilities:
         """Probed once, by trying."""
 
+    def check_root(self, *, writes: bool) -> None:
+        """Raise where a directory cannot be created, or (``writes``) takes no file. Other stores are not asked."""
+
     def interrupt(self) -> None:
         """Whoever waits for a store that is away waits no longer: :class:`UploadCancelledError`. For good."""
 

@@ -67,6 +67,9 @@ class ObstoreClient:
     def __init__(self, store: ObstoreStore) -> None:
         self._store = store
 
+    def check_root(self, *, writes: bool) -> None:
+        pass
+
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         self._store.put(name, data, mode="create" if create_only else "overwrite", use_multipart=False)
 

@@ -164,6 +164,10 @@ class RetryingStore:
                 self._capabilities = StoreCapabilities(self._probe_conditional_put(), self._backend.resumes_uploads)
             return self._capabilities
 
+    def check_root(self, *, writes: bool) -> None:
+        what = f"writing to {self.url}" if writes else f"creating {self.url}"
+        replace(self._retry, retry_s=0.0).run(what, partial(self._backend.check_root, writes=writes))
+
     def interrupt(self) -> None:
         self._stop.set()
 

@@ -56,6 +56,9 @@ class S3Backend:
     def refresh_credentials(self) -> bool:
         return self._account.refresh_credentials()
 
+    def check_root(self, *, writes: bool) -> None:
+        pass
+
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         self._account.connection().objects.put(name, data, create_only=create_only)
 

@@ -29,12 +29,18 @@ from peerstore.message_codec import from_msgpack
 from peerstore.settings import JobPeersConfig
 from peerstore.shard_records import Lease, ShardKey, ShardRecord, VersionId
 from peerstore.store.node_store import MAX_BLOB_BYTES
-from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, NodeAgentAPI, ProtectionStatus
+from tieredckpt.agent.agent_api import (
+    LAYOUT_BLOB_PREFIX,
+    TABLE_BLOB_PREFIX,
+    DurableCheck,
+    NodeAgentAPI,
+    ProtectionStatus,
+)
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.peer_config import configured_peer_plan, peer_transport
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
-from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.errors import SaveFailedError, StoreBusyError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack_blob
 from tieredckpt.format.shard_layout import Layout, encode_layout, round_up
 from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, SaveDecision, SaveProposal
@@ -185,12 +191,14 @@ class Session:
         transport = peer_transport(settings.agent.interface, settings.agent.tls, settings.agent.transport)
         self.peers = PeerReader(node, job, transport, streams=settings.peer.streams)
         self._lock = threading.RLock()
-        self._configure()
+        self._checked_durable = ""
+        """The durable URL that a save was last begun with, which takes objects."""
+        self._configure(check="open")
 
-    def _configure(self) -> None:
+    def _configure(self, *, check: DurableCheck = "none") -> None:
         """Only who names a durable tier changes it: a tool that merely looks must not."""
         if self.settings.durable.url:
-            self.agent.configure(self.job, self.settings.durable)
+            self.agent.configure(self.job, self.settings.durable, check=check)
         plan = configured_peer_plan(self.settings.peer)
         if plan is not None:
             self.join_peers(plan)
@@ -204,11 +212,21 @@ class Session:
     def update_settings(self, settings: Settings) -> None:
         """Settings may change between saves (another durable URL, say)."""
         if settings != self.settings:
-            changed = (settings.durable, settings.peer) != (self.settings.durable, self.settings.peer)
-            self.settings = settings
-            if changed:
+            before, self.settings = self.settings, settings
+            if (settings.durable, settings.peer) != (before.durable, before.peer):
                 self._close_durable()
-                self._configure()
+                try:
+                    self._configure(check="open")
+                except TieredCheckpointError:
+                    self.settings = before  # what was refused is refused again
+                    raise
+
+    def check_durable(self) -> None:
+        """Raise :class:`DurableRefusedError` before the first save to a directory that takes no file."""
+        url = self.settings.durable.url
+        if url != self._checked_durable:
+            self._configure(check="write")
+            self._checked_durable = url
 
     @property
     def sealed_step(self) -> int:

@@ -17,9 +17,12 @@ from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
 from tieredckpt.durable.retrying_store import open_store
+from tieredckpt.errors import DurableRefusedError, UsageError
 from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
 from tieredckpt.format.shard_layout import Layout, encode_layout
+from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
+from tieredckpt.testing import memory_node
 
 SIZE = 1 << 20
 
@@ -213,3 +216,18 @@ def test_store_opened_during_a_move_is_discarded(arena, tmp_path):
         asking.join()
         with service.catalog("job") as catalog:
             assert catalog.store.url == f"file://{tmp_path}/after"
+
+
+@pytest.mark.parametrize(("url", "error"), [("gopher://x/y", UsageError), ("/proc/x", DurableRefusedError)])
+def test_refused_durable_url_is_not_remembered(url, error):
+    with memory_node() as service:
+        with pytest.raises(error, match=r"durable\.url"):
+            service.configure("job", DurableSettings(url=url), check="open")
+        assert service.list_steps("job").unreachable == {}
+        assert service.durable_settings("job").url == ""
+
+
+def test_inventory_reports_a_durable_url_that_cannot_be_opened():
+    with memory_node() as service:
+        service.configure("job", DurableSettings(url="gopher://x/y"))
+        assert "gopher" in service.list_steps("job").unreachable[Tier.DURABLE]

@@ -106,3 +106,34 @@ def test_no_permission_is_a_refusal(store: RetryingStore, root: Path):
     root.mkdir(mode=0o500)
     with pytest.raises(DurableRefusedError, match=r"[Pp]ermission"):
         store.put("x", b"1")
+
+
+def test_root_check_leaves_no_directory(store: RetryingStore, root: Path):
+    for writes in (False, True):
+        store.check_root(writes=writes)
+        assert not root.exists()
+    root.mkdir()
+    store.check_root(writes=True)
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_root_check_refuses_a_directory_that_cannot_be_created(writes: bool):
+    store = open_store("/proc/x/y", DurableSettings())
+    with pytest.raises(DurableRefusedError, match="/proc/x"):
+        store.check_root(writes=writes)
+    store.close()
+
+
+def test_root_check_refuses_a_directory_that_takes_no_file():
+    store = open_store("/proc", DurableSettings())
+    store.check_root(writes=False)
+    with pytest.raises(DurableRefusedError, match="writing to file:///proc"):
+        store.check_root(writes=True)
+    store.close()
+
+
+def test_root_check_refuses_a_file(store: RetryingStore, root: Path):
+    root.write_bytes(b"")
+    with pytest.raises(DurableRefusedError, match="Not a directory"):
+        store.check_root(writes=False)
