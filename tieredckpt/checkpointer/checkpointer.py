@@ -206,6 +206,10 @@ class Checkpointer:
         memory, which go on while the store is away. :class:`UsageError` where there is no durable tier. With either one
         the step is saved also when it is not due, and waits up to ``memory.wait_s`` for a slot. All ranks say the same.
 
+        The first save raises :class:`UsageError` where the job has a newer step of an earlier run and nothing was
+        restored, and :class:`DurableRefusedError` where the durable tier is a directory that cannot be written. A later
+        save of an older step fails.
+
         After SIGTERM all ranks agree on a step, this one or the next, as the last: it is saved by all of them, made
         durable within the grace period, and the signal is delivered to whoever got it.
         """
@@ -259,6 +263,8 @@ class Checkpointer:
         def check() -> None:
             with contextlib.suppress(TierUnavailableError, PeerStoreError):  # the save itself reports those
                 self.session.check_durable()
+                self.session.newest_known_epoch()
+                self.session.check_step_order(step)
 
         self._all_do(check)
         self._may_save = True
@@ -296,6 +302,7 @@ class Checkpointer:
             if planned is not None:
                 key = session.incarnation.next_key(step, planned.part)
                 self._finish_last(wait_s=max(wait_s, _SEALING_S))
+                session.check_step_order(step)  # once it is known what was sealed last
                 self._until_last_is_copied()
                 if wanted and self.settings.durable.on_busy == "wait":
                     session.wait_for_drain(self.settings.durable.retry_s)
@@ -463,7 +470,7 @@ class Checkpointer:
         """Through DCP's planning, with its collectives: a state that was not planned before, or every one where nobody
         but the ranks could tell the agents that a step is whole.
         """
-        self._all_ready(self._noter.names)
+        self._all_ready(self._noter.names, step)
         self._join()
         writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=self.settings)
         writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
@@ -504,7 +511,7 @@ class Checkpointer:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self.session.report_complete(writer.record.key.version_id)
 
-    def _all_ready(self, names: str = "") -> None:
+    def _all_ready(self, names: str = "", step: int | None = None) -> None:
         """Before a collective: a rank that cannot reach its node must not leave the others waiting in it.
 
         ``names``: a digest of what this rank's state has; where all have the same, each of them knows what there is.
@@ -514,6 +521,8 @@ class Checkpointer:
             self._finish_last(wait_s=self.settings.memory.wait_s)
             self._until_last_is_copied()
             self.session.newest_known_epoch()
+            if step is not None:
+                self.session.check_step_order(step)
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = f"rank {self._together.rank}: {error}"
         answers = [text.partition(" ") for text in self._together.all_gather(f"{names} {problem}")]

@@ -231,6 +231,18 @@ class IncarnationTracker:
             return self._bases.get(Incarnation(key.epoch, key.incarnation))
 
     @property
+    def newest_step(self) -> int | None:
+        """The step that the next save follows: the newest one saved or, before that, loaded; -1 for none. ``None``
+        where nothing was loaded and no save was agreed on.
+        """
+        with self._lock:
+            self._hear()
+            life = self._life
+            if life.current is None:
+                return life.base
+            return max(life.base if life.base is not None else -1, life.reached)
+
+    @property
     def agreed_rank_count(self) -> int | None:
         """How many ranks know of what this owner was told last: those of that save or load. ``None``: all there are."""
         with self._lock:

@@ -35,14 +35,16 @@ from tieredckpt.agent.agent_api import (
     DurableCheck,
     NodeAgentAPI,
     ProtectionStatus,
+    StepInventory,
 )
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.peer_config import configured_peer_plan, peer_transport
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
-from tieredckpt.errors import SaveFailedError, StoreBusyError, TieredCheckpointError, TierUnavailableError
+from tieredckpt.errors import SaveFailedError, StoreBusyError, TieredCheckpointError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack_blob
 from tieredckpt.format.shard_layout import Layout, encode_layout, round_up
+from tieredckpt.resolve_step import resolve_step
 from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, SaveDecision, SaveProposal
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlannedSave
@@ -156,6 +158,8 @@ class Session:
         self.agent = node
         self.copier = Copier(copy_thread_count(settings))
         self.incarnation = IncarnationTracker(job)
+        self._found: StepInventory | None = None
+        """The job's steps as they were listed before the first save."""
         self._finite = FiniteChecker()
         self.sealed_key: ShardKey | None = None
         """What this process sealed last."""
@@ -289,8 +293,26 @@ class Session:
         if current is not None:
             return max(known, current.epoch)
         # An agent that lost its memory has forgotten the epochs, but the job's steps are still there.
-        seen = self.agent.list_steps(self.job)
+        seen = self._found = self.agent.list_steps(self.job)
         return max([known, *(view.version_id.epoch for view in seen.views)])
+
+    def check_step_order(self, step: int) -> None:
+        """Raise :class:`UsageError` where a restore would prefer a step that the job has to ``step``.
+
+        No agent is asked: the first save has just listed the steps, and later ones know what they follow.
+        """
+        newest = self.incarnation.newest_step
+        if newest is not None and newest > step:
+            raise UsageError(
+                f"Step {step} of job {self.job!r} is behind step {newest}, which this run saved or restored, so a "
+                "restore would pass over it. Number the steps upwards, restore an earlier step first, or use another "
+                "job name"
+            )
+        if newest is None and (found := _newest_loadable(self._found)) > step:
+            raise UsageError(
+                f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
+                "Call restore() before the first save to continue that run, or use another job name"
+            )
 
     def report_part_aborted(self, key: ShardKey) -> None:
         """This rank will never seal this part: its agent hears it, which has all nodes give the version up."""
@@ -760,6 +782,15 @@ class Session:
         durable, self._durable = self._durable, None
         if durable is not None:
             durable.close()
+
+
+def _newest_loadable(seen: StepInventory | None) -> int:
+    """The step that a restore would take; -1 for none."""
+    if seen is None:
+        return -1
+    marked = [view.version_id for view in seen.views if view.quarantined]
+    chosen = resolve_step([view.candidate for view in seen.views], quarantined=marked, torn=seen.torn).chosen
+    return max([-1 if chosen is None else chosen.version_id.version, *seen.plain])
 
 
 def _resumed(process: ProcessIdentity) -> str:

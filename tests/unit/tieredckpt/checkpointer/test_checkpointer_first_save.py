@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tieredckpt import Checkpointer
+from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import DurableRefusedError, UsageError
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import AgentSettings, Settings
 from tieredckpt.testing import memory_node
 
 
@@ -54,3 +57,58 @@ def test_refused_durable_url_is_refused_again(node, state):
                 ckpt.restore(state)
     with Checkpointer("tiered://job") as ckpt:
         assert ckpt.restore(state) == -1
+
+
+def test_first_save_without_a_restore_refuses_a_step_behind_an_earlier_run(node, state):
+    with Checkpointer("tiered://job") as ckpt:
+        for step in range(10):
+            ckpt.save(state, step).wait()
+    close_sessions()
+    with Checkpointer("tiered://job") as ckpt:
+        for step in range(2):
+            with pytest.raises(UsageError, match="behind step 9 of an earlier run"):
+                ckpt.save(state, step)
+        assert ckpt.restore(state) == 9
+        assert ckpt.save(state, 10).wait() is SaveState.SEALED
+
+
+def test_first_save_without_a_restore_refuses_a_step_behind_a_durable_one(state, tmp_path):
+    with memory_node(), Checkpointer("tiered://job", durable=str(tmp_path), durable_every=1) as ckpt:
+        ckpt.save(state, 9).wait("durable")
+    with (
+        memory_node(),
+        Checkpointer("tiered://job", durable=str(tmp_path)) as ckpt,
+        pytest.raises(UsageError, match="use another job name"),
+    ):
+        ckpt.save(state, 0)
+
+
+def test_first_save_without_a_restore_may_follow_an_earlier_run(node, state):
+    with Checkpointer("tiered://job") as ckpt:
+        ckpt.save(state, 4).wait()
+    close_sessions()
+    with Checkpointer("tiered://job") as ckpt:
+        ckpt.save(state, 5).wait()
+        assert ckpt.restore(state) == 5
+
+
+def test_save_behind_the_newest_step_of_this_run_fails(node, state):
+    with Checkpointer("tiered://job") as ckpt:
+        for step in (5, 6):
+            ckpt.save(state, step).wait()
+        for step in (3, 4):
+            saved = ckpt.save(state, step)
+            assert saved.state is SaveState.FAILED
+            assert isinstance(saved.error, UsageError)
+            assert "behind step 6, which this run saved" in str(saved.error)
+        assert ckpt.save(state, 7).wait() is SaveState.SEALED
+        assert ckpt.restore(state) == 7
+
+
+def test_save_behind_an_earlier_step_that_was_restored(node, state):
+    with Checkpointer("tiered://job", settings=Settings(agent=AgentSettings(slots_per_rank=4))) as ckpt:
+        for step in range(3):
+            ckpt.save(state, step, keep=True).wait()
+        assert ckpt.restore(state, 0) == 0
+        assert ckpt.save(state, 1).wait() is SaveState.SEALED
+        assert ckpt.restore(state) == 1
