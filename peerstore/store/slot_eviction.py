@@ -18,11 +18,12 @@ What is whole, settled or torn is decided in :mod:`peerstore.commit_protocol`; w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peerstore.commit_protocol import is_abandoned, is_superseded, newest_committed
 from peerstore.shard_records import SlotState, VersionId
+from peerstore.sizes_and_durations import show_size
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def choose_slot(
     decision = place(spared, old) or place(spared + old, old) or place(spared + old + left, old + left)
     if decision is not None:
         return decision
-    wanted = f"part {part} of job {job} ({size_bytes} bytes)"
+    wanted = f"part {part} of job {job} ({show_size(size_bytes)})"
     held = _kept(slots, kept)
     enough = _enough(slots, held, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
     return _refusal(
@@ -266,7 +267,7 @@ def evictions_to_grow(
     if drop is not None:
         return EvictSlots(drop)
     mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
-    wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
+    wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {show_size(size_bytes)})"
     held = _kept(slots, kept)
     enough = _enough(
         slots,
@@ -329,26 +330,39 @@ def _refusal(
     held_bytes = sum(slot.size_bytes for slot in held)
     versions = sorted({slot.version_id.version for slot in held if slot.version_id is not None})
     on_request = (
-        f", and {held_bytes} hold versions that are kept on request ({', '.join(map(str, versions))}): let them go "
-        "(tieredckpt unpin), or make room"
+        f", and {show_size(held_bytes)} hold versions that are kept on request ({', '.join(map(str, versions))}): "
+        "release them (tieredckpt unpin), or make room"
         if held
         else ""
     )
     advice = (
-        f"Every writer needs room for two versions: raise it to {enough} bytes or more, and start the agent again (it "
-        "takes over what is in memory)"
+        f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more, "
+        "and restart the agent, which keeps what is in memory"
     )
     if fixed + held_bytes + size_bytes > limits.budget_bytes:
         return BudgetExceeded(
-            f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
-            f"whole versions{on_request}. {advice}"
+            f"{wanted} does not fit: the memory budget is {show_size(limits.budget_bytes)}, of which "
+            f"{show_size(fixed)} hold newest complete versions{on_request}. {advice}"
         )
-    kept = (
-        ", ".join(f"{slot.name}: {_why_kept(slot, rollback_targets.get(slot.job))}" for slot in mine)
-        or "none of its own"
-    )
-    short = f". The arena's budget of {limits.budget_bytes} bytes is too small for this job{on_request}. {advice}"
-    return SlotsBusy(f"no slot for {wanted}: {kept}{short if enough > limits.budget_bytes else ''}")
+    short = f". The memory budget of {show_size(limits.budget_bytes)} is too small for this job{on_request}. {advice}"
+    used = f"no slot is free for {wanted}: {_describe_slots(mine, settled)}"
+    return SlotsBusy(f"{used}{short if enough > limits.budget_bytes else ''}")
+
+
+def _describe_slots(mine: Sequence[SlotView], settled: Mapping[str, VersionId]) -> str:
+    """Return how many slots a writer has, and why none of them can be reused, each cause once."""
+    if not mine:
+        return "it has none of its own"
+    causes: dict[str, list[int]] = {}
+    for slot in mine:
+        known = causes.setdefault(_why_kept(slot, settled.get(slot.job)), [])
+        if slot.version_id is not None and slot.state is SlotState.SEALED:
+            known.append(slot.version_id.version)
+    told = [
+        f"version{'s' * (len(known) > 1)} {', '.join(map(str, sorted(known)))}: {cause}" if known else cause
+        for cause, known in causes.items()
+    ]
+    return f"all {len(mine)} slots are in use ({'; '.join(told)})"
 
 
 def _enough(
@@ -389,11 +403,10 @@ def _why_kept(slot: SlotView, rollback_target: VersionId | None) -> str:
         return "free, but the budget is used up"
     if slot.version_id is None:
         return "given up, being read"
-    version = f"version {slot.version_id.version}"
     if slot.busy:
-        return f"{version}, being read or uploaded"
-    if rollback_target is None:
-        return f"{version}, and no version is whole yet (with its copies)"
-    return f"{version}, " + (
-        "the newest whole one" if slot.version_id == rollback_target else "not yet whole (with its copies)"
+        return "being read or uploaded"
+    if settled is None:
+        return "no version is complete yet, with its copies on other nodes"
+    return (
+        "the newest complete one" if slot.version_id == settled else "not complete yet, with its copies on other nodes"
     )

@@ -495,7 +495,9 @@ class Session:
         except FencedError as error:
             raise _FencedSaveError(str(error)) from error
         except ArenaFullError as error:
-            raise SaveFailedError(str(error)) from error
+            raise SaveFailedError(
+                f"{error}. The agent takes its budget from agent.budget (TIEREDCKPT_AGENT_BUDGET) when it starts"
+            ) from error
         except (PeerStoreError, OSError, ValueError) as error:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
 

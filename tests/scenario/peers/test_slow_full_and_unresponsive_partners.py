@@ -106,7 +106,7 @@ def test_writer_continues_with_one_copy_and_a_reason_when_all_are_full():
             nodes.settle(version)
             (standing,) = [one for one in n1.team.replicator.statuses() if one.key == key(version)]
             assert (standing.copies, standing.missing, standing.unplaceable) == (1, 0, 1)
-            assert "does not fit: the arena's budget is 2097152 bytes" in n1.team.replicator.last_errors(key(version))
+            assert "does not fit: the memory budget is 2.0 MiB" in n1.team.replicator.last_errors(key(version))
         assert n1.is_good(key(5))
         assert nodes.holders(key(5)) == {"n1"}
 

@@ -221,9 +221,9 @@ def test_unfinished_versions_of_the_running_incarnation_stay():
     [
         ([SlotView("a", SlotState.LEASED, 10, "job", 0)] * 3, {}, "being written"),
         ([sealed("a", 1, busy=True)] * 3, {"job": {group(2)}}, "being read or uploaded"),
-        ([sealed("a", 1)] * 3, {}, "no version is whole yet"),
-        ([sealed("a", 1)] * 3, {"job": {group(1)}}, "the newest whole one"),
-        ([sealed("a", 2)] * 3, {"job": {group(1)}}, "not yet whole"),
+        ([sealed("a", 1)] * 3, {}, "no version is complete yet"),
+        ([sealed("a", 1)] * 3, {"job": {group(1)}}, "the newest complete one"),
+        ([sealed("a", 2)] * 3, {"job": {group(1)}}, "not complete yet"),
         ([SlotView("a", SlotState.SEALED, 10, "job", 0, None, True)] * 3, {}, "given up, being read"),
         ([SlotView("a", SlotState.LEASED, 995, "x", 0), free("b", size=0)], {}, "free, but the budget is used up"),
     ],
@@ -258,7 +258,7 @@ def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, lim
 
 def advised(refused):
     """The budget that a refusal says is enough; ``None`` when it says none."""
-    said = re.search(r"raise it to ([0-9]+) bytes", refused.reason)
+    said = re.search(r"raise the budget to .* \(([0-9]+) bytes\)", refused.reason)
     return int(said[1]) if said else None
 
 
