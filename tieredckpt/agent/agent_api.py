@@ -253,14 +253,16 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class ProtectionStatus(msgspec.Struct, frozen=True):
-    """How much of a job the loss of a node, or of its only node's processes, would cost."""
+    """How much of a job the loss of a node would cost."""
 
     step: int
-    """The newest step that has all the copies it was to have, or is durable; -1 for none."""
+    """The newest step that other nodes have all the copies of that it was to have, or that is durable; -1 for none."""
     unprotected_since: float | None = None
     """Unix time of the first newer save that is not; ``None`` while all of them are, or are on their way."""
     missed_saves: int = 0
     """Saves of this node's ranks that were skipped or failed since then."""
+    upload_problem: str = ""
+    """Why the step that failed to upload last is not durable; "" once a later one is."""
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):

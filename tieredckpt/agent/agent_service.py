@@ -530,11 +530,10 @@ class NodeAgentService(StoreListener):
     def protection(self, job: str) -> ProtectionStatus:
         """Up to which step this node knows the job to be safe, and since when not; waits for nobody."""
         team = self.peers.team(job) if self.peers is not None else None
-        if team is not None:
+        safe = -1
+        # The only copy is lost with its node, also where no other node is left that could hold one.
+        if team is not None and team.settings.requires_replication and len(team.membership.alive) > 1:
             safe = team.newest_replicated.version if team.newest_replicated is not None else -1
-        else:
-            known = next((one for one in self.store.status().jobs if one.job == job), None)
-            safe = known.newest_committed if known is not None and known.newest_committed is not None else -1
         safe = max([safe, *(view.version_id.version for view in self.drain.status(job) if view.state == "done")])
         epoch = self.store.epoch(job)
         own = [fact for fact in self.store.replicas.list_shards(job) if not fact.holders and fact.key.epoch == epoch]
@@ -545,7 +544,8 @@ class NodeAgentService(StoreListener):
             if at != safe:
                 missed, first = 0, 0.0
             self._left_out[job] = safe, missed, first
-        return protection_status(safe, newer, (missed, first), now=now)
+        found = protection_status(safe, newer, (missed, first), now=now)
+        return msgspec.structs.replace(found, upload_problem=self.drain.problem(job))
 
     def _say_protection(self, job: str) -> ProtectionStatus:
         """One line when it changes, and no more than one a minute."""

@@ -153,6 +153,8 @@ class Drain(StoreListener):
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._cleaned: set[str] = set()
+        self._problems: dict[str, str] = {}
+        """By job: why the newest upload failed, until one succeeds."""
         self.totals = DrainTotals()
         self._thread = threading.Thread(target=self._run, name="tieredckpt-drain", daemon=True)
         self._thread.start()
@@ -352,10 +354,12 @@ class Drain(StoreListener):
                 step.state = "waiting"
         except (DurableRefusedError, CheckpointDamagedError) as error:
             self.totals.errors += 1
+            self._note_problem(step, error, "does not become durable")
             log.error("%s step %d does not become durable: %s", step.job, step.version_id.version, error)
             self._settle(step, "failed", str(error))
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             self.totals.errors += 1
+            self._note_problem(step, error, f"is not durable yet, and its upload is retried every {_RETRY_S:.0f} s")
             log.warning("%s step %d: %s; tried again in %.0f s", step.job, step.version_id.version, error, _RETRY_S)
             with self._changed:
                 step.state, step.error, step.not_before = "waiting", str(error), self._clock() + _RETRY_S
@@ -363,6 +367,15 @@ class Drain(StoreListener):
         with self._changed:
             if step.over and step.state == "waiting":
                 self._skip(step, step.over)
+
+    def _note_problem(self, step: _DrainingStep, error: Exception, what: str) -> None:
+        with self._changed:
+            self._problems[step.job] = f"step {step.version_id.version} {what}: {error}"
+
+    def problem(self, job: str) -> str:
+        """Return why the newest upload of ``job`` failed; "" where none did since one succeeded."""
+        with self._changed:
+            return self._problems.get(job, "")
 
     def _drain_to(self, catalog: DurableCatalog, step: _DrainingStep) -> None:
         began = self._clock()
@@ -520,6 +533,8 @@ class Drain(StoreListener):
 
     def _finish(self, step: _DrainingStep, catalog: DurableCatalog, began: float, *, committed: bool) -> None:
         self.totals.steps += 1
+        with self._changed:
+            self._problems.pop(step.job, None)
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
         self._store.mark_committed(step.job, step.version_id)

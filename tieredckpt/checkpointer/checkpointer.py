@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -69,6 +70,7 @@ from tieredckpt.tensors.state_dict import (
 log = logging.getLogger(__name__)
 
 _SAY_S = 60.0
+_REMEMBERED = 32
 _SEALING_S = 2.0
 """A seal ends in less, where the node keeps up; a save that may be skipped waits no longer for the one before it."""
 _LOOK_AGAIN_S = 1.0
@@ -148,6 +150,11 @@ class Checkpointer:
         self._last: ShardKey | None = None
         """What was sealed last."""
         self._last_saved: SaveHandle | None = None
+        self._tried_saves = 0
+        """Calls of save that were due."""
+        self._wanted_durable: deque[VersionId] = deque(maxlen=_REMEMBERED)
+        """The newest sealed steps that were to become durable."""
+        self._upload_problem_said = False
         self._skip_said = -math.inf
         """When it was last said that a step was skipped."""
         self.last_restore: RestoreReport | None = None
@@ -238,7 +245,12 @@ class Checkpointer:
             # Once a minute: the agent says up to which step the job is protected, and since when not.
             again = time.monotonic() - self._skip_said < _SAY_S
             level = logging.DEBUG if again else logging.WARNING
-            log.log(level, "step %d of %s was skipped: %s", step, self._location.job, error)
+            log.log(
+                level,
+                "step %d of %s was skipped: %s. Save less often (every=), wait for a slot (on_busy='wait'), or raise "
+                "agent.burst_slots",
+                *(step, self._location.job, error),
+            )
             self._skip_said = self._skip_said if again else time.monotonic()
             saved = SaveHandle(step, SaveState.SKIPPED, error)
         except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
@@ -248,6 +260,7 @@ class Checkpointer:
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
         self._last_saved = saved
+        self._tried_saves += saved.state is not SaveState.NOT_DUE
         self._recorded.record_save(saved, time.perf_counter() - began)
         if self._preemption is not None and last and self._preemption.requested:
             self._preemption.flush_and_exit()
@@ -460,6 +473,8 @@ class Checkpointer:
             raise error from problem
         saved._state = SaveState.SEALED
         self._last = record.key
+        if durable:
+            self._wanted_durable.append(record.key.version_id)
         self._tell(session, saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
         notify_progress_hook(session)
         return record
@@ -484,7 +499,10 @@ class Checkpointer:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
         self._last = writer.record.key
-        saved = self._followed(SaveHandle(step, SaveState.SEALED), durable=durable or self.session.wants_durable(step))
+        wanted = writer.required or self.session.wants_durable(step)
+        if wanted:
+            self._wanted_durable.append(self._last.version_id)
+        saved = self._followed(SaveHandle(step, SaveState.SEALED), durable=wanted)
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
         notify_progress_hook(self.session)
@@ -567,6 +585,9 @@ class Checkpointer:
     def _tell(self, session: Session | None, **values: float) -> None:
         """The agent's metrics; the job's first rank writes down what it hears of protection."""
         found = session.add_metrics(**values) if session is not None else None
+        if self._is_first and found is not None and found.upload_problem and not self._upload_problem_said:
+            self._upload_problem_said = True
+            log.warning("%s: %s. Training continues", self._location.job, found.upload_problem)
         if self._is_first:
             self._recorded.protection(found, missed=round(values.get("skipped", 0) + values.get("failed", 0)))
 
@@ -757,14 +778,44 @@ class Checkpointer:
         for preparing in self._preparing:  # one that came later might have an agent started again
             preparing.join()
         self._sealer.shutdown()
+        self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
             if self._is_first and self._last_saved is not None:  # copies may have come since the last save
                 self._tell(session)
+                self._report_not_durable(session)
             session.stop_watching_agent()
         if self._preemption is not None:
             self._preemption.close()
         self._together.close()
+
+    def _report_nothing_saved(self) -> None:
+        """Warn at the end where none of the saves succeeded."""
+        saved = self._last_saved
+        if self._tried_saves and self._last is None and saved is not None and saved.error is not None:
+            log.error(
+                "%s: none of the %d saves of rank %d succeeded, so this run cannot be restored. The last error: %s",
+                *(self._location.job, self._tried_saves, self._together.rank, saved.error),
+            )
+
+    def _report_not_durable(self, session: Session) -> None:
+        """Warn at the end where steps that were to become durable are not, and why."""
+        if not self._wanted_durable:
+            return
+        try:
+            uploads = {one.version_id: one for one in session.agent.drain_status(self._location.job)}
+        except PeerStoreError as error:
+            log.warning("%s: the agent did not report which steps are durable: %s", self._location.job, error)
+            return
+        mine = [uploads[one] for one in self._wanted_durable if one in uploads]
+        bad = [one for one in mine if one.state == "failed" or (one.state == "waiting" and one.error)]
+        if bad and bad[-1] is mine[-1]:
+            done = sum(one.state == "done" for one in mine)
+            log.error(
+                "%s: %d of the last %d steps that were to become durable in %s are. Step %d: %s",
+                *(self._location.job, done, len(mine), self.settings.durable.url, bad[-1].version_id.version),
+                bad[-1].error,
+            )
 
     def __enter__(self) -> Checkpointer:
         return self

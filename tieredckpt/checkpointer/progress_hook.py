@@ -205,6 +205,7 @@ class SaveRestoreLog:
                 return
             known = self._protected or ProtectionStatus(-1)
             found = ProtectionStatus(known.step, known.unprotected_since or time.time(), known.missed_saves + missed)
+        found = msgspec.structs.replace(found, upload_problem="")
         if found != self._protected:
             self._protected = found
             self._event_log.write(Protection(time.time(), found.step, found.unprotected_since, found.missed_saves))

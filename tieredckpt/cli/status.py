@@ -52,7 +52,8 @@ def status_command(
     """Show this node's agent: memory, jobs, newest complete and replicated steps, drains.
 
     With --cluster: the nodes of JOB as this node sees them. A node that could not be asked is named, and the exit code
-    is 5: what it holds is not known. JOB may be left out where there is only one.
+    is 5: what it holds is not known. JOB may be left out where there is only one. The exit code is 1 where an upload
+    failed and no newer step is durable.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
         if not cluster:
@@ -61,7 +62,11 @@ def status_command(
         with screen.spinner(f"asking the nodes of {name}"):
             view, survey, steps = survey_cluster(sight, name)
         screen.result(cluster_json(view, survey, steps), lambda out: _show_cluster(out, view, survey, steps))
-        return ExitCode.UNAVAILABLE if unknown_nodes(view) or Tier.DURABLE in survey.unreachable else ExitCode.OK
+        if unknown_nodes(view) or Tier.DURABLE in survey.unreachable:
+            return ExitCode.UNAVAILABLE
+        newest = max((one.version_id for one in steps if one.durable), default=None)
+        failed = [one.version_id for one in steps if one.drain is not None and one.drain.state == "failed"]
+        return ExitCode.FAILED if failed and (newest is None or max(failed) > newest) else ExitCode.OK
 
 
 def survey_cluster(sight: TierClient, job: str) -> tuple[ClusterStatus, StepInventory, list[StepRedundancy]]:
@@ -128,7 +133,15 @@ def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCod
         "unrecognized": unread,
     }
     screen.result(value, lambda out: _show_node(out, agent, state, rows, problems))
-    return ExitCode.UNAVAILABLE if any(row["unreachable"] for row in rows) else ExitCode.OK
+    if any(row["unreachable"] for row in rows):
+        return ExitCode.UNAVAILABLE
+    return ExitCode.FAILED if any(_upload_failed(row) for row in rows) else ExitCode.OK
+
+
+def _upload_failed(row: Mapping[str, Any]) -> bool:
+    """Whether an upload failed, and no newer step is durable."""
+    done = max((one["step"] for one in row["drains"] if one["state"] == "done"), default=-1)
+    return any(one["state"] == "failed" and one["step"] > done for one in row["pending"])
 
 
 def _job_json(agent: NodeAgentClient, state: JobStatus) -> dict[str, Any]:

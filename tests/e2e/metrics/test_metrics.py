@@ -254,13 +254,18 @@ def test_unknown_path_lists_the_known_ones(agent_dir, agent):
     assert b"/metrics" in info.value.read()
 
 
-def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent):
-    with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
+def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_path):
+    with Checkpointer("tiered://kept", durable=str(tmp_path / "durable"), durable_every=1, on_sigterm="ignore") as ckpt:
         for step in range(3):
-            ckpt.save(state_at(step), step).wait()
+            ckpt.save(state_at(step), step).wait("durable")
         assert agent.metrics()["protected_step", "kept"] == 2
         assert agent.metrics()["unprotected_seconds", "kept"] == 0
-        assert agent.status()["protected"]["kept"] == {"step": 2, "unprotected_since": None, "missed_saves": 0}
+        assert agent.status()["protected"]["kept"] == {
+            "step": 2,
+            "unprotected_since": None,
+            "missed_saves": 0,
+            "upload_problem": "",
+        }
         store = ckpt.session.agent.store
         pins = []
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
@@ -273,9 +278,16 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent):
         assert "unprotected since" in (agent_dir / "agent.log").read_text()
         for pin in pins:
             store.unpin(pin)
-        ckpt.save(state_at(10), 10).wait()
+        ckpt.save(state_at(10), 10).wait("durable")
         until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
         assert agent.metrics()["protected_step", "kept"] == 10
+
+
+def test_lone_copy_in_memory_is_not_protected(agent_dir, agent):
+    with Checkpointer("tiered://lone", on_sigterm="ignore") as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        assert agent.status()["protected"]["lone"]["step"] == -1
+        assert ckpt.session.agent.cluster_status("lone").protected.step == -1
 
 
 def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agent, tmp_path, monkeypatch, capsys):
@@ -302,8 +314,8 @@ def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agen
     since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(told["unprotected_since"]))
     assert main(["goodput", str(tmp_path / "ledger")]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert f"protected up to step {told['step']}, unprotected since {since} (1 saves skipped or failed)" in words
-    assert told["step"] == 9
+    assert f"no step is protected yet, unprotected since {since} (1 saves skipped or failed)" in words
+    assert told["step"] == -1
 
 
 def listening(pid):
