@@ -1,6 +1,7 @@
 """A save that fails is reported, training goes on, and the next one is a save like any other."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,15 +231,16 @@ def test_wait_for_a_slot_times_out(agent_dir, monkeypatch):
 
 def test_refusing_durable_tier_is_reported_by_the_wait(agent_dir, directory):
     path = Path(directory.url.removeprefix("file://"))
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("not a directory")
     with Job(agent_dir, DurableSettings(url=directory.url, retry_s=0.2)).checkpointer() as ckpt:
-        saved = ckpt.save(state_at(0), 0)
+        assert ckpt.save(state_at(0), 0).wait("durable") is SaveState.DURABLE
+        shutil.rmtree(path)
+        path.write_text("not a directory")
+        saved = ckpt.save(state_at(1), 1)
         assert saved.wait() is SaveState.SEALED
         with pytest.raises((SaveFailedError, TierUnavailableError)):
             saved.wait("durable", timeout_s=3)
         assert not ckpt.wait("durable", timeout_s=0.1)
-        assert ckpt.restore(zeroed(state_at(0))) == 0
+        assert ckpt.restore(zeroed(state_at(1))) == 1
 
 
 def test_wait_times_out_when_the_agent_is_silent(agent_dir, directory):
@@ -361,8 +363,6 @@ def run(arguments, then):
 
 
 def lose_memory(agent_dir):
-    import shutil
-
     close_sessions()
     end_agent(agent_dir)
     shutil.rmtree(agent_dir)
@@ -379,10 +379,11 @@ def test_sigterm_between_steps_keeps_the_step_that_follows(agent_dir, tmp_path):
 
 
 def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
-    """The durable tier is not there; the process is gone all the same, and memory has its last step."""
-    (tmp_path / "durable").write_text("not a directory")
+    """The process ends although its durable tier is lost, and memory has its last step."""
+    lose = f"ckpt.wait('durable'); os.rename('{tmp_path}/durable', '{tmp_path}/away'); open('{tmp_path}/durable', 'w')"
     done = run(
-        f'durable="file://{tmp_path}/durable", durable_every=1000, grace_s=1.0', "os.kill(os.getpid(), signal.SIGTERM)"
+        f'durable="file://{tmp_path}/durable", durable_every=1000, grace_s=1.0',
+        f"{lose}; os.kill(os.getpid(), signal.SIGTERM)",
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert agent_pid(agent_dir) is not None

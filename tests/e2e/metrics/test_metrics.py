@@ -162,16 +162,21 @@ def test_skipped_and_failed_saves_are_counted(agent_dir, agent, monkeypatch):
     assert found["leases_busy_total"] >= skips
 
 
-def test_refused_uploads_are_counted(agent_dir, agent, tmp_path):
-    (tmp_path / "durable").write_text("not a directory")
-    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable", retry_s=0.1))
+def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
+    folder = tmp_path / "durable"
+    job = Job(agent_dir, DurableSettings(url=f"file://{folder}", retry_s=0.1))
     with job.checkpointer() as ckpt:
-        ckpt.save(state_at(0), 0).wait()
+        ckpt.save(state_at(0), 0).wait("durable")
+        before = agent.metrics()
+        folder.rename(tmp_path / "away")
+        folder.write_text("not a directory")
+        ckpt.save(state_at(1), 1).wait()
         ckpt.wait("durable", timeout_s=2)
     found = agent.metrics()
     assert found["drain_errors_total"] >= 1
-    assert found["drained_steps_total"] == found["drained_bytes_total"] == 0
-    (step,) = agent.status()["drain"]["jobs"][job.name]
+    for name in ("drained_steps_total", "drained_bytes_total"):
+        assert found[name] == before[name]
+    _, step = agent.status()["drain"]["jobs"][job.name]
     assert step["state"] in ("waiting", "failed")
     assert step["error"]
 
