@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import os
 import sys
@@ -66,7 +68,9 @@ from tieredckpt.errors import errors_by_name
 from tieredckpt.format.manifest import unpack_blob
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.memory_service_options import memory_service_arguments
-from tieredckpt.settings import DurableSettings, Settings
+from tieredckpt.settings import DurableSettings, Settings, is_local_rank_zero
+
+log = logging.getLogger(__name__)
 
 _ADOPTION_S = 660.0
 _RETRY_S = 20.0
@@ -75,6 +79,7 @@ _SLACK_S = 1.0
 """What an agent has for an answer that is not waited for."""
 _WAIT_AGAIN_S = 300.0
 _HINT_S = 5.0
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "unknown")
 agent_watchdogs = WatchdogRegistry()
 """Of the agents that this process uses."""
 
@@ -93,6 +98,8 @@ class NodeAgentClient:
         )
         self._replace = partial(replace_hung_agent if self._embedded else raise_if_agent_hangs, place)
         self._looks_after = False
+        if settings.enabled and is_local_rank_zero():
+            warn_unless_in_memory(settings.agent_directory)
         self.store = _client(place, self._connector, job, self._replace)
 
     def watch_agent(self) -> None:
@@ -254,6 +261,30 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     if linger:
         command += ["--linger-s", str(agent.linger_s)]
     return command + (["--detach"] if detach else [])
+
+
+def file_system_type(path: Path) -> str:
+    """Return the type of the file system that ``path`` is on, as the kernel names it."""
+    best, kind = -1, "unknown"
+    real = path.resolve()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            point, found = line.split()[1:3]
+            if real.is_relative_to(point) and len(point) >= best:
+                best, kind = len(point), found
+    return kind
+
+
+@functools.cache  # once a process is enough
+def warn_unless_in_memory(directory: Path) -> None:
+    """Warn where the agent's directory is on a disk."""
+    kind = file_system_type(directory)
+    if kind not in _MEMORY_FILE_SYSTEMS:
+        log.warning(
+            "agent.directory %s is on %s and not on tmpfs: checkpoints are written to a disk and do not stay in "
+            "memory. Use a directory below /dev/shm",
+            *(directory, kind),
+        )
 
 
 def _agent_environment() -> dict[str, str]:

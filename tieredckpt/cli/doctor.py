@@ -23,7 +23,7 @@ from peerstore.server.store_client import connect_to_agent
 from peerstore.server.store_server import ensure_private_directory
 from peerstore.settings import AgentPaths, parse_budget
 from peerstore.sizes_and_durations import parse_size, show_size
-from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.agent_client import NodeAgentClient, file_system_type
 from tieredckpt.agent.agent_http import UNIX
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
@@ -158,7 +158,7 @@ def _about_node(settings: Settings) -> list[CheckResult]:
         budget=parse_budget(settings.agent.budget),
         total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         limit=_cgroup_limit(),
-        file_system=_file_system(existing),
+        file_system=file_system_type(existing),
         size=state.f_blocks * state.f_frsize,
         free=state.f_bavail * state.f_frsize,
         arena=_allocated(place),
@@ -172,18 +172,6 @@ def _cgroup_limit() -> int | None:
             limit = int(Path(name).read_text())
             return limit if limit < 1 << 60 else None
     return None
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system ``path`` is on, as the kernel names it."""
-    best, kind = -1, "unknown"
-    real = path.resolve()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            point, found = line.split()[1:3]
-            if real.is_relative_to(point) and len(point) >= best:
-                best, kind = len(point), found
-    return kind
 
 
 def _allocated(place: Path) -> int:
