@@ -112,13 +112,24 @@ class Resolution:
         torn = (group for group, verdict in self.verdicts.items() if verdict is StepVerdict.TORN)
         return tuple(sorted(group for group in torn if self.newest_complete is None or group > self.newest_complete))
 
+    @property
+    def other_steps(self) -> list[int]:
+        """The steps that are there instead of the one that was named, oldest first."""
+        return sorted({group.version for group, verdict in self.verdicts.items() if verdict is StepVerdict.OTHER_STEP})
+
     def explain(self) -> str:
         """One line per candidate, newest first."""
         verdicts = {**(dict.fromkeys(self.lost, StepVerdict.LOST) if self.chosen is None else {}), **self.verdicts}
         lines = [
             f"step {group.version} (epoch {group.epoch}): {verdict.value}{self._missing(group)}"
             for group, verdict in sorted(verdicts.items(), key=lambda item: _order(item[0]), reverse=True)
+            if verdict is not StepVerdict.OTHER_STEP
         ]
+        if self.other_steps:
+            known = [str(step) for step in self.other_steps]
+            older = f"{len(known) - _NAMED} older ones and " * (len(known) > _NAMED)
+            noun = "is step" if len(known) == 1 else f"are {older}steps"
+            lines.append(f"there {noun} {', '.join(known[-_NAMED:])}")
         for tier in self.unreachable:
             why = f": {self.reasons[tier]}" if tier in self.reasons else ""
             lines.append(f"{tier.value} tier: could not be asked{why}")

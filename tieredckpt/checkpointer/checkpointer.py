@@ -221,6 +221,7 @@ class Checkpointer:
         durable within the grace period, and the signal is delivered to whoever got it.
         """
         check_step(step)
+        _check_state(state)
         self._check_open()
         if durable and not self.settings.durable.url:
             raise UsageError(
@@ -346,6 +347,7 @@ class Checkpointer:
         (what is sealed outlives this process all the same); raises when the step is not sealed, or not durable.
         """
         abort_fence.raise_if_aborted()
+        _check_state(state)
         self._check_open()
         deadline = time.monotonic() + timeout_s
         if not self.settings.enabled:
@@ -513,6 +515,8 @@ class Checkpointer:
 
         Every :meth:`save` does this also, whether it is due or not; needed only by who does not call it at every step.
         """
+        check_step(step)
+        _check_state(state)
         self._noter.record(state, step)
         self._came_further()
 
@@ -681,6 +685,9 @@ class Checkpointer:
         After an error ``state`` may hold parts of what was being read: do not train on it.
         """
         job = self._location.job
+        _check_state(state)
+        if step is not None:
+            check_step(step)
         self._check_open()
         with self._recorded.record_restore() as told, deadlines.timeout_scope(timeout_s):
             expected = gather_expected_step(job, self._together.all_gather) if step is None else None
@@ -829,7 +836,15 @@ class Checkpointer:
 def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
     """``settings`` with the arguments that were given; steps become durable no more often than they are saved."""
     changes = {name: {k: v for k, v in values.items() if v is not None} for name, values in sections.items()}
-    every = changes["memory"].get("every", settings.memory.every)
-    if "every" not in changes["durable"] and every > 0 and settings.durable.every % every:
-        changes["durable"]["every"] = every
-    return override_settings(settings, **changes)
+    settings = override_settings(settings, **changes)
+    if "every" not in changes["durable"] and settings.durable.every % settings.memory.every:
+        settings = override_settings(settings, durable={"every": settings.memory.every})
+    return settings
+
+
+def _check_state(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"The state is a {type(state).__name__}, and a dict is expected, for example "
+            "{'model': model, 'optim': optimizer}"
+        )

@@ -385,8 +385,9 @@ class ReadExecutor:
     def _check_dtype(self, fqn: str, saved: str, target: torch.Tensor) -> None:
         if not self._cast and saved != dtype_name(target.dtype):
             raise MismatchError(
-                f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor "
-                'of the same type, or pass on_dtype_mismatch="cast" to TieredReader (by URL: tiered://JOB?cast=1)'
+                f"{fqn} was saved as {saved}, and the state has {dtype_name(target.dtype)}. Give the tensor the saved "
+                "type, or convert it with dcp.load(state, storage_reader=TieredReader('tiered://JOB', "
+                "on_dtype_mismatch='cast')), which a Checkpointer's restore() can be replaced by"
             )
 
 
