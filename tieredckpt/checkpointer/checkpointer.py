@@ -836,10 +836,11 @@ class Checkpointer:
 def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
     """``settings`` with the arguments that were given; steps become durable no more often than they are saved."""
     changes = {name: {k: v for k, v in values.items() if v is not None} for name, values in sections.items()}
-    settings = override_settings(settings, **changes)
-    if "every" not in changes["durable"] and settings.durable.every % settings.memory.every:
-        settings = override_settings(settings, durable={"every": settings.memory.every})
-    return settings
+    every = changes["memory"].get("every", settings.memory.every)
+    follows = "every" not in changes["durable"] and isinstance(every, int)  # override_settings refuses all others
+    if follows and every > 0 and settings.durable.every % every:
+        changes["durable"]["every"] = every
+    return override_settings(settings, **changes)
 
 
 def _check_state(state: object) -> None:

@@ -24,6 +24,11 @@ def test_wrong_number_is_named(name):
         Checkpointer("tiered://job", **{name: "two"})
 
 
+def test_durable_steps_follow_those_that_are_saved():
+    with memory_node(), Checkpointer("tiered://job", every=7) as ckpt:
+        assert ckpt.settings.durable.every == 7
+
+
 @pytest.mark.parametrize("method", ["save", "seal", "record_boundary", "restore"])
 def test_state_that_is_no_dict_is_refused(ckpt, method):
     with pytest.raises(UsageError, match="The state is a Linear, and a dict is expected"):
@@ -52,3 +57,21 @@ def test_step_that_is_absent_is_told_from_those_that_are_there(ckpt):
     with pytest.raises(CheckpointNotFoundError) as absent:
         ckpt.restore({"w": torch.zeros(3)}, 77)
     assert str(absent.value) == "tiered://job/step-77: no whole step to load (there are steps 4, 5)"
+
+
+def test_names_of_both_sides_are_in_a_mismatch(ckpt):
+    ckpt.save({"model": {"weight": torch.ones(2), "bias": torch.ones(2)}}, 3).wait()
+    with pytest.raises(MismatchError) as refused:
+        ckpt.restore({"modell": {"weight": torch.zeros(2)}})
+    assert str(refused.value) == (
+        "The state and step 3 of job do not match: the state has modell.weight, which the step does not; step 3 has "
+        "model.bias, model.weight, which the state does not. Rename the entries, or restore those that both have with "
+        "strict=False"
+    )
+
+
+def test_second_process_of_a_job_name_is_explained(ckpt):
+    ckpt.save({"w": torch.zeros(2)}, 0).wait()
+    ckpt.session.agent.store.claim("job", "another")
+    saved = ckpt.save({"w": torch.zeros(2)}, 1)
+    assert "Another process with the job name 'job' has taken over" in str(saved.error)
