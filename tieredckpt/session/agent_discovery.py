@@ -19,6 +19,7 @@ import torch.distributed as dist
 from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import MemberList, PeerNode, member_list
 from peerstore.message_codec import from_json
+from peerstore.network_addresses import is_loopback_host, split_address
 from peerstore.settings import JobPeersConfig
 from peerstore.transport.authentication import generate_secret
 from tieredckpt.agent.agent_api import KnownPeers
@@ -158,7 +159,8 @@ def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
             "peer.secret: the first rank's node has one, and this node has none: configure the same on all nodes"
         )
     if not mine:
-        _warn_of_open_secret(job)
+        if dist.get_rank() == 0 and not _is_one_machine(invitation.member_list):
+            _warn_of_open_secret(job)
         return invitation.secret
     if not hmac.compare_digest(invitation.proof, _proof(mine, job, invitation)):
         raise SettingsError(
@@ -166,6 +168,12 @@ def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
             "way: configure the same secret on all nodes"
         )
     return mine
+
+
+def _is_one_machine(members: MemberList | None) -> bool:
+    """Whether all nodes are agents of one machine, as with ``elastic run --simulate-nodes``."""
+    hosts = {split_address(node.address)[0] for node in members.nodes} if members is not None else set()
+    return len(hosts) < 2 or all(is_loopback_host(host) for host in hosts)
 
 
 @functools.cache  # once is enough: ranks meet in every world

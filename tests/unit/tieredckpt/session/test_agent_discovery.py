@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch.distributed as dist
 
-from peerstore.membership.topology import PeerNode, validate_node_id
+from peerstore.membership.topology import PeerNode, member_list, validate_node_id
 from tieredckpt.agent.agent_api import KnownPeers
 from tieredckpt.session import agent_discovery
 from tieredckpt.settings import Settings
@@ -91,19 +91,20 @@ def test_node_announces_itself_before_waiting_for_others(store, slept, monkeypat
     assert slept == [True]
 
 
-def test_nodes_of_earlier_worlds_stay_as_standby(store):
-    third = PeerNode(validate_node_id("n2"), "127.0.0.1:3")
-    store.set("tieredckpt/job/nodes/saving/1/1", agent_discovery._text(agent_discovery._NodeHello(OTHER, None)))
-    session = Session(Agent([()], knows=(ME, OTHER, third)))
-    agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
-    assert [node.id for node in plan.member_list.nodes] == ["n0", "n1", "n2"]
-    assert plan.member_list.standby == ("n2",)
-
-
-def test_single_node_keeps_those_of_earlier_worlds_as_standby(store, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    session = Session(Agent([()], knows=(ME, OTHER)))
-    agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
-    assert plan.member_list.standby == ("n1",)
+@pytest.mark.parametrize(
+    ("rank", "addresses", "warnings"),
+    [
+        (0, ("127.0.0.1:1", "127.0.0.1:2"), 0),
+        (0, ("10.0.0.1:1", "10.0.0.1:2"), 0),
+        (0, ("10.0.0.1:1", "10.0.0.2:1"), 1),
+        (1, ("10.0.0.1:1", "10.0.0.2:1"), 0),
+    ],
+    ids=["loopback", "one host", "two hosts", "another rank"],
+)
+def test_open_secret_is_a_warning_of_the_first_rank_on_several_machines(monkeypatch, caplog, rank, addresses, warnings):
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    nodes = [PeerNode(validate_node_id(f"n{at}"), address) for at, address in enumerate(addresses)]
+    offer = agent_discovery._PeerPlanOffer(member_list(1, nodes), b"secret")
+    agent_discovery._warn_of_open_secret.cache_clear()
+    assert agent_discovery._agreed(offer, Settings().peer, "job") == b"secret"
+    assert len([one for one in caplog.records if "peer.secret" in one.getMessage()]) == warnings
