@@ -20,4 +20,4 @@ with Checkpointer("tiered://example-loop") as ckpt:  # durable="s3://bucket/pref
         optimizer.step()
         saved = ckpt.save(state, step)  # returns when the state is copied; checksums and uploads happen elsewhere
     saved.wait()
-    print(f"step {step}: loss {loss.item():.4f}, saved as {saved.state.value}")
+    print(f"step {step}: loss {loss.item():.4f}, saved in memory")

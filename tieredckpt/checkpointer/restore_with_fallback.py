@@ -33,6 +33,7 @@ from tieredckpt.errors import (
     CheckpointNotFoundError,
     CheckpointTornError,
     FormatVersionError,
+    MismatchError,
     PeersLostError,
     RestoreProofError,
     TieredCheckpointError,
@@ -116,6 +117,8 @@ class CheckpointRestorer:
                     fresh = True
                     retries += 1
                     continue
+                if isinstance(error, MismatchError):
+                    raise self._explain_mismatch(error, filled, reader) from failure
                 if step is not None or not isinstance(error, CheckpointDamagedError):
                     raise error from failure
                 log.error("restore of %s: %s; trying the next older step", self._job, error)
@@ -133,6 +136,21 @@ class CheckpointRestorer:
             return reader.restored_step, reader.report
         assert error is not None  # noqa: S101 - the loop ends only after one
         raise error
+
+    def _explain_mismatch(self, error: MismatchError, state: StateDict, reader: TieredReader) -> MismatchError:
+        """Return ``error``, or one that names the entries that only the state has, and those that only the step has."""
+        if "Missing key" not in str(error):
+            return error
+        saved, step = reader.read_metadata().state_dict_metadata.keys(), reader.chosen_step
+        wanted = flatten_state(resolve_stateful(state)).keys()
+        unknown, left = sorted(wanted - saved), sorted(saved - wanted)
+        if not unknown:
+            return error
+        only_saved = f"; step {step} has {abbreviate(left)}, which the state does not" if left else ""
+        return MismatchError(
+            f"The state and step {step} of {self._job} do not match: the state has {abbreviate(unknown)}, which the "
+            f"step does not{only_saved}. Rename the entries, or restore those that both have with strict=False"
+        )
 
     def _share_failed(self, reader: TieredReader, error: Exception, known: set[VersionId | int]) -> bool:
         """Mark what failed on any rank as failed on all ranks; return whether any of it is not in ``known``."""
@@ -178,8 +196,10 @@ class CheckpointRestorer:
             return
         report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
         report.steps_redone = max(0, found.reached - report.step)
-        tiers = ", ".join(f"{size >> 10} KiB from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
-        log.info("%s: step %d (%s), %d lost: %s", self._job, report.step, report.mode, report.steps_redone, tiers)
+        tiers = ", ".join(f"{show_size(size)} from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
+        source = "state of the surviving ranks" if report.mode == "live" else "checkpoint"
+        redone = f"{report.steps_redone} steps are done again" if report.steps_redone else "nothing is lost"
+        log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, redone)
 
     def _say(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
         """One line: which step, from where, how much, how long. And what a restore that is not strict left out."""

@@ -187,7 +187,7 @@ def choose_survivor_step(
     refused = []
     for step in sorted({holding.step for holding in holdings}, reverse=True):
         if step <= needed.step:
-            refused.append(f"step {needed.step} is whole already")
+            refused.append(f"step {needed.step} is a complete checkpoint")
             break
         if most is not None and step > most:
             refused.append(f"of step {step} it is not known on all survivors that it was complete before the abort")

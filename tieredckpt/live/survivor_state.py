@@ -48,8 +48,11 @@ class Hydration:
 
     def __str__(self) -> str:
         if self.mode == "live":
-            return f"{self.job}: step {self.step} of {self.reached} reached was given by its survivors"
-        return f"{self.job}: what was saved is used, up to step {self.reached} was reached: {self.why}"
+            return (
+                f"{self.job}: resuming from the state that the surviving ranks have of step {self.step}; the last step "
+                f"reached was {self.reached}"
+            )
+        return f"{self.job}: resuming from the newest checkpoint; the last step reached was {self.reached} ({self.why})"
 
 
 @dataclass(frozen=True)

@@ -493,7 +493,10 @@ class Session:
         except ArenaBusyError as error:
             raise StoreBusyError(str(error)) from error
         except FencedError as error:
-            raise _FencedSaveError(str(error)) from error
+            raise _FencedSaveError(
+                f"Another process with the job name {self.job!r} has taken over, so this one can no longer save. Two "
+                f"trainings need two job names ({error})"
+            ) from error
         except ArenaFullError as error:
             raise SaveFailedError(
                 f"{error}. The agent takes its budget from agent.budget (TIEREDCKPT_AGENT_BUDGET) when it starts"

@@ -89,7 +89,10 @@ def test_the_step_that_was_reached_is_given(job):
     assert job.held.retained["job"].step == 8
     found = job.enter()
     assert said(found) == ("live", 8, 8)
-    assert str(found) == "job: step 8 of 8 reached was given by its survivors"
+    assert (
+        str(found)
+        == "job: resuming from the state that the surviving ranks have of step 8; the last step reached was 8"
+    )
     assert job.held.retained == {}
     assert (job.first, job.state["n"].item()) == (9, 8)
     assert torch.equal(job.model.weight, weight)
@@ -106,7 +109,7 @@ def test_complete_step_is_not_saved_again(job):
     job.train(6)
     job.leave()
     found = job.enter()
-    assert (*said(found), found.why) == ("snapshot", -1, 5, "step 5 is whole already")
+    assert (*said(found), found.why) == ("snapshot", -1, 5, "step 5 is a complete checkpoint")
     assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.steps_redone) == (6, "snapshot", 0)
 
 
