@@ -14,7 +14,7 @@ from tests.support.bits import assert_same, raw, zeroed
 from tests.support.faults import Answer, FlipResponseBit, Hang
 from tests.support.jobs import Job, objects, on_server, state_at
 from tests.support.s3 import BUCKET
-from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError
+from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError, save
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import FormatVersionError, SaveFailedError
 from tieredckpt.format.manifest import decode_manifest
@@ -55,7 +55,7 @@ def test_newest_step_wins_in_any_tier(agent_dir, directory):
     job.expect(1, tiers={"durable"})
     job.save(2, durable=True)
     job.lose_memory()
-    job.save(1, durable=False, durable_every=100)  # an older step in memory than in the durable tier
+    save(f"tiered://{job.name}", state_at(1), 1)  # an older step in memory than in the durable tier
     job.expect(2, tiers={"durable"})
 
 
