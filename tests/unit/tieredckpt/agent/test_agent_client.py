@@ -1,4 +1,4 @@
-"""What a process says of the directory of its node's agent."""
+"""Warnings about the directory of the node's agent."""
 
 from __future__ import annotations
 

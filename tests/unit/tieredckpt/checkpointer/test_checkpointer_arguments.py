@@ -30,7 +30,7 @@ def test_durable_steps_follow_those_that_are_saved():
 
 
 @pytest.mark.parametrize("method", ["save", "seal", "record_boundary", "restore"])
-def test_state_that_is_no_dict_is_refused(ckpt, method):
+def test_only_a_dict_is_a_state(ckpt, method):
     with pytest.raises(UsageError, match="The state is a Linear, and a dict is expected"):
         getattr(ckpt, method)(torch.nn.Linear(2, 2), 0)
 
@@ -51,7 +51,7 @@ def test_state_of_another_type_is_restored_as_the_error_says(ckpt):
     assert ckpt.save(state, 5).wait().value == "sealed"
 
 
-def test_step_that_is_absent_is_told_from_those_that_are_there(ckpt):
+def test_error_for_an_absent_step_names_the_others(ckpt):
     for step in (4, 5):
         ckpt.save({"w": torch.zeros(3)}, step).wait()
     with pytest.raises(CheckpointNotFoundError) as absent:

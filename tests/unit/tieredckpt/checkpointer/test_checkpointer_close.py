@@ -1,4 +1,4 @@
-"""What ``Checkpointer`` reports about failed uploads and failed saves, at the first one and at its end."""
+"""Reports of failed uploads and failed saves by ``Checkpointer``."""
 
 from __future__ import annotations
 
