@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 EXIT_STATUS = {
     ExitReason.FINISHED: 0,
     ExitReason.DISMISSED: 0,
+    ExitReason.NEVER_JOINED: 2,
     ExitReason.REFUSED: 6,
     ExitReason.STOPPED: 7,
     ExitReason.GAVE_UP: 8,
@@ -135,21 +136,20 @@ def main(text: str) -> int:
     task: CoordinatorSpec | SupervisorSpec = from_json(text, CoordinatorSpec | SupervisorSpec)
     logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
     secret = read_secret(Path(task.secret_file))
-    over, reason = run_coordinator(task, secret) if isinstance(task, CoordinatorSpec) else run_supervisor(task, secret)
-    if over not in (ExitReason.FINISHED, ExitReason.DISMISSED):
-        words = reason if reason.startswith(over.value) else f"{over.value}: {reason}"
+    end = run_coordinator(task, secret) if isinstance(task, CoordinatorSpec) else JobEnd(*run_supervisor(task, secret))
+    if end.over not in (ExitReason.FINISHED, ExitReason.DISMISSED):
         if isinstance(task, CoordinatorSpec) and task.end_file:
             try:
-                write_private_file(Path(task.end_file), words.encode())
-            except OSError as error:  # a full disk: they are said here, then
-                log.warning("%s (%s cannot be written: %s)", end_message(words), task.end_file, error)
-        elif isinstance(task, CoordinatorSpec) or not task.has_local_coordinator or over is ExitReason.REFUSED:
-            log.warning("%s", end_message(words))
-    return EXIT_STATUS[over]
+                write_private_file(Path(task.end_file), msgspec.json.encode(end))
+            except OSError as error:  # a full disk
+                log.warning("%s (%s cannot be written: %s)", end_message(end), task.end_file, error)
+        elif isinstance(task, CoordinatorSpec) or not task.has_local_coordinator or end.over is ExitReason.REFUSED:
+            log.warning("%s", end_message(end))
+    return EXIT_STATUS[end.over]
 
 
-def run_coordinator(task: CoordinatorSpec, secret: bytes) -> tuple[ExitReason, str]:
-    """Be a job's coordinator until the job is over, or SIGTERM; see :func:`end_message`."""
+def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
+    """Be a job's coordinator until the job is over, or SIGTERM."""
     from elastic.coordinator.coordinator import Coordinator, can_write_epoch
     from elastic.coordinator.job_status import EVENT_LOG_NAME
     from elastic.coordinator.world_reconciler import CoordinatorSettings
@@ -190,19 +190,46 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> tuple[ExitReason, s
     if task.epoch_file and over is not ExitReason.REFUSED and coordinator.reconciler.exit is not None:
         with contextlib.suppress(OSError):  # the next job of that name begins with a world 0
             os.truncate(task.epoch_file, 0)
-    if over in (ExitReason.STOPPED, ExitReason.GAVE_UP):
-        reason = f"{reason}\n{coordinator.last_committed_step}"
-    return over, reason
+    failure, step = coordinator.reconciler.failure, coordinator.last_committed_step.step
+    if over is ExitReason.GAVE_UP and failure is not None:
+        return JobEnd(over, failure.reason, failure.attempts, step)
+    return JobEnd(over, reason, step=step if over is ExitReason.STOPPED else -1)
 
 
-def end_message(words: str, resumable: str = "") -> str:
-    """What :func:`run_coordinator` says: its second line is of steps, as ranks have said; agents may know of a newer
-    one.
+class JobEnd(msgspec.Struct, frozen=True):
+    """How a job ended."""
+
+    over: ExitReason
+    reason: str
+    attempts: str = ""
+    """How often a job that gave up was tried, or why it is not tried again."""
+    step: int = -1
+    """The newest step that all ranks reported as sealed, or -1. Agents may have a newer one."""
+
+
+UNKNOWN_STEP = "the newest complete checkpoint of the job; this run saved none"
+
+
+def end_message(end: JobEnd, resumes: str = "", command: str = "") -> str:
+    """Return the last message of a job.
+
+    ``resumes`` is the step that the agents would restore, and ``command`` resumes the job; both may be empty.
     """
-    why, _, said = words.partition("\n")
-    if not why:
-        return resumable or said
-    return f"{why} ({resumable or said})" if resumable or said else why
+    resumes = resumes or (f"step {end.step}" if end.step >= 0 else "")
+    if end.over is ExitReason.NEVER_JOINED:
+        return end.reason
+    if end.over is ExitReason.GAVE_UP:
+        lines = {
+            "failed": end.reason,
+            "attempts": end.attempts,
+            "resumes from": resumes or UNKNOWN_STEP,
+            "command": command,
+        }
+        return "\n".join(f"{name}: {text}" for name, text in lines.items() if text)
+    why = end.reason if end.reason.startswith(end.over.value) else f"{end.over.value}: {end.reason}".removesuffix(": ")
+    if not command:
+        return f"{why} (resumes from {resumes})" if resumes else why
+    return f"{why}; the same command resumes it{f' from {resumes}' if resumes else ''}: {command}"
 
 
 def _name_of_candidate(where: str) -> str:

@@ -34,7 +34,7 @@ ELASTIC_EXIT_HELP = """\b
 Exit codes:
   0  done; `run`: all ranks have finished, or this node was given back
   1  failed; the message says why
-  2  the command line or the policy is wrong
+  2  the command line or the policy is wrong, or SCRIPT never called elastic.run
   5  the coordinator could not be asked: how the job is, is unknown
   6  the coordinator says no (another secret, the same node twice, too few nodes)
   7  the job was stopped; started again, it resumes

@@ -32,6 +32,7 @@ from elastic.fault_injection.fault_actions import InjectionRecord
 from elastic.launcher import (
     EXIT_STATUS,
     CoordinatorSpec,
+    JobEnd,
     JobLauncher,
     SupervisorSpec,
     end_message,
@@ -45,6 +46,7 @@ from elastic.schedulers.slurm import remaining_nodes, requeue_job
 from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
 from elastic.world.scaling_policy import PolicyFields, ScalingPolicy
 from peerstore.membership.topology import validate_node_id
+from peerstore.message_codec import from_json
 from peerstore.network_addresses import (
     interface_with_address,
     is_loopback_host,
@@ -359,12 +361,12 @@ def coordinator_command(
         leadership=options["leadership"],
         stands_by=True,
     )
-    over, reason = run_coordinator(task, known)
-    while over is ExitReason.DISMISSED:  # another one leads
-        log.warning("%s", end_message(reason))
-        over, reason = run_coordinator(task, known)
-    screen.info(end_message(f"{over.value}: {reason}"))
-    return EXIT_STATUS[over]
+    end = run_coordinator(task, known)
+    while end.over is ExitReason.DISMISSED:  # another one leads
+        log.warning("%s", end.reason)
+        end = run_coordinator(task, known)
+    screen.info(end_message(end))
+    return EXIT_STATUS[end.over]
 
 
 def _launch(
@@ -398,17 +400,24 @@ def _launch(
         notices=notices,
         on_address=known,
     )
-    words = ""
+    end: JobEnd | None = None
     try:
         status = launcher.run()
     except Exception as error:
-        status, words = elastic_exit_for(error), str(error)
+        status = elastic_exit_for(error)
+        if status == ElasticExit.GAVE_UP:
+            end = JobEnd(ExitReason.GAVE_UP, str(error), "not retried")
         raise
     finally:
-        words = (place.end_message() if leader is not None else "") or words
+        if leader is not None and (record_of_end := place.end_record()):
+            end = from_json(record_of_end, JobEnd)
         if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
-            steps = resumable_steps([supervisor_environ(task) for task in nodes if task.starts_agent], began_ns(*began))
-            screen.info(_resuming(end_message(words, describe_resumable(steps)), screen.argv))
+            end = end or JobEnd(next(over for over, code in EXIT_STATUS.items() if code == status), "")
+            environs = [supervisor_environ(task) for task in nodes if task.starts_agent]
+            steps = resumable_steps(environs, began_ns(*began), place)
+            screen.info(end_message(end, describe_resumable(steps), _same_command(screen.argv)))
+        elif leader is not None and end is not None and end.over is ExitReason.NEVER_JOINED:
+            screen.info(end_message(end))
         if leader is not None or is_noted:
             place.remove()
         for task in nodes:
@@ -416,7 +425,7 @@ def _launch(
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
     if leader is None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
-        screen.info(_resuming("", screen.argv))
+        screen.info(f"the same command resumes the job: {_same_command(screen.argv)}")
     if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
         screen.info(requeue_job(requeue))
     return status
@@ -432,9 +441,8 @@ def _is_to_requeue(job: str, mine: SupervisorSpec, status: int, *, noticed: bool
     return mine.coordinator_node not in left and left[:1] == (mine.node,)
 
 
-def _resuming(words: str, command: Sequence[str]) -> str:
-    """The job's last words, which are one line."""
-    return f"{words}{'; ' if words else ''}the same command resumes it: {shlex.join(['elastic', *command])}"
+def _same_command(argv: Sequence[str]) -> str:
+    return shlex.join(["elastic", *argv])
 
 
 def _tidy(directory: Path) -> None:

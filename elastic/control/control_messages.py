@@ -99,6 +99,8 @@ class ExitReason(enum.Enum):
     STOPPED = "stopped"
     FINISHED = "finished"
     GAVE_UP = "gave up"
+    NEVER_JOINED = "never joined"
+    """A rank's process ended before it called ``elastic.run``, and the job had no world yet."""
     REFUSED = "refused"
     """Somebody else is here under this name, or with this token."""
 
@@ -129,6 +131,8 @@ class RankFailure(msgspec.Struct, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
+    never_joined: bool = False
+    """The process exited by itself and never connected to its supervisor."""
     ended_at: float | None = None
     """When its process ended, by its node's clock on the wall."""
 

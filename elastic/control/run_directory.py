@@ -59,7 +59,7 @@ class RunDirectory:
         self.epoch_file = self.directory / "epoch"
         """Of a coordinator that is started alone."""
         self.end_file = self.directory / "end_message"
-        """The job's last words, once there are some."""
+        """How the job ended, as the coordinator wrote it."""
 
     def node_directory(self, name: str) -> Path:
         """A node's directory; its socket must not have too long a name for the kernel."""
@@ -103,11 +103,11 @@ class RunDirectory:
     def write(self, run: LocalRun) -> None:
         write_private_file(self.file, msgspec.json.encode(run))
 
-    def end_message(self) -> str:
-        """How the job ended, where it did not just finish."""
+    def end_record(self) -> bytes:
+        """Return what the coordinator wrote about the end of the job; empty if it finished."""
         with contextlib.suppress(OSError):
-            return _read(self.end_file).decode(errors="replace")
-        return ""
+            return _read(self.end_file)
+        return b""
 
     def remove(self) -> None:
         for path in (self.file, self.secret_file, self.address_file, self.end_file):

@@ -281,7 +281,7 @@ class SupervisorClient:
 
     def _check_over(self) -> None:
         over, reason = self._hears.exit, self._hears.reason
-        if over is ExitReason.GAVE_UP:
+        if over in (ExitReason.GAVE_UP, ExitReason.NEVER_JOINED):
             raise JobFailedError(reason)
         if over is ExitReason.REFUSED:
             raise ControlPlaneRefusedError(reason)

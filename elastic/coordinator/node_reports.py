@@ -38,7 +38,7 @@ def events_between(before: NodeStatus | None, status: NodeStatus, now: float) ->
         yield NodesPreempted((node,), now + status.drain_within_s, status.drain_reason)
     if before is None or (before.spawn_count, before.exited_ranks) != (status.spawn_count, status.exited_ranks):
         for lost in status.exited_ranks:
-            yield RankLost(node, life, status.spawn_count, lost.local_rank, lost.reason)
+            yield RankLost(node, life, status.spawn_count, lost.local_rank, lost.reason, lost.never_joined)
     if new or before is None or before.faulty_ranks != status.faulty_ranks:
         for fault in status.faulty_ranks:
             yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final)
@@ -163,6 +163,5 @@ class LastCommittedStep:
         self.step = max(self.step, state.sealed_by_all)
 
     def __str__(self) -> str:
-        if self.step < 0:
-            return "no step is known to have been sealed by all ranks since the coordinator began"
-        return f"the last whole step is {self.step}"
+        """In words; empty while no step is known."""
+        return "" if self.step < 0 else f"the last complete step is {self.step}"

@@ -113,6 +113,8 @@ class WorldReconciler:
         self.pause_target: int | None = None
         self.exit: ExitReason | None = None
         self.reason = ""
+        self.failure: world_state.FailJob | None = None
+        """Why the job cannot go on."""
         self.size_request: SizeRequest | None = None
         self.requested_nodes = 0
         self.released: dict[str, world_state.ReleaseNode] = {}
@@ -315,7 +317,9 @@ class WorldReconciler:
             elif isinstance(action, world_state.StopJob):
                 self.exit, self.reason = ExitReason.STOPPED, action.reason
             else:
-                self.exit, self.reason = ExitReason.GAVE_UP, action.reason
+                self.failure = action
+                self.exit = ExitReason.NEVER_JOINED if action.never_joined else ExitReason.GAVE_UP
+                self.reason = action.reason if action.never_joined else f"{action.reason} ({action.attempts})"
         if actions:
             self._due.update(self.nodes)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic.control.child_processes import with_import_path
+from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
 from peerstore.errors import PeerStoreError
 from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent
@@ -197,21 +198,29 @@ def _of(agent: NodeAgentClient, job: str) -> list[JobStatus]:
     return [one for one in agent.store.status().jobs if one.job == job]
 
 
-def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int) -> dict[str, int]:
-    """The newest whole step of every checkpointed job that has one, and was saved or loaded since then.
+def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: RunDirectory) -> dict[str, int]:
+    """Return the newest complete step of each checkpointed job that the elastic job of ``run`` resumes from.
 
-    ``environs`` are what supervisors on this machine were started with. Agents that do not answer add nothing.
+    Those are the jobs that saved or loaded a step since ``since_ns``. If there is none, they are the jobs of agents
+    that no other elastic job uses, and the one that has the name of the elastic job. ``environs`` are the environments
+    of the supervisors of this machine. Agents that do not answer add nothing.
     """
     found: dict[str, int] = {}
+    earlier: dict[str, int] = {}
     for environ in environs:
         try:
             settings = load_settings(environ)
-            if settings.enabled:
-                for job, step in _on_node(settings, since_ns).items():
+            if not settings.enabled:
+                continue
+            is_own = run.directory in settings.agent_place.directory.parents
+            for job, (step, recent) in _on_node(settings, since_ns).items():
+                if recent:
                     found[job] = max(step, found.get(job, -1))
+                elif is_own or job == run.job:
+                    earlier[job] = max(step, earlier.get(job, -1))
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.info("which step is there was not asked of every node: %s", error)
-    return found
+    return found or earlier
 
 
 def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:
@@ -220,13 +229,14 @@ def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time
 
 
 def describe_resumable(steps: Mapping[str, int]) -> str:
-    """Empty where nobody knows of any."""
+    """Return the steps in words; empty for none."""
     if len(steps) == 1:
-        return f"the last whole step is {next(iter(steps.values()))}"
-    return ", ".join(f"the last whole step of {job} is {step}" for job, step in sorted(steps.items()))
+        return f"step {next(iter(steps.values()))}"
+    return ", ".join(f"step {step} of {job}" for job, step in sorted(steps.items()))
 
 
-def _on_node(settings: Settings, since_ns: int) -> dict[str, int]:
+def _on_node(settings: Settings, since_ns: int) -> dict[str, tuple[int, bool]]:
+    """Return the newest complete step of every job, and whether the job saved or loaded one since then."""
     agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     try:
         jobs = [
@@ -238,10 +248,9 @@ def _on_node(settings: Settings, since_ns: int) -> dict[str, int]:
     finally:
         agent.close()
     return {
-        job: step
+        job: (step, any(view.candidate.saved_ns >= since_ns for view in survey.views))
         for job, survey in surveys.items()
-        if any(view.candidate.saved_ns >= since_ns for view in survey.views)
-        and (step := newest_restorable_step(survey)) >= 0
+        if (step := newest_restorable_step(survey)) >= 0
     }
 
 

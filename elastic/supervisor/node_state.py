@@ -86,6 +86,10 @@ class RankProcess:
     """The newest world it was given a place in: that one, once the store is there."""
     status: RankStatus | None = None
     last_heartbeat: float | None = None
+    connected: bool = False
+    """Whether it has ever connected to the supervisor."""
+    never_joined: bool = False
+    """It exited by itself and never connected."""
     exit_description: str | None = None
     """Why it is no more."""
     ended_at: float | None = None
@@ -197,16 +201,28 @@ class NodeState:
             self._fill_local_rank(local_rank)
         self._refill()
 
-    def process_exited(self, token: str, reason: str, at: float | None = None) -> None:
-        """A process is no more, whether or not it was to."""
+    def process_connected(self, token: str) -> None:
+        if token in self.processes:
+            self.processes[token].connected = True
+
+    def never_joins(self, token: str, exit_status: int) -> bool:
+        """Return whether a process that exited so never connected. A process that a signal killed may have been about
+        to.
+        """
+        process = self.processes.get(token)
+        is_unknown = process is not None and not process.connected and process.exit_description is None
+        return is_unknown and exit_status >= 0 and self.exit is None
+
+    def process_exited(self, token: str, reason: str, at: float | None = None, *, never_joined: bool = False) -> None:
+        """Record the end of a process, wanted or not."""
         process = self.processes.get(token)
         if process is None or process.exit_description is not None:
             return
         was_warm = process.is_ready
-        process.exit_description, process.ended_at = reason, at
+        process.exit_description, process.ended_at, process.never_joined = reason, at, never_joined
         if process.local_rank is None:
             del self.processes[token]
-            self.wasted_spares += not was_warm
+            self.wasted_spares += _SPARE_TRIES if never_joined else not was_warm
             self._refill()
 
     def connection_closed(self, token: str, at: float | None = None) -> None:
@@ -546,9 +562,14 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
             if state.pause is not None and (one is None or _is_behind(one, agreed=state.pause_target is not None))
         ),
         exited_ranks=tuple(
-            RankFailure(process.local_rank or 0, process.exit_description, ended_at=process.ended_at)
-            for process in assigned
-            if process.exit_description is not None and not state.may_exit(process)
+            RankFailure(
+                process.local_rank or 0,
+                process.exit_description,
+                never_joined=process.never_joined,
+                ended_at=process.ended_at,
+            )
+            for process in seated
+            if process.exit_description is not None and not seats.may_exit(process)
         ),
         faulty_ranks=tuple(
             RankFailure(process.local_rank or 0, fault, final=one.final)

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,9 @@ _REFUSALS = 20
 """In a row, where it is noted who leads: another job may have come to the address of one that leads no longer."""
 _REASON_S = 0.2
 """How long the kernel may take to say how a process ended whose connection has closed."""
+
+_TAIL_BYTES = 4096
+_JOB_ENDS = (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.GAVE_UP, ExitReason.NEVER_JOINED)
 
 SpawnProcess = Callable[..., Any]
 """Starts a process: :class:`~elastic.control.child_processes.ChildProcess`, or a double of it."""
@@ -205,7 +209,7 @@ class Supervisor:
             self._link.close()
             self._door.close()
             if self._coordinator is not None:
-                is_told = self.state.exit in (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.GAVE_UP)
+                is_told = self.state.exit in _JOB_ENDS
                 self._coordinator.close(within_s=_FAREWELL_S if is_told else 0.0)
 
     def _turn(self) -> None:
@@ -358,7 +362,7 @@ class Supervisor:
             return "this process was not started by this supervisor, or another one has taken its seat"
         if self._lines.setdefault(token, line) is not line:
             return "another process is connected with this token"
-        self._post(lambda: None)
+        self._post(partial(self.state.process_connected, token))
         return ""
 
     def _said(self, token: str, status: RankStatus) -> None:
@@ -372,9 +376,10 @@ class Supervisor:
 
     def _ended(self, token: str, status: int, path: Path, at: float) -> None:
         del self._running[token]
-        process = self.state.processes.get(token)
-        if process is not None and process.status is None and self.state.exit is None:
-            log.warning("%s never asked for a place: does the script call elastic.run?", path.stem)
+        if self.state.never_joins(token, status):
+            why = describe_unjoined_exit(self.settings.command, status, path)
+            self.state.process_exited(token, why, at, never_joined=True)
+            return
         memory = self._kills.new_kills() if status == -signal.SIGKILL else ""
         self.state.process_exited(token, f"{describe_exit(status)}{', ' if memory else ''}{memory} (see {path})", at)
 
@@ -624,3 +629,38 @@ def inject_from_supervisor(
             running[process.token].signal(getattr(signal, injection.kind.name))
         return True
     return False
+
+
+def describe_unjoined_exit(command: Sequence[str], status: int, printed: Path) -> str:
+    """Describe the exit of a script that never called ``elastic.run``, with the last line that it printed if it failed.
+
+    ``command`` starts the script, and ``printed`` is the log file of the process.
+    """
+    script = Path(script_name(command)).name
+    if status == 0:
+        return (
+            f"{script} exited without calling elastic.run / @elastic.recoverable; not retried. "
+            "To run an unmodified script use torchrun"
+        )
+    last = last_line(printed)
+    return (
+        f"{script} exited with status {status} before it called elastic.run / @elastic.recoverable; not retried"
+        f"{': ' if last else ''}{last} (see {printed})"
+    )
+
+
+def script_name(command: Sequence[str]) -> str:
+    """Return the script, module or program of a rank's command."""
+    words = [word for word in command[1:] if word not in ("-u", "-m")] if command[0] == sys.executable else command
+    return next(iter(words), command[0])
+
+
+def last_line(printed: Path) -> str:
+    """Return the last line of a log file that is not blank, or "" if there is none."""
+    try:
+        with printed.open("rb") as file:
+            file.seek(max(0, printed.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -176,6 +176,9 @@ def _rank_lost(turn: WorldTransition, event: RankLost) -> None:
         or _is_replaced(member, event.local_rank, event.spawn_count)
     ):
         return
+    if event.never_joined and turn.world.epoch < 0:
+        turn.fail_job(event.reason, "not retried", never_joined=True)
+        return
     world, what = turn.world, f"rank {event.local_rank} of {event.node} was lost: {event.reason}"
     if world.phase.is_running and member.has_ranks:
         if member.node in world.finished_nodes or (member.sealed and (world.stopping or member.is_draining)):
@@ -220,7 +223,7 @@ def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
     turn.break_world(what, "" if event.final else event.node)
     if event.final and not turn.world.phase.is_over:
-        turn.fail_job(f"the job failed, as another attempt would end the same way: {what}")
+        turn.fail_job(what, "not retried: another attempt would fail the same way")
 
 
 def _hang(turn: WorldTransition, event: HangDetected) -> None:
@@ -537,7 +540,8 @@ def _begin(turn: WorldTransition, ready: list[NodeMember]) -> None:
         turn.update(phase=WorldPhase.FORMING, replacement_deadline_s=None)
         if policy.startup_timeout_s is not None and world.formed_s + policy.startup_timeout_s <= turn.now_s:
             came = f"{len(ready)} of the {policy.smallest_size} nodes needed were ready"
-            turn.fail_job(f"the job failed before the first world: within {policy.startup_timeout_s:g} s, {came}")
+            limit_s = policy.startup_timeout_s
+            turn.fail_job(f"within {limit_s:g} s, {came}", f"startup_timeout_s is {limit_s:g} s")
         return
     if world.replacement_deadline_s is None:
         turn.update(replacement_deadline_s=turn.now_s + policy.scaling_timeout_s)

@@ -283,6 +283,8 @@ class RankLost(_Event, frozen=True):
     """As many as there had been when it was noticed."""
     local_rank: int
     reason: str
+    never_joined: bool = False
+    """The process exited by itself and never connected to its supervisor."""
 
 
 class RankFault(_Event, frozen=True):
@@ -500,9 +502,14 @@ class FinishJob(_Action, frozen=True):
 
 
 class FailJob(_Action, frozen=True):
-    """The job cannot go on; the reason says after what, and how to resume."""
+    """The job cannot go on."""
 
     reason: str
+    """The last error."""
+    attempts: str
+    """How often the job was tried, or why it is not tried again."""
+    never_joined: bool = False
+    """The script never called ``elastic.run``: no attempt would be different."""
 
 
 WorldAction: TypeAlias = (

@@ -161,7 +161,7 @@ class WorldTransition:
             self.update(faults_s=(), full_restarts_s=(*self.world.full_restarts_s, now_s))
         limits = exceeded_restart_limit(self.world, policy)
         if limits:
-            self.fail_job(f"the job failed after {limits}; the last fault: {reason}")
+            self.fail_job(reason, f"{pluralized(self.world.restarts, 'fault')}; {limits}")
         elif escalates:
             for member in list(self.world.members.values()):
                 if member.has_ranks or self.world.epoch < 0:
@@ -258,10 +258,9 @@ class WorldTransition:
         self._end(WorldPhase.STOPPED, reason)
         self.emit(StopJob(reason))
 
-    def fail_job(self, reason: str) -> None:
-        reason += "; started again, the job resumes from its newest whole step"
+    def fail_job(self, reason: str, attempts: str, *, never_joined: bool = False) -> None:
         self._end(WorldPhase.FAILED, reason)
-        self.emit(FailJob(reason))
+        self.emit(FailJob(reason, attempts, never_joined))
 
     def _end(self, phase: WorldPhase, reason: str) -> None:
         self.update(
@@ -329,14 +328,17 @@ def avoided_nodes(world: WorldState, policy: ScalingPolicy, now_s: float) -> fro
 
 
 def exceeded_restart_limit(world: WorldState, policy: ScalingPolicy) -> str:
-    """Which limit the restarts so far are beyond, in words; "" for none. Counts are those of the period."""
+    """Return the limit that the restarts have exceeded, in words; "" for none. Counts are those of the period."""
     most, full = policy.job_max_retry_count, policy.max_full_job_restarts
     if most is not None and world.restarts > most:
-        return f"{most} restarts in all (job_max_retry_count)"
+        return f"at most {pluralized(most, 'restart')} allowed (job_max_retry_count)"
     if full is not None and len(world.full_restarts_s) > full:
-        each = policy.num_restart_before_full_job_restart
         return (
-            f"{full} restarts of all processes (max_full_job_restarts), each after {each} other restarts "
-            f"(num_restart_before_full_job_restart), within {policy.eval_period_s:g} s (eval_period_s)"
+            f"at most {pluralized(full, 'restart')} of all processes allowed within {policy.eval_period_s:g} s "
+            "(max_full_job_restarts, eval_period_s)"
         )
     return ""
+
+
+def pluralized(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -12,7 +12,7 @@ import msgspec
 
 from tests.faults.schedule import Kind
 
-WHOLE = re.compile(r"the last whole step is (\d+)")
+WHOLE = re.compile(r"resumes (?:from:|it from) step (\d+)")
 FINISHED, STOPPED, GAVE_UP = 0, 7, 8
 BITS = ("loss", "norm", "rate")
 AWAY_S = 60.0

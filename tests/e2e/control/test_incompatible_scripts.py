@@ -35,11 +35,28 @@ def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: Job) -> 
     run = job.start("run", *quick, "--nproc", "2", "--max-restarts", "1", str(script))
     assert job.ended(run) == 8
     said = " ".join(job.output().split())
-    assert "the job failed after 1 restarts in all (job_max_retry_count)" in said
+    assert "attempts: 2 faults; at most 1 restart allowed (job_max_retry_count)" in said
     assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
     for log in (job.folder / "logs").glob("*/*.log"):
         assert "JobFailedError" in log.read_text()  # from the PolicyError, with where it was raised
         assert "BatchPlan(1, world.size)" in log.read_text()
+
+
+@pytest.mark.parametrize("ending", ["", "import nowhere_to_be_found"])
+def test_script_that_never_joins_runs_once_per_rank(job: Job, ending: str) -> None:
+    script = job.folder / "p.py"
+    script.write_text(f"open({str(job.folder / 'runs')!r}, 'a').write('run\\n')\n{ending}\n")
+    quick = ("--no-agent", "--store", "nowhere:1", "--log-dir", str(job.folder / "logs"))
+    run = job.start("run", *quick, "--simulate-nodes", "2", "--nnodes", "2", str(script))
+    assert job.ended(run) == 2
+    assert (job.folder / "runs").read_text().count("run") <= 2
+    said = job.output().splitlines()[-1]
+    if ending:
+        assert "p.py exited with status 1 before it called elastic.run" in said
+        assert "ModuleNotFoundError: No module named 'nowhere_to_be_found'" in said
+    else:
+        assert "p.py exited without calling elastic.run / @elastic.recoverable; not retried" in said
+        assert said.endswith("To run an unmodified script use torchrun")
 
 
 def test_rank_that_ignores_a_resize_is_killed_and_the_job_continues(job: Job) -> None:

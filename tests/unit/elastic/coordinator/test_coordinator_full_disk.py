@@ -13,7 +13,7 @@ from elastic.control.control_messages import ExitReason
 from elastic.control.run_directory import RunDirectory
 from elastic.coordinator import coordinator as shell
 from elastic.coordinator.coordinator import Coordinator
-from elastic.launcher import CoordinatorSpec
+from elastic.launcher import CoordinatorSpec, JobEnd
 from elastic.supervisor.supervisor import RankServer
 from elastic.world.scaling_policy import ScalingPolicy
 
@@ -53,7 +53,7 @@ def test_final_message_is_printed_when_it_cannot_be_written(task, tmp_path, monk
     (tmp_path / "secret").write_text("s" * 32)
     (tmp_path / "secret").chmod(0o600)
     monkeypatch.setattr(launcher, "write_private_file", full)
-    monkeypatch.setattr(launcher, "run_coordinator", lambda *_: (ExitReason.STOPPED, "stopped: by a person"))
+    monkeypatch.setattr(launcher, "run_coordinator", lambda *_: JobEnd(ExitReason.STOPPED, "by a person"))
     given = launcher.msgspec.json.encode(launcher.msgspec.structs.replace(task, secret_file=str(tmp_path / "secret")))
     with caplog.at_level(logging.WARNING):
         assert launcher.main(given.decode()) == launcher.EXIT_STATUS[ExitReason.STOPPED]

@@ -6,16 +6,17 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from elastic.cli import run
-from elastic.control.control_messages import SupervisorEndpoint
+from elastic.control.control_messages import ExitReason, SupervisorEndpoint
 from elastic.control.run_directory import LocalRun, RunDirectory
 from elastic.control.running_clock import since_boot
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlPlaneUnavailableError, JobFailedError
-from elastic.launcher import CoordinatorSpec
+from elastic.launcher import CoordinatorSpec, JobEnd
 from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
 from elastic.testing import InMemoryCoordinator
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
@@ -45,7 +46,7 @@ def place(tmp_path):
 
 
 @pytest.mark.e2e
-def test_resumable_steps_come_from_the_agents(agent_dir):
+def test_resumable_steps_come_from_the_agents(agent_dir, place):
     began = time.time_ns()
     with Checkpointer("tiered://old") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 90).wait()
@@ -53,19 +54,32 @@ def test_resumable_steps_come_from_the_agents(agent_dir):
     with Checkpointer("tiered://new") as ckpt:
         for step in (7, 8):
             ckpt.save({"w": torch.ones(3)}, step).wait()
-    assert resumable_steps([os.environ, os.environ], middle) == {"new": 8}
-    assert resumable_steps([os.environ], began) == {"new": 8, "old": 90}
-    assert resumable_steps([{**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}], began) == {}
+    assert resumable_steps([os.environ, os.environ], middle, place) == {"new": 8}
+    assert resumable_steps([os.environ], began, place) == {"new": 8, "old": 90}
+    nobody = {**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}
+    assert resumable_steps([nobody], began, place) == {}
 
 
 @pytest.mark.e2e
-def test_resumable_steps_include_seals_after_the_clock_was_set_back(agent_dir):
+def test_resumable_steps_of_an_earlier_run_count_for_its_job(agent_dir, tmp_path):
+    with Checkpointer("tiered://job") as ckpt, Checkpointer("tiered://other") as other:
+        ckpt.save({"w": torch.ones(3)}, 819).wait()
+        other.save({"w": torch.ones(3)}, 90).wait()
+    now = time.time_ns()
+    assert resumable_steps([os.environ], now, RunDirectory(tmp_path, "job")) == {"job": 819}
+    assert resumable_steps([os.environ], now, RunDirectory(tmp_path, "third")) == {}
+    own = RunDirectory(agent_dir.parent.parent, agent_dir.parent.name)
+    assert resumable_steps([os.environ], now, own) == {"job": 819, "other": 90}
+
+
+@pytest.mark.e2e
+def test_resumable_steps_include_seals_after_the_clock_was_set_back(agent_dir, place):
     hour_ns = 3600 * 10**9
     began = since_boot(), time.time_ns() + hour_ns  # so it said when the job began
     with Checkpointer("tiered://new") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 7).wait()
-    assert resumable_steps([os.environ], began[1]) == {}
-    assert resumable_steps([os.environ], began_ns(*began)) == {"new": 7}
+    assert resumable_steps([os.environ], began[1], place) == {}
+    assert resumable_steps([os.environ], began_ns(*began), place) == {"new": 7}
 
 
 def test_clock_set_ahead_does_not_change_the_start_of_a_job():
@@ -76,24 +90,24 @@ def test_clock_set_ahead_does_not_change_the_start_of_a_job():
 
 def test_message_names_the_job_when_there_are_several():
     assert describe_resumable({}) == ""
-    assert describe_resumable({"a": 3}) == "the last whole step is 3"
-    assert describe_resumable({"b": 4, "a": 3}) == "the last whole step of a is 3, the last whole step of b is 4"
+    assert describe_resumable({"a": 3}) == "step 3"
+    assert describe_resumable({"b": 4, "a": 3}) == "step 3 of a, step 4 of b"
 
 
-def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
+def launched(monkeypatch, place, end, *, steps, raises=None, status=7):
     class Launcher:
         def __init__(self, *_, **__):
             pass
 
         def run(self):
-            if words:
-                place.end_file.write_text(words)
+            if end is not None:
+                place.end_file.write_bytes(msgspec.json.encode(end))
             if raises is not None:
                 raise raises
             return status
 
     monkeypatch.setattr(run, "JobLauncher", Launcher)
-    monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns: steps)
+    monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns, run: steps)
     place.write_secret(b"s" * 32)
     leader = CoordinatorSpec("job", "", "", ScalingPolicy(), 1, True)
     record = LocalRun("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
@@ -106,25 +120,49 @@ def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
 
 
 def test_last_message_prefers_the_steps_found_over_the_reported_step(monkeypatch, place):
-    said = "stopped: SIGTERM\nthe last whole step is 4"
-    (words,) = launched(monkeypatch, place, said, steps={"a": 9})
-    assert words == "stopped: SIGTERM (the last whole step is 9); the same command resumes it: elastic run train.py"
-    (words,) = launched(monkeypatch, place, said, steps={})
-    assert "(the last whole step is 4); the same" in words
+    end = JobEnd(ExitReason.STOPPED, "SIGTERM", step=4)
+    (words,) = launched(monkeypatch, place, end, steps={"a": 9})
+    assert words == "stopped: SIGTERM; the same command resumes it from step 9: elastic run train.py"
+    (words,) = launched(monkeypatch, place, end, steps={})
+    assert words == "stopped: SIGTERM; the same command resumes it from step 4: elastic run train.py"
+    (words,) = launched(monkeypatch, place, JobEnd(ExitReason.STOPPED, "SIGTERM"), steps={})
+    assert words == "stopped: SIGTERM; the same command resumes it: elastic run train.py"
+
+
+def test_last_message_of_a_job_that_gave_up_has_four_lines(monkeypatch, place):
+    end = JobEnd(ExitReason.GAVE_UP, "rank 0 of n0 reported a fault: ValueError: bad", "2 faults; at most 1", 4)
+    (words,) = launched(monkeypatch, place, end, steps={"a": 9}, status=8)
+    assert words.splitlines() == [
+        "failed: rank 0 of n0 reported a fault: ValueError: bad",
+        "attempts: 2 faults; at most 1",
+        "resumes from: step 9",
+        "command: elastic run train.py",
+    ]
+    (words,) = launched(monkeypatch, place, end, steps={}, status=8)
+    assert "resumes from: step 4\n" in words
+    (words,) = launched(monkeypatch, place, JobEnd(ExitReason.GAVE_UP, "x", "y"), steps={}, status=8)
+    assert "resumes from: the newest complete checkpoint of the job; this run saved none\n" in words
+
+
+def test_last_message_of_a_script_that_never_joined_is_its_reason_alone(monkeypatch, place):
+    end = JobEnd(ExitReason.NEVER_JOINED, "p.py exited without calling elastic.run; not retried")
+    assert launched(monkeypatch, place, end, steps={"a": 9}, status=2) == [end.reason]
 
 
 def test_last_message_names_the_step_without_a_written_reason(monkeypatch, place):
-    (words,) = launched(monkeypatch, place, "", steps={"a": 9})
-    assert words == "the last whole step is 9; the same command resumes it: elastic run train.py"
+    (words,) = launched(monkeypatch, place, None, steps={"a": 9})
+    assert words == "stopped; the same command resumes it from step 9: elastic run train.py"
 
 
 def test_last_message_is_printed_when_the_coordinator_died_too_often(monkeypatch, place):
     died = JobFailedError("the coordinator ended 6 times within 60 s")
-    (words,) = launched(monkeypatch, place, "", steps={"a": 9}, raises=died)
-    assert words == (
-        "the coordinator ended 6 times within 60 s (the last whole step is 9); the same command resumes it: "
-        "elastic run train.py"
-    )
+    (words,) = launched(monkeypatch, place, None, steps={"a": 9}, raises=died)
+    assert words.splitlines() == [
+        "failed: the coordinator ended 6 times within 60 s",
+        "attempts: not retried",
+        "resumes from: step 9",
+        "command: elastic run train.py",
+    ]
 
 
 def test_missing_supervisor_is_named_in_the_error(tmp_path):
