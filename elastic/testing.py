@@ -303,7 +303,7 @@ class InMemoryControlPlane:
     def report_progress(self, progress: RankProgress) -> None:
         self.last_progress = progress
 
-    def report_fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
         with self._plane._changed:
             if not self.is_alive or self._is_out:
                 raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")

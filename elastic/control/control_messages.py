@@ -88,6 +88,8 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: str | None = None
     final: bool = False
     """The fault is one that another attempt does not mend."""
+    before_first_step: bool = False
+    """The rank had completed no step in this world when the fault happened."""
     progress: RankProgress | None = None
     requests: tuple[RankRequest, ...] = ()
 
@@ -131,6 +133,8 @@ class RankFailure(msgspec.Struct, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
+    before_first_step: bool = False
+    """A fault of a rank that had completed no step in its world."""
     never_joined: bool = False
     """The process exited by itself and never connected to its supervisor."""
     ended_at: float | None = None

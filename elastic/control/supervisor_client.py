@@ -154,11 +154,11 @@ class SupervisorClient:
     def report_progress(self, progress: RankProgress) -> None:
         self._progress = progress
 
-    def report_fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
         with self._changed:
             if self._left or self._overtaken() is not None:
                 raise StaleEpochError(f"epoch {self._epoch} is of the past: {reason!r} was not heard")
-            self._tell(None, fault=reason, final=final)
+            self._tell(None, fault=reason, final=final, before_first_step=before_first_step)
 
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None

@@ -161,7 +161,7 @@ class StoreControlPlane:
         if progress.idle and self._is_broken:
             self._leaves()
 
-    def report_fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
         """The launcher counts its restarts, and no fault is final to it; a broken world takes no second one."""
         if self._is_broken and not self._left:
             return

@@ -6,10 +6,13 @@ import enum
 import functools
 import logging
 import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch.distributed as dist
@@ -30,7 +33,7 @@ from elastic.workers.leave_deadline import LeaveDeadline
 from elastic.workers.process_groups import ProcessGroups, UserProcessGroups, parse_store_address, process_groups_for
 from elastic.workers.rank_timeline import RankTimeline, open_rank_timeline
 from elastic.workers.step_barrier import NoticeWatcher, StepBarrier, default_signal_requests, forward_signals
-from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World
+from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World, newest_step_sealed_here
 from elastic.world.peer_loss import blames_another_rank
 from tieredckpt.checkpointer.preemption import sigterm_handled_elsewhere
 from tieredckpt.errors import TieredCheckpointError, UsageError
@@ -187,6 +190,8 @@ class _Rank(Generic[T]):
         self._groups: ProcessGroups | UserProcessGroups | None = None
         self._fence: AbortFence | None = None
         """Of the world whose groups these are."""
+        self._sealed_before = -1
+        """The newest step that this process had sealed when it entered its world."""
         self._worlds = 0
         self._steps = 0
         self._last_error: BaseException | None = None
@@ -256,6 +261,7 @@ class _Rank(Generic[T]):
         world = World(place, self._plane, gate, record=self._record, losses=self._losses)
         self._fence = fence = AbortFence(world.raise_if_broken)
         self._groups = groups = process_groups_for(place, self._policy.backend, self._policy.timeout)
+        self._sealed_before = newest_step_sealed_here()
         well = False
         watch.watch_barrier(gate)
         try:
@@ -321,9 +327,16 @@ class _Rank(Generic[T]):
             return False
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
+        is_loss = isinstance(error, NonFiniteLossError)
+        final = error.final if is_loss else isinstance(error, UsageError)
+        is_own = not is_loss and not may_follow_from_lost_rank(error)
+        stepped = world.has_completed_step or newest_step_sealed_here() != self._sealed_before
         try:
-            final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
-            self._plane.report_fault(f"{type(error).__name__}: {error}", final=final)
+            self._plane.report_fault(
+                f"{type(error).__name__}: {error}{error_location(error)}",
+                final=final,
+                before_first_step=is_own and not stepped,
+            )
         except ElasticError as unheard:
             log.warning("the fault was not heard: %s", unheard)
         if self._policy.on_error == "raise":
@@ -399,6 +412,19 @@ _DEEP = 20
 def may_follow_from_lost_rank(error: BaseException) -> bool:
     """Whether this could come of the loss of another rank. Then it is worth a moment to hear whether one was lost."""
     return any(_looks_so(one) for one in error_chain(error))
+
+
+_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},)
+_OWN = str(Path(__file__).parents[1])
+
+
+def error_location(error: BaseException) -> str:
+    """Return " (FILE:LINE in FUNCTION)": the innermost frame of the script itself, or "" if the error has none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, _OWN))]
+    if not own:
+        return ""
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})"
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

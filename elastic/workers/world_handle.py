@@ -130,6 +130,11 @@ class World:
         return self.completed if self._steps_taken else self._calls - 1
 
     @property
+    def has_completed_step(self) -> bool:
+        """Whether this rank has completed a step in this world."""
+        return self._done >= 0
+
+    @property
     def restarts(self) -> int:
         """How many worlds ended by a fault so far."""
         return self._place.restarts

@@ -221,9 +221,17 @@ def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
     if member.sealed and (turn.world.stopping or member.is_draining):
         return
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
-    turn.break_world(what, "" if event.final else event.node)
-    if event.final and not turn.world.phase.is_over:
+    breaks = turn.world.phase.is_running
+    again = breaks and event.before_first_step and event.reason == turn.world.start_fault
+    turn.break_world(what, "" if event.final or again else event.node)
+    if turn.world.phase.is_over:
+        return
+    if event.final:
         turn.fail_job(what, "not retried: another attempt would fail the same way")
+    elif again:
+        turn.fail_job(what, "2 in a row failed in the same way before the first step")
+    elif breaks and event.before_first_step:
+        turn.update(start_fault=event.reason)
 
 
 def _hang(turn: WorldTransition, event: HangDetected) -> None:

@@ -189,6 +189,8 @@ class WorldState(
     """How often a process of one seat was started for the next world, as far as that is counted as restarts."""
     has_respawned: bool = False
     """Processes were replaced for the next world."""
+    start_fault: str = ""
+    """The fault that broke the newest broken world before its first step; "" if it broke otherwise."""
     node_faults: tuple[NodeFault, ...] = ()
 
     next_tick_s: float | None = None
@@ -297,6 +299,8 @@ class RankFault(_Event, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
+    before_first_step: bool = False
+    """The rank had completed no step in this world."""
 
 
 class HangDetected(_Event, frozen=True):

@@ -129,6 +129,7 @@ class WorldTransition:
             after_fault=counted,
             reason=reason,
             spawn_attempts=1,
+            start_fault="",
             finished_nodes=frozenset(),
             pause_deadline_s=None,
             sealed_nodes=0,

@@ -245,7 +245,10 @@ class FaultJob:
             return None
         said = (self.folder / f"output-{self.commands.started.index(self.launcher)}").read_text(errors="replace")
         last = [line for line in said.splitlines() if line.strip()]
-        words = next((line for line in reversed(last) if "resumes it" in line), last[-1] if last else "")
+        words = next(
+            (line for line in reversed(last) if "resumes from:" in line or "resumes it" in line),
+            last[-1] if last else "",
+        )
         run = Run(self.launcher.returncode, words, self._began, time.time())
         self.runs.append(run)
         self.launcher = None

@@ -76,7 +76,7 @@ class BridgedPlane:
     def report_progress(self, progress: RankProgress) -> None:
         self._ask("report_progress", progress)
 
-    def report_fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
         self._ask("report_fault", reason, final=final)
 
     def request_change(

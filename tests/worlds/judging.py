@@ -298,7 +298,7 @@ class Judge:
         limits += [most + 1] if most is not None else []
         if self.hopeless:
             return
-        if "before the first world" not in action.reason and self.restarts < min(limits, default=1 << 30):
+        if "startup_timeout_s" not in action.attempts and self.restarts < min(limits, default=1 << 30):
             raise Violation(f"the job gives up after {self.restarts} restarts: {action.reason}")
 
     # -- what is seen from outside ------------------------------------------------------------------------------------

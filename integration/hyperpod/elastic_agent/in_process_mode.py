@@ -126,7 +126,7 @@ class InProcessControlPlane:
         if inner is not None and self._inside:
             inner.report_progress(progress)
 
-    def report_fault(self, reason: str, *, final: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
         """The agent first, since it forgets nothing; then the other ranks, which need not wait for the operator."""
         inner, place = self._here(), self._place
         assert place is not None  # noqa: S101 - it is in a world

@@ -42,6 +42,32 @@ def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: Job) -> 
         assert "BatchPlan(1, world.size)" in log.read_text()
 
 
+FAILS_AT_ONCE = """
+from elastic import recoverable
+from elastic.workers.train_loop import RecoveryPolicy
+
+@recoverable(policy=RecoveryPolicy(backend="none", on_error={how!r}))
+def train(world):
+    raise ValueError("bad")
+
+train()
+"""
+
+
+@pytest.mark.parametrize("how", ["retry", "raise"])
+def test_error_before_the_first_step_ends_the_job_when_it_repeats(job: Job, how: str) -> None:
+    script = job.folder / "train.py"
+    script.write_text(FAILS_AT_ONCE.format(how=how))
+    quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
+    run = job.start("run", *quick, str(script))
+    assert job.ended(run) == 8
+    failed, attempts, resumes, command = job.output().splitlines()[-4:]
+    assert failed.endswith("reported a fault: ValueError: bad (train.py:7 in train)")
+    assert attempts == "attempts: 2 in a row failed in the same way before the first step"
+    assert resumes == "resumes from: the newest complete checkpoint of the job; this run saved none"
+    assert command.startswith("command: elastic run ")
+
+
 @pytest.mark.parametrize("ending", ["", "import nowhere_to_be_found"])
 def test_script_that_never_joins_runs_once_per_rank(job: Job, ending: str) -> None:
     script = job.folder / "p.py"

@@ -32,6 +32,7 @@ from elastic.world.world_state import (
     RespawnStragglers,
     StopJob,
     Tick,
+    WorldAction,
     WorldPhase,
 )
 from elastic.world.world_transition import keep_node_ranks
@@ -697,6 +698,40 @@ def test_total_restarts_of_a_job_are_limited():
     assert job.did(FailJob) == FailJob(
         "rank 0 of a reported a fault: y", "2 faults; at most 1 restart allowed (job_max_retry_count)"
     )
+
+
+def start_fault(job: Told, reason: str, *, node: str = "a", started: bool = True) -> tuple[WorldAction, ...]:
+    return job.tell(RankFault(node, 1, job.world.epoch, 0, reason, before_first_step=started))
+
+
+def test_same_fault_before_the_first_step_twice_in_a_row_fails_the_job():
+    job = Told(TWO, "ab")
+    start_fault(job, "ValueError: bad (train.py:3 in train)")
+    start_fault(job, "ValueError: bad (train.py:3 in train)", node="b")  # of the same world
+    assert job.world.phase is WorldPhase.FORMING
+    job.ready("a", "b")
+    start_fault(job, "ValueError: bad (train.py:3 in train)", node="b")
+    assert job.did(FailJob) == FailJob(
+        "rank 0 of b reported a fault: ValueError: bad (train.py:3 in train)",
+        "2 in a row failed in the same way before the first step",
+    )
+    assert job.world.restarts == 2
+
+
+@pytest.mark.parametrize("between", ["another fault", "a step", "a lost rank"])
+def test_same_fault_before_the_first_step_is_retried_after_something_else(between):
+    job = Told(TWO, "ab")
+    start_fault(job, "x")
+    job.ready("a", "b")
+    if between == "another fault":
+        start_fault(job, "y")
+    elif between == "a step":
+        start_fault(job, "x", started=False)
+    else:
+        job.tell(rank_lost("a"))
+    job.ready("a", "b")
+    start_fault(job, "x")
+    assert job.world.phase is WorldPhase.FORMING
 
 
 def test_process_that_exits_without_joining_fails_the_job_before_the_first_world():
