@@ -25,6 +25,7 @@ ROOTLESS_VARIABLE = "ELASTIC_ROOTLESS"
 SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
 HANG = "ELASTIC_HANG_TIMEOUT"
 FIRST_STEP = "ELASTIC_FIRST_STEP_TIMEOUT"
+SHARED_AGENT_VARIABLE = "ELASTIC_SHARED_AGENT"
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -109,6 +110,16 @@ def has_agent_address(environ: Mapping[str, str] = os.environ) -> bool:
 def has_agent_directory(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has said where this machine's agent is."""
     return bool(load_settings(environ).agent.directory)
+
+
+def default_agent_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory of the agent that processes of this machine use without other settings."""
+    return load_settings(environ).agent_directory
+
+
+def shared_agent_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """What ``elastic run`` put there for a simulated node: the directory of this machine's agent, or ""."""
+    return environ.get(SHARED_AGENT_VARIABLE, "")
 
 
 def wants_rootless_store(environ: Mapping[str, str] = os.environ) -> bool:

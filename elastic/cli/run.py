@@ -493,6 +493,8 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
         mine["TIEREDCKPT_AGENT_NODE"] = name
     if memory := _memory_of(place, name, options):
         mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(memory), "TIEREDCKPT_AGENT_NODE": memory.parent.name}
+        if not settings.has_agent_directory():
+            mine[settings.SHARED_AGENT_VARIABLE] = str(settings.default_agent_directory())
         if is_loopback_host(host) and not settings.has_agent_address():
             mine["TIEREDCKPT_AGENT_PEERS"] = join_address(host, 0)
     return SupervisorSpec(

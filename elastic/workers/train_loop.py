@@ -32,6 +32,7 @@ from elastic.workers.injected_faults import RankFaults, rank_faults
 from elastic.workers.leave_deadline import LeaveDeadline
 from elastic.workers.process_groups import ProcessGroups, UserProcessGroups, parse_store_address, process_groups_for
 from elastic.workers.rank_timeline import RankTimeline, open_rank_timeline
+from elastic.workers.shared_agent import expect_steps_of_shared_agent
 from elastic.workers.step_barrier import NoticeWatcher, StepBarrier, default_signal_requests, forward_signals
 from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World, newest_step_sealed_here
 from elastic.world.peer_loss import blames_another_rank
@@ -155,7 +156,12 @@ def run(
         plane = detect_control_plane()
     try:
         policy = policy or RecoveryPolicy()
-        with sigterm_handled_elsewhere(), open_rank_timeline() as record, rank_faults(plane) as faults:
+        with (
+            sigterm_handled_elsewhere(),
+            expect_steps_of_shared_agent(),
+            open_rank_timeline() as record,
+            rank_faults(plane) as faults,
+        ):
             if warmup is not None:
                 warmup()
             hydrating = SurvivorRecovery(plane, own_groups=policy.backend == "none", settle_s=policy.peer_loss_wait_s)
@@ -327,9 +333,8 @@ class _Rank(Generic[T]):
             return False
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
-        is_loss = isinstance(error, NonFiniteLossError)
-        final = error.final if is_loss else isinstance(error, UsageError)
-        is_own = not is_loss and not may_follow_from_lost_rank(error)
+        final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
+        is_own = not isinstance(error, NonFiniteLossError) and not may_follow_from_lost_rank(error)
         stepped = world.has_completed_step or newest_step_sealed_here() != self._sealed_before
         try:
             self._plane.report_fault(

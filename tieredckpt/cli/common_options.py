@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from tieredckpt.agent.local_agents import find_agent_directory
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import EXIT_CODES_HELP
-from tieredckpt.cli.tier_client import find_agent_directory
 from tieredckpt.errors import UsageError
 from tieredckpt.location import Location, parse_location
 from tieredckpt.settings import Settings, load_settings, override_settings

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
 from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.server.store_client import Client, connect_to_agent
-from peerstore.settings import AgentPaths, StoreSettings
+from peerstore.server.store_client import connect_to_agent
+from peerstore.settings import StoreSettings
 from peerstore.shard_records import VersionId
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
@@ -19,6 +18,7 @@ from tieredckpt.agent.agent_api import StepDescription, StepInventory, StepStatu
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.agent.local_agents import merge_surveys
 from tieredckpt.agent.peer_config import peer_transport
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
@@ -203,39 +203,6 @@ class TierClient:
         return self._direct.list_steps(job, fresh=True)
 
 
-def find_agent_directory(settings: Settings, job: str | None) -> Path:
-    """The directory of an agent here that has ``job`` (or any, where none is named), the settings' own agent first.
-
-    Simulated nodes have agents of their own, each in a directory of its own: the kernel lists their sockets.
-    """
-    own = settings.agent_place.directory
-    others = sorted(_agent_directories() - {own})
-    return next((place for place in (own, *others) if _agent_has_job(AgentPaths(place), job)), own)
-
-
-def _agent_directories() -> set[Path]:
-    """Where agents seem to listen on this machine; whose they are is looked at when they are asked."""
-    try:
-        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
-    except OSError:
-        return set()
-    paths = (Path(fields[7]) for line in lines if len(fields := line.split(None, 7)) == 8)
-    return {path.parent for path in paths if path.is_absolute() and path.name == AgentPaths(path.parent).socket.name}
-
-
-def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
-    try:
-        with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
-            known = [
-                one.job
-                for one in client.status().jobs
-                if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
-            ]
-    except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release: not for this command
-        return False
-    return job in known if job is not None else bool(known)
-
-
 @contextlib.contextmanager
 def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[TierClient]:
     """Look through this node's agent where one answers, and directly where not, or where memory is not to be asked."""
@@ -298,32 +265,6 @@ def without_durable_tier(survey: StepInventory) -> StepInventory:
     unreachable = dict(survey.unreachable)
     unreachable.pop(Tier.DURABLE, None)
     return msgspec.structs.replace(survey, views=tuple(views), unreachable=unreachable, plain=(), durable=None)
-
-
-def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
-    """Two views of one job as one."""
-    views = {view.version_id: view for view in a.views}
-    for other in b.views:
-        one = views.get(other.version_id)
-        if one is None:
-            views[other.version_id] = other
-            continue
-        views[other.version_id] = msgspec.structs.replace(
-            one,
-            durable=one.durable or other.durable,
-            quarantined=one.quarantined or other.quarantined,
-            kept=one.kept or other.kept,
-        )
-    return StepInventory(
-        tuple(views[group] for group in sorted(views)),
-        {**a.unreachable, **b.unreachable},
-        tuple(sorted({*a.plain, *b.plain})),
-        b.durable or a.durable,
-        max((one.once_whole for one in (a, b) if one.once_whole is not None), default=None),
-        a.forgotten or b.forgotten,
-        tuple(sorted({*a.torn, *b.torn})),
-        (*a.unrecognized, *(one for one in b.unrecognized if one not in a.unrecognized)),
-    )
 
 
 def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:

@@ -38,6 +38,7 @@ from tieredckpt.agent.agent_api import (
     StepInventory,
 )
 from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.local_agents import settings_of_newest_agent
 from tieredckpt.agent.peer_config import configured_peer_plan, peer_transport
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
@@ -77,7 +78,8 @@ def open_session(job: str, settings: Settings) -> Session:
             if not _sessions:
                 atexit.register(close_sessions)
             try:
-                session = _sessions[name] = Session(job, settings, _factory(settings, job))
+                located = settings_of_newest_agent(job, settings) if _factory is NodeAgentClient else settings
+                session = _sessions[name] = Session(job, located, _factory(located, job))
             except (PeerStoreError, OSError) as error:
                 raise TierUnavailableError(f"the node agent cannot be used: {error}") from error
     session.update_settings(settings)

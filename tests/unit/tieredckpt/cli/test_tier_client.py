@@ -4,8 +4,9 @@ import pytest
 
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.agent.local_agents import merge_surveys
 from tieredckpt.cli.command_output import format_age, iso_time
-from tieredckpt.cli.tier_client import merge_surveys, step_not_found_error, without_durable_tier
+from tieredckpt.cli.tier_client import step_not_found_error, without_durable_tier
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.location import parse_location
 from tieredckpt.resolve_step import Tier

@@ -1,0 +1,52 @@
+"""Steps that another launcher left in this machine's agent, while simulated nodes have agents of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic.settings import shared_agent_directory
+from peerstore.errors import PeerStoreError
+from tieredckpt.agent.local_agents import list_agent_steps, newest_version
+from tieredckpt.checkpointer.progress_hook import ExpectedStep, use_progress_hook
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.session.session import Session
+from tieredckpt.settings import load_settings
+
+log = logging.getLogger(__name__)
+
+
+class SharedAgentSteps:
+    """A :class:`~tieredckpt.checkpointer.progress_hook.ProgressHook` that asks the agent in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def expected_step(self, job: str) -> ExpectedStep | None:
+        try:
+            newest = newest_version(list_agent_steps(job, load_settings(), self._directory))
+        except (PeerStoreError, TieredCheckpointError, OSError) as error:
+            log.info("the agent in %s was not asked for steps of %s: %s", self._directory, job, error)
+            return None
+        if newest is None:
+            return None
+        where = (
+            f"step {newest.version} is in memory of the agent in {self._directory}, which simulated nodes do not use"
+        )
+        return ExpectedStep(newest.version, f"{where}; elastic run without --simulate-nodes, or torchrun, resumes it")
+
+    def on_sealed(self, session: Session) -> None:
+        pass
+
+
+@contextmanager
+def expect_steps_of_shared_agent() -> Iterator[None]:
+    """In this block a restore refuses to begin from nothing if this machine's agent has a step of the job."""
+    directory = shared_agent_directory()
+    if not directory:
+        yield
+        return
+    with use_progress_hook(SharedAgentSteps(Path(directory))):
+        yield

@@ -1,0 +1,59 @@
+"""Which agent of this machine a job's steps are read from, if another launcher has used another agent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.agents import end_agent
+from tieredckpt import Checkpointer
+from tieredckpt.agent.local_agents import settings_of_newest_agent
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import Settings, load_settings
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def places(agent_dir, monkeypatch):
+    """The directories of three agents; the first one is the default of this machine."""
+    found = [agent_dir / name for name in ("default", "n0", "n1")]
+    original = Settings.agent_directory.fget
+    monkeypatch.setattr(
+        Settings, "agent_directory", property(lambda one: original(one) if one.agent.directory else found[0])
+    )
+    yield found
+    close_sessions()
+    for place in found:
+        end_agent(place)
+
+
+def saves(monkeypatch, place, job, *steps):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place))
+    with Checkpointer(f"tiered://{job}") as ckpt:
+        for step in steps:
+            ckpt.save({"w": torch.full((3,), float(step))}, step).wait()
+    close_sessions()
+    monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
+
+
+def test_restore_finds_the_newest_step_in_another_agent(places, monkeypatch):
+    saves(monkeypatch, places[0], "local", 1, 2)
+    saves(monkeypatch, places[1], "local", 5)
+    saves(monkeypatch, places[2], "local", 4)
+    state = {"w": torch.zeros(3)}
+    with Checkpointer("tiered://local") as ckpt:
+        assert ckpt.restore(state) == 5
+        assert state["w"].tolist() == [5.0] * 3
+        ckpt.save(state, 6).wait()
+    assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[1])
+
+
+def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch):
+    saves(monkeypatch, places[0], "local", 5)
+    saves(monkeypatch, places[1], "local", 4)
+    saves(monkeypatch, places[1], "other", 9)
+    assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
+    assert settings_of_newest_agent("nobody", load_settings()).agent.directory == ""
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
+    assert settings_of_newest_agent("other", load_settings()).agent.directory == str(places[2])

@@ -1,0 +1,148 @@
+"""Agents of this machine that have a job, found by their sockets: simulated nodes have one agent each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+from peerstore.errors import PeerStoreError
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.settings import AgentPaths
+from peerstore.shard_records import VersionId
+from tieredckpt.agent.agent_api import StepInventory
+from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.resolve_step import resolve_step
+from tieredckpt.settings import Settings, override_settings
+
+log = logging.getLogger(__name__)
+
+
+def find_agent_directory(settings: Settings, job: str | None) -> Path:
+    """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
+
+    The agent of the settings comes first, and its directory is the answer if no agent has the job.
+    """
+    own = settings.agent_place.directory
+    return next((place for place in (own, *_other_directories(own)) if _agent_has_job(AgentPaths(place), job)), own)
+
+
+def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
+    """Return the settings with the agent of this machine that has the newest complete step of ``job``.
+
+    Another launcher may have used another agent. A configured directory stays, and so does the agent of the settings
+    unless another one has a newer step.
+    """
+    if settings.agent.directory or not settings.enabled:
+        return settings
+    own = settings.agent_place.directory
+    others = [place for place in _other_directories(own) if _agent_has_job(AgentPaths(place), job)]
+    if not others:
+        return settings
+    found: dict[Path, StepInventory] = {}
+    for place in (own, *others):
+        if place != own or _agent_has_job(AgentPaths(own), job):
+            with contextlib.suppress(PeerStoreError, TieredCheckpointError, OSError):
+                found[place] = list_agent_steps(job, settings, place)
+    newest = newest_version(*found.values())
+    if newest is None:
+        return settings
+    holder = next(place for place, survey in found.items() if newest in {view.version_id for view in survey.views})
+    if holder == own:
+        return settings
+    log.warning("%s: step %d is in memory of the agent in %s, which is used from here on", job, newest.version, holder)
+    named = override_settings(settings, agent={"directory": str(holder)})
+    node = _node_name(named)
+    return override_settings(named, agent={"node": node}) if node and not settings.agent.node else named
+
+
+def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInventory:
+    """Return the steps that the agent in ``directory`` knows of. Never starts an agent."""
+    agent = NodeAgentClient(override_settings(settings, agent={"directory": str(directory), "embedded": False}), "")
+    try:
+        return agent.list_steps(job, fresh=True)
+    finally:
+        agent.close()
+
+
+def newest_version(*surveys: StepInventory) -> VersionId | None:
+    """Return what a restore without a step would choose from all surveys together."""
+    if not surveys:
+        return None
+    survey = surveys[0]
+    for other in surveys[1:]:
+        survey = merge_surveys(survey, other)
+    chosen = resolve_step(
+        [view.candidate for view in survey.views],
+        quarantined={view.version_id for view in survey.views if view.quarantined},
+        unreachable=survey.unreachable,
+        once_whole=survey.once_whole,
+        torn=survey.torn,
+        forgotten=survey.forgotten,
+    ).chosen
+    return None if chosen is None else chosen.version_id
+
+
+def _node_name(settings: Settings) -> str:
+    agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
+    try:
+        node = agent.this_node()
+    except (PeerStoreError, TieredCheckpointError, OSError):
+        return ""
+    finally:
+        agent.close()
+    return "" if node is None else node.id
+
+
+def _other_directories(own: Path) -> list[Path]:
+    """Return where other agents seem to listen on this machine, from the kernel's list of Unix sockets."""
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return []
+    paths = (Path(fields[7]) for line in lines if len(fields := line.split(None, 7)) == 8)
+    places = {path.parent for path in paths if path.is_absolute() and path.name == AgentPaths(path.parent).socket.name}
+    return sorted(places - {own})
+
+
+def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
+    try:
+        with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
+            known = [
+                one.job
+                for one in client.status().jobs
+                if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
+            ]
+    except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release
+        return False
+    return job in known if job is not None else bool(known)
+
+
+def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
+    """Two views of one job as one."""
+    views = {view.version_id: view for view in a.views}
+    for other in b.views:
+        one = views.get(other.version_id)
+        if one is None:
+            views[other.version_id] = other
+            continue
+        views[other.version_id] = msgspec.structs.replace(
+            one,
+            durable=one.durable or other.durable,
+            quarantined=one.quarantined or other.quarantined,
+            kept=one.kept or other.kept,
+        )
+    return StepInventory(
+        tuple(views[group] for group in sorted(views)),
+        {**a.unreachable, **b.unreachable},
+        tuple(sorted({*a.plain, *b.plain})),
+        b.durable or a.durable,
+        max((one.once_whole for one in (a, b) if one.once_whole is not None), default=None),
+        a.forgotten or b.forgotten,
+        tuple(sorted({*a.torn, *b.torn})),
+        (*a.unrecognized, *(one for one in b.unrecognized if one not in a.unrecognized)),
+    )
