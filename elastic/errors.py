@@ -7,7 +7,8 @@
     │   ├── UnsupportedBatchError     the cache cannot keep this batch: convert it in ``prepare``
     │   └── CacheDirectoryError       another user may enter the cache's directory: name another one
     ├── ControlPlaneUnavailableError  unknown: the control plane did not answer; retry
-    │   └── ControlPlaneRefusedError  it refused (wrong secret, a member of an old epoch): do not retry
+    │   ├── ControlPlaneRefusedError  it refused (wrong secret, a member of an old epoch): do not retry
+    │   └── JobNotFoundError          no such job runs on this machine
     ├── StaleEpochError               the call belongs to an earlier world: wait for the next one
     ├── ControlDeadlineError          a rank did not reach the others within the given time
     ├── CursorError                   going on from this cursor would repeat or skip samples
@@ -42,6 +43,10 @@ class ControlPlaneUnavailableError(ElasticError):
 
 class ControlPlaneRefusedError(ControlPlaneUnavailableError):
     """The control plane knows this caller and says no."""
+
+
+class JobNotFoundError(ControlPlaneUnavailableError):
+    """No such job runs on this machine."""
 
 
 class StaleEpochError(ElasticError):

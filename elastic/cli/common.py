@@ -23,6 +23,7 @@ class ElasticExit(enum.IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    NOT_FOUND = 3
     UNAVAILABLE = 5
     REFUSED = 6
     STOPPED = 7
@@ -35,6 +36,7 @@ Exit codes:
   0  done; `run`: all ranks have finished, or this node was given back
   1  failed; the message says why
   2  the command line or the policy is wrong, or SCRIPT never called elastic.run
+  3  no such job runs on this machine
   5  the coordinator could not be asked: how the job is, is unknown
   6  the coordinator says no (another secret, the same node twice, too few nodes)
   7  the job was stopped; started again, it resumes
@@ -45,6 +47,7 @@ _ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
     (errors.ControlPlaneRefusedError, ElasticExit.REFUSED),
     (PeerRefusedError, ElasticExit.REFUSED),
     (RequestError, ElasticExit.USAGE),
+    (errors.JobNotFoundError, ElasticExit.NOT_FOUND),
     (errors.ControlPlaneUnavailableError, ElasticExit.UNAVAILABLE),
     (errors.JobFailedError, ElasticExit.GAVE_UP),
     (PeerStoreError, ElasticExit.UNAVAILABLE),

@@ -21,8 +21,8 @@ from elastic.control.control_messages import (
     StopJobRequest,
 )
 from elastic.control.coordinator_client import call_coordinator
-from elastic.control.run_directory import LocalRun, RunDirectory, list_runs, run_secret
-from elastic.errors import ControlPlaneUnavailableError, PolicyError
+from elastic.control.run_directory import LocalRun, RunDirectory, describe_no_job, list_runs, run_secret
+from elastic.errors import JobNotFoundError, PolicyError
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, parse_injection
 from tieredckpt.cli.command_output import format_age, text_table
 
@@ -35,7 +35,7 @@ def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
         return place, place.read()
     found = list_runs(root)
     if not found:
-        raise ControlPlaneUnavailableError(f"no job was started on this machine (looked in {root})")
+        raise JobNotFoundError(describe_no_job(root))
     if len(found) > 1:
         raise PolicyError(f"several jobs run on this machine, name one: {', '.join(run.job for run in found)}")
     return RunDirectory(root, found[0].job), found[0]

@@ -25,7 +25,7 @@ from elastic.cli.common import ElasticExit, ElasticScreen, elastic_exit_for, pas
 from elastic.control.control_messages import MAX_NODES, ExitReason
 from elastic.control.leader_election import is_leader_url, open_leader_record
 from elastic.control.node_address import gloo_interface, node_address, resolves_to_loopback, wait_for_name
-from elastic.control.run_directory import LocalRun, RunDirectory, run_secret
+from elastic.control.run_directory import LastRun, LocalRun, RunDirectory, run_secret
 from elastic.control.running_clock import since_boot
 from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, PolicyError
 from elastic.fault_injection.fault_actions import InjectionRecord
@@ -401,6 +401,7 @@ def _launch(
         on_address=known,
     )
     end: JobEnd | None = None
+    status: int = ElasticExit.FAILED
     try:
         status = launcher.run()
     except Exception as error:
@@ -420,6 +421,8 @@ def _launch(
             screen.info(end_message(end))
         if leader is not None or is_noted:
             place.remove()
+            how = next((over.value for over, code in EXIT_STATUS.items() if code == status), f"status {int(status)}")
+            place.write_last_run(LastRun(record.job, how, time.time(), _same_command(screen.argv)))
         for task in nodes:
             with contextlib.suppress(PermissionError):
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)

@@ -12,12 +12,13 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, PolicyError
+from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, JobNotFoundError, PolicyError
 from peerstore.daemon_process import trusted_users
 from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
@@ -46,6 +47,17 @@ class LocalRun(msgspec.Struct, frozen=True):
     event_log: str = ""
 
 
+class LastRun(msgspec.Struct, frozen=True):
+    """The end of a job's newest run on this machine."""
+
+    job: str
+    how: str
+    """``finished``, ``stopped``, ``gave up`` or another word for it."""
+    ended_at: float
+    """Seconds since 1970."""
+    command: str
+
+
 class RunDirectory:
     """A job's own directory below the directory of all runs."""
 
@@ -60,6 +72,7 @@ class RunDirectory:
         """Of a coordinator that is started alone."""
         self.end_file = self.directory / "end_message"
         """How the job ended, as the coordinator wrote it."""
+        self.last_run_file = self.directory / "last_run.json"
 
     def node_directory(self, name: str) -> Path:
         """A node's directory; its socket must not have too long a name for the kernel."""
@@ -109,6 +122,10 @@ class RunDirectory:
             return _read(self.end_file)
         return b""
 
+    def write_last_run(self, last: LastRun) -> None:
+        with contextlib.suppress(OSError):  # only `elastic status` reads it
+            write_private_file(self.last_run_file, msgspec.json.encode(last))
+
     def remove(self) -> None:
         for path in (self.file, self.secret_file, self.address_file, self.end_file):
             with contextlib.suppress(PermissionError):  # the job may have succeeded all the same
@@ -121,9 +138,7 @@ class RunDirectory:
                 trusted_users(folder, setting=_SETTING)
             return from_json(_read(self.file), LocalRun)
         except FileNotFoundError:
-            raise ControlPlaneUnavailableError(
-                f"no job {self.job} was started on this machine (looked in {self.root})"
-            ) from None
+            raise JobNotFoundError(describe_no_job(self.root, self.job)) from None
         except (OSError, msgspec.MsgspecError) as error:
             raise ControlPlaneUnavailableError(f"{self.file} cannot be read: {error}") from error
 
@@ -141,6 +156,27 @@ def list_runs(root: Path) -> list[LocalRun]:
         with contextlib.suppress(ControlPlaneUnavailableError, PeerStoreError):
             found.append(RunDirectory(root, path.parent.name).read())
     return found
+
+
+def newest_last_run(root: Path, job: str | None = None) -> LastRun | None:
+    """Return the run that ended last on this machine, of one job or of any; ``None`` if none is known."""
+    found = []
+    for path in root.glob(f"{job or '*'}/last_run.json"):
+        with contextlib.suppress(OSError, PeerStoreError, msgspec.MsgspecError):
+            found.append(from_json(_read(path), LastRun))
+    return max(found, key=lambda last: last.ended_at, default=None)
+
+
+def describe_no_job(root: Path, job: str | None = None) -> str:
+    """Say that no job runs on this machine, and which one ended last."""
+    what = "no job runs" if job is None else f"job {job!r} does not run"
+    said = f"{what} on this machine (looked in {root})"
+    last = newest_last_run(root, job)
+    if last is None:
+        return f"{said}. Start one with: elastic run SCRIPT"
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.ended_at))
+    which = f"Job {last.job!r} was the last one. It" if job is None else "Its last run"
+    return f"{said}. {which} ended at {at} ({last.how}). The same command starts it again: {last.command}"
 
 
 def run_secret(run: LocalRun) -> bytes:

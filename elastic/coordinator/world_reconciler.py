@@ -36,6 +36,7 @@ from elastic.coordinator.node_reports import LastCommittedStep, WorldProgress
 from elastic.fault_injection.fault_spec import SUPERVISOR_KINDS, FaultInjection
 from elastic.rendezvous.store_servers import ROOTLESS, store_nodes
 from elastic.world import world_state
+from elastic.world.action_text import describe_action
 from elastic.world.next_world import initial_world, next_world, rebuild_world
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import WorldPhase, WorldState
@@ -292,7 +293,7 @@ class WorldReconciler:
 
     def _do(self, actions: Sequence[world_state.WorldAction], now: float) -> None:
         for action in actions:
-            log.info("%s", action)
+            log.info("%s", describe_action(action, now))
             if isinstance(action, world_state.FormWorld):
                 self._form(action, now)
             elif isinstance(action, world_state.BreakWorld):

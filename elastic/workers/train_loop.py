@@ -37,7 +37,7 @@ from elastic.workers.step_barrier import NoticeWatcher, StepBarrier, default_sig
 from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World, newest_step_sealed_here
 from elastic.world.peer_loss import blames_another_rank
 from tieredckpt.checkpointer.preemption import sigterm_handled_elsewhere
-from tieredckpt.errors import TieredCheckpointError, UsageError
+from tieredckpt.errors import CheckpointNotFoundError, TieredCheckpointError, UsageError
 from tieredckpt.live.abort_fence import AbortFence, use_fence
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class RunResult(Generic[T]):
     def __str__(self) -> str:
         if self.outcome is RunOutcome.STOPPED:
             return f"stopped after step {self.steps - 1}; start it again to go on with step {self.steps}"
+        if self.outcome is RunOutcome.DISMISSED and not self.worlds:
+            return "not needed: this process ended without having been in a world"
         return f"{self.outcome.value} after {self.worlds} world{'s' if self.worlds != 1 else ''}"
 
 
@@ -334,7 +336,9 @@ class _Rank(Generic[T]):
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
         final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
-        is_own = not isinstance(error, NonFiniteLossError) and not may_follow_from_lost_rank(error)
+        is_own = isinstance(error, CheckpointNotFoundError) or not (
+            isinstance(error, NonFiniteLossError) or may_follow_from_lost_rank(error)
+        )
         stepped = world.has_completed_step or newest_step_sealed_here() != self._sealed_before
         try:
             self._plane.report_fault(

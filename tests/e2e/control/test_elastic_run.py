@@ -37,7 +37,7 @@ def test_ranks_finish_although_one_is_killed(job: Job) -> None:
     job.finish()
     assert job.ended(run) == 0
     assert len(job.said("finished")) == 4
-    assert job.ask("status")["error"]["exit"] == 5
+    assert job.ask("status")["error"]["exit"] == 3
     assert "[n1/0] {" in job.output()
 
 

@@ -1,0 +1,31 @@
+"""What a machine says of jobs that do not run on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.cli.common import ElasticExit, elastic_advice_for, elastic_exit_for
+from elastic.control.run_directory import LastRun, RunDirectory, describe_no_job
+from elastic.errors import JobNotFoundError
+
+
+def test_machine_without_jobs_says_how_to_start_one(tmp_path):
+    with pytest.raises(JobNotFoundError, match="job 'a' does not run on this machine") as caught:
+        RunDirectory(tmp_path, "a").read()
+    assert elastic_exit_for(caught.value) == ElasticExit.NOT_FOUND
+    assert elastic_advice_for(caught.value) == ""
+    assert describe_no_job(tmp_path).endswith("Start one with: elastic run SCRIPT")
+
+
+def test_job_that_ended_last_is_named(tmp_path):
+    for name, at in (("a", 100.0), ("b", 200.0)):
+        place = RunDirectory(tmp_path, name)
+        place.prepare()
+        place.write_last_run(LastRun(name, "gave up", at, f"elastic run {name}.py"))
+        place.remove()
+    said = describe_no_job(tmp_path)
+    assert said.startswith(
+        f"no job runs on this machine (looked in {tmp_path}). Job 'b' was the last one. It ended at "
+    )
+    assert said.endswith("(gave up). The same command starts it again: elastic run b.py")
+    assert "Its last run ended at" in describe_no_job(tmp_path, "a")
