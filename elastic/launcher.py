@@ -89,6 +89,10 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """A term in which its node has obeyed a coordinator."""
     stands_by: bool = False
     """It stays while another one leads."""
+    local_nodes: int = 0
+    """Nodes that its launcher starts on this machine."""
+    join_command: str = ""
+    """How the other nodes of the job are started, for people."""
     verbose: int = 0
 
 
@@ -165,6 +169,8 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         task.reconnect_timeout_s,
         task.rejoin_timeout_s,
         task.hang,
+        task.local_nodes,
+        task.join_command,
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
     if epoch_file is not None and not can_write_epoch(epoch_file):

@@ -273,7 +273,9 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
         if leads:  # another node of this machine may start after the coordinator has written its address
             place.address_file.unlink(missing_ok=True)
             InjectionRecord(place.directory).clear()
-        leader = _coordinator_task(place, record, options) if leads else None
+        leader = (
+            _coordinator_task(place, record, options, _join_command(place.job, options, screen.argv)) if leads else None
+        )
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
         again = scheduled.run if options["requeue"] else ""
         return _launch(screen, place, record, nodes, leader, notices=scheduled.notices, requeue=again)
@@ -455,7 +457,16 @@ def _tidy(directory: Path) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _coordinator_task(place: RunDirectory, record: LocalRun, options: dict[str, Any]) -> CoordinatorSpec:
+def _join_command(job: str, options: dict[str, Any], argv: Sequence[str]) -> str:
+    """How a further node is started: on this machine, or on another one if they share a coordinator."""
+    if not options["coordinator"]:
+        return f"elastic join {job} (on this machine; other machines need --coordinator HOST:PORT)"
+    return _same_command([word for word in argv if word != "--coordinator-here"])
+
+
+def _coordinator_task(
+    place: RunDirectory, record: LocalRun, options: dict[str, Any], join_command: str
+) -> CoordinatorSpec:
     listen = _LOCAL
     if options["coordinator"]:
         host, port = split_address(options["coordinator"])
@@ -477,6 +488,8 @@ def _coordinator_task(place: RunDirectory, record: LocalRun, options: dict[str, 
         end_file=str(place.end_file),
         hang=settings.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         event_log=record.event_log,
+        local_nodes=len(_node_names(options)),
+        join_command=join_command,
         verbose=options["verbose"],
     )
 

@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 _TURN_S = 0.1
 _ABSENT_S = 1.0
 """Between two turns: what is longer, it did not run, or was busy, and is nobody else's silence."""
+_REPORT_MISSING_S = 60.0
 _SEND_S = 10.0
 _GREETING_S = 10.0
 _ANSWER_S = 20.0
@@ -116,6 +117,8 @@ class Coordinator:
         self._untold: set[str] = set()
         """Nodes for which there is something, but that have not taken yet what they were told before."""
         self._packed: tuple[WorldSpec, msgspec.Raw] | None = None
+        self._report_missing_s = 0.0
+        """When nodes that the first world waits for are to be reported again."""
         self._ending = threading.Event()
         self._listener = TcpTransport(timeout_s=_SEND_S, most=MAX_NODES).listen(listen, self._serve)
         self.address = self._listener.address
@@ -212,9 +215,16 @@ class Coordinator:
             self._gone(connection)
         self.reconciler.reconcile(now)
         self.reconciler.tick(now)
+        self._report_missing_nodes(now)
         if not self._epoch_is_noted():
             return
         self._tell({*self.reconciler.nodes_to_notify(), *self._untold}, now)
+
+    def _report_missing_nodes(self, now: float) -> None:
+        missing = job_status.missing_nodes(self.reconciler)
+        if missing and now >= self._report_missing_s:
+            self._report_missing_s = now + _REPORT_MISSING_S
+            log.warning("%s", missing)
 
     def _tell(self, nodes: Iterable[str], now: float) -> None:
         self._untold = set()

@@ -40,8 +40,27 @@ def elastic_job_status(reconciler: WorldReconciler, now: float, *, refused: str 
     )
 
 
-def _store(reconciler: WorldReconciler) -> str:
-    if reconciler.world_spec is None:
+def missing_nodes(desk: WorldReconciler) -> str:
+    """Say how many nodes the first world waits for, and how to start them; "" if it waits for none."""
+    world, settings = desk.world, desk.settings
+    here, wanted = len(world.members), settings.policy.initial_nodes
+    if world.epoch >= 0 or world.phase.is_over or not 0 < settings.local_nodes <= here < wanted:
+        return ""
+    least = settings.policy.smallest_size
+    start = (
+        f"The job starts with {least}"
+        if here < least
+        else f"It starts without them in {settings.policy.scaling_timeout_s:g} s"
+    )
+    verb = "is" if here == 1 else "are"
+    return (
+        f"{here} of {wanted} nodes {verb} here, waiting for {wanted - here} more. {start}. "
+        f"For each of the others run: {settings.join_command}"
+    )
+
+
+def _store(desk: WorldReconciler) -> str:
+    if desk.world_spec is None:
         return ""
     return (
         f"{ROOTLESS}, on {len(reconciler.world_spec.stores)} nodes"

@@ -63,6 +63,10 @@ class CoordinatorSettings:
     rejoin_timeout_s: float = 5.0
     """How long a coordinator that starts again waits for other nodes, from the first one on that it hears of."""
     hang: HangTimeouts = field(default_factory=HangTimeouts)
+    local_nodes: int = 0
+    """Nodes that join without a person; fewer are no reason to tell anybody."""
+    join_command: str = ""
+    """How the other nodes of the job are started, for people."""
 
 
 @dataclass

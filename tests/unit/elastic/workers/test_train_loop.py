@@ -17,7 +17,7 @@ from elastic.errors import ElasticError, JobFailedError, PolicyError, WorldChang
 from elastic.testing import InMemoryCoordinator
 from elastic.workers import step_barrier
 from elastic.workers.step_barrier import StepBarrier
-from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, current_world, recoverable, run
+from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, RunResult, current_world, recoverable, run
 from elastic.workers.world_handle import resolve_mesh_shape
 from tests.support.control_planes import PATIENCE_S, at_once, results
 from tieredckpt import Checkpointer, NullCheckpointer, SaveFailedError
@@ -473,3 +473,8 @@ def test_broken_world_is_aborted_repeatedly_until_it_is_left(monkeypatch):
             pass
     finally:
         watch.close()
+
+
+def test_result_of_an_unused_spare_says_that_it_was_not_needed():
+    assert str(RunResult(RunOutcome.DISMISSED)) == "not needed: this process ended without having been in a world"
+    assert str(RunResult(RunOutcome.DISMISSED, worlds=1)) == "dismissed after 1 world"

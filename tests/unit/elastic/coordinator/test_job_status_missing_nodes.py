@@ -1,0 +1,34 @@
+"""What a person is told who starts fewer nodes than the job needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.coordinator.job_status import missing_nodes
+from elastic.world.scaling_policy import ScalingPolicy
+from tests.support.control_simulation import Table
+
+
+@pytest.mark.parametrize(("least", "start"), [(3, "The job starts with 3."), (1, "It starts without them in 60 s.")])
+def test_missing_nodes_are_counted_with_the_command_that_starts_them(least, start):
+    table = Table(1, most=3)
+    policy = ScalingPolicy(min_replicas=least, max_replicas=3)
+    table.desk.settings = replace(table.desk.settings, policy=policy, local_nodes=1, join_command="elastic join j")
+    assert missing_nodes(table.desk) == ""
+    table.deliver(0)
+    assert missing_nodes(table.desk) == (
+        f"1 of 3 nodes is here, waiting for 2 more. {start} For each of the others run: elastic join j"
+    )
+    table.add()
+    table.add()
+    table.settle(10)
+    assert missing_nodes(table.desk) == ""
+
+
+def test_nodes_that_this_machine_starts_are_not_missing():
+    table = Table(2, most=3)
+    table.desk.settings = replace(table.desk.settings, local_nodes=3)
+    table.deliver(0)
+    assert missing_nodes(table.desk) == ""
