@@ -33,14 +33,14 @@ class ElasticExit(enum.IntEnum):
 
 ELASTIC_EXIT_HELP = """\b
 Exit codes:
-  0  done; `run`: all ranks have finished, or this node was given back
+  0  done; `run`: all ranks have finished, or this node was removed
   1  failed; the message says why
   2  the command line or the policy is wrong, or SCRIPT never called elastic.run
   3  no such job runs on this machine
-  5  the coordinator could not be asked: how the job is, is unknown
-  6  the coordinator says no (another secret, the same node twice, too few nodes)
-  7  the job was stopped; started again, it resumes
-  8  the job failed; the message has the reason"""
+  5  the coordinator did not answer: the state of the job is unknown
+  6  the coordinator refused (another secret, the same node twice, too few nodes)
+  7  the job was stopped; the same command resumes it
+  8  the job gave up; the message says why and what resumes it"""
 
 _ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
     (errors.PolicyError, ElasticExit.USAGE),
@@ -94,14 +94,16 @@ pass_elastic_screen = click.make_pass_decorator(ElasticScreen)
 
 
 def job_options(command: F) -> F:
-    """Which job, when it is not one of this machine; ``--json`` and ``--debug``."""
+    """Options that name a job, also one of other machines, and ``--json`` and ``--debug``."""
     from tieredckpt.cli.common_options import output_options
 
     address = click.option(
-        "--coordinator", default="", metavar="HOST:PORT", help="The coordinator of a job elsewhere; needs --secret."
+        "--coordinator", default="", metavar="HOST:PORT", help="Coordinator of a job on other machines; needs --secret."
     )
     secret = click.option(
-        "--secret", default="", metavar="file:PATH", help="What the nodes of that job know. [$ELASTIC_SECRET]"
+        "--secret", default="", metavar="file:PATH", help="File with the secret of that job. [$ELASTIC_SECRET]"
     )
-    job = click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+    job = click.option(
+        "--job", default=None, metavar="NAME", help="Name of the job. [default: the only one on this machine]"
+    )
     return job(address(secret(output_options(command))))

@@ -57,23 +57,25 @@ def call_job(job: str | None, coordinator: str, secret: str, question: Coordinat
 @job_options
 @pass_elastic_screen
 def job_status_command(screen: ElasticScreen, /, *, job: str | None, coordinator: str, secret: str) -> int:
-    """How a job is: its world, its nodes, how far they are."""
+    """Show the state of a job: its world, its nodes and their steps."""
     answer = call_job(job, coordinator, secret, StatusRequest())
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
     return ElasticExit.OK
 
 
 @click.command("resize")
-@click.option("--nodes", required=True, metavar="N|max", help="So many nodes at the most; max: as the policy allows.")
-@click.option("--reason", default="elastic resize", show_default=True, help="For people.")
+@click.option(
+    "--nodes", required=True, metavar="N|max", help="Largest number of nodes; max: as many as the policy allows."
+)
+@click.option("--reason", default="elastic resize", show_default=True, help="Reason to log and show.")
 @job_options
 @pass_elastic_screen
 def resize_command(
     screen: ElasticScreen, /, *, nodes: str, reason: str, job: str | None, coordinator: str, secret: str
 ) -> int:
-    """Ask for another number of nodes. Returns when the job knows; `elastic status` shows how far it is.
+    """Change the number of nodes. Returns as soon as the job knows; `elastic status` shows the progress.
 
-    All ranks stop after the same step, seal, and go on in the next world. Nodes that are not in it wait, warm.
+    All ranks stop after the same step, save it, and continue in the next world. Unused nodes wait as spares.
     """
     if nodes != "max" and not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise PolicyError(f"--nodes {nodes!r}: write a number from 1 on, or max")
@@ -85,9 +87,15 @@ def resize_command(
 @click.command("drain")
 @click.argument("nodes", nargs=-1, required=True)
 @click.option(
-    "--deadline", "deadline_s", type=float, default=120.0, show_default=True, metavar="S", help="Leave within."
+    "--deadline",
+    "deadline_s",
+    type=float,
+    default=120.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds until the nodes must be free; ranks still running then are killed.",
 )
-@click.option("--reason", default="preempted", show_default=True, help="For people.")
+@click.option("--reason", default="asked back", show_default=True, help="Reason to log and show.")
 @job_options
 @pass_elastic_screen
 def drain_command(
@@ -101,21 +109,27 @@ def drain_command(
     coordinator: str,
     secret: str,
 ) -> int:
-    """Ask NODES back: the job goes on without them, and their supervisors end. Ranks that ignore it are ended."""
+    """Remove NODES from the job, which continues without them."""
     answer = call_job(job, coordinator, secret, DrainRequest(nodes, deadline_s, reason))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
     return ElasticExit.OK
 
 
 @click.command("stop")
-@click.option("--deadline", "deadline_s", type=float, metavar="S", help="Stop within. [default: the policy's]")
-@click.option("--reason", default="elastic stop", show_default=True, help="For people.")
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=float,
+    metavar="S",
+    help="Seconds until the job must have stopped; ranks still running then are killed. [default: the policy's]",
+)
+@click.option("--reason", default="elastic stop", show_default=True, help="Reason to log and show.")
 @job_options
 @pass_elastic_screen
 def stop_command(
     screen: ElasticScreen, /, *, deadline_s: float | None, reason: str, job: str | None, coordinator: str, secret: str
 ) -> int:
-    """Stop a job: its ranks agree on a step, seal and end. Started again, it resumes."""
+    """Stop a job: its ranks agree on a step, save it and exit. The same `elastic run` command resumes it."""
     answer = call_job(job, coordinator, secret, StopJobRequest(reason, deadline_s))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
     return ElasticExit.OK
@@ -171,10 +185,10 @@ def inject_command(
     coordinator: str,
     secret: str,
 ) -> int:
-    """Have a fault happen, once: `elastic inject --at step=30 rank=8 --kind sigkill`.
+    """Inject a fault once: `elastic inject --at step=30 rank=8 --kind sigkill`.
 
-    With no step, phase or time, sigkill, sigstop, node and partition happen at once, whatever the rank is doing; the
-    others at the next forward pass. How soon sigstop, hold_gil and hang are noticed is up to the job's --hang-timeout.
+    Without a step, phase or time, sigkill, sigstop, node and partition happen at once, and the others at the next
+    forward pass. The job's --hang-timeout decides how soon sigstop, hold_gil and hang are detected.
     """
     one = parse_injection([*at.replace(",", " ").split(), *places], kind)
     answer = call_job(job, coordinator, secret, InjectRequest(with_unique_name(one)))

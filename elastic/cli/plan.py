@@ -71,16 +71,24 @@ def rank_plan_json(share: RankPlan) -> dict[str, Any]:
     }
 
 
-@click.command("plan", short_help="Who computes which samples, with any number of ranks.")
-@click.option("--global-batch", type=int, help="Samples in a step, of all ranks together.")
-@click.option("--world", "worlds", multiple=True, metavar="N[,N...]", help="Ranks that have samples of their own.")
-@click.option("--max-microbatch", type=int, help="The most samples that fit into a pass.")
-@click.option("--microbatch", type=int, help="Microbatches of this size, the same ones in every world.")
-@click.option("--allow-idle", is_flag=True, help="Ranks may be left with nothing to do.")
-@click.option("--rank", type=int, help="Every pass of this rank.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.command("plan", short_help="Show how a global batch is split among ranks.")
+@click.option("--global-batch", type=int, help="Samples per step, over all ranks.")
+@click.option(
+    "--world",
+    "worlds",
+    multiple=True,
+    metavar="N[,N...]",
+    help="Number of ranks with different samples; several for a comparison.",
+)
+@click.option("--max-microbatch", type=int, help="Largest number of samples per forward pass.")
+@click.option(
+    "--microbatch", type=int, help="Size of the microbatches, which are then the same at every number of ranks."
+)
+@click.option("--allow-idle", is_flag=True, help="Allow ranks without samples.")
+@click.option("--rank", type=int, help="Show each forward pass of this rank.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def batch_plan_command(*, rank: int | None, as_json: bool, **asked: Any) -> int:
-    """Show how a global batch is shared out among ranks: samples, microbatches and passes of each."""
+    """Show how a global batch is split among ranks: samples, microbatches and passes of each."""
     try:
         plans = _plans(**asked)
         value = {"plans": [_one(each, rank) for each in plans]}

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from tieredckpt.settings import Settings
 
 
-@click.command("reshard", short_help="Write a checkpoint anew for another number of ranks.")
+@click.command("reshard", short_help="Rewrite a checkpoint for another number of ranks.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="For so many ranks.")
+@click.option("--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="Number of ranks of the new checkpoint.")
 @click.option(
     "--layout",
     type=click.Choice(["fsdp", "whole"]),
     help="With --ranks: cut along the first axis as fully_shard does, or leave tensors whole and deal them out. "
     "[default: fsdp]",
 )
-@click.option("--like", metavar="CHECKPOINT", help="Cut as this other checkpoint of the same tensors is.")
-@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--like", metavar="CHECKPOINT", help="Shard like this other checkpoint of the same tensors.")
+@click.option("--force", is_flag=True, help="Replace an existing checkpoint.")
 @tier_options
 @pass_output
 @with_exit_code_help

@@ -120,47 +120,58 @@ def _elasticity(command: Any) -> Any:
     """How large a job may be, and how patient it is."""
     for option in reversed(
         (
-            click.option("--nnodes", metavar="MIN[:MAX]", help="Nodes of the job. [default: the scheduler's, or 1]"),
+            click.option("--nnodes", metavar="MIN[:MAX]", help="Number of nodes. [default: the scheduler's, or 1]"),
             click.option(
                 "--nproc",
                 type=click.IntRange(1, 1024),
-                help="Ranks of every node. [default: the GPUs that the scheduler gave, or 1]",
+                help="Ranks per node. [default: the GPUs that the scheduler allocated, or 1]",
             ),
             click.option(
                 "--policy",
                 type=click.Path(path_type=Path, dir_okay=False),
-                help="YAML: fields of elastic.ScalingPolicy, or a format that an installed package reads.",
+                help="YAML file with fields of the scaling policy, or in the format of an installed package.",
             ),
             click.option(
-                "--grow-after", type=float, metavar="S", help="Collect nodes that come so long before growing. [60]"
+                "--grow-after",
+                type=float,
+                metavar="S",
+                help="Wait this long for more new nodes before adding them. [default: 60]",
             ),
-            click.option("--shrink-after", type=float, metavar="S", help="Wait so long for a replacement. [30]"),
             click.option(
-                "--pause-timeout", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"
+                "--shrink-after",
+                type=float,
+                metavar="S",
+                help="Wait this long for a replacement before the job shrinks. [default: 30]",
             ),
-            click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults."),
+            click.option(
+                "--pause-timeout",
+                type=float,
+                metavar="S",
+                help="Seconds that ranks get to reach a common step and save it. [default: 600]",
+            ),
+            click.option("--max-restarts", type=int, metavar="N", help="Stop the job after N restarts."),
             click.option(
                 "--hang-timeout",
                 default="auto",
                 envvar=settings.HANG,
                 metavar="S|auto|off",
-                help="A fault when no rank gets on so long; auto: ten times the longest step, at least 600. "
-                "[$ELASTIC_HANG_TIMEOUT]",
+                help="Treat the job as hung if no rank finishes a step for this long; auto: 10 times the longest step, "
+                "at least 600 s. [$ELASTIC_HANG_TIMEOUT]",
             ),
             click.option(
                 "--first-step-timeout",
                 default="auto",
                 envvar=settings.FIRST_STEP,
                 metavar="S|auto|off",
-                help="The same until a world's first step; auto: ten times the longest so far, 3600 at first. "
-                "[$ELASTIC_FIRST_STEP_TIMEOUT]",
+                help="The same for the time before the first step after a (re)start; auto: 10 times the longest seen, "
+                "initially 3600 s. [$ELASTIC_FIRST_STEP_TIMEOUT]",
             ),
             click.option(
                 "--store",
                 default="",
                 metavar="single|rootless|HOST:PORT",
-                help="Where ranks meet: a store on one node, one on every node, or one that is there. "
-                "[$ELASTIC_ROOTLESS=1: rootless; single]",
+                help="Rendezvous store of the ranks: on one node, on every node, or an existing one. "
+                "[default: single, or rootless with $ELASTIC_ROOTLESS=1]",
             ),
         )
     ):
@@ -181,54 +192,73 @@ def _policy(options: dict[str, Any]) -> Any:
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_elasticity
-@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Warm processes of every node.")
-@click.option("--job", default="", metavar="NAME", help="The job's name. [default: the script's, and Slurm's number]")
-@click.option("--node", default="", metavar="NAME", help="This node's name. [default: Slurm's, or the host's]")
 @click.option(
-    "--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="So many nodes on this machine, n0, n1, ..."
+    "--spares",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Spare processes per node, started in advance.",
+)
+@click.option(
+    "--job", default="", metavar="NAME", help="Name of the job. [default: the script's name and the Slurm job ID]"
+)
+@click.option("--node", default="", metavar="NAME", help="Name of this node. [default: from Slurm, or the host name]")
+@click.option(
+    "--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="Run N nodes (n0, n1, ...) on this machine."
 )
 @click.option(
     "--coordinator",
     default="",
     metavar="HOST:PORT|URL",
-    help="Several machines: where the coordinator is, or where it is noted which of them leads: "
-    "kubernetes://NAMESPACE/LEASE, or file:///SHARED/FILE.",
+    help="Several machines: address of the coordinator, or the record of which machine leads: "
+    "kubernetes://NAMESPACE/LEASE or file:///SHARED/FILE.",
 )
-@click.option("--listen", default="", metavar="HOST:PORT", help="With a URL: where others reach this machine.")
-@click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
 @click.option(
-    "--secret", default="", metavar="file:PATH", help="Several machines: what they all know. [$ELASTIC_SECRET]"
+    "--listen", default="", metavar="HOST:PORT", help="With a URL: address at which other machines reach this one."
 )
-@click.option("--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds after SIGTERM or SIGINT.")
+@click.option(
+    "--coordinator-here", is_flag=True, help="Run the coordinator on this machine, on the port of --coordinator."
+)
+@click.option(
+    "--secret",
+    default="",
+    metavar="file:PATH",
+    help="File with the shared secret, the same on every machine. [$ELASTIC_SECRET]",
+)
+@click.option(
+    "--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds to save and exit after SIGTERM or Ctrl-C."
+)
 @click.option(
     "--requeue",
     is_flag=True,
-    help="Under Slurm: the job goes back into the queue after SIGUSR1, or when its first node is lost.",
+    help="Under Slurm: requeue the job after SIGUSR1, or if its first node is lost.",
 )
 @click.option(
-    "--log-dir", type=click.Path(path_type=Path), help="What ranks print, a file each. [default: elastic-logs/JOB]"
+    "--log-dir", type=click.Path(path_type=Path), help="Directory of the ranks' log files. [default: elastic-logs/JOB]"
 )
-@click.option("--agent/--no-agent", default=True, show_default=True, help="Start the node's memory tier beforehand.")
+@click.option(
+    "--agent/--no-agent", default=True, show_default=True, help="Start the node's checkpoint agent before its ranks."
+)
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option("-v", "--verbose", count=True, help="Log the coordinator's decisions and their reasons.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @pass_elastic_screen
 def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options: Any) -> int:
     """Run SCRIPT as the ranks of a job whose number of nodes may change.
 
-    On one machine nothing else is needed. SIGTERM and the first SIGINT: the ranks agree on a step, seal and end; the
-    second SIGINT ends them at once. SIGUSR1: as many nodes as the policy allows.
+    SCRIPT calls elastic.run or uses @elastic.recoverable. On SIGTERM or Ctrl-C the ranks agree on a step, save it and
+    exit; a second Ctrl-C kills them. On SIGUSR1 the job grows to the maximum number of nodes.
 
-    On several machines, run the same with --coordinator HOST:PORT and the same --secret on each, and with
-    --coordinator-here on one of them. On the others SIGTERM means that this machine is preempted: the job goes on.
+    On several machines, run the same command with --coordinator HOST:PORT and the same --secret on each, and with
+    --coordinator-here on one of them. On the others, SIGTERM removes this machine and the job continues.
 
-    With --coordinator URL on each, any of them leads, and another one takes over where its machine is lost. SIGTERM
-    means on all of them that this machine is preempted; `elastic stop` stops the job.
+    With --coordinator URL on each, any machine can lead, and another one takes over if it is lost. SIGTERM removes the
+    machine from the job; `elastic stop` stops the job.
 
-    Under Slurm `srun --ntasks-per-node=1 elastic run SCRIPT` needs none of that; nor do pods with Kubeflow's PET_*, but
-    for the secret. What is given as an option wins. Slurm's signals mean the job: SIGUSR1 stops it, too.
+    Under Slurm, `srun --ntasks-per-node=1 elastic run SCRIPT` needs none of these options. Pods with Kubeflow's PET_*
+    variables need only the secret. Options override both. Slurm's signals stop the job, SIGUSR1 included.
     """
     if options["coordinator_here"] and is_leader_url(options["coordinator"]):
         raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
@@ -299,12 +329,14 @@ def _place(options: dict[str, Any]) -> NodeLaunch:
 
 @click.command("join")
 @click.argument("job", required=False)
-@click.option("--node", default="", metavar="NAME", help="The new node's name. [default: the next free n0, n1, ...]")
-@click.option("--agent/--no-agent", default=True, show_default=True, help="Start the node's memory tier beforehand.")
-@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@click.option("--node", default="", metavar="NAME", help="Name of the new node. [default: the next free n0, n1, ...]")
+@click.option(
+    "--agent/--no-agent", default=True, show_default=True, help="Start the node's checkpoint agent before its ranks."
+)
+@click.option("-v", "--verbose", count=True, help="Log the coordinator's decisions and their reasons.")
 @pass_elastic_screen
 def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -> int:
-    """One more node, on this machine, for a job that was started on it."""
+    """Add a node on this machine to a job that was started on it."""
     from elastic.cli.job_control import find_run
 
     place, record = find_run(job)
@@ -322,23 +354,26 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
 
 @click.command("coordinator")
 @_elasticity
-@click.option("--listen", required=True, metavar="HOST:PORT", help="Where nodes reach it; no host: on every address.")
+@click.option(
+    "--listen", required=True, metavar="HOST:PORT", help="Address to listen on; without a host, on every address."
+)
 @click.option("--job", required=True, metavar="NAME", help="The job's name.")
-@click.option("--secret", default="", metavar="file:PATH", help="What all nodes know. [$ELASTIC_SECRET]")
+@click.option("--secret", default="", metavar="file:PATH", help="File with the secret of the nodes. [$ELASTIC_SECRET]")
 @click.option(
     "--leadership",
     default="",
     metavar="URL",
-    help="Stand by, and lead where nobody else does: as `elastic run --coordinator URL` of the nodes.",
+    help="Wait as a standby, and lead if no other coordinator does. URL as in `elastic run --coordinator URL`.",
 )
-@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@click.option("-v", "--verbose", count=True, help="Log the coordinator's decisions and their reasons.")
 @pass_elastic_screen
 def coordinator_command(
     screen: ElasticScreen, /, listen: str, job: str, secret: str, verbose: int, **options: Any
 ) -> int:
-    """Only a coordinator, for nodes that are started with `elastic run --coordinator HOST:PORT`.
+    """Run a coordinator alone, for nodes that use `elastic run --coordinator HOST:PORT`.
 
-    It keeps nothing but the newest world's number: started again, it learns the job from its nodes, which train on.
+    It stores only the number of the newest world. After a restart it learns the job from the nodes, which keep
+    training.
     """
     import logging
 
