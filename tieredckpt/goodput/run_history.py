@@ -132,7 +132,7 @@ def split_into_runs(events: Iterable[LogEvent]) -> list[JobRun]:
     for run, later in itertools.pairwise(runs):
         run.end = min(run.end, later.start)
     for run in runs:
-        run.worlds_in_order = _stretches(run)
+        run.worlds_in_order = _with_unwritten_steps(_stretches(run), run)
         run.transitions = _ways(run)
     return runs
 
@@ -186,6 +186,32 @@ def _stretches(run: JobRun) -> list[WorldSteps]:
         end = max(to_us(event_time(step)) for step in told)
         found.append(WorldSteps(epoch, world_size_of(run, epoch), to_us(told[0].began), end, told))
     return found
+
+
+def _with_unwritten_steps(worlds: list[WorldSteps], run: JobRun) -> list[WorldSteps]:
+    """Add the last steps of worlds whose first rank was killed before it wrote them.
+
+    The next world restored such a step and continued after it, so all ranks had completed it. Their losses are unknown.
+    """
+    restored: dict[int, int] = {}
+    for one in run.restores:
+        if one.step >= 0:
+            restored[one.epoch] = min(one.step, restored.get(one.epoch, one.step))
+    for before, after in itertools.pairwise(worlds):
+        last = before.steps[-1]
+        missing = range(last.step + 1, after.steps[0].step)
+        if not missing or restored.get(after.epoch) != missing[-1]:
+            continue
+        known = [one for one in run.events if isinstance(one, FaultEvent) and one.epoch == before.epoch]
+        fault = min((one.at if one.since is None else one.since for one in known), default=after.steps[0].began)
+        until = max(event_time(last), min(fault, after.steps[0].began))
+        typical_s = statistics.median(one.seconds for one in before.steps)
+        seconds = min(typical_s, (until - event_time(last)) / len(missing))
+        for number, step in enumerate(missing):
+            began = event_time(last) + number * seconds
+            before.steps.append(StepEvent(before.epoch, last.rank, step, began, seconds))
+        before.end = to_us(event_time(before.steps[-1]))
+    return worlds
 
 
 def _ways(run: JobRun) -> list[Transition]:

@@ -130,6 +130,20 @@ def test_final_restore_undoes_later_steps():
     assert (found.steps_counted, found.steps_lost) == (3, 2)
 
 
+def test_step_that_a_killed_first_rank_did_not_write_counts_if_it_was_restored():
+    told = Told().began(0).world(0).steps(0, 2, at=0).fault(3.5, since=3.5).world(4, epoch=1, how="respawn")
+    told.restored(2, at=4, took=0.1, epoch=1)
+    found = analyse(told.steps(3, 1, at=5, epoch=1).ended(6).events)
+    assert (found.steps_counted, found.steps_lost) == (4, 0)
+    assert seconds(found)["productive"] == 4
+
+
+def test_step_that_nobody_restored_is_not_made_up():
+    told = Told().began(0).world(0).steps(0, 2, at=0).fault(3.5, since=3.5).world(4, epoch=1, how="respawn")
+    found = analyse(told.steps(3, 1, at=5, epoch=1).ended(6).events)
+    assert found.steps_counted == 3
+
+
 def test_a_fault_that_nothing_came_after():
     told = Told().began(0).world(0).steps(0, 2, at=0).fault(3, since=2.5).ended(5, how="gave up", words="too many")
     found = analyse(told.events)
