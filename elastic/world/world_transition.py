@@ -162,7 +162,7 @@ class WorldTransition:
             self.update(faults_s=(), full_restarts_s=(*self.world.full_restarts_s, now_s))
         limits = exceeded_restart_limit(self.world, policy)
         if limits:
-            self.fail_job(reason, f"{pluralized(self.world.restarts, 'fault')}; {limits}")
+            self.fail_job(reason, f"{count_with_noun(self.world.restarts, 'fault')}; {limits}")
         elif escalates:
             for member in list(self.world.members.values()):
                 if member.has_ranks or self.world.epoch < 0:
@@ -332,14 +332,14 @@ def exceeded_restart_limit(world: WorldState, policy: ScalingPolicy) -> str:
     """Return the limit that the restarts have exceeded, in words; "" for none. Counts are those of the period."""
     most, full = policy.job_max_retry_count, policy.max_full_job_restarts
     if most is not None and world.restarts > most:
-        return f"at most {pluralized(most, 'restart')} allowed (job_max_retry_count)"
+        return f"at most {count_with_noun(most, 'restart')} allowed (job_max_retry_count)"
     if full is not None and len(world.full_restarts_s) > full:
         return (
-            f"at most {pluralized(full, 'restart')} of all processes allowed within {policy.eval_period_s:g} s "
+            f"at most {count_with_noun(full, 'restart')} of all processes allowed within {policy.eval_period_s:g} s "
             "(max_full_job_restarts, eval_period_s)"
         )
     return ""
 
 
-def pluralized(count: int, noun: str) -> str:
+def count_with_noun(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
