@@ -293,6 +293,29 @@ def _rejection(
     return None
 
 
+def incomplete_state(
+    group: VersionId,
+    *,
+    newest_complete: VersionId | None,
+    once_complete: VersionId | None,
+    aborted: Collection[VersionId],
+    unsure: bool,
+    needed: bool,
+) -> str:
+    """Return the state of an incomplete version: torn, unknown, superseded or lost.
+
+    A newer complete version lets nodes evict the parts of older ones, so those are superseded, not lost. That excludes
+    versions that are ``needed``: pinned, or still to be uploaded. ``unsure``: some tier or node did not answer.
+    """
+    if group in aborted:
+        return "torn"
+    if unsure:
+        return "unknown"
+    if not needed and newest_complete is not None and group < newest_complete:
+        return "superseded"
+    return "lost" if group == once_complete else "torn"
+
+
 class IncarnationBranches:
     """Where incarnations branched off, as whole steps that may be loaded say."""
 

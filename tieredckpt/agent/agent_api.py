@@ -69,6 +69,12 @@ class StepInventory(msgspec.Struct, frozen=True):
     unrecognized: tuple[UnrecognizedSlot, ...] = ()
     """Slots of the job in this node's memory that this release cannot read."""
 
+    @property
+    def newest_complete(self) -> VersionId | None:
+        """The newest complete version that is not quarantined."""
+        complete = (view.version_id for view in self.views if view.candidate.is_complete and not view.quarantined)
+        return max(complete, default=None)
+
 
 class PeerSource(msgspec.Struct, frozen=True):
     """Another node that holds a shard."""

@@ -18,6 +18,7 @@ from tieredckpt.whatif.redundancy import StepRedundancy, UnderReplicatedParts, n
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "stranger": "yellow"}
 STATES = {
     "whole": "green",
+    "superseded": "dim",
     "unknown": "yellow",
     "torn": "yellow",
     "lost": "red",

@@ -34,7 +34,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, Manifest
 from tieredckpt.location import Location, parse_location
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
-from tieredckpt.resolve_step import Tier
+from tieredckpt.resolve_step import Tier, incomplete_state
 
 _READERS = 8
 _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")
@@ -60,10 +60,8 @@ class StepRow:
     """Loads of it that have ended their process on this node lately."""
     kept: bool
     drain: DrainStatus | None
-    was_complete: bool = False
-    """It is known to have been whole."""
-    unsure: bool = False
-    """Who could not be asked may have the parts that are missing."""
+    incomplete_state: str = "torn"
+    """The state where parts are missing."""
     unsupported: str = ""
     """Why this release cannot read the step's metadata."""
 
@@ -79,7 +77,7 @@ class StepRow:
             return "unsupported"
         if self.damaged:
             return "damaged"
-        return "whole" if self.complete else "unknown" if self.unsure else "lost" if self.was_complete else "torn"
+        return "whole" if self.complete else self.incomplete_state
 
     def as_json(self, now_ns: int) -> dict[str, Any]:
         draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
@@ -111,9 +109,6 @@ def step_row(
     manifest: Manifest | None,
     damaged: str,
     drain: DrainStatus | None,
-    *,
-    once_whole: bool = False,
-    unsure: bool = False,
 ) -> StepRow:
     """A survey's view and, where the step is durable, its manifest."""
     parts = view.parts or (manifest.parts if manifest else 0)
@@ -140,8 +135,6 @@ def step_row(
         crashed_loads=view.crashed_loads,
         kept=view.kept,
         drain=drain,
-        was_complete=once_whole,
-        unsure=unsure,
     )
 
 
@@ -189,7 +182,6 @@ def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> Exit
 def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:
     """Every attempt at every step, the newest last."""
     views = [view for view in survey.views if location.step in (None, view.version_id.version)]
-    known = survey.once_whole
     drains = {view.version_id: view for view in sight.agent.drain_status(location.job)} if sight.agent else {}
     wanted = [view.version_id for view in views if view.durable]
     manifests: dict[VersionId, Manifest] = {}
@@ -218,15 +210,27 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
             if all(view.version_id != slot.key.version_id for view in views):
                 views.append(StepStatus(slot.key.version_id, 0, {}))
     lines = [
-        step_row(
-            *(view, manifests.get(view.version_id), damaged.get(view.version_id, ""), drains.get(view.version_id)),
-            once_whole=view.version_id == known,
-            unsure=bool(survey.unreachable) and view.version_id not in survey.torn,
-        )
+        step_row(view, manifests.get(view.version_id), damaged.get(view.version_id, ""), drains.get(view.version_id))
         for view in views
     ]
-    lines = [replace(line, unsupported=unsupported.get(line.version_id, "")) for line in lines]
+    lines = [
+        replace(
+            line, unsupported=unsupported.get(line.version_id, ""), incomplete_state=_incomplete_state(line, survey)
+        )
+        for line in lines
+    ]
     return sorted(lines, key=lambda line: (line.version_id.version, *line.version_id))
+
+
+def _incomplete_state(line: StepRow, survey: StepInventory) -> str:
+    return incomplete_state(
+        line.version_id,
+        newest_complete=survey.newest_complete,
+        once_complete=survey.once_whole,
+        aborted=survey.torn,
+        unsure=bool(survey.unreachable),
+        needed=line.kept or (line.drain is not None and line.drain.state not in ("done", "skipped")),
+    )
 
 
 def _show(
@@ -288,7 +292,9 @@ def _note(line: StepRow) -> str:
     if line.drain is not None and line.drain.error and not line.durable:
         return line.drain.error
     if not line.complete:
-        where = "in what could be asked" if line.unsure else "here"
+        if line.state == "superseded":
+            return "a newer step replaced it"
+        where = "in what could be asked" if line.state == "unknown" else "here"
         return f"{line.parts - line.in_memory} of {line.parts} parts are not {where}"
     if line.crashed_loads > 1:
         return f"{line.crashed_loads} loads of it ended their process here"

@@ -28,7 +28,6 @@ from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_age
 from tieredckpt.errors import CheckpointNotFoundError, TieredCheckpointError, UsageError
 from tieredckpt.format.manifest import StateTable, decode_table, missing_entries
 from tieredckpt.format.shard_layout import Layout
-from tieredckpt.resolve_step import StepVerdict
 from tieredckpt.whatif.node_loss import LossAnalysis
 from tieredckpt.whatif.redundancy import (
     LossOutcome,
@@ -192,9 +191,8 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
         lines.append(("not known" if not number else "", f"[yellow]{literal(name)}:[/] {literal(why)}"))
     if outcome.unknown:
         lines.append(("", _unknown(outcome)))
-    torn = [group.version for group, verdict in outcome.resolution.verdicts.items() if verdict is StepVerdict.TORN]
     torn = sorted(
-        set(torn)
+        {group.version for group in outcome.resolution.torn}
         - {one.version_id.version for one in outcome.lost_steps}
         - {group.version for group in outcome.uncertain_steps}
     )

@@ -11,7 +11,7 @@ from peerstore.shard_records import ShardInfo, VersionId
 from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus, StepInventory, StepStatus
 from tieredckpt.errors import CheckpointDamagedError, UsageError
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, decode_meta
-from tieredckpt.resolve_step import Resolution
+from tieredckpt.resolve_step import Resolution, incomplete_state
 
 NODE_LEVEL = "node"
 _NAMED = 12
@@ -190,7 +190,8 @@ class StepRedundancy:
     parts_in_memory: int
     """Parts in the memory of some node."""
     state: str
-    """whole, torn, lost (it was whole once), damaged, quarantined; unknown: who was not asked may have the rest."""
+    """whole, torn, damaged, quarantined, superseded (by a newer complete step), lost (it was complete, and none newer
+    is), or unknown (a node that did not answer may have the missing parts)."""
     copies: int
     """Of the part in memory that has the fewest."""
     domains: int
@@ -242,7 +243,8 @@ class _Judge:
 
     def __init__(self, view: ClusterStatus, survey: StepInventory) -> None:
         self._once_whole = survey.once_whole
-        self._torn = frozenset(survey.torn)
+        self._aborted = frozenset(survey.torn)
+        self._newest_complete = survey.newest_complete
         self._unsure = bool(survey.unreachable or unknown_nodes(view))
         self._copies = view.copies if view.member_list_version and view.mode == "mirror" else 1
         self._replicated = newest_replicated(view)
@@ -258,15 +260,21 @@ class _Judge:
         damaged = seen.damaged if seen is not None else {}
         open_ended = parts == UNKNOWN_PART_COUNT
         needed = 0 if open_ended or (seen is not None and seen.covered) else parts
-        wanted = self._replicated is None or group >= self._replicated
-        unfinished = "lost" if group == self._once_whole else "torn"
-        if self._unsure and group not in self._torn:
-            unfinished = "unknown"
+        incomplete = incomplete_state(
+            group,
+            newest_complete=self._newest_complete,
+            once_complete=self._once_whole,
+            aborted=self._aborted,
+            unsure=self._unsure,
+            needed=(seen is not None and seen.kept) or (drain is not None and drain.state not in ("done", "skipped")),
+        )
+        state = "quarantined" if quarantined else "whole" if whole else "damaged" if damaged else incomplete
+        wanted = state != "superseded" and (self._settled is None or group >= self._settled)
         return StepRedundancy(
             version_id=group,
             parts=len(nodes) if open_ended else parts,
             parts_in_memory=len(nodes),
-            state="quarantined" if quarantined else "whole" if whole else "damaged" if damaged else unfinished,
+            state=state,
             copies=min(map(len, nodes.values()), default=0),
             domains=min((len({self._domain[node] for node in there}) for there in nodes.values()), default=0),
             level=self._level,

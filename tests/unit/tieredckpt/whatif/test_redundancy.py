@@ -147,3 +147,28 @@ def test_loadable_steps_are_complete_and_not_quarantined():
     whole = StepStatus(group(6), 1, {0: (Tier.PEER,)})
     bad = msgspec.structs.replace(whole, version_id=group(9), quarantined="NaN")
     assert loadable_steps(survey(whole, bad, StepStatus(group(8), 2, {0: (Tier.MEMORY,)}), durable=[3])) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ({}, "superseded"),
+        ({"torn": (group(6),)}, "torn"),
+        ({"once_whole": group(6)}, "superseded"),
+        ({"unreachable": {Tier.DURABLE: "timed out"}}, "unknown"),
+    ],
+)
+def test_steps_older_than_a_complete_one_are_superseded(more, state):
+    seen = view(node("n0", "", {6: [0], 7: [0, 1], 8: [1]}))
+    said = survey(StepStatus(group(6), 2, {}), StepStatus(group(7), 2, {}, covered=True), **more)
+    six, seven, eight = redundancy_by_step(seen, said)
+    assert (six.state, seven.state) == (state, "whole")
+    assert eight.state == ("unknown" if state == "unknown" else "torn"), "no newer step is complete"
+    assert not six.under_replicated or state != "superseded"
+
+
+def test_steps_that_are_pinned_or_to_be_uploaded_are_not_superseded():
+    seen = view(node("n0", "", {5: [0], 6: [0], 7: [0, 1]}))
+    said = survey(StepStatus(group(5), 2, {}, kept=True), StepStatus(group(7), 2, {}, covered=True))
+    five, six, _ = redundancy_by_step(seen, said, [DrainStatus(group(6), "failed", error="no part 1")])
+    assert (five.state, six.state) == ("torn", "torn")
