@@ -294,8 +294,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"TIEREDCKPT_CONFIG={path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
-        # PyYAML lets through whatever its constructors meet: a 99th of May, a number that is none, a thousand brackets.
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"TIEREDCKPT_CONFIG={path} is not YAML: {error}") from error
     if tree is None:
         return {}, []
@@ -567,6 +566,23 @@ class BoundedYamlLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"it has more than {MAX_YAML_VALUES} values, those of its aliases included")
 
 
-def load_yaml(text: str) -> Any:
-    """What ``text`` says; ``yaml.YAMLError`` and what else PyYAML raises."""
-    return yaml.load(text, BoundedYamlLoader)  # noqa: S506 - a SafeLoader
+def load_yaml(text: str, loader: type[BoundedYamlLoader] = BoundedYamlLoader) -> Any:
+    """Return the values of ``text``, or raise ``yaml.YAMLError`` with the line and column of the mistake."""
+    try:
+        return yaml.load(text, loader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        began = error.context_mark
+        if began is not None and mark is not None and began.line != mark.line:
+            context = f" {error.context} that begins in line {began.line + 1}"
+        else:
+            context = f" {error.context}" if error.context else ""
+        raise yaml.YAMLError(f"{where}{error.problem or 'syntax error'}{context}") from error
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise yaml.YAMLError(f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # PyYAML lets through whatever its constructors meet: a 99th of May, a number that is none, a thousand brackets.
+        raise yaml.YAMLError(str(error) or type(error).__name__) from error

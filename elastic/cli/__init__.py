@@ -13,6 +13,7 @@ from elastic.errors import ElasticError
 from peerstore.errors import PeerStoreError
 from tieredckpt.cli import LazyCommandGroup, distribution_version
 from tieredckpt.cli.exit_codes import CommandError
+from tieredckpt.cli.optional_packages import missing_extra
 from tieredckpt.errors import TieredCheckpointError
 
 _OWN = {
@@ -71,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(screen.report_error(error))
     except (ElasticError, PeerStoreError, OSError) as error:
         return screen.report_elastic_error(error)
+    except ModuleNotFoundError as error:
+        needed = missing_extra(error)
+        if needed is None:
+            raise
+        return int(screen.report_error(needed))
 
 
 __all__ = ["main"]

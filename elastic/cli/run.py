@@ -103,8 +103,8 @@ def _policy_reader(tree: dict[str, Any]) -> PolicyReader | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = load_yaml(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        tree = load_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise PolicyError(f"the policy cannot be read from {file}: {error}") from error
     if not isinstance(tree, dict):
         raise PolicyError(f"{file} is no policy: write names and values, as min_replicas: 2")

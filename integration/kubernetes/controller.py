@@ -27,6 +27,7 @@ from integration.kubernetes.errors import ApiServerError, ResourceConflictError
 from integration.kubernetes.reconciler import JobReconciler
 from peerstore.daemon_process import handle_signals
 from peerstore.network_addresses import split_address
+from tieredckpt.cli.optional_packages import missing_extra
 
 log = logging.getLogger(__name__)
 _Key = tuple[str, str]
@@ -183,9 +184,17 @@ def main(
         raise click.UsageError("either --namespace or --all-namespaces")
     _log_to_stderr(log_format, verbose=verbose)
     settings = _settings(silent_s, master_ports)
+    try:
+        plain = connect_api_server()
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(missing_extra(error) or error)) from error
+    except Exception as error:
+        if type(error).__name__ != "ConfigException":  # of a package that this module imports late
+            raise
+        text = f"no Kubernetes cluster is configured ({error}): run it in a pod, or set $KUBECONFIG"
+        raise click.ClickException(text) from error
     stop = threading.Event()
     undo = handle_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
-    plain = connect_api_server()
     controller = JobController(retry_s=max(every_s, 1.0))
     nodes = NodeHealthCache(controller.enqueue_all)
     cluster = CachedApiClient(plain, namespaces or [""], controller.enqueue)

@@ -17,6 +17,7 @@ import click
 from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError, ExitCode
+from tieredckpt.cli.optional_packages import missing_extra
 from tieredckpt.errors import PluginError, TieredCheckpointError
 
 __all__ = ["main"]
@@ -116,6 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     except (TieredCheckpointError, CommandError, PeerStoreError, OSError) as error:
         return screen.report_error(error)
+    except ModuleNotFoundError as error:
+        needed = missing_extra(error)
+        if needed is None:
+            raise
+        return screen.report_error(needed)
 
 
 def _command_of(name: str, points: list[metadata.EntryPoint]) -> click.Command:
@@ -126,6 +132,9 @@ def _command_of(name: str, points: list[metadata.EntryPoint]) -> click.Command:
     try:
         found = points[0].load()
     except Exception as cause:  # noqa: BLE001 - of somebody else's module: only this command needs it
+        needed = missing_extra(cause) if isinstance(cause, ModuleNotFoundError) else None
+        if needed is not None:
+            return _broken(name, needed, cause)
         return _broken(name, PluginError(f"{_whose(name, points[0])} cannot be loaded: {cause!r}"), cause)
     if not isinstance(found, click.Command):
         return _broken(name, PluginError(f"{_whose(name, points[0])} is no command: {found!r:.200}"))
@@ -137,7 +146,7 @@ def _whose(name: str, point: metadata.EntryPoint) -> str:
     return f"`{name}`, which {owner} adds ({point.value}),"
 
 
-def _broken(name: str, error: PluginError, cause: Exception | None = None) -> click.Command:
+def _broken(name: str, error: PluginError | CommandError, cause: Exception | None = None) -> click.Command:
     """A command that takes anything and says why it is not there."""
 
     def fail() -> None:

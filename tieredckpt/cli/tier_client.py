@@ -152,8 +152,14 @@ class TierClient:
         """The job's manifests, read by this process."""
         durable = self.durable_settings(job)
         if not durable.url:
-            raise CheckpointNotFoundError(
-                f"job {job} has no durable tier that is known here: name it with --durable URL or durable.url"
+            if self.agent is None:
+                raise TierUnavailableError(
+                    f"{self.agent_error}, so the durable tier of job {job!r} is unknown: name it with --durable URL or "
+                    "durable.url"
+                )
+            raise UsageError(
+                f"job {job!r} has no durable tier that this node's agent knows of: its steps are in memory only. Name "
+                "a durable tier with --durable URL or durable.url"
             )
         with self._direct.catalog(job) as catalog:  # open until the end: it is configured once
             assert catalog is not None  # noqa: S101 - it was configured with a URL

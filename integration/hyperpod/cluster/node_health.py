@@ -180,11 +180,8 @@ class NodeHealthLabels:
 
 def connect_node_labels(context: str | None = None, kubeconfig: str | None = None) -> NodeHealthLabels:
     """With a pod's own account, or what ``kubectl`` would use."""
-    try:
-        from kubernetes import client, config
-    except ModuleNotFoundError as error:
-        advice = "pip install 'tieredckpt[kubernetes]'"
-        raise CommandError("there is no Kubernetes client", code=ExitCode.USAGE, advice=advice) from error
+    from kubernetes import client, config
+
     try:
         if context is None and kubeconfig is None:
             with contextlib.suppress(config.ConfigException):

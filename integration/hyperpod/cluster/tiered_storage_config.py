@@ -124,7 +124,7 @@ def _parsed(path: Path) -> Any:
     text = _text(path)
     try:
         return load_yaml(text)
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
+    except yaml.YAMLError as error:
         raise SettingsError(f"{path} is neither JSON nor YAML: {error}") from error
 
 

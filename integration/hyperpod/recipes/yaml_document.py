@@ -11,13 +11,11 @@ from typing import Any
 import yaml
 
 from elastic.errors import PolicyError
-from tieredckpt.settings import BoundedYamlLoader
+from tieredckpt.settings import BoundedYamlLoader, load_yaml
 
 _WHOLE = re.compile(r"\$\{(?:recipes\.)?([A-Za-z0-9_.]+)\}")
 _MISSING = "???"
 _DEEPEST = 64
-# PyYAML lets through whatever its constructors meet.
-_UNREADABLE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class _Loader(BoundedYamlLoader):
@@ -139,12 +137,12 @@ def open_recipe_document(path: str | Path) -> RecipeDocument:
     """A recipe's file, or :class:`~elastic.errors.PolicyError` that names it and says what it is instead."""
     path = Path(path)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+        tree = load_yaml(path.read_text(encoding="utf-8"), _Loader)
     except PolicyError as error:
         raise PolicyError(f"{path.name}: {error}") from None
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror or error}") from error
-    except _UNREADABLE as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, Mapping):
         raise PolicyError(f"{path} holds no recipe: its top is to be a mapping")

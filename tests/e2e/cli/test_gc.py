@@ -274,3 +274,13 @@ def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_p
         for service in services:
             assert service.wait_durable("job", None, 60.0).state == "done"
         assert len(list(root.rglob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("command", [("gc", "llama"), ("rebuild", "llama/step-1")])
+def test_job_without_durable_tier_is_a_usage_error(cli, agent_dir, command):
+    Job(agent_dir, DurableSettings(), "llama").save(1, durable=False)
+    said = cli(*command)
+    assert said.code == 2
+    assert "job 'llama' has no durable tier that this node's agent knows of" in said.err
+    assert "--durable URL" in said.err
+    assert "tieredckpt ls" not in said.err

@@ -333,3 +333,25 @@ def test_a_file_gives_settings_or_a_settings_error(tmp_path_factory, data):
     path.write_bytes(data)
     with contextlib.suppress(SettingsError):
         load_settings({"TIEREDCKPT_CONFIG": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("agent: {budget: [1\n", "line 2, column 1: expected ',' or ']', but got '<stream end>'"),
+        ("agent: a: b\n", "line 1, column 9: mapping values are not allowed here"),
+        ("agent:\n  directory: a\0b\n", "line 2, column 15: the character '\\x00' is not allowed"),
+        ("agent: !!python/name:os.system\n", "line 1, column 8: could not determine a constructor"),
+        ("since: 2024-05-99\n", "day is out of range for month"),
+        ("[" * 5000, "recursion"),
+    ],
+)
+def test_yaml_errors_name_line_and_column(tmp_path, text, said):
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"TIEREDCKPT_CONFIG": str(file)})
+    assert f"TIEREDCKPT_CONFIG={file} is not YAML: " in str(caught.value)
+    assert said in str(caught.value)
+    assert "unicode string" not in str(caught.value)
+    assert "\n" not in str(caught.value)
