@@ -582,7 +582,9 @@ def load_yaml(text: str, loader: type[BoundedYamlLoader] = BoundedYamlLoader) ->
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise yaml.YAMLError(f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed") from error
+        raise yaml.YAMLError(
+            f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed"
+        ) from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # PyYAML lets through whatever its constructors meet: a 99th of May, a number that is none, a thousand brackets.
         raise yaml.YAMLError(str(error) or type(error).__name__) from error
