@@ -71,9 +71,14 @@ def settings_from_options(agent_dir: Path | None, durable: str | None, target: s
     if target is None or settings.agent.directory:
         return settings
     found = find_agent_directory(settings, str(parse_location(target).job) if target else None)
-    return (
-        settings if found == settings.agent_directory else override_settings(settings, agent={"directory": str(found)})
-    )
+    if found == settings.agent_directory:
+        return settings
+    context = click.get_current_context(silent=True)
+    if target == ANY_JOB and context is not None:
+        context.ensure_object(CommandOutput).info(
+            f"no agent with a job answers in {settings.agent_directory}, the usual place; using the one in {found}"
+        )
+    return override_settings(settings, agent={"directory": str(found)})
 
 
 def with_exit_code_help(command: F) -> F:

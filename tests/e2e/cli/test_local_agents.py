@@ -5,7 +5,7 @@ import pytest
 from tests.support.agents import agent_directory
 from tests.support.jobs import Job
 from tieredckpt.session.session import close_sessions
-from tieredckpt.settings import DurableSettings
+from tieredckpt.settings import DurableSettings, Settings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
@@ -39,6 +39,12 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, simulated):
     assert cli("pin", OTHER, 7, "--json").json["marked"] == ["memory"]
     assert cli("ls", "nobody").code in (3, 5)
     assert cli("ls", "--json").json["jobs"], "without a job: those of an agent that has some"
+
+
+def test_status_names_the_other_directory_that_it_shows(cli, simulated):
+    said = cli("status")
+    assert f"no agent with a job answers in {Settings().agent_directory}, the usual place; using the one in" in said.err
+    assert said.err.strip().splitlines()[-1].split()[-1] in said.out
 
 
 def test_named_agent_is_the_only_one_queried(cli, simulated):
