@@ -109,13 +109,6 @@ def test_wrong_calls(cli, six, arguments, code):
     assert left(cli, six) == [1, 2, 3, 4, 5, 6]
 
 
-def test_gc_requires_a_durable_tier(cli, agent_dir):
-    Job(agent_dir, DurableSettings(), "near").save(1, durable=False)
-    said = cli("gc", "near")
-    assert said.code == 3
-    assert "--durable URL" in said.err
-
-
 def test_memory_slots_of_a_newer_agent_are_kept_until_dropped(cli, agent_dir):
     job = Job(agent_dir, DurableSettings(), "llama")
     job.save(1, 2, durable=False)
