@@ -10,8 +10,11 @@ A plug-in is an entry point of the group ``tieredckpt.platforms``: a function th
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +31,9 @@ from tieredckpt.errors import PluginError, SettingsError
 from tieredckpt.event_log.log_writer import EVENT_LOG_ENV, STDOUT_EVENTS_ENV
 from tieredckpt.memory_service_options import MemoryServiceOptions
 
+log = logging.getLogger(__name__)
+_CLOSE = 0.8
+"""Similarity (:func:`difflib.get_close_matches`) from which a name is taken for a misspelled one."""
 OnBusy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
@@ -234,6 +240,8 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             STDOUT_EVENTS_ENV,
         ):
             _set_from_environment(tree, name, value, problems)
+        elif name.startswith("T") and not name.startswith("TIEREDCKPT_"):
+            _warn_of_misspelled_prefix(name)
     source = cluster_config_source(environ)
     if not source:
         return _build(tree, problems)
@@ -310,16 +318,31 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
         return
     section, _, rest = key.partition("_")
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
-        known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
-        problems.append(
-            f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {CLUSTER_CONFIG_ENV}, {known}"
-        )
+        known = {f"{section}_{key}": f"TIEREDCKPT_{section}_{key}".upper() for section, key in _KEYS}
+        known |= {"enabled": "TIEREDCKPT_ENABLED", "config": "TIEREDCKPT_CONFIG", "cluster": CLUSTER_CONFIG_ENV}
+        near = [known[one] for one in known if one.startswith(f"{section}_")]
+        near = near or [f"TIEREDCKPT_{one.upper()}_..." for one in _SECTIONS]
+        problems.append(f"{name}: no such setting; {_suggestion(key, known, near)}")
         return
     if tree.get(section) is None:  # a section that the file only names
         tree[section] = {}
     part = tree[section]
     if isinstance(part, dict):
         part[rest] = _pairs(name, value, problems) if rest == "options" else value
+
+
+def _suggestion(wrong: str, known: Mapping[str, str], listed: Iterable[str]) -> str:
+    """Return the name that was meant, or ``listed`` if no key of ``known`` is close."""
+    close = difflib.get_close_matches(wrong, known, 1, _CLOSE)
+    return f"did you mean {known[close[0]]}?" if close else f"known are {', '.join(listed)}"
+
+
+@functools.cache
+def _warn_of_misspelled_prefix(name: str) -> None:
+    """Log a warning, once for each process and variable, if ``name`` is almost one of ours."""
+    prefix, _, rest = name.partition("_")
+    if difflib.get_close_matches(prefix, ["TIEREDCKPT"], 1, _CLOSE) and is_local_rank_zero():
+        log.warning("$%s is ignored: did you mean $TIEREDCKPT_%s?", name, rest)
 
 
 def _pairs(name: str, text: str, problems: list[str]) -> dict[str, str]:
@@ -336,7 +359,8 @@ def _build(tree: dict[str, Any], problems: list[str]) -> Settings:
         elif name in _SECTIONS:
             values[name] = _section(name, value, problems)
         else:
-            problems.append(f"{name}: no such key; known are enabled, {', '.join(_SECTIONS)}")
+            known = {one: one for one in ("enabled", *_SECTIONS)}
+            problems.append(f"{name}: no such key; {_suggestion(str(name), known, known)}")
     settings = Settings(**values)
     wrong = {problem.partition(":")[0] for problem in problems}
     problems += [f"{keys[0]}: {text}" for keys, text in _contradictions(settings) if not wrong.intersection(keys)]
@@ -355,7 +379,9 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in _SECTIONS[name]:
-            problems.append(f"{name}.{key}: no such key; known are {', '.join(_SECTIONS[name])}")
+            known = {f"{section}.{one}": f"{section}.{one}" for section, one in _KEYS}
+            hint = _suggestion(f"{name}.{key}", known, _SECTIONS[name])
+            problems.append(f"{name}.{key}: no such key; {hint}")
         else:
             _convert(f"{name}.{key}", value, _SECTIONS[name][key], values, problems)
     return kind(**values)
@@ -513,6 +539,7 @@ _SECTION_TYPES: dict[str, Any] = {
     "durable": DurableSettings,
 }
 _SECTIONS: dict[str, dict[str, Any]] = {name: get_type_hints(kind) for name, kind in _SECTION_TYPES.items()}
+_KEYS = [(section, key) for section, keys in _SECTIONS.items() for key in keys]
 
 
 PLATFORM_ENTRY_POINTS = "tieredckpt.platforms"

@@ -202,7 +202,7 @@ def test_steps_that_are_never_in_memory_cannot_become_durable():
 
 
 def test_unknown_prefixed_variables_are_errors_and_other_variables_ignored():
-    with pytest.raises(SettingsError, match=r"TIEREDCKPT_MEMRY_EVERY: no such setting; known are .*MEMORY_EVERY"):
+    with pytest.raises(SettingsError, match="TIEREDCKPT_MEMRY_EVERY: no such setting; did you mean TIEREDCKPT_MEMORY_"):
         load_settings({"TIEREDCKPT_MEMRY_EVERY": "1"})
     assert load_settings({"TIERED_EVERY": "x", "PATH": "/bin"}) == Settings()
 
@@ -355,3 +355,43 @@ def test_yaml_errors_name_line_and_column(tmp_path, text, said):
     assert said in str(caught.value)
     assert "unicode string" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("TIEREDCKPT_DURABLE_ULR", "did you mean TIEREDCKPT_DURABLE_URL?"),
+        ("TIEREDCKPT_DURABEL_URL", "did you mean TIEREDCKPT_DURABLE_URL?"),
+        ("TIEREDCKPT_DURABLEURL", "did you mean TIEREDCKPT_DURABLE_URL?"),
+        ("TIEREDCKPT_CONFG", "did you mean TIEREDCKPT_CONFIG?"),
+        ("TIEREDCKPT_XYZZY", "known are TIEREDCKPT_AGENT_..., TIEREDCKPT_MEMORY_..."),
+        ("TIEREDCKPT_MEMORY_XYZZY", "known are TIEREDCKPT_MEMORY_EVERY"),
+    ],
+)
+def test_misspelled_variable_gets_one_short_suggestion(name, hint):
+    with pytest.raises(SettingsError) as caught:
+        load_settings({name: "1"})
+    said = str(caught.value)
+    assert said.startswith(f"{name}: no such setting; {hint}")
+    assert len(said) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("durable: {ulr: /x}", "durable.ulr: no such key; did you mean durable.url?"),
+        ("durabel: {url: /x}", "durabel: no such key; did you mean durable?"),
+        ("agent: {on_busy: wait}", "agent.on_busy: no such key; known are directory, "),
+    ],
+)
+def test_misspelled_key_gets_a_suggestion(config, text, hint):
+    with pytest.raises(SettingsError) as caught:
+        config(text)
+    assert str(caught.value).startswith(hint)
+
+
+def test_misspelled_prefix_is_warned_of_once(caplog):
+    for _ in range(2):
+        load_settings({"TIERDCKPT_DURABLE_URL": "/x", "TIERED_EVERY": "x", "TERM": "x", "TIEREDCKPT_CLUSTER": ""})
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["$TIERDCKPT_DURABLE_URL is ignored: did you mean $TIEREDCKPT_DURABLE_URL?"]
