@@ -314,7 +314,8 @@ def _show_goodput(out: Console, asked: SimulateOptions, forecast: GoodputForecas
         lines.append(("single runs", f"{_percent(low)} to {_percent(high)} (nine in ten)"))
         lines.append(("closed form", f"{_percent(forecast.closed_form)}, {_agreement(forecast)}"))
         took = f"{format_duration(forecast.work_s)} of work take {format_duration(float(played.elapsed.mean()))}"
-        lines.append(("time", f"{took}, with {played.faults.mean():,.0f} faults"))
+        faults = f"{played.faults.mean():,.0f}"
+        lines.append(("time", f"{took}, with {faults} fault{'' if faults == '1' else 's'}"))
     spent = {name: share for name, share in time_shares(forecast).items() if share > 0 and name != "work"}
     lines += [
         (_WORDS[name], f"{_percent(share):>8}  {_bar(share / sum(spent.values()))}") for name, share in spent.items()
@@ -326,7 +327,7 @@ def _agreement(forecast: GoodputForecast) -> str:
     if not forecast.is_comparable:
         return "which knows no missing nodes"
     if forecast.deviation_sigmas <= _AGREE:
-        return f"{forecast.deviation_sigmas:.1f} standard errors away: they agree"
+        return f"{forecast.deviation_sigmas:.1f} standard errors away, within chance (up to {_AGREE:.0f})"
     return (
         f"[yellow]{forecast.deviation_sigmas:.1f} standard errors away[/]: another --seed or more --runs tell "
         f"whether by chance"

@@ -73,10 +73,14 @@ def data_value(shown: str, value: float | str) -> Markup:
     return element("data", shown, value=repr(value) if isinstance(value, float) else str(value))
 
 
+_PROSE = ("in its words", "most often")
+"""Columns of error messages: those have paths and names that are wider than the page."""
+
+
 def html_table(head: Iterable[str], body: Iterable[Iterable[MarkupPart]], *, right: Iterable[str] = ()) -> Markup:
-    """A table; the columns named in ``right`` are of numbers."""
+    """Return a table whose columns in ``right`` are numbers; only prose columns break inside a word."""
     names, numbers = list(head), set(right)
-    sides = ["n" if name in numbers else None for name in names]
+    sides = ["n" if name in numbers else "prose" if name in _PROSE else None for name in names]
     top = element(
         "tr", [element("th", name, class_=side, scope="col") for name, side in zip(names, sides, strict=True)]
     )
@@ -349,7 +353,7 @@ header{display:flex;flex-wrap:wrap;align-items:baseline;gap:4px 14px;margin:0 2p
 h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}
 h2{font-size:17px;margin:0 0 2px}
 h3{font-size:13px;font-weight:600;color:var(--soft);margin:16px 0 2px}
-header p{margin:0;color:var(--soft)}
+header p{flex-basis:100%;margin:0;color:var(--soft)}
 .state{border-radius:99px;padding:1px 11px;font-size:13px;font-weight:600;background:var(--line)}
 .state.good{background:var(--productive);color:#fff}.state.bad{background:var(--detect);color:#fff}
 section{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px;margin:0 0 16px}
@@ -387,7 +391,7 @@ th{color:var(--soft);font-weight:600;text-align:left;font-size:12.5px}
 td,th{padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
 tr:last-child td{border-bottom:0}
 td.n,th.n{text-align:right;white-space:nowrap}
-td{overflow-wrap:anywhere}td .sub{color:var(--soft);font-size:12.5px}.wide table{min-width:580px}
+td.prose{overflow-wrap:anywhere}td .sub{color:var(--soft);font-size:12.5px}.wide table{min-width:580px}
 .tag{border:1px solid var(--line);border-radius:6px;padding:0 6px;font-size:12px;color:var(--soft);white-space:nowrap}
 .meter{display:inline-block;vertical-align:middle;height:9px;border-radius:3px;min-width:2px}
 details{margin-top:10px}summary{cursor:pointer;color:var(--soft);font-size:13.5px}

@@ -170,3 +170,10 @@ def test_documented_examples_match_the_output(run, command, output):
     code, out, err = run(*shlex.split(command))
     assert code == 0, err
     assert [line.rstrip() for line in out.splitlines()] == output.splitlines()
+
+
+def test_single_fault_is_in_the_singular_and_deviations_name_their_bound(run):
+    code, out, _ = run("--gpus", 8, "--mtbf", "30d/job", "--recovery", "1min", "--work", "30d", "--runs", "50")
+    assert code == 0
+    assert "with 1 fault\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+    assert "standard errors away, within chance (up to 3)" in out

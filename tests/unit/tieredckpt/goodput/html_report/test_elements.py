@@ -11,6 +11,7 @@ from tieredckpt.goodput.html_report.elements import (
     bytes_text,
     downsampled,
     duration_text,
+    html_table,
     percent_text,
     quantile,
     round_ticks,
@@ -108,3 +109,11 @@ def test_quantiles_are_values():
 )
 def test_numbers_for_people(shown, expected):
     assert shown == expected
+
+
+def test_only_prose_columns_break_inside_words():
+    table = html_table(
+        ("what", "steps lost", "in its words"), [("process", "1", "/a/long/path")], right=("steps lost",)
+    )
+    assert "<td>process</td>" in table
+    assert '<td class="prose">/a/long/path</td>' in table
