@@ -41,31 +41,42 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """The options every agent has, whatever it adds."""
     settings = StoreSettings()
     parser.add_argument(
-        "--budget", default=settings.budget, help="arena size, '64GiB' or '30%%' of memory (%(default)s)"
+        "--budget",
+        default=settings.budget,
+        help="memory for checkpoints, 64GiB or 30%% of the node's (default %(default)s)",
     )
     parser.add_argument(
-        "--slots-per-part", type=int, default=settings.slots_per_part, help="slots a writer keeps (%(default)s)"
+        "--slots-per-part",
+        type=int,
+        default=settings.slots_per_part,
+        help="checkpoint buffers per rank (default %(default)s)",
     )
     parser.add_argument(
         "--burst-slots",
         type=int,
         default=settings.burst_slots,
-        help="extra slots while old ones are in use (%(default)s)",
+        help="extra buffers allowed while older checkpoints are still being copied or read (default %(default)s)",
     )
     parser.add_argument(
         "--lease-grace-s",
         type=float,
         default=settings.lease_grace_s,
-        help="patience with a silent writer (%(default)s)",
+        help="seconds to wait for a rank that stopped responding during a save before its buffer is reclaimed "
+        f"(default {settings.lease_grace_s:g})",
     )
     parser.add_argument(
-        "--job-ttl-s", type=float, default=settings.job_ttl_s, help="keep a job without processes so long (%(default)s)"
+        "--job-ttl-s",
+        type=float,
+        default=settings.job_ttl_s,
+        help=f"seconds to keep the checkpoints of a job after its last process (default {settings.job_ttl_s:.0f})",
     )
     parser.add_argument(
-        "--linger-s", type=float, default=None, help="leave when nobody needed the agent for so long (default: never)"
+        "--linger-s", type=float, default=None, help="exit after this many idle seconds (default never)"
     )
-    parser.add_argument("--detach", action="store_true", help="go on in the background")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--detach", action="store_true", help="run in the background")
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default %(default)s)"
+    )
 
 
 def store_settings_from_args(args: argparse.Namespace) -> StoreSettings:

@@ -63,51 +63,51 @@ class MemoryServiceOptions:
 
 def add_memory_service_arguments(parser: argparse.ArgumentParser) -> None:
     options = MemoryServiceOptions()
-    group = parser.add_argument_group("memory service", "whole shards over HTTP, for the clients of /v1/cp")
+    group = parser.add_argument_group("memory service", "HTTP API compatible with amzn-sagemaker-checkpointing")
     group.add_argument(
         "--memory-service",
         default=options.address,
         metavar="HOST:PORT",
-        help="where it is served, or off (%(default)s)",
+        help="address to listen on, or off (default %(default)s)",
     )
     group.add_argument(
         "--memory-service-auth",
         default=options.auth,
         choices=AUTH_MODES,
-        help="token: clients show it; off: nobody is asked, on a loopback address only; open: nobody is asked, whoever "
-        "reaches the address may read and delete everything (%(default)s)",
+        help="token: clients send a token; off: no authentication, on loopback addresses only; open: no authentication,"
+        " so every client that reaches the address may read and delete all shards (default %(default)s)",
     )
     group.add_argument(
         "--memory-service-token",
         default=options.token,
         metavar="file:PATH",
-        help=f"the token (default: one is made and kept in {MEMORY_SERVICE_TOKEN_FILE} in --dir)",
+        help=f"file with the token (default a generated one, in {MEMORY_SERVICE_TOKEN_FILE} in --dir)",
     )
     group.add_argument(
         "--memory-service-tls",
         default=options.tls,
         metavar="DIR",
-        help="directory with tls.crt and tls.key: serve HTTPS; with ca.crt too, clients show certificates",
+        help="directory with tls.crt and tls.key, to serve HTTPS; with ca.crt, clients must send certificates",
     )
     group.add_argument(
         "--memory-service-nodes",
         default=options.nodes,
         metavar="DISCOVERY",
-        help="the nodes that keep copies for each other: static:NAME=HOST:PORT,..., file:PATH, dns:NAME:PORT, or a "
-        "source that an installed package adds (default: this node alone)",
+        help="nodes that replicate to each other: static:NAME=HOST:PORT,..., file:PATH, dns:NAME:PORT, or the source of"
+        " an installed plug-in (default only this node)",
     )
     group.add_argument(
         "--memory-service-secret",
         default=options.secret,
         metavar="file:PATH",
-        help="what those nodes prove to each other",
+        help="file with the secret that these nodes share",
     )
     group.add_argument(
         "--memory-service-copies",
         type=int,
         default=options.copies,
         choices=(1, 2, 3),
-        help="copies of every shard in all, the first node's included (%(default)s)",
+        help="copies of every shard, including the first (default %(default)s)",
     )
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tieredckpt.settings import Settings
 
 
-@click.command("reshard", short_help="Rewrite a checkpoint for another number of ranks.")
+@with_exit_code_help
+@click.command("reshard", short_help="Write a checkpoint anew for another number of ranks.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="Number of ranks of the new checkpoint.")
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Replace an existing checkpoint.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def reshard_command(
     screen: CommandOutput,
     *,

@@ -28,24 +28,28 @@ _PASSED = ("simulate_nodes", "spares", "node", "coordinator", "secret", "log_dir
 
 @click.command("finetune", short_help="Fine-tune a model of Transformers on any number of nodes, without code.")
 @training_options
-@click.option("--nodes", metavar="MIN[:MAX]", help="Nodes of the job. [the recipe's; 1]")
-@click.option("--nproc", type=click.IntRange(1, 1024), help="Ranks of every node. [the recipe's; 1]")
-@click.option("--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="So many nodes on this machine.")
-@click.option("--spares", type=click.IntRange(0), help="Warm processes of every node.")
+@click.option("--nodes", metavar="MIN[:MAX]", help="Nodes of the job (default the recipe's, or 1).")
+@click.option("--nproc", type=click.IntRange(1, 1024), help="Ranks of every node (default the recipe's, or 1).")
+@click.option("--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="Simulate N nodes on this machine.")
+@click.option("--spares", type=click.IntRange(0), help="Warm spare processes on every node.")
 @click.option("--node", metavar="NAME", help="This node's name.")
-@click.option("--coordinator", metavar="HOST:PORT", help="Several machines: where the coordinator is.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Address of the coordinator, for several machines.")
 @click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
-@click.option("--secret", metavar="file:PATH", help="Several machines: what they all know.")
-@click.option("--grow-after", type=float, metavar="S", help="Collect nodes that come so long before growing.")
-@click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults.")
-@click.option("--log-dir", type=click.Path(path_type=Path), help="What ranks print. [OUTPUT/logs]")
+@click.option("--secret", metavar="file:PATH", help="File with the shared secret; the same on every machine.")
+@click.option(
+    "--grow-after", type=float, metavar="S", help="Wait this many seconds for more new nodes before adding them."
+)
+@click.option("--max-restarts", type=int, metavar="N", help="Stop the job after N faults.")
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), help="Folder for the output of ranks (default OUTPUT/logs)."
+)
 @output_options
 @pass_elastic_screen
 def finetune_command(screen: ElasticScreen, /, **options: Any) -> int:
-    """Fine-tune a model: started again with the same words, it goes on where it was.
+    """Fine-tune a model. The same command resumes an interrupted run.
 
-    Data are lines of JSON: {"text"}, {"prompt", "completion"}, or {"input_ids"} with "labels" or "weights". In the end
-    OUTPUT/model is what from_pretrained reads; OUTPUT/progress.jsonl has a line for each step.
+    Data are lines of JSON: {"text"}, {"prompt", "completion"}, or {"input_ids"} with "labels" or "weights".
+    from_pretrained can load OUTPUT/model at the end; OUTPUT/progress.jsonl has a line for each step.
     """
     from elastic.cli.run import run_command
 

@@ -30,43 +30,73 @@ _LORA = 16
 _POSITIVE, _NOT_NEGATIVE = click.IntRange(1), click.IntRange(0)
 _ANY_LR = click.FloatRange(0)
 _OPTIONS = (
-    click.option("--model", metavar="FOLDER|NAME", help="A causal language model that Transformers reads."),
-    click.option("--config", metavar="FILE", help="Or only its configuration: begin with random weights."),
-    click.option("--tokenizer", metavar="FOLDER|NAME", help="Where that is not the model's."),
-    click.option("--data", multiple=True, metavar="FILE|FOLDER", help="Lines of JSON; may come several times."),
-    click.option("--output", metavar="FOLDER", help="Model, progress and logs. [finetuned-JOB]"),
-    click.option("--job", "name", metavar="NAME", help="Under which it is kept and resumed. [the output's name]"),
-    click.option("--recipe", metavar="FILE", help="A HyperPod recipe: sizes, batches, learning rates and the rest."),
-    click.option("--steps", type=_POSITIVE, help="Optimizer steps. [--epochs of the data]"),
-    click.option("--epochs", type=_POSITIVE, help="Of the data. [1]"),
-    click.option("--batch", type=_POSITIVE, help="Samples of a step, of all ranks together. [16]"),
-    click.option("--microbatch", type=_POSITIVE, help="Samples of a pass, the same ones in any world. [1]"),
-    click.option("--length", type=_POSITIVE, help="Tokens of a sample at the most. [the model's, up to 4096]"),
-    click.option("--too-long", type=click.Choice(["cut", "error"]), help="What becomes of longer ones. [cut]"),
-    click.option("--exact/--fast", default=None, help="The same bits in any world, or a little faster. [exact]"),
-    click.option("--lr", type=_ANY_LR, help="Learning rate. [1e-5]"),
-    click.option("--schedule", type=click.Choice(["cosine", "linear", "constant"]), help="[cosine]"),
-    click.option("--warmup", type=_NOT_NEGATIVE, help="Steps until the learning rate is reached. [0]"),
-    click.option("--min-lr", type=_ANY_LR, help="Where the schedule ends. [0]"),
-    click.option("--rule", type=click.Choice(["constant", "linear", "sqrt"]), help="If the batch changes. [constant]"),
-    click.option("--rewarm", type=_NOT_NEGATIVE, help="Steps to a new learning rate after a resize. [0]"),
-    click.option("--weight-decay", type=_ANY_LR, help="[0]"),
-    click.option("--clip", type=_ANY_LR, help="Of the gradients' norm. [1]"),
-    click.option("--seed", type=_NOT_NEGATIVE, help="[0]"),
+    click.option("--model", metavar="FOLDER|NAME", help="Causal language model that Transformers can load."),
+    click.option("--config", metavar="FILE", help="Model configuration, to start from random weights."),
+    click.option("--tokenizer", metavar="FOLDER|NAME", help="Tokenizer (default the model's)."),
+    click.option("--data", multiple=True, metavar="FILE|FOLDER", help="Training data, lines of JSON; may be repeated."),
+    click.option("--output", metavar="FOLDER", help="Folder for model, progress and logs (default finetuned-JOB)."),
     click.option(
-        "--lora", type=_NOT_NEGATIVE, help="Train adapters of this rank beside frozen weights. [0: all weights]"
+        "--job", "name", metavar="NAME", help="Name of the job, by which it resumes (default the name of OUTPUT)."
     ),
-    click.option("--lora-alpha", type=click.FloatRange(0), help="Over the rank: how much they count. [32]"),
-    click.option("--parallel", type=click.Choice(["fsdp", "ddp"]), help="[fsdp]"),
-    click.option("--precision", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of passes. [auto]"),
-    click.option("--recompute", is_flag=True, default=None, help="Activations again in the backward pass."),
-    click.option("--workers", type=_NOT_NEGATIVE, help="Processes of a rank that tokenise. [0]"),
-    click.option("--cache", metavar="SIZE", help="Node memory for what is tokenised. [4GiB]"),
-    click.option("--every", type=_POSITIVE, help="Steps between checkpoints in memory. [1]"),
-    click.option("--durable", metavar="URL", help="Where checkpoints are kept as well, s3://bucket/prefix or /path."),
-    click.option("--durable-every", type=_POSITIVE, help="Steps between those. [100]"),
-    click.option("--keep-last", type=_NOT_NEGATIVE, help="Of those; 0: all. [0]"),
-    click.option("--export", type=click.Choice(["auto", "float32", "bfloat16"]), help="Weights in the end. [auto]"),
+    click.option(
+        "--recipe", metavar="FILE", help="HyperPod recipe with sizes, batches, learning rates and other options."
+    ),
+    click.option("--steps", type=_POSITIVE, help="Optimizer steps (default from --epochs)."),
+    click.option("--epochs", type=_POSITIVE, help="Passes over the data (default 1)."),
+    click.option("--batch", type=_POSITIVE, help="Samples in a step, over all ranks (default 16)."),
+    click.option(
+        "--microbatch", type=_POSITIVE, help="Samples in a forward pass, for every number of ranks (default 1)."
+    ),
+    click.option("--length", type=_POSITIVE, help="Longest sample in tokens (default the model's limit, up to 4096)."),
+    click.option("--too-long", type=click.Choice(["cut", "error"]), help="Cut longer samples, or fail (default cut)."),
+    click.option(
+        "--exact/--fast",
+        default=None,
+        help="Bitwise equal results for every number of ranks, or faster (default exact).",
+    ),
+    click.option("--lr", type=_ANY_LR, help="Learning rate (default 1e-5)."),
+    click.option(
+        "--schedule",
+        type=click.Choice(["cosine", "linear", "constant"]),
+        help="Learning-rate schedule (default cosine).",
+    ),
+    click.option("--warmup", type=_NOT_NEGATIVE, help="Warm-up steps (default 0)."),
+    click.option("--min-lr", type=_ANY_LR, help="Final learning rate (default 0)."),
+    click.option(
+        "--rule",
+        type=click.Choice(["constant", "linear", "sqrt"]),
+        help="How to scale the learning rate when the batch size changes (default constant).",
+    ),
+    click.option("--rewarm", type=_NOT_NEGATIVE, help="Warm-up steps after a resize (default 0)."),
+    click.option("--weight-decay", type=_ANY_LR, help="Weight decay (default 0)."),
+    click.option("--clip", type=_ANY_LR, help="Largest norm of the gradients (default 1)."),
+    click.option("--seed", type=_NOT_NEGATIVE, help="Random seed (default 0)."),
+    click.option(
+        "--lora", type=_NOT_NEGATIVE, help="Train LoRA adapters of this rank; 0 trains all weights (default 0)."
+    ),
+    click.option(
+        "--lora-alpha",
+        type=click.FloatRange(0),
+        help="LoRA scaling: adapters are multiplied by alpha / rank (default 32).",
+    ),
+    click.option("--parallel", type=click.Choice(["fsdp", "ddp"]), help="Parallelism (default fsdp)."),
+    click.option(
+        "--precision",
+        type=click.Choice(["auto", "float32", "bfloat16"]),
+        help="Precision of forward and backward passes (default auto).",
+    ),
+    click.option("--recompute", is_flag=True, default=None, help="Use activation checkpointing."),
+    click.option("--workers", type=_NOT_NEGATIVE, help="Tokenizer processes per rank (default 0)."),
+    click.option("--cache", metavar="SIZE", help="Node memory for tokenized samples (default 4GiB)."),
+    click.option("--every", type=_POSITIVE, help="Steps between checkpoints in memory (default 1)."),
+    click.option("--durable", metavar="URL", help="Durable tier, s3://bucket/prefix or /path."),
+    click.option("--durable-every", type=_POSITIVE, help="Steps between durable checkpoints (default 100)."),
+    click.option("--keep-last", type=_NOT_NEGATIVE, help="Durable checkpoints to keep; 0 keeps all (default 0)."),
+    click.option(
+        "--export",
+        type=click.Choice(["auto", "float32", "bfloat16"]),
+        help="Precision of the final model (default auto).",
+    ),
 )
 
 

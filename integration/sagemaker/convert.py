@@ -60,6 +60,7 @@ def parse_namespace_url(text: str) -> NamespaceUrl:
         raise UsageError(f"{text!r}: {error}") from error
 
 
+@with_exit_code_help
 @click.command("convert", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
@@ -71,7 +72,6 @@ def parse_namespace_url(text: str) -> NamespaceUrl:
 @click.option("--token", metavar="TOKEN", default="", help="For a memory service that wants one.")
 @output_options
 @pass_output
-@with_exit_code_help
 def convert_command(
     screen: CommandOutput, *, source: str, target: str, ranks: int | None, force: bool, trust_objects: bool, token: str
 ) -> ExitCode:

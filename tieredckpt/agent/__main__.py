@@ -45,7 +45,8 @@ from tieredckpt.settings import (
 SERVICES = "tieredckpt.agent_services"
 """Entry-point group of services that other packages add to a node agent."""
 _CLUSTER_HELP = (
-    f"the cluster's settings for its nodes' memory, PLATFORM:/path (${CLUSTER_CONFIG_ENV}); options replace them"
+    "read the memory budget from the cluster, PLATFORM:/path; command-line options override it "
+    f"(default ${CLUSTER_CONFIG_ENV})"
 )
 _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
 """Settings that are called otherwise on the command line."""
@@ -148,24 +149,35 @@ def _node_peers(store: NodeStore, args: argparse.Namespace) -> NodePeers | None:
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     add_serve_arguments(parser)
-    parser.add_argument("--dir", type=Path, required=True, help="arena, socket and log; on tmpfs")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="directory for checkpoints, socket and log; must be on tmpfs"
+    )
     parser.add_argument(
         "--http",
         default="socket",
-        help="where /metrics and /status are served: socket (in the directory), HOST:PORT, or off (%(default)s)",
+        help="address of /metrics and /status: socket (a file in --dir), HOST:PORT, or off (default %(default)s)",
     )
-    parser.add_argument("--node", default="", help="what this node is called among a job's nodes (the host's name)")
+    parser.add_argument("--node", default="", help="name of this node within a job (default the host name)")
     parser.add_argument(
-        "--peers", default=":0", help="HOST:PORT where other nodes' agents reach this one, or off (%(default)s)"
+        "--peers",
+        default=":0",
+        help="HOST:PORT that the agents of other nodes connect to, or off (default %(default)s)",
     )
     parser.add_argument("--interface", default="", help="network interface for traffic between nodes")
-    parser.add_argument("--tls", default="", help="directory with tls.crt, tls.key, ca.crt: encrypt what nodes send")
     parser.add_argument(
-        "--labels", default="", help="what this node fails together with: rack=r1,zone=a, or file:/path of its labels"
+        "--tls", default="", help="directory with tls.crt, tls.key and ca.crt to encrypt traffic between nodes"
     )
-    parser.add_argument("--transport", default="tcp", help="tcp, nixl or nixl:BACKEND (%(default)s)")
+    parser.add_argument(
+        "--labels", default="", help="failure domains of this node, e.g. rack=r1,zone=a, or file:PATH with them"
+    )
+    parser.add_argument("--transport", default="tcp", help="tcp, nixl or nixl:BACKEND (default %(default)s)")
     add_memory_service(parser)
-    parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=5,
+        help="niceness of the agent process, so that training has priority (default %(default)s)",
+    )
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
@@ -175,7 +187,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
         "--cluster-every-s",
         type=float,
         metavar="S",
-        help=f"look again so often what it says now (a file every {FILE_S:g} s, else every {ASKED_S:g} s)",
+        help=f"seconds between two reads of --cluster-config (default {FILE_S:g} for a file, else {ASKED_S:g})",
     )
     args = parser.parse_args(argv)
     if not args.cluster_config:

@@ -17,6 +17,7 @@ import click
 from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError, ExitCode
+from tieredckpt.cli.help_format import HelpContext, with_help_format
 from tieredckpt.cli.optional_packages import missing_extra
 from tieredckpt.errors import PluginError, TieredCheckpointError
 
@@ -52,6 +53,7 @@ class LazyCommandGroup(click.Group):
 
     def __init__(self, *args: Any, own: Mapping[str, str], plugins: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
+        self.context_class = HelpContext
         self.builtin_commands = own
         self.plugin_group = plugins
         """The entry points' group; "": there are none."""
@@ -65,10 +67,9 @@ class LazyCommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.builtin_commands:
             module, _, name = self.builtin_commands[cmd_name].partition(":")
-            found: click.Command = getattr(import_module(module), name)
-            return found
+            return with_help_format(getattr(import_module(module), name))
         added = metadata.entry_points(group=self.plugin_group, name=cmd_name)
-        return _command_of(cmd_name, list(added)) if added else None
+        return with_help_format(_command_of(cmd_name, list(added))) if added else None
 
 
 def distribution_version() -> str:

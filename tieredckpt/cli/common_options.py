@@ -44,12 +44,12 @@ def tier_options(command: F) -> F:
     directory = click.option(
         "--agent-dir",
         type=click.Path(path_type=Path),
-        help="The node agent's directory. [default: agent.directory, /dev/shm/tieredckpt-UID, an agent here with JOB]",
+        help="Directory of the agent (default agent.directory, /dev/shm/tieredckpt-UID, or that of an agent with JOB).",
     )
     durable = click.option(
         "--durable",
         metavar="URL",
-        help="The durable tier, s3://bucket/prefix or /path. [default: what the agent knows, durable.url]",
+        help="Durable tier, s3://bucket/prefix or /path (default the one that the agent knows, or durable.url).",
     )
     return directory(durable(output_options(command)))
 
@@ -81,9 +81,9 @@ def settings_from_options(agent_dir: Path | None, durable: str | None, target: s
     return override_settings(settings, agent={"directory": str(found)})
 
 
-def with_exit_code_help(command: F) -> F:
-    """Exit codes at the end of the command's help."""
-    command.__doc__ = f"{command.__doc__}\n\n    {EXIT_CODES_HELP.replace(chr(10), chr(10) + '    ')}"
+def with_exit_code_help(command: click.Command) -> click.Command:
+    """List the exit codes at the end of the command's help."""
+    command.epilog = EXIT_CODES_HELP
     return command
 
 

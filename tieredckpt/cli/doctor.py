@@ -57,13 +57,13 @@ _STORE = ("durable tier", "credentials", "clock")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+@with_exit_code_help
 @click.command("doctor", short_help="Check this node and its store; what survives what.")
 @click.option("--bandwidth", is_flag=True, help="Upload --size to the durable tier and measure how fast.")
 @click.option("--size", default="64MiB", show_default=True, help="How much --bandwidth uploads.")
 @click.option("--gpu", is_flag=True, help="Also try what saves and recovery need of this node's devices.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def doctor_command(
     screen: CommandOutput, *, bandwidth: bool, size: str, gpu: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:

@@ -36,6 +36,7 @@ class ExportRequest:
     allow_pickle: bool
 
 
+@with_exit_code_help
 @click.command("export", short_help="Write a step as safetensors, for Hugging Face, torch or DCP.")
 @click.argument("target", metavar="JOB[/step-N]")
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
@@ -47,15 +48,16 @@ class ExportRequest:
     show_default=True,
     help="One safetensors file, a folder for Hugging Face's from_pretrained, a torch.save file, a plain DCP folder.",
 )
-@click.option("--prefix", default="", help="Only names that begin so ('model.'), without it.")
-@click.option("--select", multiple=True, metavar="GLOB", help="Only names like this; may be repeated.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No names like this; may be repeated.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="hf: the most bytes of one file.")
-@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option(
+    "--prefix", default="", help="Export only tensors with this name prefix ('model.'), and strip the prefix."
+)
+@click.option("--select", multiple=True, metavar="GLOB", help="Export only names that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Skip names that match; may be repeated.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="hf: largest size of one file.")
+@click.option("--force", is_flag=True, help="Overwrite DEST.")
 @click.option("--allow-pickle", is_flag=True, help="torch: unpickle objects of any type, which can run any code.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def export_command(
     screen: CommandOutput,
     *,

@@ -33,25 +33,27 @@ from tieredckpt.resolve_step import Tier
 _HOUR_S = 3600.0
 
 
+@with_exit_code_help
 @click.command("gc", short_help="Delete durable steps that are not to be kept.")
 @click.argument("job")
-@click.option("--keep-last", type=click.IntRange(min=1), help="Keep so many of the newest steps. [default: policy]")
-@click.option("--keep-every", type=click.IntRange(min=0), help="Of the others, keep steps divisible by this.")
+@click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest N steps (default the job's policy).")
+@click.option("--keep-every", type=click.IntRange(min=0), help="Of the others, keep steps divisible by N.")
 @click.option(
     "--abandoned-after",
     type=click.FloatRange(min=0),
     default=24.0,
     show_default=True,
     metavar="HOURS",
-    help="Discard unfinished uploads, and shards of steps that never came to be, that are older.",
+    help="Delete unfinished uploads and shards of incomplete steps older than this.",
 )
 @click.option(
-    "--unrecognized-slots", is_flag=True, help="Instead: drop the job's slots that this node's agent cannot read."
+    "--unrecognized-slots",
+    is_flag=True,
+    help="Only drop the slots of the job that this node's agent cannot read; delete nothing durable.",
 )
-@click.option("--dry-run", "-n", is_flag=True, help="Only show what would be deleted.")
+@click.option("--dry-run", "-n", is_flag=True, help="Only print which steps would be deleted.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def gc_command(
     screen: CommandOutput,
     *,

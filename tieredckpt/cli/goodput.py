@@ -225,6 +225,7 @@ def format_seconds(seconds: float) -> str:
 _REFRESH_S = 2.0
 
 
+@with_exit_code_help
 @click.command("goodput", short_help="What a job's time went into, and what faults cost.")
 @click.argument("where", metavar="[DIR|JOB]", required=False)
 @click.option("--faults", is_flag=True, help="Every recovery and resize, stage by stage.")
@@ -235,7 +236,6 @@ _REFRESH_S = 2.0
 @click.option("--watch", is_flag=True, help="Again every two seconds, until Ctrl-C.")
 @output_options
 @pass_output
-@with_exit_code_help
 def goodput_command(
     screen: CommandOutput, *, where: str | None, faults: bool, prometheus: bool, html: Path | None, watch: bool
 ) -> ExitCode:

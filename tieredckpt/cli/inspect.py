@@ -23,13 +23,13 @@ from tieredckpt.location import parse_location
 from tieredckpt.restore.step_index import StepIndex
 
 
+@with_exit_code_help
 @click.command("inspect", short_help="Tensors and objects of a step.")
 @click.argument("target", metavar="JOB[/step-N]")
 @click.option("--match", "-m", "patterns", multiple=True, metavar="GLOB", help="Only names like this; may be repeated.")
 @click.option("--pieces", is_flag=True, help="Where each piece of a sharded tensor is.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def inspect_command(
     screen: CommandOutput,
     *,

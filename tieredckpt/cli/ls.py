@@ -138,11 +138,11 @@ def step_row(
     )
 
 
+@with_exit_code_help
 @click.command("ls", short_help="Steps of a job by tier, or all jobs.")
 @click.argument("job", required=False)
 @tier_options
 @pass_output
-@with_exit_code_help
 def ls_command(screen: CommandOutput, job: str | None, agent_dir: Path | None, durable: str | None) -> ExitCode:
     """List the steps of JOB: in which tiers they are, whether they are whole, how many copies there are.
 

@@ -20,12 +20,12 @@ from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.location import Location
 
 
+@with_exit_code_help
 @click.command("pin", short_help="Keep a step: nothing newer takes its place.")
 @click.argument("target", metavar="JOB")
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @tier_options
 @pass_output
-@with_exit_code_help
 def pin_command(
     screen: CommandOutput, *, target: str, step: int | None, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
@@ -37,12 +37,12 @@ def pin_command(
     return _say(screen, parse_job_and_step(target, step), agent_dir, durable, kept=True)
 
 
+@with_exit_code_help
 @click.command("unpin", short_help="Let a step go when newer ones need its room.")
 @click.argument("target", metavar="JOB")
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @tier_options
 @pass_output
-@with_exit_code_help
 def unpin_command(
     screen: CommandOutput, *, target: str, step: int | None, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:

@@ -25,13 +25,13 @@ from tieredckpt.format import object_keys
 from tieredckpt.location import Location
 
 
+@with_exit_code_help
 @click.command("quarantine", short_help="Keep a step from being chosen, or lift that.")
 @click.argument("target", metavar="JOB/step-N")
 @click.option("--lift", is_flag=True, help="Let the step be chosen again.")
 @click.option("--reason", default="", help="Why, for whoever sees it later.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def quarantine_command(
     screen: CommandOutput, *, target: str, lift: bool, reason: str, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:

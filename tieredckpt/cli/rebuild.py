@@ -32,12 +32,12 @@ from tieredckpt.restore.verified_reads import damaged_chunks
 _SHOWN = 5
 
 
+@with_exit_code_help
 @click.command("rebuild", short_help="Write a lost manifest anew from its shards.")
 @click.argument("target", metavar="JOB/step-N")
 @click.option("--dry-run", "-n", is_flag=True, help="Only say whether it can be done.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def rebuild_command(
     screen: CommandOutput, target: str, dry_run: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:

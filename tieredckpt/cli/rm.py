@@ -20,14 +20,18 @@ from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.errors import TierUnavailableError, UsageError
 
 
+@with_exit_code_help
 @click.command("rm", short_help="Delete a step from every tier.")
 @click.argument("target", metavar="JOB")
 @click.argument("step", type=click.IntRange(min=0), required=False)
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Also where no agent answers: one that uploads the step brings it back.")
+@click.option("--yes", "-y", is_flag=True, help="Delete without confirmation.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Delete even if no agent answers. An agent that is still uploading the step would recreate it.",
+)
 @tier_options
 @pass_output
-@with_exit_code_help
 def rm_command(
     screen: CommandOutput,
     *,
@@ -40,7 +44,7 @@ def rm_command(
 ) -> ExitCode:
     """Delete STEP of JOB (or JOB/step-N), every attempt at it: from memory on all nodes and from the durable tier.
 
-    Kept steps go too. Exit code 5 names what could not be told, and may still have the step.
+    Pinned steps are deleted too. Exit code 5: some node or store did not answer and may still have the step.
     """
     location = parse_job_and_step(target, step)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:

@@ -378,9 +378,10 @@ def _bar(share: float) -> str:
 _STALL_S = 0.5
 
 
+@with_exit_code_help
 @click.command("simulate", short_help="The goodput a job will have, and how often to save.")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs of the job.")
-@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, help="GPUs of a node.")
 @click.option(
     "--mtbf",
     type=MtbfType(),
@@ -388,58 +389,76 @@ _STALL_S = 0.5
     show_default=True,
     help="Mean time between failures: 3h/job, 5y/gpu, 200d/node, or llama-3.",
 )
-@click.option("--interval", type=DurationType(), help="Work from save to save. [default: the best one]")
 @click.option(
-    "--stall", type=DurationType(zero=True), help="What a save holds training up. [default: --event-log, 500ms]"
+    "--interval", type=DurationType(), help="Training time between saves (default the one with the best goodput)."
 )
 @click.option(
-    "--step", type=DurationType(), help="The length of a step: intervals are whole steps, a live fault repeats one."
+    "--stall",
+    type=DurationType(zero=True),
+    help="Time training is blocked per save (default from --event-log, or 500ms).",
 )
-@click.option("--recovery", type=DurationType(zero=True), help="From a fault to training again.")
 @click.option(
-    "--stage", "stages", multiple=True, type=StageDurationType(STAGES), help="The recovery by stages; may be repeated."
+    "--step",
+    type=DurationType(),
+    help="Duration of a step. Intervals are multiples of it; a live recovery repeats one step.",
+)
+@click.option("--recovery", type=DurationType(zero=True), help="Time from a fault to training again.")
+@click.option(
+    "--stage",
+    "stages",
+    multiple=True,
+    type=StageDurationType(STAGES),
+    help="Duration of one recovery stage; may be repeated.",
 )
 @click.option(
     "--event-log",
     "event_log",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The event log of a run: its stages and its saves' stalls, where none are said here.",
+    help="Event log of a run, to take recovery stages and save stalls from.",
 )
 @click.option(
-    "--live-share", type=ShareType(), default="0", help="Share of faults that lose nothing: survivors hold it all."
+    "--live-share",
+    type=ShareType(),
+    default="0",
+    help="Fraction of faults from which the surviving ranks recover without losing a step.",
 )
-@click.option("--durable-share", type=ShareType(), default="0", help="Share of faults that need the durable tier.")
-@click.option("--durable-every", type=click.IntRange(1), default=1, show_default=True, help="Saves, to a durable one.")
-@click.option("--durable-recovery", type=DurationType(zero=True), help="Recovery from there. [default: --recovery]")
+@click.option(
+    "--durable-share", type=ShareType(), default="0", help="Fraction of faults after which the durable tier is read."
+)
+@click.option(
+    "--durable-every", type=click.IntRange(1), default=1, show_default=True, help="Every N-th save is also uploaded."
+)
+@click.option(
+    "--durable-recovery", type=DurationType(zero=True), help="Recovery time from the durable tier (default --recovery)."
+)
 @click.option(
     "--node-loss",
     "node_loss_share",
     type=ShareType(),
     default="0",
-    help="Share of faults after which the node is away.",
+    help="Fraction of faults that take the node away until it is repaired.",
 )
-@click.option("--repair", type=DurationType(), default="1d", show_default=True, help="How long it is away, on average.")
-@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Nodes that stand by.")
-@click.option("--min-nodes", type=click.IntRange(1), help="Go on with as few. [default: wait for all]")
 @click.option(
-    "--resize", type=DurationType(zero=True), default="5s", show_default=True, help="A pause to take a node back in."
+    "--repair", type=DurationType(), default="1d", show_default=True, help="Mean time until the node is back."
 )
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Standby nodes.")
+@click.option(
+    "--min-nodes", type=click.IntRange(1), help="Smallest number of nodes to keep training with (default all)."
+)
+@click.option("--resize", type=DurationType(zero=True), default="5s", show_default=True, help="Pause to add a node.")
 @click.option(
     "--restart",
     type=DurationType(zero=True),
     default="5min",
     show_default=True,
-    help="Recovery of a job that is restarted.",
+    help="Recovery time if the whole job restarts.",
 )
-@click.option(
-    "--work", type=DurationType(), default="30d", show_default=True, help="How long it would take without faults."
-)
-@click.option("--runs", type=click.IntRange(2, 100_000), default=200, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--work", type=DurationType(), default="30d", show_default=True, help="Training time without faults.")
+@click.option("--runs", type=click.IntRange(2, 100_000), default=200, show_default=True, help="Simulated runs.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed.")
 @output_options
 @pass_output
-@with_exit_code_help
 def simulate_command(screen: CommandOutput, /, **given: Any) -> ExitCode:
     """Predict the goodput of a job: the share of its time that is work that stays.
 

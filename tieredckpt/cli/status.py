@@ -40,12 +40,12 @@ from tieredckpt.whatif.redundancy import (
 )
 
 
+@with_exit_code_help
 @click.command("status", short_help="This node's agent; with --cluster all nodes of a job.")
 @click.argument("job", required=False)
 @click.option("--cluster", is_flag=True, help="Who of the job's nodes is there, what they hold, how safe each step is.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def status_command(
     screen: CommandOutput, *, job: str | None, cluster: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:

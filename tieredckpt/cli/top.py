@@ -243,18 +243,18 @@ _WINDOW = 5
 """Refreshes that rates are averaged over: a copy is counted when it is there, which comes in jumps."""
 
 
+@with_exit_code_help
 @click.command("top", short_help="Watch a job's nodes, copies and drains.")
 @click.argument("job", required=False)
-@click.option("--once", is_flag=True, help="One look; so it is when the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print once and exit (default when output is not a terminal).")
 @tier_options
 @pass_output
-@with_exit_code_help
 def top_command(
     screen: CommandOutput, *, job: str | None, once: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
-    """Watch the nodes of JOB: who is there, what is being sent, which step is replicated, what lacks copies.
+    """Watch the nodes of JOB: members, transfers, replicated steps, missing copies.
 
-    Refreshed every second until Ctrl-C. With --json one object a line. JOB may be left out where there is only one.
+    Refreshes every second until Ctrl-C; --json prints one object a line. JOB is optional if the agent has only one.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background ignores it
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:

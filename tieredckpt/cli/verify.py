@@ -67,11 +67,11 @@ class CopyCheck:
         }
 
 
+@with_exit_code_help
 @click.command("verify", short_help="Compare every copy with its checksums.")
 @click.argument("target", metavar="JOB[/step-N]")
 @tier_options
 @pass_output
-@with_exit_code_help
 def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, durable: str | None) -> ExitCode:
     """Compare every copy of every shard with its checksums: in the memory of the job's nodes and in the durable tier.
 

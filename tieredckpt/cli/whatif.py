@@ -48,13 +48,19 @@ _SHOWN = 40
 _READS_SHOWN = 12
 
 
+@with_exit_code_help
 @click.command("whatif", short_help="What would be resumed if these nodes were lost.")
 @click.argument("job", required=False)
-@click.option("--lose", "lost", multiple=True, metavar="LEVEL:NAME", help="node:n3, rack:r1, zone:a; may be repeated.")
-@click.option("--each", is_flag=True, help="Every node and every failure domain, one at a time; the worst first.")
+@click.option(
+    "--lose",
+    "lost",
+    multiple=True,
+    metavar="LEVEL:NAME",
+    help="What is lost: node:n3, rack:r1, zone:a; may be repeated.",
+)
+@click.option("--each", is_flag=True, help="Check the loss of each node and failure domain, the worst first.")
 @tier_options
 @pass_output
-@with_exit_code_help
 def whatif_command(
     screen: CommandOutput,
     *,
@@ -64,10 +70,10 @@ def whatif_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Show what JOB would be resumed from if these nodes were lost at once: which step, read from where.
+    """Show the step that JOB would resume from, and from where, if these nodes were lost at once.
 
-    Nothing is lost or changed. Exit code 0 when something would be resumed (with --each: whichever is lost), 3 when
-    nothing would be left, 5 when only nodes or a store that could not be asked may have something.
+    Changes nothing. Exit code 0: a step would remain (with --each: after every single loss). 3: no step would remain.
+    5: no known step would remain, but some nodes or the store did not answer.
     """
     if each == bool(lost):
         raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")

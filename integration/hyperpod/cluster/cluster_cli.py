@@ -26,22 +26,24 @@ if TYPE_CHECKING:
     )
 
 
-@click.command("node-health", short_help="How a node is labelled, and by its faults should be.")
+@click.command("node-health", short_help="Show or set a node's health label.")
 @click.argument("node", required=False)
 @click.option("--set", "value", type=click.Choice([one.value for one in NodeHealth]), help="Set NODE's label.")
-@click.option("--event-log", "event_logs", multiple=True, metavar="DIR|JOB", help="Of which device faults are counted.")
 @click.option(
-    "--apply", "applies", is_flag=True, help="With --event-log: set the labels that are worse than they were."
+    "--event-log", "event_logs", multiple=True, metavar="DIR|JOB", help="Event log whose device faults are counted."
 )
+@click.option("--apply", "applies", is_flag=True, help="With --event-log: set the labels that would get worse.")
 @click.option(
     "--node-name",
     "node_names",
     multiple=True,
     metavar="OURS=THEIRS",
-    help="A node's name in the event log and in Kubernetes.",
+    help="Name of a node in the event log, and in Kubernetes; may be repeated.",
 )
-@click.option("--context", metavar="NAME", help="As for kubectl.")
-@click.option("--kubeconfig", metavar="FILE", help="As for kubectl. [default: a pod's own account, $KUBECONFIG]")
+@click.option("--context", metavar="NAME", help="kubeconfig context (default the current one).")
+@click.option(
+    "--kubeconfig", metavar="FILE", help="kubeconfig file (default the pod's service account, or $KUBECONFIG)."
+)
 @output_options
 @pass_output
 def cluster_node_health_command(
@@ -56,11 +58,12 @@ def cluster_node_health_command(
     context: str | None,
     kubeconfig: str | None,
 ) -> int:
-    """Read or set the label by which HyperPod reboots and replaces nodes.
+    """Show a node's health label and the label its faults suggest; --set changes it.
 
-    With --event-log: which nodes had so many device faults within a day that they are to be rebooted (a device was lost
-    or its memory was damaged once, it was stuck or its links failed twice) or replaced (twice, four times). Labels
-    are only set for the worse; HyperPod takes them back.
+    HyperPod reboots and replaces nodes by this label. With --event-log, device faults within a day are counted. A lost
+    device or damaged device memory suggests a reboot, the second one a replacement. A stuck device or failed links
+    suggest a reboot after two faults, a replacement after four. Labels are only set to worse values; HyperPod resets
+    them.
     """
     if bool(node) == bool(event_logs) or (value and not node) or ((applies or node_names) and not event_logs):
         text = "say either NODE, with --set or without, or --event-log, with --apply and --node-name or without"
@@ -172,15 +175,15 @@ Exit codes:
 
 @click.group("cluster", cls=LazyCommandGroup, own=_COMMANDS, epilog=_EXITS)
 def cluster_group() -> None:
-    """A HyperPod cluster: how much of its nodes' memory is for checkpoints, and how its nodes are."""
+    """Show and change how a HyperPod cluster uses its nodes' memory, and the health of its nodes."""
 
 
 def cluster_api_options(command: F) -> F:
     """How the cluster is reached."""
     for name, metavar, text in (
-        ("--endpoint-url", "URL", "Another endpoint than AWS's."),
-        ("--profile", "NAME", "A profile of the AWS configuration."),
-        ("--region", "REGION", "[default: the ARN's, $AWS_REGION, the profile's]"),
+        ("--endpoint-url", "URL", "Endpoint to use instead of AWS's."),
+        ("--profile", "NAME", "Profile of the AWS configuration."),
+        ("--region", "REGION", "AWS region (default the ARN's, $AWS_REGION, the profile's)."),
     ):
         command = click.option(name, metavar=metavar, help=text)(command)
     return command
@@ -191,24 +194,35 @@ def cluster_change_options(command: F) -> F:
     command = cluster_api_options(output_options(command))
     for option in (
         click.option(
-            "--timeout", "timeout_s", type=float, default=1800.0, show_default=True, metavar="S", help="Of --wait."
+            "--timeout",
+            "timeout_s",
+            type=float,
+            default=1800.0,
+            show_default=True,
+            metavar="S",
+            help="Seconds that --wait waits.",
         ),
-        click.option("--wait", "waits", is_flag=True, help="Return when the cluster has it."),
-        click.option("--dry-run", is_flag=True, help="Show the request and send nothing."),
+        click.option("--wait", "waits", is_flag=True, help="Wait until the cluster has applied the change."),
+        click.option("--dry-run", is_flag=True, help="Print the request without sending it."),
         click.option(
             "--node-recovery",
             type=click.Choice(("Automatic", "None")),
-            help="UpdateCluster wants it beside the flag. [default: as the cluster has it]",
+            help="Value of NodeRecovery to send; the UpdateCluster API requires it (default the cluster's).",
         ),
-        click.option("--cluster", "name", required=True, metavar="NAME|ARN"),
+        click.option("--cluster", "name", required=True, metavar="NAME|ARN", help="Cluster to change."),
     ):
         command = option(command)
     return command
 
 
 @click.command("show")
-@click.option("--cluster", "name", metavar="NAME|ARN", help="Ask the API.")
-@click.option("--file", "path", type=click.Path(path_type=Path), help="A file, or a directory with a ConfigMap.")
+@click.option("--cluster", "name", metavar="NAME|ARN", help="Cluster to describe through the API.")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    help="File with the description, or directory of a mounted ConfigMap.",
+)
 @cluster_api_options
 @output_options
 @pass_output
@@ -222,9 +236,9 @@ def cluster_show_command(
     profile: str | None,
     endpoint_url: str | None,
 ) -> int:
-    """How much memory the cluster gives to checkpoints, and which settings that makes.
+    """Show how much memory the cluster reserves for checkpoints, and the resulting settings.
 
-    What --json prints is what agents and jobs read: `--cluster-config hyperpod:FILE`, TIEREDCKPT_CLUSTER=hyperpod:FILE.
+    Agents and jobs read the output of --json: `--cluster-config hyperpod:FILE`, TIEREDCKPT_CLUSTER=hyperpod:FILE.
     """
     if (name is None) == (path is None):
         raise CommandError("name either --cluster or --file", code=ExitCode.USAGE)
@@ -240,11 +254,11 @@ def cluster_show_command(
 
 
 @click.command("enable")
-@click.option("--percent", type=click.IntRange(1, 100), help="Of each node's memory. [default: as it was]")
+@click.option("--percent", type=click.IntRange(1, 100), help="Percent of each node's memory (default unchanged).")
 @cluster_change_options
 @pass_output
 def cluster_enable_command(screen: CommandOutput, /, *, percent: int | None, name: str, **options: Any) -> int:
-    """Give a share of the nodes' memory to checkpoints."""
+    """Reserve a share of the nodes' memory for checkpoints."""
     from integration.hyperpod.cluster.tiered_storage_config import MIN_ADVISED_PERCENT, enabled_config
 
     if percent is not None and percent < MIN_ADVISED_PERCENT:

@@ -110,17 +110,17 @@ def plans_table(plans: Sequence[PlanAtSize]) -> Any:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-@click.group("recipe", short_help="What a HyperPod recipe comes to.")
+@click.group("recipe", short_help="Inspect HyperPod recipes, convert them to jobs.")
 def recipe_group() -> None:
-    """Read HyperPod's recipe files as they are."""
+    """Inspect HyperPod recipe files and convert them to jobs."""
 
 
 def _reads(command: _Command) -> _Command:
     for option in reversed(
         (
             click.argument("file", type=click.Path(path_type=Path)),
-            click.option("--nproc", type=click.IntRange(1, 1024), help="Ranks of a node. [what the recipe says, or 8]"),
-            click.option("--nodes", multiple=True, metavar="N[:MAX]", help="Other numbers of nodes than the recipe's."),
+            click.option("--nproc", type=click.IntRange(1, 1024), help="Ranks of a node (default the recipe's, or 8)."),
+            click.option("--nodes", multiple=True, metavar="N[:MAX]", help="Numbers of nodes (default the recipe's)."),
         )
     ):
         command = option(command)
@@ -129,7 +129,7 @@ def _reads(command: _Command) -> _Command:
 
 @recipe_group.command("show")
 @_reads
-@click.option("--elastic", is_flag=True, help="Elastic, though the recipe leaves it switched off.")
+@click.option("--elastic", is_flag=True, help="Make the job elastic even if the recipe does not.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write policy.yaml and tieredckpt.yaml there.")
 @pass_elastic_screen
 def recipe_show_command(
@@ -148,7 +148,7 @@ def recipe_show_command(
 
 @recipe_group.command("plan")
 @_reads
-@click.option("--max-microbatch", type=int, help="The most samples that fit into a pass. [the recipe's]")
+@click.option("--max-microbatch", type=int, help="Largest number of samples in a forward pass (default the recipe's).")
 @click.option("--rank", type=int, help="Also show every pass of this rank.")
 @pass_elastic_screen
 def recipe_plan_command(
@@ -184,14 +184,18 @@ def _print_plans(out: Console, plans: Sequence[PlanAtSize], rank: int | None) ->
 
 @recipe_group.command("job", context_settings={"ignore_unknown_options": True})
 @_reads
-@click.option("--elastic", is_flag=True, help="Elastic, though the recipe leaves it switched off.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write it there. [default: standard output]")
-@click.option("--image", required=True, help="With torch, this system and hyperpod-elastic-agent.")
-@click.option("--name", default="", help="Of the job. [the recipe's]")
-@click.option("--namespace", default="default", show_default=True)
-@click.option("--queue", default="", help="Kueue's local queue.")
-@click.option("--instance", default="", metavar="TYPE", help="Only on nodes of this type, as ml.p5.48xlarge.")
-@click.option("--memory", default="", metavar="SIZE", help="The memory tier in each pod. [the node agent's]")
+@click.option("--elastic", is_flag=True, help="Make the job elastic even if the recipe does not.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="File to write (default standard output).")
+@click.option(
+    "--image", required=True, help="Container image; must contain torch, tieredckpt and hyperpod-elastic-agent."
+)
+@click.option("--name", default="", help="Name of the job (default the recipe's).")
+@click.option("--namespace", default="default", show_default=True, help="Kubernetes namespace.")
+@click.option("--queue", default="", help="Local queue of Kueue.")
+@click.option("--instance", default="", metavar="TYPE", help="Instance type to run on, e.g. ml.p5.48xlarge.")
+@click.option(
+    "--memory", default="", metavar="SIZE", help="Memory budget of each pod's agent (default the node agent's)."
+)
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @pass_elastic_screen
 def recipe_job_command(
