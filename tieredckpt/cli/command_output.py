@@ -138,7 +138,7 @@ def format_age(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min"
     if hours < 48:
-        return f"{hours} h {minutes % 60} min"
+        return f"{hours} h {minutes % 60} min" if minutes % 60 else f"{hours} h"
     return f"{days} d"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peerstore.sizes_and_durations import show_size
+from tieredckpt.cli.command_output import format_age
 from tieredckpt.nccl_environment import NONBLOCKING_VARIABLE, NcclRuleState, check_nccl_environment, is_switched_on
 from tieredckpt.settings import Settings
 
@@ -103,7 +104,7 @@ def _about_budget(memory: MemoryMeasurements) -> CheckResult:
 
 def check_clock_skew(skew_s: float, *, signed: bool) -> CheckResult:
     """``skew_s``: how far this node's clock is ahead of the store's."""
-    text = f"this node's clock and the store's differ by {abs(skew_s):.0f} s"
+    text = f"this node's clock and the store's differ by {format_age(abs(skew_s))}"
     advice = "let the node's time service (chrony, ntpd) run"
     if signed and abs(skew_s) > _REFUSED_SKEW_S:
         return check_failed("clock", f"{text}: signed requests are refused", advice)
@@ -156,7 +157,7 @@ def loss_survivals(settings: Settings, *, store_works: bool = True) -> list[Loss
     newest = f"the newest sealed step ({sealed} is sealed), in this node's memory"
     last = f"the newest durable step ({uploaded} is uploaded) in {durable.url}"
     lost = (last if store_works else broken) if durable.url else "nothing: there is no durable tier"
-    kept = f"{newest}, for {settings.agent.job_ttl_s / 60:.0f} min after the last trainer left"
+    kept = f"{newest}, for {format_age(settings.agent.job_ttl_s)} after the last process exited"
     rows = [
         LossSurvival("a trainer, killed at any moment", kept),
         LossSurvival("the agent, killed", f"{newest}: the next agent checks and takes over what it finds"),

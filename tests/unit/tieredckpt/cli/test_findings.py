@@ -62,3 +62,14 @@ def test_unreplicated_setup_falls_back_to_the_last_uploaded_step():
 def test_switched_off_only_the_store_counts():
     rows = left({"enabled": False, "durable": {"url": "/data"}})
     assert rows == {"anything but the store": "plain checkpoints in /data, every step", "the store": "nothing"}
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(86400, "24 h"), (3600, "1 h"), (90, "1 min"), (5400, "1 h 30 min")])
+def test_time_in_memory_is_in_human_units(seconds, text):
+    rows = loss_survivals(settings_from_mapping({"agent": {"job_ttl_s": seconds}}))
+    assert rows[0].survives.endswith(f"for {text} after the last process exited")
+
+
+def test_clock_skew_is_in_human_units():
+    assert "differ by 2 h 5 min" in check_clock_skew(-7500.0, signed=True).text
+    assert "differ by 20 s" in check_clock_skew(20.0, signed=True).text

@@ -58,7 +58,16 @@ def test_absent_only_where_the_store_answered(unreachable, kind):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-3, "0 s"), (0.4, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (5400, "1 h 30 min"), (200000, "2 d")],
+    [
+        (-3, "0 s"),
+        (0.4, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (3599, "59 min"),
+        (5400, "1 h 30 min"),
+        (86400, "24 h"),
+        (200000, "2 d"),
+    ],
 )
 def test_ages(seconds, text):
     assert format_age(seconds) == text
