@@ -18,7 +18,7 @@ from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import daemonize, serve_store
 from peerstore.settings import AgentPaths, StoreSettings, default_agent_paths
 from peerstore.shard_records import StoreStatus
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_seconds, show_size
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
@@ -138,7 +138,7 @@ def format_store_status(status: StoreStatus) -> str:
     lines = [f"arena   {used} ({state}), budget {show_size(arena.budget_bytes)}"]
     for job in status.jobs:
         newest = "no whole version" if job.newest_committed is None else f"newest whole version {job.newest_committed}"
-        left = "" if job.expires_in_s is None else f", forgotten in {max(0.0, job.expires_in_s):.0f} s"
+        left = "" if job.expires_in_s is None else f", forgotten in {show_seconds(max(0.0, job.expires_in_s))}"
         lines.append(
             f"job     {job.job}: {newest}, {job.versions} versions, epoch {job.epoch}, {job.clients} processes{left}"
         )

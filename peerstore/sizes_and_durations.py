@@ -36,7 +36,9 @@ def show_size(size_bytes: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``0.0123`` as ``12 ms``."""
+    """``0.0123`` as ``12.3 ms``, ``86400`` as ``24.0 h``."""
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
-    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -22,8 +22,8 @@ from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.server.store_client import connect_to_agent
 from peerstore.server.store_server import ensure_private_directory
 from peerstore.settings import AgentPaths, parse_budget
-from peerstore.sizes_and_durations import parse_size, show_size
-from tieredckpt.agent.agent_client import NodeAgentClient, file_system_type
+from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
+from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.agent_http import UNIX
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
@@ -412,7 +412,7 @@ def _about_bandwidth(store: ObjectStore, size_bytes: int) -> CheckResult:
         file.flush()
         seconds = _timed(lambda: store.upload(name, Path(file.name), size_bytes, journal=_NoJournal()))
     store.delete([name])
-    text = f"{show_size(size_bytes)} in {seconds:.2f} s, {show_size(size_bytes / max(seconds, 1e-6))}/s up"
+    text = f"{show_size(size_bytes)} in {show_seconds(seconds)}, {show_size(size_bytes / max(seconds, 1e-6))}/s up"
     return check_passed("bandwidth", text)
 
 

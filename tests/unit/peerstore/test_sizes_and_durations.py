@@ -109,7 +109,15 @@ def test_a_size_is_shown_in_its_order_of_magnitude(size):
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0, "0.0 ms"), (0.0123, "12.3 ms"), (0.5, "500 ms"), (1.25, "1.25 s"), (59.999, "60.00 s"), (90, "1.5 min")],
+    [
+        (0, "0.0 ms"),
+        (0.0123, "12.3 ms"),
+        (0.5, "500 ms"),
+        (1.25, "1.25 s"),
+        (59.999, "60.00 s"),
+        (90, "1.5 min"),
+        (86400, "24.0 h"),
+    ],
 )
 def test_times(seconds, shown):
     assert show_seconds(seconds) == shown

@@ -71,5 +71,5 @@ def test_time_in_memory_is_in_human_units(seconds, text):
 
 
 def test_clock_skew_is_in_human_units():
-    assert "differ by 2 h 5 min" in check_clock_skew(-7500.0, signed=True).text
-    assert "differ by 20 s" in check_clock_skew(20.0, signed=True).text
+    assert "differ by 2 h 5 min" in check_clock_skew(-7500.0, signed=True).message
+    assert "differ by 20 s" in check_clock_skew(20.0, signed=True).message
