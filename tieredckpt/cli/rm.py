@@ -1,13 +1,16 @@
-"""``tieredckpt rm``: delete a step from memory on all nodes and from the durable tier."""
+"""``tieredckpt rm``: delete a step, or all of a job, from memory on all nodes and from the durable tier."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from tieredckpt.cli.command_output import CommandOutput, literal
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.agent.agent_api import StepStatus
+from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
 from tieredckpt.cli.common_options import (
     parse_job_and_step,
     pass_output,
@@ -16,19 +19,20 @@ from tieredckpt.cli.common_options import (
     with_exit_code_help,
 )
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.tier_client import open_tier_client
+from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.errors import TierUnavailableError, UsageError
+from tieredckpt.location import parse_location
 
 
 @with_exit_code_help
-@click.command("rm", short_help="Delete a step from every tier.")
+@click.command("rm", short_help="Delete a step, or a whole job, from every tier.")
 @click.argument("target", metavar="JOB")
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--yes", "-y", is_flag=True, help="Delete without confirmation.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Delete even if no agent answers. An agent that is still uploading the step would recreate it.",
+    help="Delete even if no agent answers, or the job runs. An agent that is still uploading a step would recreate it.",
 )
 @tier_options
 @pass_output
@@ -42,11 +46,14 @@ def rm_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Delete STEP of JOB (or JOB/step-N), every attempt at it: from memory on all nodes and from the durable tier.
+    """Delete STEP of JOB (or JOB/step-N) from memory on all nodes and from the durable tier; without STEP, all steps.
 
-    Pinned steps are deleted too. Exit code 5: some node or store did not answer and may still have the step.
+    Deletes every attempt at a step, and pinned steps too. Exit code 5: some node or store did not answer and may still
+    have the step.
     """
-    location = parse_job_and_step(target, step)
+    location = parse_location(target)
+    if location.step is not None or step is not None:
+        location = parse_job_and_step(target, step)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         survey = sight.survey(location.job)
         views = sight.attempts_at(location, survey)
@@ -58,16 +65,35 @@ def rm_command(
                 f"{why}: whether a node has {location} in memory, or uploads it now and brings it back, is not known. "
                 "Run this on a node of the job; where none of its agents is left, say --force"
             )
+        if location.step is None and not force:
+            _require_stopped(sight, location.job)
+        steps = sorted({view.version_id.version for view in views})
+        what = str(location) if location.step is not None else _whole_job(location.job, steps, views)
         if not yes:
-            _ask(screen, f"delete {location} from {' and '.join(tiers)}?")
+            _ask(screen, f"delete {what} from {' and '.join(tiers)}?")
         sight.delete_attempts(location.job, [view.version_id for view in views])
-    value = {"job": location.job, "step": location.step, "attempts": len(views), "not_asked": why}
-    said = f"{location} is deleted from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
+    value = {"job": location.job, "step": location.step, "steps": steps, "attempts": len(views), "not_asked": why}
+    said = f"deleted {what} from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
     screen.result({**value, "deleted_from": tiers}, lambda out: out.print(literal(said)))
     return ExitCode.OK
 
 
+def _whole_job(job: str, steps: Sequence[int], views: Sequence[StepStatus]) -> str:
+    size = sum(view.size_bytes for view in views)
+    first = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+    return f"all {pluralized(len(steps), 'step')} of job {job!r} ({first}, {show_size(size)} in memory)"
+
+
+def _require_stopped(sight: TierClient, job: str) -> None:
+    """Raise if processes of ``job`` run on this node: they would save more steps."""
+    states = sight.agent.store.status().jobs if sight.agent is not None else []
+    for state in states:
+        if state.job == job and state.clients:
+            count = f"{state.clients} process" + ("es" if state.clients > 1 else "")
+            raise UsageError(f"job {job!r} has {count} on this node: stop the job first, or use --force")
+
+
 def _ask(screen: CommandOutput, question: str) -> None:
     if screen.as_json or not sys.stdin.isatty():
-        raise UsageError(f"{question} Say so with --yes: nobody can be asked here")
+        raise UsageError(f"{question} Add --yes: without a terminal there is no confirmation")
     click.confirm(question, abort=True, err=True)

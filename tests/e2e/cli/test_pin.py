@@ -77,3 +77,29 @@ def test_wrong_calls(cli, job, command):
     assert cli(command, "llama").code == 2
     assert cli(command, "llama/step-1", 2).code == 2
     assert cli(command, "llama", 9, *(["--yes"] if command == "rm" else [])).code == 3
+
+
+def test_rm_of_a_job_deletes_all_its_steps_everywhere(cli, job):
+    close_sessions()
+    said = cli("rm", "llama")
+    assert said.code == 2
+    assert "delete all 3 steps of job 'llama' (1 to 3, " in said.err
+    assert "from memory and durable? Add --yes" in said.err
+    assert [line["step"] for line in cli("ls", "llama", "--json").json["steps"]] == [1, 2, 3]
+    said = cli("rm", "llama", "--yes", "--json")
+    assert said.code == 0
+    assert said.json["steps"] == [1, 2, 3]
+    assert said.json["step"] is None
+    assert said.json["deleted_from"] == ["memory", "durable"]
+    assert cli("ls", "llama").code == 3
+    assert cli("ls", "llama", "--durable", job.settings.durable.url).code == 3
+    assert cli("rm", "llama", "--yes").code == 3
+
+
+def test_rm_refuses_a_job_that_runs(cli, job):
+    with job.checkpointer() as ckpt:
+        assert ckpt.session.agent is not None
+        said = cli("rm", "llama", "--yes")
+        assert said.code == 2
+        assert "job 'llama' has 1 process on this node" in said.err
+    assert [line["step"] for line in cli("ls", "llama", "--json").json["steps"]] == [1, 2, 3]
