@@ -101,6 +101,28 @@ def signal_agent(place: AgentPaths, number: int) -> bool:
     return True
 
 
+def stop_agent(place: AgentPaths, *, timeout_s: float) -> bool:
+    """Send SIGTERM to the agent of ``place`` and wait until it has exited; return False if none runs.
+
+    :class:`AgentUnreachableError` if it does not exit within ``timeout_s``.
+    """
+    try:
+        pid = int(place.lock.read_text())
+        agent = os.pidfd_open(pid)
+    except (OSError, ValueError, OverflowError):
+        return False
+    try:
+        if not signal_agent(place, signal.SIGTERM):
+            return False
+        if not select.select([agent], [], [], timeout_s)[0]:
+            raise AgentUnreachableError(
+                f"the agent in {place.directory} (process {pid}) did not exit within {timeout_s:g} s, see {place.log}"
+            )
+    finally:
+        os.close(agent)
+    return True
+
+
 @contextlib.contextmanager
 def _hung(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]:
     """The agent's process and an open descriptor of it, where it hangs; else (0, -1)."""

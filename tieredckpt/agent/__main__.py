@@ -222,7 +222,9 @@ def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> frozenset
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="tieredckpt agent", description="The node agent: memory tier, drain, metrics."
+        prog="tieredckpt agent",
+        description="Run this node's agent: memory tier, drain, metrics.",
+        epilog="Other commands: tieredckpt agent ls, stop and restart; each has --help.",
     )
     add_agent_arguments(parser)
     try:

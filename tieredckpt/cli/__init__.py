@@ -24,7 +24,7 @@ from tieredckpt.errors import PluginError, TieredCheckpointError
 __all__ = ["main"]
 
 _COMMANDS = {
-    "agent": "tieredckpt.cli.agent:start_agent_command",
+    "agent": "tieredckpt.cli.agent:agent_group",
     "ls": "tieredckpt.cli.ls:ls_command",
     "status": "tieredckpt.cli.status:status_command",
     "top": "tieredckpt.cli.top:top_command",

@@ -1,17 +1,46 @@
-"""``tieredckpt agent`` and ``tieredckpt demo``."""
+"""``tieredckpt agent`` with ``agent ls``, ``stop`` and ``restart``, and ``tieredckpt demo``."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
 
-from tieredckpt.cli.command_output import CommandOutput
-from tieredckpt.cli.common_options import output_options, pass_output
-from tieredckpt.cli.exit_codes import ExitCode
+from peerstore.daemon_process import peer_credentials
+from peerstore.errors import PeerStoreError
+from peerstore.server.agent_launcher import connect_or_launch_agent, stop_agent
+from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.settings import AgentPaths
+from peerstore.shard_records import StoreStatus
+from peerstore.sizes_and_durations import show_size
+from tieredckpt.cli.command_output import CommandOutput, literal, text_table
+from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
+from tieredckpt.cli.exit_codes import CommandError, ExitCode
+from tieredckpt.cli.tier_client import agent_directories
+from tieredckpt.errors import UsageError
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.settings import load_settings, override_settings
+
+_STOP_S = 60.0
 
 
-@click.command("agent", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+class AgentGroup(click.Group):
+    """Runs the agent itself where the first word is no subcommand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+
+
+@click.group("agent", cls=AgentGroup, add_help_option=False, short_help="Run, list, stop or restart node agents.")
+def agent_group() -> None:
+    """Run this node's agent: memory tier, drain, metrics."""
+
+
+@agent_group.command("run", hidden=True, context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def start_agent_command(options: tuple[str, ...]) -> int:
     """Run this node's agent: memory tier, drain, metrics."""
@@ -21,6 +50,156 @@ def start_agent_command(options: tuple[str, ...]) -> int:
         return main(list(options))
     except SystemExit as done:  # argparse: --help, or a wrong option
         return done.code if isinstance(done.code, int) else ExitCode.USAGE
+
+
+# -- agents of this machine ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunningAgent:
+    """An agent that listens on this machine, or the reason why it does not answer."""
+
+    directory: Path
+    process: int = 0
+    status: StoreStatus | None = None
+    problem: str = ""
+
+    @property
+    def jobs(self) -> dict[str, int]:
+        """The jobs that have checkpoints or processes here, with the number of processes."""
+        known = self.status.jobs if self.status is not None else ()
+        return {
+            one.job: one.clients for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        arena = self.status.arena if self.status is not None else None
+        return {
+            "directory": str(self.directory),
+            "process": self.process or None,
+            "jobs": sorted(self.jobs),
+            "processes": sum(self.jobs.values()),
+            "allocated_bytes": arena.allocated_bytes if arena is not None else None,
+            "budget_bytes": arena.budget_bytes if arena is not None else None,
+            "problem": self.problem or None,
+        }
+
+
+def _running_agent(directory: Path) -> RunningAgent:
+    place = AgentPaths(directory, explicit=True)
+    try:
+        with contextlib.closing(connect_to_agent(place.socket, named=True)) as sock:
+            process = peer_credentials(sock)[0]
+        connect = lambda: connect_to_agent(place.socket, named=True)  # noqa: E731 - a client wants a connector
+        with contextlib.closing(Client(connect, retry_s=0.0)) as client:
+            return RunningAgent(directory, process, client.status())
+    except (PeerStoreError, OSError) as error:
+        return RunningAgent(directory, problem=str(error))
+
+
+_directory_option = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    help="Directory of the agent (default agent.directory, or /dev/shm/tieredckpt-UID).",
+)
+
+
+def _require_running(directory: Path | None, *, force: bool) -> RunningAgent:
+    found = _running_agent(load_settings().agent_directory if directory is None else directory.resolve())
+    if found.status is None:
+        raise CommandError(
+            f"no agent runs in {found.directory}: {found.problem}",
+            code=ExitCode.NOT_FOUND,
+            advice="`tieredckpt agent ls` lists the agents of this machine",
+        )
+    for job, count in found.jobs.items():
+        if count and not force:
+            processes = "1 process that uses" if count == 1 else f"{count} processes that use"
+            raise UsageError(
+                f"job {job!r} has {processes} the agent in {found.directory}: stop the job first, or use --force"
+            )
+    return found
+
+
+@with_exit_code_help
+@agent_group.command("ls", short_help="List the agents of this machine.")
+@output_options
+@pass_output
+def list_agents_command(screen: CommandOutput) -> ExitCode:
+    """List the agents of this machine: directory, process, jobs and memory."""
+    own = load_settings().agent_directory
+    found = [_running_agent(one) for one in sorted(agent_directories() | ({own} if own.exists() else set()))]
+    found = [one for one in found if one.status is not None or one.directory != own]
+    screen.result({"agents": [one.as_json() for one in found]}, lambda out: _show_agents(out, found))
+    return ExitCode.OK
+
+
+def _show_agents(out: Console, agents: list[RunningAgent]) -> None:
+    if not agents:
+        out.print("no agent runs on this machine")
+        return
+    rows = []
+    for one in agents:
+        if one.status is None:
+            rows.append([literal(str(one.directory)), "?", "?", f"[yellow]{literal(one.problem)}[/]"])
+            continue
+        arena = one.status.arena
+        memory = f"{show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)}"
+        rows.append(
+            [literal(str(one.directory)), str(one.process), literal(", ".join(sorted(one.jobs)) or "-"), memory]
+        )
+    out.print(text_table(["DIRECTORY", "PROCESS", "JOBS", "MEMORY"], rows, right=("PROCESS",)))
+
+
+@with_exit_code_help
+@agent_group.command("stop", short_help="Stop an agent; its checkpoints stay in memory.")
+@_directory_option
+@click.option("--force", is_flag=True, help="Stop the agent even if processes use it. They start another one.")
+@output_options
+@pass_output
+def stop_agent_command(screen: CommandOutput, *, directory: Path | None, force: bool) -> ExitCode:
+    """Stop an agent and wait until it has exited. The next agent of the directory takes over its checkpoints."""
+    found = _require_running(directory, force=force)
+    stop_agent(AgentPaths(found.directory, explicit=True), timeout_s=_STOP_S)
+    said = f"the agent in {found.directory} (process {found.process}) has exited; its checkpoints stay in memory"
+    screen.result({"directory": str(found.directory), "process": found.process}, lambda out: out.print(literal(said)))
+    return ExitCode.OK
+
+
+@with_exit_code_help
+@agent_group.command(
+    "restart", short_help="Restart an agent, with other options.", context_settings={"ignore_unknown_options": True}
+)
+@_directory_option
+@click.option("--force", is_flag=True, help="Restart the agent even if processes use it.")
+@output_options
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@pass_output
+def restart_agent_command(
+    screen: CommandOutput, *, directory: Path | None, force: bool, options: tuple[str, ...]
+) -> ExitCode:
+    """Restart an agent in the background, with its command line and OPTIONS of `tieredckpt agent`.
+
+    For example, `tieredckpt agent restart --budget 64GiB`. Checkpoints in memory are kept.
+    """
+    from tieredckpt.agent.agent_client import agent_command, agent_environment
+
+    found = _require_running(directory, force=force)
+    place = AgentPaths(found.directory, explicit=True)
+    command: list[str] = []
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{found.process}/cmdline").read_bytes().decode().split("\0")[:-1]
+    if "--dir" not in command:  # not started by a command line of its own
+        command = agent_command(override_settings(load_settings(), agent={"directory": str(found.directory)}))
+    stop_agent(place, timeout_s=_STOP_S)
+    words = [*command, *options, "--dir", str(found.directory), "--detach"]
+    connect_or_launch_agent(place, words, environ=agent_environment()).close()
+    process = _running_agent(found.directory).process
+    value = {"directory": str(found.directory), "process": process, "before": found.process}
+    said = f"the agent in {found.directory} runs again as process {process}, with its checkpoints"
+    screen.result(value, lambda out: out.print(literal(said)))
+    return ExitCode.OK
 
 
 @click.command("demo", short_help="Train, kill, restore, lose the node, restore: equal bit for bit.")

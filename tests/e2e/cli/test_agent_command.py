@@ -1,0 +1,58 @@
+"""``tieredckpt agent ls``, ``stop`` and ``restart`` on real agents."""
+
+import pytest
+
+from tests.support.agents import agent_pid
+from tieredckpt.session.session import close_sessions
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+def of(cli, directory):
+    (row,) = [one for one in cli("agent", "ls", "--json").json["agents"] if one["directory"] == str(directory)]
+    return row
+
+
+def test_agents_of_the_machine_are_listed(cli, job, agent_dir):
+    row = of(cli, agent_dir)
+    assert row["process"] == agent_pid(agent_dir)
+    assert row["jobs"] == ["llama"]
+    assert row["budget_bytes"] == 2 << 30
+    assert row["problem"] is None
+    assert f"{agent_dir}  " in cli("agent", "ls").out
+
+
+def test_stopped_agent_leaves_its_checkpoints_to_the_next_one(cli, job, agent_dir):
+    close_sessions()
+    pid = agent_pid(agent_dir)
+    said = cli("agent", "stop", "--json")
+    assert (said.code, said.json) == (0, {"directory": str(agent_dir), "process": pid})
+    assert agent_pid(agent_dir) is None
+    said = cli("agent", "stop")
+    assert said.code == 3
+    assert f"no agent runs in {agent_dir}" in said.err
+    assert "tieredckpt agent ls" in said.err
+    job.expect(3, tiers={"memory"})
+
+
+def test_agent_in_use_is_only_stopped_by_force(cli, job, agent_dir):
+    with job.checkpointer() as ckpt:
+        assert ckpt.session.agent is not None
+        said = cli("agent", "stop", "--dir", agent_dir)
+        assert said.code == 2
+        assert "job 'llama' has 1 process that uses the agent" in said.err
+        assert "--force" in said.err
+    close_sessions()
+    assert cli("agent", "stop", "--dir", agent_dir, "--force").code == 0
+
+
+def test_restarted_agent_has_new_options_and_the_old_checkpoints(cli, job, agent_dir):
+    close_sessions()
+    before = agent_pid(agent_dir)
+    said = cli("agent", "restart", "--json", "--budget", "3GiB")
+    assert said.code == 0, said.err
+    assert said.json == {"directory": str(agent_dir), "process": agent_pid(agent_dir), "before": before}
+    row = of(cli, agent_dir)
+    assert row["process"] != before
+    assert row["budget_bytes"] == 3 << 30
+    job.expect(3, tiers={"memory"})
