@@ -75,7 +75,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--detach", action="store_true", help="run in the background")
     parser.add_argument(
-        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default %(default)s)"
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="lowest level of messages (default %(default)s)",
     )
 
 

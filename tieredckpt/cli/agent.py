@@ -29,7 +29,7 @@ _STOP_S = 60.0
 
 
 class AgentGroup(click.Group):
-    """Runs the agent itself where the first word is no subcommand."""
+    """Run the agent itself if the first word is not a subcommand."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
@@ -57,7 +57,7 @@ def start_agent_command(options: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class RunningAgent:
-    """An agent that listens on this machine, or the reason why it does not answer."""
+    """An agent that listens on this machine, or the reason for its silence."""
 
     directory: Path
     process: int = 0
@@ -159,7 +159,10 @@ def _show_agents(out: Console, agents: list[RunningAgent]) -> None:
 @output_options
 @pass_output
 def stop_agent_command(screen: CommandOutput, *, directory: Path | None, force: bool) -> ExitCode:
-    """Stop an agent and wait until it has exited. The next agent of the directory takes over its checkpoints."""
+    """Stop an agent and wait until it has exited.
+
+    Its checkpoints stay in memory. The next agent of the directory takes them over.
+    """
     found = _require_running(directory, force=force)
     stop_agent(AgentPaths(found.directory, explicit=True), timeout_s=_STOP_S)
     said = f"the agent in {found.directory} (process {found.process}) has exited; its checkpoints stay in memory"
@@ -203,11 +206,11 @@ def restart_agent_command(
 
 
 @click.command("demo", short_help="Train, kill, restore, lose the node, restore: equal bit for bit.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Where the bucket's files stay afterwards.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Folder to keep the bucket's files in.")
 @output_options
 @pass_output
 def demo_command(screen: CommandOutput, keep: Path | None) -> int:
-    """Train, kill a trainer, restore, lose the node, restore again; the loss goes on bit for bit.
+    """Train, kill a trainer, restore, lose the node, restore again; the losses are bit for bit equal.
 
     Needs nothing and leaves nothing running. Exit code 0 when every loss was equal.
     """

@@ -37,7 +37,7 @@ _HOUR_S = 3600.0
 @click.command("gc", short_help="Delete durable steps that are not to be kept.")
 @click.argument("job")
 @click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest N steps (default the job's policy).")
-@click.option("--keep-every", type=click.IntRange(min=0), help="Of the others, keep steps divisible by N.")
+@click.option("--keep-every", type=click.IntRange(min=0), help="Keep older steps that are divisible by N.")
 @click.option(
     "--abandoned-after",
     type=click.FloatRange(min=0),
@@ -49,9 +49,9 @@ _HOUR_S = 3600.0
 @click.option(
     "--unrecognized-slots",
     is_flag=True,
-    help="Only drop the slots of the job that this node's agent cannot read; delete nothing durable.",
+    help="Drop the job's slots that this node's agent cannot read, and nothing durable.",
 )
-@click.option("--dry-run", "-n", is_flag=True, help="Only print which steps would be deleted.")
+@click.option("--dry-run", "-n", is_flag=True, help="Print which steps would be deleted.")
 @tier_options
 @pass_output
 def gc_command(

@@ -1,4 +1,4 @@
-"""``tieredckpt rm``: delete a step, or all of a job, from memory on all nodes and from the durable tier."""
+"""``tieredckpt rm``: delete a step or all of a job, in memory and in the durable tier."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def rm_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Delete STEP of JOB (or JOB/step-N) from memory on all nodes and from the durable tier; without STEP, all steps.
+    """Delete STEP of JOB (or JOB/step-N) from all nodes and the durable tier.
 
-    Deletes every attempt at a step, and pinned steps too. Exit code 5: some node or store did not answer and may still
-    have the step.
+    Without STEP, deletes all steps. Deletes every attempt at a step, and pinned steps too. Exit code 5: some node or
+    store did not answer and may still have the step.
     """
     location = parse_location(target)
     if location.step is not None or step is not None:

@@ -157,6 +157,11 @@ class TierClient:
                     f"{self.agent_error}, so the durable tier of job {job!r} is unknown: name it with --durable URL or "
                     "durable.url"
                 )
+            if job not in known_job_names(self):
+                raise CheckpointNotFoundError(
+                    f"this node's agent has nothing of a job {job!r}, so its durable tier is unknown: name it with "
+                    "--durable URL or durable.url"
+                )
             raise UsageError(
                 f"job {job!r} has no durable tier that this node's agent knows of: its steps are in memory only. Name "
                 "a durable tier with --durable URL or durable.url"

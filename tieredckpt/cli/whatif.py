@@ -56,7 +56,7 @@ _READS_SHOWN = 12
     "lost",
     multiple=True,
     metavar="LEVEL:NAME",
-    help="What is lost: node:n3, rack:r1, zone:a; may be repeated.",
+    help="Node or failure domain to lose: node:n3, rack:r1, zone:a; may be repeated.",
 )
 @click.option("--each", is_flag=True, help="Check the loss of each node and failure domain, the worst first.")
 @tier_options

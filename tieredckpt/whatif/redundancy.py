@@ -190,8 +190,7 @@ class StepRedundancy:
     parts_in_memory: int
     """Parts in the memory of some node."""
     state: str
-    """whole, torn, damaged, quarantined, superseded (by a newer complete step), lost (it was complete, and none newer
-    is), or unknown (a node that did not answer may have the missing parts)."""
+    """State as listed: whole, damaged, quarantined, or a result of ``incomplete_state``."""
     copies: int
     """Of the part in memory that has the fewest."""
     domains: int

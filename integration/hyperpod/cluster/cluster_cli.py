@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--event-log", "event_logs", multiple=True, metavar="DIR|JOB", help="Event log whose device faults are counted."
 )
-@click.option("--apply", "applies", is_flag=True, help="With --event-log: set the labels that would get worse.")
+@click.option("--apply", "applies", is_flag=True, help="Set the labels that would get worse; needs --event-log.")
 @click.option(
     "--node-name",
     "node_names",
