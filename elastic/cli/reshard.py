@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @with_exit_code_help
-@click.command("reshard", short_help="Write a checkpoint anew for another number of ranks.")
+@click.command("reshard", short_help="Rewrite a checkpoint for another number of ranks.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="Number of ranks of the new checkpoint.")

@@ -59,8 +59,8 @@ def missing_nodes(desk: WorldReconciler) -> str:
     )
 
 
-def _store(desk: WorldReconciler) -> str:
-    if desk.world_spec is None:
+def _store(reconciler: WorldReconciler) -> str:
+    if reconciler.world_spec is None:
         return ""
     return (
         f"{ROOTLESS}, on {len(reconciler.world_spec.stores)} nodes"

@@ -568,13 +568,13 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
                 never_joined=process.never_joined,
                 ended_at=process.ended_at,
             )
-            for process in seated
-            if process.exit_description is not None and not seats.may_exit(process)
+            for process in assigned
+            if process.exit_description is not None and not state.may_exit(process)
         ),
         faulty_ranks=tuple(
             RankFailure(process.local_rank or 0, fault, final=one.final, before_first_step=one.before_first_step)
-            for process, one in zip(seated, said, strict=True)
-            if one is not None and (fault := _fault(one, broken=seats.broken_reason is not None)) is not None
+            for process, one in zip(assigned, said, strict=True)
+            if one is not None and (fault := _fault(one, broken=state.broken_reason is not None)) is not None
         ),
         rank_progress=tuple(process.status.progress if process.status is not None else None for process in ordered),
         silent_s=tuple(process.silent_s(now) for process in assigned),

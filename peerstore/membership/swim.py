@@ -440,7 +440,7 @@ class SwimMembership:
     @property
     def standby(self) -> tuple[NodeId, ...]:
         """Nodes of the job that have no rank and no vote."""
-        return self._roster.standby if self._roster is not None else ()
+        return self._member_list.standby if self._member_list is not None else ()
 
     @property
     def generation(self) -> int:
@@ -550,7 +550,7 @@ class SwimMembership:
         return ""
 
     def _sample(self, now: float, name: NodeId, *, answered: bool) -> None:
-        if self._roster is not None and name in self._roster.standby:
+        if self._member_list is not None and name in self._member_list.standby:
             return  # it has no vote, so the quorum does not depend on it
         self._recent_probes.pop(name, None)
         self._recent_probes[name] = now, answered
@@ -641,6 +641,6 @@ class SwimMembership:
         if self._member_list is None or self._mark is None:
             self._newer = _Newer(mark, sender, now)
         elif mark > self._mark and mark.digest == self._mark.digest:
-            self._roster, self._mark = msgspec.structs.replace(self._roster, version=mark.version), mark
+            self._member_list, self._mark = msgspec.structs.replace(self._member_list, version=mark.version), mark
         elif mark > self._mark and (self._newer is None or mark >= self._newer.mark):
             self._newer = _Newer(mark, sender, now)

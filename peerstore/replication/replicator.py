@@ -112,7 +112,7 @@ class Replicator:
         left_out = self._store.replicas.aborted_parts(self._job)
         living, life = self._membership.alive, self._membership.generation_of
         return ReplicationView(
-            self._clock(), living, facts, settled, epoch, base, life, left_out, self._membership.standby
+            self._clock(), living, facts, replicated, epoch, base, life, left_out, self._membership.standby
         )
 
     @property

@@ -345,7 +345,7 @@ def _refusal(
             f"{show_size(fixed)} hold newest complete versions{on_request}. {advice}"
         )
     short = f". The memory budget of {show_size(limits.budget_bytes)} is too small for this job{on_request}. {advice}"
-    used = f"no slot is free for {wanted}: {_describe_slots(mine, settled)}"
+    used = f"no slot is free for {wanted}: {_describe_slots(mine, rollback_targets)}"
     return SlotsBusy(f"{used}{short if enough > limits.budget_bytes else ''}")
 
 
@@ -405,8 +405,8 @@ def _why_kept(slot: SlotView, rollback_target: VersionId | None) -> str:
         return "given up, being read"
     if slot.busy:
         return "being read or uploaded"
-    if settled is None:
+    if rollback_target is None:
         return "no version is complete yet, with its copies on other nodes"
-    return (
-        "the newest complete one" if slot.version_id == settled else "not complete yet, with its copies on other nodes"
-    )
+    if slot.version_id == rollback_target:
+        return "the newest complete one"
+    return "not complete yet, with its copies on other nodes"

@@ -263,6 +263,30 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     return command + (["--detach"] if detach else [])
 
 
+def file_system_type(path: Path) -> str:
+    """Return the type of the file system that ``path`` is on, as the kernel names it."""
+    best, kind = -1, "unknown"
+    real = path.resolve()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            point, found = line.split()[1:3]
+            if real.is_relative_to(point) and len(point) >= best:
+                best, kind = len(point), found
+    return kind
+
+
+@functools.cache  # once a process is enough
+def warn_unless_in_memory(directory: Path) -> None:
+    """Warn where the agent's directory is on a disk."""
+    kind = file_system_type(directory)
+    if kind not in _MEMORY_FILE_SYSTEMS:
+        log.warning(
+            "agent.directory %s is on %s and not on tmpfs: checkpoints are written to a disk and do not stay in "
+            "memory. Use a directory below /dev/shm",
+            *(directory, kind),
+        )
+
+
 def agent_environment() -> dict[str, str]:
     """The agent runs from ``/``, so it must find this package where this process found it."""
     root = str(Path(__file__).resolve().parents[2])

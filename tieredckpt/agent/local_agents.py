@@ -98,15 +98,18 @@ def _node_name(settings: Settings) -> str:
     return "" if node is None else node.id
 
 
-def _other_directories(own: Path) -> list[Path]:
-    """Return where other agents seem to listen on this machine, from the kernel's list of Unix sockets."""
+def agent_directories() -> set[Path]:
+    """Return where agents seem to listen on this machine, from the kernel's list of Unix sockets."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
     except OSError:
-        return []
+        return set()
     paths = (Path(fields[7]) for line in lines if len(fields := line.split(None, 7)) == 8)
-    places = {path.parent for path in paths if path.is_absolute() and path.name == AgentPaths(path.parent).socket.name}
-    return sorted(places - {own})
+    return {path.parent for path in paths if path.is_absolute() and path.name == AgentPaths(path.parent).socket.name}
+
+
+def _other_directories(own: Path) -> list[Path]:
+    return sorted(agent_directories() - {own})
 
 
 def _agent_has_job(place: AgentPaths, job: str | None) -> bool:

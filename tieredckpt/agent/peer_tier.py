@@ -303,7 +303,7 @@ def cluster_status_of(team: JobPeers) -> ClusterStatus:
                 sight.unreachable.get(name, ""),
                 team.replicator.path_monitor.bytes_per_s.get(name, 0.0),
                 looked.verifying if looked is not None else 0,
-                roster is not None and name in roster.standby,
+                member_list is not None and name in member_list.standby,
             )
         )
     sending = team.replicator.in_flight

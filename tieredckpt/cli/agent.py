@@ -17,10 +17,10 @@ from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_size
+from tieredckpt.agent.local_agents import agent_directories
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
-from tieredckpt.cli.tier_client import agent_directories
 from tieredckpt.errors import UsageError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.settings import load_settings, override_settings

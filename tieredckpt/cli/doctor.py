@@ -23,7 +23,7 @@ from peerstore.server.store_client import connect_to_agent
 from peerstore.server.store_server import ensure_private_directory
 from peerstore.settings import AgentPaths, parse_budget
 from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
-from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.agent_client import NodeAgentClient, file_system_type
 from tieredckpt.agent.agent_http import UNIX
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help

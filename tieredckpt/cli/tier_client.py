@@ -214,39 +214,6 @@ class TierClient:
         return self._direct.list_steps(job, fresh=True)
 
 
-def find_agent_directory(settings: Settings, job: str | None) -> Path:
-    """The directory of an agent here that has ``job`` (or any, where none is named), the settings' own agent first.
-
-    Simulated nodes have agents of their own, each in a directory of its own: the kernel lists their sockets.
-    """
-    own = settings.agent_place.directory
-    others = sorted(agent_directories() - {own})
-    return next((place for place in (own, *others) if _agent_has_job(AgentPaths(place), job)), own)
-
-
-def agent_directories() -> set[Path]:
-    """Where agents seem to listen on this machine; whose they are is looked at when they are asked."""
-    try:
-        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
-    except OSError:
-        return set()
-    paths = (Path(fields[7]) for line in lines if len(fields := line.split(None, 7)) == 8)
-    return {path.parent for path in paths if path.is_absolute() and path.name == AgentPaths(path.parent).socket.name}
-
-
-def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
-    try:
-        with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
-            known = [
-                one.job
-                for one in client.status().jobs
-                if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
-            ]
-    except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release: not for this command
-        return False
-    return job in known if job is not None else bool(known)
-
-
 @contextlib.contextmanager
 def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[TierClient]:
     """Look through this node's agent where one answers, and directly where not, or where memory is not to be asked."""

@@ -307,7 +307,7 @@ def _invite(
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
     if len(nodes) < 2 and (known is None or restoring):
         return _PeerPlanOffer(None, b"", one_agent=bool(nodes))
-    roster = _with_standby(nodes, known)
+    members = _with_standby(nodes, known)
     if not peer.secret:
         return _PeerPlanOffer(members, known.secret if known is not None and known.secret else generate_secret())
     try:

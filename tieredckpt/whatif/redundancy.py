@@ -268,7 +268,7 @@ class _Judge:
             needed=(seen is not None and seen.kept) or (drain is not None and drain.state not in ("done", "skipped")),
         )
         state = "quarantined" if quarantined else "whole" if whole else "damaged" if damaged else incomplete
-        wanted = state != "superseded" and (self._settled is None or group >= self._settled)
+        wanted = state != "superseded" and (self._replicated is None or group >= self._replicated)
         return StepRedundancy(
             version_id=group,
             parts=len(nodes) if open_ended else parts,

@@ -108,3 +108,21 @@ def test_open_secret_is_a_warning_of_the_first_rank_on_several_machines(monkeypa
     agent_discovery._warn_of_open_secret.cache_clear()
     assert agent_discovery._agreed(offer, Settings().peer, "job") == b"secret"
     assert len([one for one in caplog.records if "peer.secret" in one.getMessage()]) == warnings
+
+
+def test_nodes_of_earlier_worlds_stay_as_standby(store):
+    third = PeerNode(validate_node_id("n2"), "127.0.0.1:3")
+    store.set("tieredckpt/job/nodes/saving/1/1", agent_discovery._text(agent_discovery._NodeHello(OTHER, None)))
+    session = Session(Agent([()], knows=(ME, OTHER, third)))
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert [node.id for node in plan.member_list.nodes] == ["n0", "n1", "n2"]
+    assert plan.member_list.standby == ("n2",)
+
+
+def test_single_node_keeps_those_of_earlier_worlds_as_standby(store, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    session = Session(Agent([()], knows=(ME, OTHER)))
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert plan.member_list.standby == ("n1",)
