@@ -251,7 +251,7 @@ def test_newest_committed_version_is_never_evicted_for_unfinished_ones(store):
         save(store, key(1, part), parts=2)
     for version in (2, 3):
         save(store, key(version, 0), parts=2)  # part 1 never comes
-    with pytest.raises(ArenaBusyError, match="newest whole one"):
+    with pytest.raises(ArenaBusyError, match="the newest complete one"):
         store.lease(key(4, 0), MIB, 2)
     assert load(store, key(1, 0)) == content(key(1, 0), MIB)
 

@@ -132,7 +132,7 @@ class Street:
         self.all[name].lose()
         until(lambda: all(name not in node.team.membership.alive for node in self.living))
 
-    def settled(self, version: int) -> bool:
+    def replicated(self, version: int) -> bool:
         """Everybody has heard that this version is kept as it is to be."""
         return all(
             node.team.newest_replicated is not None and node.team.newest_replicated.version >= version

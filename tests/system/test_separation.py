@@ -37,7 +37,7 @@ class TestPartition:
         job.assert_kept(new, "n1", "n2")
         # The minority's writer does not know yet: nothing of what it does makes version 1 superfluous.
         n3.write(job.key(3, "n3"), SIZE, parts=3)
-        with pytest.raises(ArenaBusyError, match="version 1, the newest whole one"):
+        with pytest.raises(ArenaBusyError, match="version 1: the newest complete one"):
             n3.write(job.key(4, "n3"), SIZE, parts=3)
         assert n3.replicated == 1
         assert here <= n3.keys()

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from peerstore.errors import PeerStoreError
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.server.agent_launcher import connect_or_launch_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import StepInventory
-from tieredckpt.agent.agent_client import NodeAgentClient
+from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_environment
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import resolve_step
@@ -44,10 +45,17 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
     if not others:
         return settings
     found: dict[Path, StepInventory] = {}
-    for place in (own, *others):
-        if place != own or _agent_has_job(AgentPaths(own), job):
-            with contextlib.suppress(PeerStoreError, TieredCheckpointError, OSError):
-                found[place] = list_agent_steps(job, settings, place)
+    try:
+        if _has_agent(settings):
+            found[own] = list_agent_steps(job, settings, own)
+    except (PeerStoreError, TieredCheckpointError, OSError) as error:
+        log.warning("%s: the agent in %s cannot list its steps, and no other agent is used: %s", job, own, error)
+        return settings
+    for place in others:
+        try:
+            found[place] = list_agent_steps(job, settings, place)
+        except (PeerStoreError, TieredCheckpointError, OSError) as error:
+            log.warning("%s: the steps in memory of the agent in %s are unknown: %s", job, place, error)
     newest = newest_version(*found.values())
     if newest is None:
         return settings
@@ -58,6 +66,19 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
     named = override_settings(settings, agent={"directory": str(holder)})
     node = _node_name(named)
     return override_settings(named, agent={"node": node}) if node and not settings.agent.node else named
+
+
+def _has_agent(settings: Settings) -> bool:
+    """Whether the agent of the settings runs. It is started if an earlier one has left slots behind."""
+    place = settings.agent_place
+    try:
+        connect_to_agent(place.socket).close()
+    except AgentUnreachableError:
+        left = place.directory / "slots"
+        if not (settings.agent.embedded and left.is_dir() and any(left.iterdir())):
+            return False
+        connect_or_launch_agent(place, agent_command(settings), environ=agent_environment()).close()
+    return True
 
 
 def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInventory:

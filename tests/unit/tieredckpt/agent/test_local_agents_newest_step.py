@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from peerstore.errors import UnavailableError
 from tests.support.agents import end_agent
 from tieredckpt import Checkpointer
+from tieredckpt.agent import local_agents
 from tieredckpt.agent.local_agents import settings_of_newest_agent
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import Settings, load_settings
@@ -47,6 +49,25 @@ def test_restore_finds_the_newest_step_in_another_agent(places, monkeypatch):
         assert state["w"].tolist() == [5.0] * 3
         ckpt.save(state, 6).wait()
     assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[1])
+
+
+def test_own_agent_that_has_ended_is_started_for_what_it_left(places, monkeypatch):
+    saves(monkeypatch, places[0], "local", 5)
+    saves(monkeypatch, places[1], "local", 4)
+    end_agent(places[0])
+    assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
+
+
+def test_no_other_agent_is_used_where_the_own_one_cannot_answer(places, monkeypatch, caplog):
+    saves(monkeypatch, places[0], "local", 5)
+    saves(monkeypatch, places[1], "local", 6)
+
+    def fails(job, settings, directory):
+        raise UnavailableError("busy")
+
+    monkeypatch.setattr(local_agents, "list_agent_steps", fails)
+    assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
+    assert "no other agent is used: busy" in caplog.text
 
 
 def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch):
