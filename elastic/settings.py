@@ -19,7 +19,6 @@ from tieredckpt.settings import AgentSettings, load_settings
 
 SOCKET_VARIABLE = "ELASTIC_SOCKET"
 TOKEN_VARIABLE = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
-RUN_DIRECTORY_VARIABLE = "ELASTIC_RUN_DIRECTORY"
 SHARED_DIRECTORY = "ELASTIC_SHARED_DIRECTORY"
 ROOTLESS_VARIABLE = "ELASTIC_ROOTLESS"
 SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
@@ -41,12 +40,6 @@ def supervisor_endpoint(environ: Mapping[str, str] = os.environ) -> SupervisorEn
 
 def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
     return SOCKET_VARIABLE in environ and TOKEN_VARIABLE in environ
-
-
-def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the run files of this user's jobs are: ``$ELASTIC_RUN_DIRECTORY``, or on the machine's shared memory."""
-    named = environ.get(RUN_DIRECTORY_VARIABLE)
-    return Path(named) if named else Path("/dev/shm") / f"elastic-{os.getuid()}"  # noqa: S108
 
 
 def shared_directory(environ: Mapping[str, str] = os.environ) -> Path:

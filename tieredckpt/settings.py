@@ -251,6 +251,15 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER_CONFIG_ENV}={source})") from error
 
 
+RUN_DIRECTORY_VARIABLE = "ELASTIC_RUN_DIRECTORY"
+
+
+def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory that holds the agents of simulated nodes, at ``JOB/NODE/agent``, and the files of runs."""
+    named = environ.get(RUN_DIRECTORY_VARIABLE)
+    return Path(named) if named else Path("/dev/shm") / f"elastic-{os.getuid()}"  # noqa: S108
+
+
 def cluster_config_source(environ: Mapping[str, str] = os.environ) -> str:
     """Where the platform's settings are; "" when nobody says."""
     return environ.get(CLUSTER_CONFIG_ENV, "")

@@ -25,11 +25,12 @@ from elastic.control.run_directory import LocalRun, RunDirectory, describe_no_jo
 from elastic.errors import JobNotFoundError, PolicyError
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, parse_injection
 from tieredckpt.cli.command_output import format_age, text_table
+from tieredckpt.settings import run_directory
 
 
 def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
     """The job somebody means who named ``job``, or none: then there must be exactly one on this machine."""
-    root = settings.run_directory()
+    root = run_directory()
     if job is not None:
         place = RunDirectory(root, job)
         return place, place.read()
@@ -46,9 +47,7 @@ def call_job(job: str | None, coordinator: str, secret: str, question: Coordinat
         known = settings.load_secret(secret)
         if known is None or job is None:
             raise PolicyError("a job elsewhere needs --job, --coordinator and --secret file:/path")
-        return call_coordinator(
-            coordinator, question, job=RunDirectory(settings.run_directory(), job).job, secret=known
-        )
+        return call_coordinator(coordinator, question, job=RunDirectory(run_directory(), job).job, secret=known)
     _, run = find_run(job)
     return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run))
 

@@ -56,7 +56,7 @@ from peerstore.network_addresses import (
     split_address,
 )
 from tieredckpt.event_log import EVENT_LOG_ENV
-from tieredckpt.settings import load_yaml
+from tieredckpt.settings import load_yaml, run_directory
 
 log = logging.getLogger(__name__)
 
@@ -270,9 +270,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     options |= {"nnodes": scheduled.nnodes, "nproc": scheduled.nproc, "node": scheduled.node}
     options |= {"coordinator": scheduled.coordinator, "coordinator_here": scheduled.several and scheduled.leads}
     leads = scheduled.leads
-    place = RunDirectory(
-        settings.run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run)))
-    )
+    place = RunDirectory(run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run))))
     command = _command(script, args, options)
     scheduled.refuse_more(_policy(options).min_replicas)
     secret = settings.load_secret(options["secret"])
@@ -382,7 +380,7 @@ def coordinator_command(
     if known is None:
         raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
-    place = RunDirectory(settings.run_directory(), job)
+    place = RunDirectory(run_directory(), job)
     if options["leadership"]:
         _try(options["leadership"])
     task = CoordinatorSpec(

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elastic import settings
 from elastic.control.control_messages import ElasticJobStatus, ResizeRequest, StatusRequest
 from elastic.control.coordinator_client import call_coordinator
 from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ControlPlaneUnavailableError, ElasticError
 from tieredckpt.demo import kill_demo_node
+from tieredckpt.settings import RUN_DIRECTORY_VARIABLE
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class ElasticDemo:
         self.lines_folder, self.logs = folder / "events", folder / "logs"
         self.lines_folder.mkdir()
         self._run_directory = memory / "run"
-        self._environ = {**environ, settings.RUN_DIRECTORY_VARIABLE: str(self._run_directory), "OMP_NUM_THREADS": "1"}
+        self._environ = {**environ, RUN_DIRECTORY_VARIABLE: str(self._run_directory), "OMP_NUM_THREADS": "1"}
         self._started: list[subprocess.Popen[bytes]] = []
         self._began = time.time()
         self._printed = time.monotonic()

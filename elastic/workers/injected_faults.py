@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from elastic import settings
 from elastic.control.control_plane import ControlPlane
 from elastic.control.run_directory import RunDirectory
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import PolicyError
 from elastic.fault_injection.fault_spec import INJECT_VARIABLE, FaultInjection, parse_injections
+from tieredckpt.settings import run_directory
 
 if TYPE_CHECKING:
     from elastic.fault_injection.injector import FaultInjector, InjectionWorld
@@ -90,7 +90,7 @@ class RankFaults:
         if self._injector is None:
             plane = self._plane
             assert isinstance(plane, SupervisorClient)  # noqa: S101 - only such a one is given anything
-            run = RunDirectory(settings.run_directory(self._environ), self._environ["ELASTIC_JOB"])
+            run = RunDirectory(run_directory(self._environ), self._environ["ELASTIC_JOB"])
             record, node = InjectionRecord(run.directory), self._environ["ELASTIC_NODE"]
             self._injector = FaultInjector(
                 (), record, node, request_partition=plane.request_partition, on_fault=log_injection

@@ -142,7 +142,7 @@ def finish(world: World) -> None:
 
 def _goes_on(world: World) -> None:
     living = sorted(world.truth.living())
-    if 2 * len(set(living) - set(world.roster.standby)) <= world.roster.voters:
+    if 2 * len(set(living) - set(world.member_list.standby)) <= world.member_list.voters:
         return
     for _ in range(4):
         restore = world.restart(living)
@@ -339,11 +339,11 @@ def _join(world: World, event: Event) -> None:
 
 
 def _replace(world: World, event: Event) -> None:
-    """A machine that is gone leaves the roster, and another one takes its place."""
+    """A machine that is gone leaves the member list, and another one takes its place."""
     gone = [machine for machine in world.machines.values() if not machine.up]
     if gone:
         machine = gone[event.one % len(gone)]
-        world.say(f"{machine.name} leaves the roster")
+        world.say(f"{machine.name} leaves the member list")
         del world.machines[machine.name]
         world.publish(
             [node for node in world.member_list.nodes if node.id != machine.name] or [*world.member_list.nodes]
@@ -353,16 +353,16 @@ def _replace(world: World, event: Event) -> None:
 
 
 def _stand_by(world: World, event: Event) -> None:
-    """A machine loses its vote, or gets it back. One at a time: two quorums of successive rosters overlap."""
+    """A machine loses its vote, or gets it back. One at a time: two quorums of successive lists overlap."""
     agents = [machine.agent for machine in world.machines.values() if machine.agent is not None]
-    if world.network.sides or any(agent.members.member_list != world.roster for agent in agents):
+    if world.network.sides or any(agent.members.member_list != world.member_list for agent in agents):
         return
     name = sorted(world.machines)[event.one % len(world.machines)]
-    standby = set(world.roster.standby) ^ {world.machines[name].node.id}
-    if len(standby) < len(world.roster.nodes):
+    standby = set(world.member_list.standby) ^ {world.machines[name].node.id}
+    if len(standby) < len(world.member_list.nodes):
         world.say(f"{name} {'stands by' if name in standby else 'votes again'}")
         world.truth.trouble()
-        world.publish(world.roster.nodes, standby)
+        world.publish(world.member_list.nodes, standby)
 
 
 def _restart(world: World, event: Event) -> None:

@@ -160,18 +160,18 @@ class World:
             job.lose(machine.name)
 
     def join(self) -> Machine:
-        """A new node, which the roster names from now on."""
+        """A new node, which the member list names from now on."""
         machine = self._add()
-        self.say(f"{machine.name} joins the roster")
+        self.say(f"{machine.name} joins the member list")
         self.publish([*self.member_list.nodes, machine.node])
         self.boot(machine)
         return machine
 
     def publish(self, nodes: Sequence[PeerNode], standby: Collection[NodeId] | None = None) -> None:
-        """Another roster; agents hear of it one after the other, or from each other."""
-        wanted = self.roster.standby if standby is None else standby
+        """Another member list; agents hear of it one after the other, or from each other."""
+        wanted = self.member_list.standby if standby is None else standby
         known = [node.id for node in nodes if node.id in wanted]
-        self.roster = member_list(self.roster.version + 1, nodes, known if len(known) < len(nodes) else ())
+        self.member_list = member_list(self.member_list.version + 1, nodes, known if len(known) < len(nodes) else ())
         for machine in self.machines.values():
             if machine.agent is not None and self.random.random() < 0.7:
                 machine.agent.later(self.random.random() * 2, partial(machine.agent.set_member_list, self.member_list))

@@ -18,7 +18,7 @@ from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import resolve_step
-from tieredckpt.settings import Settings, override_settings
+from tieredckpt.settings import Settings, override_settings, run_directory
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,14 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
 def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
     """Return the settings with the agent of this machine that has the newest complete step of ``job``.
 
-    Another launcher may have used another agent. A configured directory stays, and so does the agent of the settings
-    unless another one has a newer step.
+    An earlier run with simulated nodes has left one agent a node. A configured directory stays, and so does the agent
+    of the settings unless one of those has a newer step. Agents in directories that somebody chose are never used.
     """
     if settings.agent.directory or not settings.enabled:
         return settings
     own = settings.agent_place.directory
-    others = [place for place in _other_directories(own) if _agent_has_job(AgentPaths(place), job)]
+    simulated = [place for place in _other_directories(own) if place.is_relative_to(run_directory())]
+    others = [place for place in simulated if _agent_has_job(AgentPaths(place), job)]
     if not others:
         return settings
     found: dict[Path, StepInventory] = {}

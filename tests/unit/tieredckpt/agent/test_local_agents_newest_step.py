@@ -18,8 +18,11 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def places(agent_dir, monkeypatch):
-    """The directories of three agents; the first one is the default of this machine."""
-    found = [agent_dir / name for name in ("default", "n0", "n1")]
+    """The directories of three agents: the default of this machine, and those of two simulated nodes."""
+    found = [agent_dir / name for name in ("default", "runs/local/n0/agent", "runs/local/n1/agent")]
+    for place in found:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(agent_dir / "runs"))
     original = Settings.agent_directory.fget
     monkeypatch.setattr(
         Settings, "agent_directory", property(lambda one: original(one) if one.agent.directory else found[0])
@@ -68,6 +71,12 @@ def test_no_other_agent_is_used_where_the_own_one_cannot_answer(places, monkeypa
     monkeypatch.setattr(local_agents, "list_agent_steps", fails)
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
     assert "no other agent is used: busy" in caplog.text
+
+
+def test_agents_in_chosen_directories_are_not_used(places, monkeypatch, tmp_path):
+    saves(monkeypatch, places[1], "local", 5)
+    monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path))
+    assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
 
 
 def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch):
