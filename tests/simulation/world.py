@@ -168,7 +168,7 @@ class World:
         return machine
 
     def publish(self, nodes: Sequence[PeerNode], standby: Collection[NodeId] | None = None) -> None:
-        """Another member list; agents hear of it one after the other, or from each other."""
+        """Another roster; agents hear of it one after the other, or from each other."""
         wanted = self.member_list.standby if standby is None else standby
         known = [node.id for node in nodes if node.id in wanted]
         self.member_list = member_list(self.member_list.version + 1, nodes, known if len(known) < len(nodes) else ())
