@@ -10,7 +10,7 @@ from elastic.world.world_state import WorldPhase
 from tests.worlds.schedules import KINDS, broken, run, schedule_of, shrunk
 
 IN_A_TEST_RUN = 2_000
-"""``make nightly`` goes on from there: a hundred times as many."""
+"""``make nightly`` runs a hundred times as many, and these among them."""
 
 
 def hold(first: int, count: int) -> None:
