@@ -28,9 +28,24 @@ def behind(proxy, server, **changes):
     return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": proxy.endpoint}})
 
 
-@pytest.mark.parametrize("count", [1, 2])
+def killed_at(point, in_a_push):
+    """The first and the second time that a drain comes to the point; the other one is for the night."""
+    return [
+        pytest.param(point, count, marks=() if count == in_a_push else pytest.mark.nightly, id=f"{point}-{count}")
+        for count in (1, 2)
+    ]
+
+
 @pytest.mark.parametrize(
-    "point", ["drain.began", "drain.uploaded", "drain.indexed", "drain.noted", "drain.complete", "drain.committed"]
+    ("point", "count"),
+    [
+        *killed_at("drain.began", 1),
+        *killed_at("drain.uploaded", 2),
+        *killed_at("drain.indexed", 1),
+        *killed_at("drain.noted", 2),
+        *killed_at("drain.complete", 1),
+        *killed_at("drain.committed", 2),
+    ],
 )
 def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy, zygote, point, count):
     zygote.run(start_agent, environ=crash_at(f"{point}:{count}"))
