@@ -1,6 +1,6 @@
 """Section "aborts": 100 aborts and re-creations with flat memory; a rank killed in an all-reduce.
 
-With a GPU both run on NCCL: two ranks share one device. Without one the aborts run on gloo and on a fake of NCCL.
+With a GPU both run on NCCL: two ranks share one device. Without one 25 aborts run on gloo and on a fake of NCCL.
 """
 
 from __future__ import annotations
