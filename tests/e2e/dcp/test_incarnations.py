@@ -35,8 +35,8 @@ WAYS = {
 EACH_WAY = [
     pytest.param(name, marks=without_collectives if "use_collectives" in how else ()) for name, how in WAYS.items()
 ]
-ALONE = pytest.param(1, marks=pytest.mark.nightly)
-"""Where a background process is started, which takes seconds of a core."""
+BACKGROUND = pytest.mark.nightly
+"""A background process takes seconds of a core to start: one test of them is part of a push."""
 
 
 def state_of(value, extra=0):
@@ -188,7 +188,9 @@ class WritesLast(TieredWriter):
         return super()._under(session, staged, key)
 
 
-@pytest.mark.parametrize("kind", AsyncCheckpointerType)
+@pytest.mark.parametrize(
+    "kind", [AsyncCheckpointerType.THREAD, pytest.param(AsyncCheckpointerType.PROCESS, marks=BACKGROUND)]
+)
 def test_staged_state_is_saved_even_if_another_rank_starts_the_incarnation(agent_dir, zygote, kind):
     assert zygote.run_world(2, save_what_is_staged_last, kind) == [(2, 2.0), (2, 2.0)]
 
@@ -231,7 +233,8 @@ def session_of(job):
     return open_session(job, load_settings())
 
 
-@pytest.mark.parametrize("world", [ALONE, 2])
+@BACKGROUND
+@pytest.mark.parametrize("world", [1, 2])
 def test_trainer_and_background_process_save_alternately(agent_dir, zygote, world):
     for found, epochs in zygote.run_world(world, save_by_turns):
         assert found == [f"step {step}" for step in range(9)]
@@ -255,7 +258,7 @@ def background_after_going_back(say):
     return found
 
 
-@pytest.mark.parametrize("world", [ALONE, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=BACKGROUND), 2])
 def test_background_process_continues_from_the_step_its_trainer_loaded(agent_dir, zygote, world):
     for found in zygote.run_world(world, background_after_going_back):
         assert found == [(11, 111.0), (13, 113.0)]
@@ -273,7 +276,8 @@ def save_url_in_background(say):
     return target["w"].tolist(), load()
 
 
-@pytest.mark.parametrize("world", [ALONE, 2])
+@BACKGROUND
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_url_saved_by_the_background_process_is_found(agent_dir, zygote, world):
     for found in zygote.run_world(world, save_url_in_background):
         assert found == ([2.0] * 5, (2, 2.0))
