@@ -49,17 +49,17 @@ def test_round_trip(agent_dir, ranks, kind):
 @pytest.mark.parametrize(
     ("kind", "before", "other", "after"),
     [
-        ("fsdp", 4, "fsdp", 2),
+        pytest.param("fsdp", 4, "fsdp", 2, marks=pytest.mark.nightly),
         ("fsdp", 2, "fsdp", 3),
-        ("fsdp", 3, "fsdp", 4),
-        ("fsdp", 1, "fsdp", 4),
+        pytest.param("fsdp", 3, "fsdp", 4, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 1, "fsdp", 4, marks=pytest.mark.nightly),
         ("fsdp", 4, "fsdp", 1),
-        pytest.param("hsdp", 4, "fsdp", 3, marks=replicas_on_gloo),
+        pytest.param("hsdp", 4, "fsdp", 3, marks=[replicas_on_gloo, pytest.mark.nightly]),
         ("tp", 2, "fsdp", 4),
-        ("fsdp", 4, "tp", 2),
-        ("2d", 4, "fsdp", 3),
+        pytest.param("fsdp", 4, "tp", 2, marks=pytest.mark.nightly),
+        pytest.param("2d", 4, "fsdp", 3, marks=pytest.mark.nightly),
         ("fsdp", 3, "2d", 4),
-        ("tp", 4, "tp", 3),
+        pytest.param("tp", 4, "tp", 3, marks=pytest.mark.nightly),
     ],
 )
 def test_resharding(agent_dir, ranks, kind, before, other, after):
@@ -85,9 +85,17 @@ def load_rows(placements):
     return sum(reader.report.bytes_by_tier.values()), target["w"].to_local().nbytes
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 3), (1, 4), (4, 2)])
+ROWS, COLUMNS = [Shard(0)], [Shard(1)]
+WORLDS = [(2, 3), (4, 3), (1, 4), (4, 2)]
+DIRECTIONS = [(ROWS, ROWS), (ROWS, COLUMNS), (COLUMNS, ROWS)]
+IN_A_PUSH = [(2, 3, *DIRECTIONS[0]), (4, 3, *DIRECTIONS[1]), (1, 4, *DIRECTIONS[2]), (4, 2, *DIRECTIONS[0])]
+"""Each pair of worlds and each direction at least once; the whole matrix is for the night."""
+ALL = [(*worlds, *directions) for worlds in WORLDS for directions in DIRECTIONS]
+
+
 @pytest.mark.parametrize(
-    ("rows", "columns"), [([Shard(0)], [Shard(0)]), ([Shard(0)], [Shard(1)]), ([Shard(1)], [Shard(0)])]
+    ("before", "after", "rows", "columns"),
+    [pytest.param(*each, marks=() if each in IN_A_PUSH else pytest.mark.nightly) for each in ALL],
 )
 def test_resharding_reads_exactly_the_needed_bytes(agent_dir, ranks, before, after, rows, columns):
     ranks.run(before, save_rows, rows)
