@@ -6,15 +6,28 @@ import pytest
 
 from tests.support.fault_contract import FaultContract
 from tests.support.s3 import S3Server
-from tests.support.upload_contract import UploadContract, open_scene, scene, store  # noqa: F401
+from tests.support.upload_contract import ShortUploadContract, UploadContract, open_scene, scene, store  # noqa: F401
 
 pytestmark = pytest.mark.e2e
 
 
 class TestUploads(UploadContract):
-    @pytest.fixture(params=["moto", "rclone"])
-    def server(self, request: pytest.FixtureRequest) -> S3Server:
-        return request.getfixturevalue(request.param)
+    @pytest.fixture
+    def server(self, rclone: S3Server) -> S3Server:
+        return rclone
+
+
+class TestUploadsToMoto(ShortUploadContract):
+    @pytest.fixture
+    def server(self, moto: S3Server) -> S3Server:
+        return moto
+
+
+@pytest.mark.nightly
+class TestAllUploadsToMoto(UploadContract):
+    @pytest.fixture
+    def server(self, moto: S3Server) -> S3Server:
+        return moto
 
 
 class TestFaults(FaultContract):

@@ -53,8 +53,20 @@ REFUSED = {
 DATA = random.Random(3).randbytes(300_000)
 
 
+_IN_A_PUSH = {"slow down", "reset before the answer"}
+"""Of the faults that all calls have in common: each of them is part of a push where a part fails."""
+
+
 def by_name(faults: dict[str, object]) -> pytest.MarkDecorator:
+    """All of the faults in a push."""
     return pytest.mark.parametrize("fault", faults.values(), ids=faults.keys())
+
+
+def few_by_name(faults: dict[str, object]) -> pytest.MarkDecorator:
+    """In a push those that only this call has, and two of the common ones; in a night all of them."""
+    of_the_night = PASSING.keys() - _IN_A_PUSH
+    marks = {name: pytest.mark.nightly if name in of_the_night else () for name in faults}
+    return pytest.mark.parametrize("fault", [pytest.param(faults[n], id=n, marks=marks[n]) for n in faults])
 
 
 class FaultContract:
@@ -72,21 +84,21 @@ class FaultContract:
         assert scene.proxy.parts_sent() == sorted([*ALL, 2])
         assert sum(told) == len(scene.data)
 
-    @by_name(PASSING_FOR_PARTS)
+    @few_by_name(PASSING_FOR_PARTS)
     def test_a_small_upload_is_sent_again(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("PUT", scene.name).fail(fault)
         hasty.upload(scene.name, scene.source, 3 * MIB, journal=scene.journal)
         assert scene.stored() == scene.data[: 3 * MIB]
         assert len(scene.proxy.seen("PUT", scene.name)) == 2
 
-    @by_name(PASSING)
+    @few_by_name(PASSING)
     def test_upload_begins_despite_a_fault(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="^uploads").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
 
-    @by_name({**PASSING, "answer lost": LoseAnswer()})
+    @few_by_name({**PASSING, "answer lost": LoseAnswer()})
     def test_upload_completes_despite_a_fault(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="uploadId=").fail(fault)
         scene.upload(hasty)
@@ -108,14 +120,14 @@ class FaultContract:
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == sorted([*ALL, *ALL])
 
-    @by_name({**PASSING, "answer lost": LoseAnswer()})
+    @few_by_name({**PASSING, "answer lost": LoseAnswer()})
     def test_a_put_is_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
         scene.proxy.on("PUT", "small").fail(fault)
         hasty.put("small", DATA)
         assert hasty.get("small") == DATA
         assert len(scene.proxy.seen("PUT", "small")) == 2
 
-    @by_name(
+    @few_by_name(
         {
             **PASSING,
             "cut answer": CutResponse(1000),
@@ -131,7 +143,7 @@ class FaultContract:
         (got,) = hasty.get_ranges("small", [(5, 200_005)])
         assert bytes(got) == DATA[5:200_005]
 
-    @by_name(PASSING)
+    @few_by_name(PASSING)
     def test_list_and_delete_are_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
         hasty.put("a/1", b"1")
         scene.proxy.on("GET", query="list-type=2").fail(fault)

@@ -1,4 +1,4 @@
-"""Uploads to S3 that are killed, cancelled, aborted and repeated: a class to inherit with a ``server`` fixture."""
+"""Uploads to S3 that are killed, cancelled, aborted and repeated: classes to inherit with a ``server`` fixture."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def others_are_answered(proxy: FaultProxy) -> bool:
     return sum(each.status == 200 for each in proxy.seen("PUT", query="partNumber=")) == len(ALL) - 1
 
 
-class UploadContract:
+class ShortUploadContract:
+    """What every server is asked in each push."""
+
     def test_no_part_is_sent_twice(self, scene: Scene, store: RetryingStore):
         told: list[int] = []
         scene.upload(store, progress=told.append)
@@ -149,7 +151,22 @@ class UploadContract:
         assert sorted(told) == [3 * MIB, 5 * MIB, 5 * MIB, 5 * MIB, 5 * MIB]
         assert scene.unfinished() == []
 
-    @pytest.mark.parametrize("number", ALL)
+    def test_killed_upload_sends_only_the_missing_middle_part(self, scene: Scene, store: RetryingStore):
+        scene.kill_at(part(scene.proxy, 2).hold(), also=others_are_answered, concurrency=5)
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == [2]
+
+    def test_upload_aborted_by_the_store_between_runs_starts_again(self, scene: Scene, store: RetryingStore):
+        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
+        scene.abort()
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == ALL
+
+
+class UploadContract(ShortUploadContract):
+    @pytest.mark.parametrize("number", [1, 3, *(pytest.param(one, marks=pytest.mark.nightly) for one in (2, 4, 5))])
     def test_killed_upload_resumes_at_the_next_part(self, scene: Scene, store: RetryingStore, number: int):
         scene.kill_at(part(scene.proxy, number).hold(), concurrency=1)
         told: list[int] = []
@@ -159,12 +176,6 @@ class UploadContract:
         assert sum(told) == SIZE - (number - 1) * 5 * MIB
         assert scene.journal.get(scene.name) is None
         assert scene.unfinished() == []
-
-    def test_killed_upload_sends_only_the_missing_middle_part(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(part(scene.proxy, 2).hold(), also=others_are_answered, concurrency=5)
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == [2]
 
     def test_upload_killed_before_its_creation_begins_again(self, scene: Scene, store: RetryingStore):
         scene.kill_at(scene.proxy.on("POST", query="^uploads").hold())
@@ -212,13 +223,6 @@ class UploadContract:
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.journal.get(scene.name) is None
-
-    def test_upload_aborted_by_the_store_between_runs_starts_again(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
-        scene.abort()
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == ALL
 
     def test_upload_aborted_by_the_store_while_sending_starts_again(
         self, scene: Scene, open_scene: Callable[..., RetryingStore]
