@@ -55,7 +55,7 @@ _ROOT = Path(__file__).parents[2]
 _OURS = ("tieredckpt", "peerstore", "elastic", "integration", "benchmarks", "tests")
 """Packages whose modules are run with ``-m`` in a fork."""
 _LAUNCHER = "torch.distributed.run"
-_STARTERS = ("elastic", "integration.hyperpod.hyperpodrun", _LAUNCHER)
+_STARTERS = ("elastic", "integration.hyperpod.hyperpodrun", "tests.support.patient_agent", _LAUNCHER)
 """Those that start others: what they start are their children."""
 _IMPORTED = (
     "boto3", "elastic.cli", "elastic.coordinator.coordinator", "elastic.supervisor.supervisor", "fastapi", "fsspec",
