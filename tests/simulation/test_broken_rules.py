@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import traceback
 from pathlib import Path
 
@@ -14,13 +15,29 @@ from tests.simulation.schedule import Finding, broken
 
 ENOUGH = 200
 """Schedules within which each broken rule shows."""
+SHOWN = {
+    "keep all of the past": 48,
+    "count what was not compared": 81,
+    "let the past write": 23,
+    "begin without a quorum": 22,
+    "evict below whole": 17,
+    "settle with what one tells": 16,
+    "count what was left out": 13,
+    "believe who did not hear": 16,
+    "keep what is torn": 12,
+    "mend never": 14,
+    "believe who started again": 88,
+    "choose what was left": 17,
+    "take silence for absence": 17,
+}
+"""Schedules that showed a rule when it was last looked for: each is tried before all others."""
 
 
 def found(name: str) -> Finding:
-    """The first schedule in which the broken rule shows as it is to."""
+    """A schedule in which the broken rule shows as it is to."""
     rule = BROKEN[name]
     with broken_rule(name):
-        for seed in range(ENOUGH):
+        for seed in itertools.chain([SHOWN.get(name, 0)], range(ENOUGH)):
             finding = broken(rule.schedule_of(seed))
             if finding is not None and rule.noticed in str(finding.violation):
                 return finding
