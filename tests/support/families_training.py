@@ -1,7 +1,7 @@
-"""Every family of models in one world after the other: what its ranks run, under ``elastic run`` or alone.
+"""Families of models in one world after the other: what the ranks run, under ``elastic run`` or alone.
 
 In step 2 of each family rank 1 breaks, once: by SIGKILL in the first one, by an exception in all others.
-Arguments: the folder, the job's name, how many steps, whether anything is to break.
+Arguments: the folder, the job's name, how many steps, whether anything is to break, the families.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from tests.support.tiny_models import CONFIGS
 
 BATCH, MICROBATCH, BROKEN = 8, 2, 2
 
@@ -63,31 +61,32 @@ class Breaking:
             yield step
 
 
-def train_all(folder: Path, name: str, steps: int, *, breaks: bool = False) -> str:
+def train_all(folder: Path, name: str, steps: int, families: Sequence[str], *, breaks: bool = False) -> str:
     from elastic.workers.train_loop import run
     from integration.finetune.inputs import open_job_inputs
     from integration.finetune.training import train_finetune
 
-    jobs = {family: job_of(folder, name, family, steps) for family in CONFIGS}
+    jobs = {family: job_of(folder, name, family, steps) for family in families}
     brought = {family: open_job_inputs(job) for family, job in jobs.items()}
-    first = next(iter(jobs))
 
     def all_of_them(world: Any) -> None:
         for family, job in jobs.items():
             job.folder.mkdir(parents=True, exist_ok=True)
             marker = job.folder / "broken"
-            train_finetune(Breaking(world, marker, kill=family == first) if breaks else world, job, brought[family])
+            train_finetune(
+                Breaking(world, marker, kill=family == families[0]) if breaks else world, job, brought[family]
+            )
 
     return str(run(all_of_them))
 
 
-def alone(say: Any, folder: str, steps: int) -> dict[str, Any]:
+def alone(say: Any, folder: str, steps: int, families: Sequence[str]) -> dict[str, Any]:
     """In a world of one: the same from the beginning, and what two ranks began, to its end. What is left of both."""
     place = Path(folder)
-    train_all(place, "quiet", steps)
-    train_all(place, "moved", steps)
-    train_all(place, "still", 1)
-    return {family: checked(place, family) for family in CONFIGS}
+    train_all(place, "quiet", steps, families)
+    train_all(place, "moved", steps, families)
+    train_all(place, "still", 1, families)
+    return {family: checked(place, family) for family in families}
 
 
 def checked(folder: Path, family: str) -> dict[str, Any]:
@@ -130,4 +129,5 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
-    print(train_all(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), breaks=sys.argv[4] == "breaks"))
+    folder, name, steps, breaks, *families = sys.argv[1:]
+    print(train_all(Path(folder), name, int(steps), families, breaks=breaks == "breaks"))

@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 
 BEFORE, TOTAL = 4, 6
 SCRIPT = ROOT / "tests/support/families_training.py"
+IN_A_PUSH = ("qwen2", "gpt_oss")
+"""Both kinds of parallelism and of faults, all weights and few of them; the others are for the night."""
 
 
 @pytest.fixture
@@ -51,15 +53,19 @@ def losses(place, name, family):
     return {step: one["loss"].hex() for step, one in steps.items()}, [one["ranks"] for _, one in sorted(steps.items())]
 
 
-def test_every_model_family_trains_the_same_despite_faults(place, zygote):
+@pytest.mark.parametrize(
+    "families", [IN_A_PUSH, pytest.param(tuple(tiny_models.CONFIGS), marks=pytest.mark.nightly)], ids=["few", "all"]
+)
+def test_every_model_family_trains_the_same_despite_faults(place, zygote, families):
     words = ("--nproc", "2", "--job", place.name, "--log-dir", str(place.folder / "logs"))
-    two = place.start("run", *words, str(SCRIPT), str(place.folder), "moved", str(BEFORE), "breaks")
+    two = place.start("run", *words, str(SCRIPT), str(place.folder), "moved", str(BEFORE), "breaks", *families)
     code = two.wait(300)
     assert code == 0, place.output()[-6000:]
-    for family in tiny_models.CONFIGS:
+    for family in families:
         assert (place.folder / "moved" / family / "broken").exists()
     environ = {name: value for name, value in place.environ.items() if name.startswith(("TIEREDCKPT_", "ELASTIC_"))}
-    left = zygote.start(alone, str(place.folder), TOTAL, environ=environ | {"HF_HUB_OFFLINE": "1"}).wait(300).result
+    running = zygote.start(alone, str(place.folder), TOTAL, families, environ=environ | {"HF_HUB_OFFLINE": "1"})
+    left = running.wait(300).result
     for family, found in left.items():
         moved, ranks = losses(place, "moved", family)
         quiet, _ = losses(place, "quiet", family)
