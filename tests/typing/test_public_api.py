@@ -113,7 +113,7 @@ def pyright(folder):
     return {(Path(one["file"]).name, one["range"]["start"]["line"] + 1): one["message"] for one in errors}
 
 
-@pytest.mark.parametrize("checker", [mypy, pyright])
+@pytest.mark.parametrize("checker", [pytest.param(mypy, marks=pytest.mark.nightly), pyright])
 def test_type_checker_accepts_user_code_and_finds_its_mistakes(checker, folder):
     found = checker(folder)
     assert {place: text for place, text in found.items() if place[0] == "user.py"} == {}
