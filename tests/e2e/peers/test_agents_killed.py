@@ -84,7 +84,9 @@ def expect_all(job, keys):
         assert pulled.failed == {}
 
 
-@pytest.mark.parametrize("point", SAVING)
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=pytest.mark.nightly if point in LOST else []) for point in SAVING]
+)
 def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
     die_while_saving(job, point)
     job["n1"].start()
