@@ -293,7 +293,7 @@ def away(proxy, server, on_busy):
     return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
 
 
-@pytest.mark.parametrize("on_busy", ["skip", "wait"])
+@pytest.mark.parametrize("on_busy", [pytest.param("skip", marks=pytest.mark.nightly), "wait"])
 def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_are_due(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
@@ -312,7 +312,7 @@ def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_
     job.expect(20, tiers={"durable"})
 
 
-@pytest.mark.parametrize("on_busy", ["skip", "wait"])
+@pytest.mark.parametrize("on_busy", ["skip", pytest.param("wait", marks=pytest.mark.nightly)])
 def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_required(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
