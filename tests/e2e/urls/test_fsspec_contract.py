@@ -1,4 +1,7 @@
-"""fsspec's own abstract cases (they ship with it), and what they leave out, on ``tiered://``."""
+"""fsspec's own abstract cases (they ship with it), and what they leave out, on ``tiered://``.
+
+In a push each edge case of a glob is copied; in a night it is fetched and put too.
+"""
 
 import fsspec
 import fsspec.tests.abstract as abstract
@@ -34,11 +37,11 @@ class TestCopy(abstract.AbstractCopyTests, _Fixtures):
 
 
 class TestGet(abstract.AbstractGetTests, _Fixtures):
-    pass
+    test_get_glob_edge_cases = pytest.mark.nightly(abstract.AbstractGetTests.test_get_glob_edge_cases)
 
 
 class TestPut(abstract.AbstractPutTests, _Fixtures):
-    pass
+    test_put_glob_edge_cases = pytest.mark.nightly(abstract.AbstractPutTests.test_put_glob_edge_cases)
 
 
 class TestPipe(abstract.AbstractPipeTests, _Fixtures):
