@@ -4,7 +4,7 @@ import hypothesis
 
 # How long one example takes says more about the machine than about the code. Most examples are for the night.
 hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.register_profile("push", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("push", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=10)
 hypothesis.settings.load_profile("push")
 
