@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import secrets
@@ -104,9 +105,15 @@ class Scene:
         held.drop()
 
 
+@functools.cache
+def random_data() -> bytes:
+    """Return the bytes that all tests upload; made once, because that takes a tenth of a second."""
+    return random.Random(7).randbytes(SIZE)
+
+
 @pytest.fixture
 def scene(server: S3Server, tmp_path: Path) -> Iterator[Scene]:
-    data = random.Random(7).randbytes(SIZE)
+    data = random_data()
     source = tmp_path / "slot"
     source.write_bytes(data + b"what an older and longer shard left in the slot")
     journal = tmp_path / "journal"
