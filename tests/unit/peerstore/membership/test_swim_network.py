@@ -37,7 +37,7 @@ def dead_in(net: Network, name: str) -> int:
 # -- who lives --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 60])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 17, pytest.param(60, marks=pytest.mark.nightly)])
 def test_simultaneously_started_nodes_converge(count):
     net = Network(nodes(count), seed=count)
     assert net.until(net.agreed, within_s=20) < 10
@@ -177,7 +177,7 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
     net.until(net.agreed, within_s=QUIET_S)
 
 
-@pytest.mark.parametrize("minority", [1, 4, 12, 20, 29, 30])
+@pytest.mark.parametrize("minority", [1, 29, 30, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 12, 20))])
 def test_minority_loses_quorum_and_the_majority_continues(minority):
     net = Network(nodes(60), seed=minority)
     net.until(net.agreed, within_s=30)
