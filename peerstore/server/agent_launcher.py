@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 _LOG_TAIL_BYTES = 2000
 _PROBE_S = 3.0
 _END_S = 10.0
+_SOCKET_S = 10.0
+"""Seconds in which a running agent makes a new socket in place of a deleted one, or ends."""
+_RETRY_S = 0.02
 
 
 def connect_or_launch_agent(
@@ -50,7 +53,7 @@ def connect_or_launch_agent(
         try:
             return connect_to_agent(place.socket, named=place.explicit)  # another process was faster
         except AgentUnreachableError:
-            return _launch(place, command, environ, deadline)
+            return _await_running(place, deadline) or _launch(place, command, environ, deadline)
     finally:
         os.close(fd)
 
@@ -187,6 +190,32 @@ def _lock(fd: int, place: AgentPaths, deadline: float) -> None:
             time.sleep(0.01)
         else:
             return
+
+
+def _await_running(place: AgentPaths, deadline: float) -> socket.socket | None:
+    """Connect to the agent that runs here without a socket, once it has made one; None if none runs or it ends."""
+    try:
+        pid = int(place.lock.read_text())
+        agent = os.pidfd_open(pid)
+    except (OSError, ValueError, OverflowError):
+        return None
+    try:
+        if not _holds(place, pid):
+            return None
+        deadline = min(deadline, time.monotonic() + _SOCKET_S)
+        while not select.select([agent], [], [], _RETRY_S)[0]:
+            with contextlib.suppress(AgentUnreachableError):
+                return connect_to_agent(place.socket, named=place.explicit)
+            if time.monotonic() > deadline:
+                raise AgentUnreachableError(
+                    f"the agent in {place.directory} (process {pid}) runs and has no socket, so no other one can "
+                    f"start: wait until it has exited, or end it (kill {pid})"
+                )
+    except (OSError, ValueError):  # the lock file was deleted
+        return None
+    finally:
+        os.close(agent)
+    return None
 
 
 def _launch(

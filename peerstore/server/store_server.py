@@ -44,6 +44,8 @@ _LAST_READS = 64
 _TRIES = 3
 _SWEEP_S = 1.0
 _CLOSE_GRACE_S = 5.0
+_NEW_SOCKET = "agent.new"
+"""Not longer than the name of the socket: the kernel bounds the path."""
 
 
 def ensure_private_directory(path: Path) -> None:
@@ -67,21 +69,68 @@ def ensure_private_directory(path: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def hold_agent_lock(place: AgentPaths) -> Iterator[None]:
-    """Hold the directory's lock, so that there is one agent in it; the kernel lets go when this process dies."""
-    ensure_private_directory(place.directory)
-    fd = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+class AgentLock:
+    """The held lock file of an agent's directory, with the agent's process number in it."""
+
+    def __init__(self, place: AgentPaths) -> None:
+        """Lock the directory; :class:`UnavailableError` if another agent serves it."""
+        self._place = place
+        self._checking = threading.Lock()
+        self._fd = self._locked(os.O_CREAT)
+        os.truncate(self._fd, 0)
+        os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def _locked(self, flags: int) -> int:
+        fd = os.open(self._place.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UnavailableError(f"another agent already serves {place.directory}") from None
-        os.truncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.close(fd)
+            os.close(fd)
+            raise UnavailableError(f"another agent already serves {self._place.directory}") from None
+        return fd
+
+    def find_loss(self) -> str:
+        """Return why this process does not own the directory any more, or "". Restore a lock file that was deleted."""
+        with self._checking:
+            return self._find_loss()
+
+    def _find_loss(self) -> str:
+        directory = self._place.directory
+        try:
+            if is_same_file(self._place.lock, os.fstat(self._fd)):
+                return ""
+            restored = self._locked(os.O_CREAT | os.O_EXCL)
+            os.write(restored, f"{os.getpid()}\n".encode())
+        except FileNotFoundError:
+            return f"{directory} was deleted"
+        except (FileExistsError, UnavailableError):
+            return f"another agent serves {directory}"
+        except OSError as error:  # a full disk: the next check may work
+            log.warning("%s was deleted and cannot be restored: %s", self._place.lock, error)
+            return ""
+        log.warning("%s was deleted: the agent has restored it", self._place.lock)
+        os.close(self._fd)
+        self._fd = restored
+        return ""
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def hold_agent_lock(place: AgentPaths) -> Iterator[AgentLock]:
+    """Hold the directory's lock, so that there is one agent in it; the kernel lets go when this process dies."""
+    ensure_private_directory(place.directory)
+    with contextlib.closing(AgentLock(place)) as lock:
+        yield lock
+
+
+def is_same_file(path: Path, expected: os.stat_result) -> bool:
+    """Return whether ``path`` is still this very file."""
+    try:
+        return os.path.samestat(path.lstat(), expected)
+    except FileNotFoundError:
+        return False
 
 
 class StoreServer:
@@ -96,7 +145,10 @@ class StoreServer:
         more: Mapping[str, Operation] | None = None,
         errors: tuple[type[Exception], ...] = (),
         frame_bytes: int = message_codec.MAX_FRAME_BYTES,
+        may_listen: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``may_listen`` returns whether the socket's directory still belongs to this server."""
+        self._may_listen = may_listen
         self._frame_bytes = frame_bytes
         self._store = store
         self._version = version
@@ -108,8 +160,8 @@ class StoreServer:
         self._fewer = threading.Condition(self._lock)
         self._stopping = threading.Event()
         self.rejected = 0
-        socket_path.unlink(missing_ok=True)
-        self._listener = _listening(socket_path)
+        self._socket_lock = threading.Lock()
+        self._listener, self._socket_file = _listening(socket_path)
         self._threads = [
             threading.Thread(target=self._accept_loop, name="peerstore-accept", daemon=True),
             threading.Thread(target=self._sweep_loop, name="peerstore-sweep", daemon=True),
@@ -127,7 +179,9 @@ class StoreServer:
         The socket's file goes first: where it is left and nobody answers on it, the agent did not end in order.
         """
         self._stopping.set()
-        self._path.unlink(missing_ok=True)
+        with self._socket_lock:
+            if is_same_file(self._path, self._socket_file):
+                self._path.unlink(missing_ok=True)
         _shut(self._listener)
         self._listener.close()
         with self._lock:
@@ -146,10 +200,13 @@ class StoreServer:
 
     def _accept_loop(self) -> None:
         while not self._stopping.is_set():
+            listener = self._listener
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError as error:  # too many open files, most likely: they become fewer
-                if not self._stopping.wait(_PAUSE_S):
+                if listener is not self._listener:
+                    listener.close()
+                elif not self._stopping.wait(_PAUSE_S):
                     log.warning("a connection could not be accepted: %s", error)
                 continue
             with self._lock:
@@ -167,9 +224,23 @@ class StoreServer:
     def _sweep_loop(self) -> None:
         while not self._stopping.wait(_SWEEP_S):
             try:
+                self._restore_socket()
                 self._store.sweep()
             except Exception:  # the next one may work
                 log.exception("sweeping failed")
+
+    def _restore_socket(self) -> None:
+        """Listen on a new socket if the socket's file was deleted or replaced: clients could not connect any more."""
+        with self._socket_lock:
+            if self._stopping.is_set() or not self._may_listen() or is_same_file(self._path, self._socket_file):
+                return
+            try:
+                before, (self._listener, self._socket_file) = self._listener, _listening(self._path)
+            except OSError as error:
+                log.warning("%s was deleted and cannot be made again: %s", self._path, error)
+                return
+            _shut(before)
+        log.warning("%s was deleted: the agent listens on a new socket there", self._path)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -271,18 +342,23 @@ class StoreServer:
             return AgentResponse("PeerStoreError", message_codec.encode_raw_message(said)), None
 
 
-def _listening(path: Path) -> socket.socket:
-    """A socket that nobody but this user can connect to."""
+def _listening(path: Path) -> tuple[socket.socket, os.stat_result]:
+    """Return a socket that only this user can connect to, and its file. It replaces what has the name ``path``."""
+    beside = path.with_name(_NEW_SOCKET)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        beside.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
-            listener.bind(str(path))
+            listener.bind(str(beside))
         finally:
             os.umask(before)
+        undo.callback(beside.unlink, missing_ok=True)
         listener.listen(128)
+        found = beside.lstat()
+        beside.replace(path)
         undo.pop_all()
-    return listener
+    return listener, found
 
 
 def _shut(sock: socket.socket) -> None:
@@ -358,12 +434,19 @@ def serve_store(
     handle_signals({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     most = raise_open_file_limit()
-    with hold_agent_lock(place), contextlib.ExitStack() as cleanup:
+    with hold_agent_lock(place) as lock, contextlib.ExitStack() as cleanup:
         arena = TmpfsArena(place.directory)
         store = NodeStore(arena, settings)
         cleanup.callback(store.close)
         extras = cleanup.enter_context(extend(store))
-        server = StoreServer(store, place.socket, version=version, more=extras.operations, errors=extras.errors)
+        server = StoreServer(
+            store,
+            place.socket,
+            version=version,
+            more=extras.operations,
+            errors=extras.errors,
+            may_listen=lambda: not lock.find_loss(),
+        )
         cleanup.callback(server.close)
         server.start()
         log.info("agent %s serves %s (process %d, at most %d open files)", version, place.directory, os.getpid(), most)
@@ -372,8 +455,12 @@ def serve_store(
         def needed() -> bool:
             return linger_s is None or bool(server.connections) or extras.busy() or store.idle_s() <= linger_s
 
-        while not stop.wait(_TICK_S) and needed():
-            pass
+        loss = ""
+        while not stop.wait(_TICK_S) and not loss and needed():
+            loss = lock.find_loss()
+        if loss:
+            log.error("the agent exits: %s", loss)
+            return
         log.info("agent leaves")
         if not stop.is_set():
             server.close()

@@ -20,6 +20,7 @@ import msgspec
 
 from peerstore.network_addresses import join_address
 from peerstore.server.job_peers import JobPeers
+from peerstore.server.store_server import is_same_file
 from peerstore.transport.tcp import ConnectionAdmission, UnauthenticatedConnection
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher
@@ -83,6 +84,7 @@ class HttpServer(ThreadingHTTPServer):
             self.socket.bind(str(self._path))
         finally:
             os.umask(before)
+        self._socket_file = self._path.lstat()
         self.server_name, self.server_port = "localhost", 0
 
     @property
@@ -101,7 +103,7 @@ class HttpServer(ThreadingHTTPServer):
         try:
             yield self.address
         finally:
-            if self._path is not None:
+            if self._path is not None and is_same_file(self._path, self._socket_file):  # else it is another agent's
                 self._path.unlink(missing_ok=True)
             self._admission.close()
             self.shutdown()

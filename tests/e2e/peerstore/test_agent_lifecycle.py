@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from peerstore.cli import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
 from peerstore.errors import AgentUnreachableError, ArenaBusyError, ArenaFullError, RequestError, UnavailableError
 from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.server.store_client import Client
 from peerstore.settings import AgentPaths
 from peerstore.store.arena import FileMapping, closing_fd, prefault_address
 from tests.support.agents import agent_pid, end_agent, wait_gone
@@ -164,6 +168,58 @@ def test_second_agent_in_a_directory_is_refused(directory):
         assert second.stderr.startswith(f"peerstore: another agent already serves {directory}")
         with agent.client() as client:
             save(client, key())
+
+
+def test_agent_replaces_its_deleted_socket(directory):
+    place = AgentPaths(directory)
+    with store_agent(directory, "--budget", "64MiB") as agent:
+        assert agent.wait_ready()
+        with agent.client() as client:
+            save(client, key())
+        place.socket.unlink()
+        launch = partial(connect_or_launch_agent, place, serve_command(directory, "--detach"))
+        with contextlib.closing(Client(launch, job="job")) as client:
+            assert load(client, key()) == content(key(), MIB)
+        assert agent_pid(directory) == agent.process.pid
+        assert stat.S_IMODE(place.socket.stat().st_mode) == 0o600
+        assert agent.end() == EXIT_OK
+    assert not place.socket.exists()
+
+
+def test_agent_restores_its_deleted_lock_file(directory):
+    with store_agent(directory, "--budget", "64MiB") as agent:
+        assert agent.wait_ready()
+        agent.place.lock.unlink()
+        until(lambda: agent_pid(directory) == agent.process.pid, "the lock file names the agent again")
+        assert stat.S_IMODE(agent.place.lock.stat().st_mode) == 0o600
+        second = subprocess.run(serve_command(directory), capture_output=True, text=True, env=here())
+        assert second.stderr.startswith(f"peerstore: another agent already serves {directory}")
+
+
+def test_agent_exits_when_its_directory_is_deleted(directory):
+    with store_agent(directory, "--budget", "64MiB") as agent:
+        assert agent.wait_ready()
+        with agent.client() as client:
+            save(client, key())
+        shutil.rmtree(directory)
+        assert agent.process.wait(60) == EXIT_OK
+    assert not directory.exists()
+
+
+def test_agent_exits_when_another_agent_serves_its_directory(directory):
+    with store_agent(directory, "--budget", "64MiB") as first:
+        assert first.wait_ready()
+        os.kill(first.process.pid, signal.SIGSTOP)
+        shutil.rmtree(directory)
+        with store_agent(directory, "--budget", "64MiB") as second:
+            assert second.wait_ready()
+            with second.client() as client:
+                save(client, key())
+            os.kill(first.process.pid, signal.SIGCONT)
+            assert first.process.wait(60) == EXIT_OK
+            assert agent_pid(directory) == second.process.pid
+            with second.client() as client:
+                assert load(client, key()) == content(key(), MIB)
 
 
 def test_the_agent_imports_nothing_heavy(directory):
