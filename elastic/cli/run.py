@@ -296,6 +296,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
             logs=str(logs),
             grace_s=options["grace"],
             event_log=str(settings.event_log_directory(logs)),
+            generated_secret=secret is None,
         )
         place.end_file.unlink(missing_ok=True)
         if leads:  # another node of this machine may start after the coordinator has written its address
@@ -534,8 +535,7 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
     else:
         host = node_address(record.coordinator, _scheduled(options).others)
     mine = {EVENT_LOG_ENV: record.event_log} if record.event_log else {}
-    if not is_loopback_host(host):
-        mine |= _peer_secret(record)
+    mine |= _peer_secret(place, record)
     if (interface := gloo_interface(host)) is not None:
         mine |= settings.gloo_on(interface)
     if options["node"] and not settings.has_agent_name():
@@ -612,11 +612,13 @@ def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path 
     return left[0] if left else None
 
 
-def _peer_secret(record: LocalRun) -> dict[str, str]:
-    """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
+def _peer_secret(place: RunDirectory, record: LocalRun) -> dict[str, str]:
+    """Derive the secret of the job's agents from the job's secret, if no other one is configured."""
     if settings.has_peer_secret():
         return {}
-    return {"TIEREDCKPT_PEER_SECRET": f"file:{record.secret_file}"}
+    return {
+        "TIEREDCKPT_PEER_SECRET": f"file:{place.write_peer_secret(run_secret(record), keep=record.generated_secret)}"
+    }
 
 
 def _store(said: str) -> str:

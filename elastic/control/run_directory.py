@@ -2,7 +2,7 @@
 
 ::
 
-    /dev/shm/elastic-UID/JOB/run.json   secret   lock   NODE/rank.sock
+    /dev/shm/elastic-UID/JOB/run.json   secret   peer-secret   lock   NODE/rank.sock
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hmac
 import os
 import stat
 import time
@@ -29,6 +30,7 @@ from peerstore.transport.authentication import generate_secret, read_secret
 _LONGEST_SOCKET = 100
 _MOST_BYTES = 1 << 20
 _SETTING = "$ELASTIC_RUN_DIRECTORY"
+_PEER_SECRET_PURPOSE = b"tieredckpt peer secret 1"
 
 
 class LocalRun(msgspec.Struct, frozen=True):
@@ -45,6 +47,8 @@ class LocalRun(msgspec.Struct, frozen=True):
     logs: str
     grace_s: float
     event_log: str = ""
+    generated_secret: bool = False
+    """Whether this run generated its secret: the next run has another one."""
 
 
 class LastRun(msgspec.Struct, frozen=True):
@@ -67,6 +71,7 @@ class RunDirectory:
         self.directory = root / self.job
         self.file = self.directory / "run.json"
         self.secret_file = self.directory / "secret"
+        self.peer_secret_file = self.directory / "peer-secret"
         self.address_file = self.directory / "address"
         self.epoch_file = self.directory / "epoch"
         """Of a coordinator that is started alone."""
@@ -112,6 +117,18 @@ class RunDirectory:
         path = self.directory / f"{node}.secret" if node else self.secret_file
         write_private_file(path, secret or generate_secret())
         return path
+
+    def write_peer_secret(self, secret: bytes, *, keep: bool = False) -> Path:
+        """Write the secret of the job's agents, derived from the control secret, and return its file.
+
+        With ``keep``, the file of an earlier run stays: agents of stopped nodes prove the secret that it has.
+        """
+        if keep:
+            with contextlib.suppress(PeerStoreError):
+                read_secret(self.peer_secret_file)
+                return self.peer_secret_file
+        write_private_file(self.peer_secret_file, derive_peer_secret(secret, self.job))
+        return self.peer_secret_file
 
     def write(self, run: LocalRun) -> None:
         write_private_file(self.file, msgspec.json.encode(run))
@@ -177,6 +194,11 @@ def describe_no_job(root: Path, job: str | None = None) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.ended_at))
     which = f"Job {last.job!r} was the last one. It" if job is None else "Its last run"
     return f"{said}. {which} ended at {at} ({last.how}). The same command starts it again: {last.command}"
+
+
+def derive_peer_secret(secret: bytes, job: str) -> bytes:
+    """Return the secret of a job's agents, which is the same on every node that has the control secret."""
+    return hmac.new(secret, _PEER_SECRET_PURPOSE + b"\0" + job.encode(), "sha256").hexdigest().encode()
 
 
 def run_secret(run: LocalRun) -> bytes:

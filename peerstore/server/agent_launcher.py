@@ -193,7 +193,7 @@ def _lock(fd: int, place: AgentPaths, deadline: float) -> None:
 
 
 def _await_running(place: AgentPaths, deadline: float) -> socket.socket | None:
-    """Connect to the agent that runs here without a socket, once it has made one; None if none runs or it ends."""
+    """Connect to a running agent without a socket once it has made one; None if none runs."""
     try:
         pid = int(place.lock.read_text())
         agent = os.pidfd_open(pid)
@@ -208,8 +208,8 @@ def _await_running(place: AgentPaths, deadline: float) -> socket.socket | None:
                 return connect_to_agent(place.socket, named=place.explicit)
             if time.monotonic() > deadline:
                 raise AgentUnreachableError(
-                    f"the agent in {place.directory} (process {pid}) runs and has no socket, so no other one can "
-                    f"start: wait until it has exited, or end it (kill {pid})"
+                    f"the agent in {place.directory} (process {pid}) runs without a socket. Another one cannot "
+                    f"start. Wait until it has exited, or end it (kill {pid})."
                 )
     except (OSError, ValueError):  # the lock file was deleted
         return None

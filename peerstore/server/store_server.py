@@ -90,7 +90,7 @@ class AgentLock:
         return fd
 
     def find_loss(self) -> str:
-        """Return why this process does not own the directory any more, or "". Restore a lock file that was deleted."""
+        """Return why the directory is lost, or "". Restore a deleted lock file."""
         with self._checking:
             return self._find_loss()
 
@@ -230,7 +230,7 @@ class StoreServer:
                 log.exception("sweeping failed")
 
     def _restore_socket(self) -> None:
-        """Listen on a new socket if the socket's file was deleted or replaced: clients could not connect any more."""
+        """Listen on a new socket if the socket's file was deleted or replaced."""
         with self._socket_lock:
             if self._stopping.is_set() or not self._may_listen() or is_same_file(self._path, self._socket_file):
                 return
@@ -343,7 +343,7 @@ class StoreServer:
 
 
 def _listening(path: Path) -> tuple[socket.socket, os.stat_result]:
-    """Return a socket that only this user can connect to, and its file. It replaces what has the name ``path``."""
+    """Return a socket at ``path`` that only this user can connect to, and its file."""
     beside = path.with_name(_NEW_SOCKET)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

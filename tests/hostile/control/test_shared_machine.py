@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from elastic.cli import main, run
 from elastic.cli.common import ElasticExit
 from elastic.control import child_processes
 from elastic.control.child_processes import python_module_command, with_import_path
-from elastic.control.run_directory import LocalRun, RunDirectory, list_runs
+from elastic.control.run_directory import LocalRun, RunDirectory, derive_peer_secret, list_runs
 from elastic.errors import ControlPlaneUnavailableError
 from tests.support.elastic_runs import ROOT, elastic_job
 from tests.support.local_nodes import until
@@ -222,13 +223,19 @@ def test_non_file_does_not_block_reading(place, kind, tmp_path):
 # -- what agents prove ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.1"])
 @pytest.mark.parametrize("configured", ["", "a secret of the agents' own"])
-def test_agents_of_several_machines_prove_the_jobs_secret(place, monkeypatch, configured):
-    """Else their nodes would tell each other one where ranks meet, and that asks nobody who he is."""
-    monkeypatch.setattr(run, "node_address", lambda *_: "10.0.0.7")
+def test_agents_prove_a_secret_derived_from_the_jobs(place, monkeypatch, configured, address):
+    """Otherwise the ranks would exchange a secret through the store where they meet."""
+    monkeypatch.setattr(run, "node_address", lambda *_: address)
     if configured:
         monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
     options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}
     task = run._node_task(place, place.read(), "n1", {**options, "node": "", "verbose": 0})
     settings = load_settings({**os.environ, **task.environ})
-    assert peer_secret(settings.peer) == (configured.encode() or place.secret_file.read_bytes())
+    derived = derive_peer_secret(place.secret_file.read_bytes(), "job")
+    assert peer_secret(settings.peer) == (configured.encode() or derived)
+    if not configured:
+        path = Path(settings.peer.secret.removeprefix("file:"))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert place.secret_file.read_text() not in path.read_text()

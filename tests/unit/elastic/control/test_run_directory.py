@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import stat
+
 import pytest
 
 from elastic.cli.common import ElasticExit, elastic_advice_for, elastic_exit_for
-from elastic.control.run_directory import LastRun, RunDirectory, describe_no_job
+from elastic.control.run_directory import LastRun, RunDirectory, derive_peer_secret, describe_no_job
 from elastic.errors import JobNotFoundError
 
 
@@ -29,3 +31,29 @@ def test_job_that_ended_last_is_named(tmp_path):
     )
     assert said.endswith("(gave up). The same command starts it again: elastic run b.py")
     assert "Its last run ended at" in describe_no_job(tmp_path, "a")
+
+
+def test_peer_secret_is_the_same_on_every_node_and_differs_by_job():
+    control = b"the control secret of the job"
+    secret = derive_peer_secret(control, "a")
+    assert secret == derive_peer_secret(control, "a")
+    assert len({secret, control, derive_peer_secret(control, "b"), derive_peer_secret(b"another secret", "a")}) == 4
+    assert control not in secret
+
+
+def test_peer_secret_file_is_private_and_follows_a_given_control_secret(tmp_path):
+    place = RunDirectory(tmp_path, "a")
+    place.prepare()
+    for control in (b"the first control secret", b"the second control secret"):
+        path = place.write_peer_secret(control)
+        assert path.read_bytes() == derive_peer_secret(control, "a")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_peer_secret_outlives_a_generated_control_secret(tmp_path):
+    """Agents of stopped nodes hold steps that the next run reads, and its control secret is another one."""
+    place = RunDirectory(tmp_path, "a")
+    place.prepare()
+    before = place.write_peer_secret(b"the first control secret", keep=True).read_bytes()
+    place.remove()
+    assert place.write_peer_secret(b"the second control secret", keep=True).read_bytes() == before
