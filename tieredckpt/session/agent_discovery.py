@@ -6,11 +6,13 @@ import contextlib
 import functools
 import hmac
 import logging
+import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
@@ -19,9 +21,8 @@ import torch.distributed as dist
 from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import MemberList, PeerNode, member_list
 from peerstore.message_codec import from_json
-from peerstore.network_addresses import is_loopback_host, split_address
 from peerstore.settings import JobPeersConfig
-from peerstore.transport.authentication import generate_secret
+from peerstore.transport.authentication import generate_secret, read_secret
 from tieredckpt.agent.agent_api import KnownPeers
 from tieredckpt.agent.peer_config import (
     DISCOVERY_OFF,
@@ -41,6 +42,8 @@ _WITHIN = timedelta(seconds=120)
 _SILENT_S = 30.0
 """How long nodes that the job went on with are waited for by one that it went on without."""
 _LOOK_AGAIN_S = 0.5
+_FILE_PREFIX = "peer-secret."
+_BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/mnt")
 
 
 class _PeerPlanOffer(msgspec.Struct, frozen=True):
@@ -48,13 +51,15 @@ class _PeerPlanOffer(msgspec.Struct, frozen=True):
 
     member_list: MemberList | None
     secret: bytes
-    """Where none is configured: the store asks nobody who he is, so everybody who reaches it can read this."""
+    """Where none is configured. Every process that reaches the store can read it; empty with ``secret_file``."""
     problem: str = ""
     unreachable: str = ""
     """Which ranks cannot reach their node's agent, and why."""
     one_agent: bool = False
     """There is only one node, whatever the launcher says."""
     nonce: bytes = b""
+    secret_file: str = ""
+    """The file with the secret, which only this user can read, where all nodes are on one machine."""
     proof: bytes = b""
     """Where one is configured: of ``nonce`` and the nodes, and only who has the same secret can have made it."""
 
@@ -67,6 +72,23 @@ class _NodeHello(msgspec.Struct, frozen=True):
     """Of the list of nodes it knows from an earlier world of the job; ``None``: it was in none."""
     problem: str = ""
     """Why it does not know its node."""
+    machine: str = ""
+    """The machine, as :func:`_machine` names it."""
+
+
+class _Reporter(msgspec.Struct, frozen=True):
+    """The first rank's choice of the rank that reports what its node knows of earlier worlds."""
+
+    rank: int
+    one_machine: bool = False
+    """Whether all nodes are on one machine, so that secrets go through files."""
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What the reporter's node knows of earlier worlds."""
+
+    known: KnownPeers
+    secret_file: str = ""
 
 
 def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
@@ -112,33 +134,35 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
         if me is not None:
             store.set(f"{prefix}/here/{me.id}", "1")
         known = _acquaintance(session, restoring, partial(_is_here, store, prefix)) if is_local_rank_zero() else None
-        guest = None if me is None else _NodeHello(me, known.version if known is not None else None)
+        version = known.version if known is not None else None
+        guest = None if me is None else _NodeHello(me, version, machine=_machine())
     except PeerStoreError as problem:  # the others wait for what this rank says
         error, guest = problem, _NodeHello(None, None, f"rank {rank}: {problem}")
     store.set(f"{prefix}/{rank}", _text(guest))
     if rank == 0:
         guests = _guests(store, prefix)
         lost = "; ".join(guest.problem for guest in guests.values() if guest.problem)
-        reporter = -1 if lost else _teller(guests)
-        store.set(f"{prefix}/teller", str(reporter))
+        reporter = _Reporter(-1 if lost else _teller(guests), _is_one_machine(guests.values()))
+        store.set(f"{prefix}/teller", _text(reporter))
         if lost:
             store.set(f"{prefix}/all", _text(_PeerPlanOffer(None, b"", unreachable=lost)))
     if error is not None:
         raise error
-    if known is not None and _told(store, f"{prefix}/teller") == str(rank).encode():
-        if peer.secret:
-            known = msgspec.structs.replace(known, secret=b"")
-        store.set(f"{prefix}/known", _text(known))
+    if known is not None and (chosen := from_json(_told(store, f"{prefix}/teller"), _Reporter)).rank == rank:
+        store.set(f"{prefix}/known", _text(_report(session, known, peer, one_machine=chosen.one_machine)))
     if rank == 0 and not lost:
         newest = None
-        if reporter >= 0:
-            newest = from_json(_told(store, f"{prefix}/known"), KnownPeers)
-        store.set(
-            f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, session.job, restoring=restoring))
-        )
+        if reporter.rank >= 0:
+            newest = _reported(from_json(_told(store, f"{prefix}/known"), _Report))
+        offer = _invite(list(guests.values()), newest, peer, session.job, restoring=restoring)
+        if offer.secret and reporter.one_machine and (path := _write_secret(session, offer.secret)):
+            offer = msgspec.structs.replace(offer, secret=b"", secret_file=path)
+        store.set(f"{prefix}/all", _text(offer))
     invitation = from_json(_told(store, f"{prefix}/all"), _PeerPlanOffer)
+    if invitation.secret_file and not peer.secret:
+        invitation = msgspec.structs.replace(invitation, secret=read_secret(Path(invitation.secret_file)))
     if not peer.secret:
-        _forget(store, prefix)
+        _forget(store, prefix, invitation.secret_file)
     if invitation.unreachable:
         raise TierUnavailableError(invitation.unreachable)
     if invitation.problem:
@@ -159,7 +183,7 @@ def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
             "peer.secret: the first rank's node has one, and this node has none: configure the same on all nodes"
         )
     if not mine:
-        if dist.get_rank() == 0 and not _is_one_machine(invitation.member_list):
+        if dist.get_rank() == 0 and not invitation.secret_file:
             _warn_of_open_secret(job)
         return invitation.secret
     if not hmac.compare_digest(invitation.proof, _proof(mine, job, invitation)):
@@ -170,10 +194,53 @@ def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
     return mine
 
 
-def _is_one_machine(members: MemberList | None) -> bool:
-    """Whether all nodes are agents of one machine, as with ``elastic run --simulate-nodes``."""
-    hosts = {split_address(node.address)[0] for node in members.nodes} if members is not None else set()
-    return len(hosts) < 2 or all(is_loopback_host(host) for host in hosts)
+def _machine() -> str:
+    """Name this machine, mount namespace and user: processes with the same name can share private files."""
+    try:
+        return f"{_BOOT.read_text().strip()}/{_NAMESPACE.stat().st_ino}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def _is_one_machine(guests: Iterable[_NodeHello]) -> bool:
+    """Return whether all nodes are agents of one machine, as with two ``torchrun`` on it."""
+    machines = {guest.machine for guest in guests}
+    return len(machines) == 1 and "" not in machines
+
+
+def _write_secret(session: Session, secret: bytes) -> str:
+    """Write the secret for the other ranks of this machine; return the file, or "" if it cannot be written."""
+    path = session.settings.agent_directory / f"{_FILE_PREFIX}{os.getpid()}"
+    try:
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(secret)
+    except OSError as error:
+        log.warning("%s: the nodes' secret cannot be written to %s: %s", session.job, path, error)
+        return ""
+    return str(path)
+
+
+def _delete_secret(path: str) -> None:
+    """Delete a file of :func:`_write_secret`; any process may have written another name to the store."""
+    if Path(path).name.startswith(_FILE_PREFIX):
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+
+
+def _report(session: Session, known: KnownPeers, peer: PeerSettings, *, one_machine: bool) -> _Report:
+    """Report what this node knows of earlier worlds, without the secret if it is configured or goes in a file."""
+    path = _write_secret(session, known.secret) if one_machine and known.secret and not peer.secret else ""
+    return _Report(msgspec.structs.replace(known, secret=b"") if peer.secret or path else known, path)
+
+
+def _reported(report: _Report) -> KnownPeers:
+    if not report.secret_file:
+        return report.known
+    secret = read_secret(Path(report.secret_file))
+    _delete_secret(report.secret_file)
+    return msgspec.structs.replace(report.known, secret=secret)
 
 
 @functools.cache  # once is enough: ranks meet in every world
@@ -192,12 +259,14 @@ def _proof(secret: bytes, job: str, invitation: _PeerPlanOffer) -> bytes:
     return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in said), "sha256")
 
 
-def _forget(store: torch.distributed.Store, prefix: str) -> None:
-    """The last rank that has read the secret takes it out of the store, where that can."""
+def _forget(store: torch.distributed.Store, prefix: str, secret_file: str) -> None:
+    """Delete the secret from the store, and its file, if this rank is the last one that has read it."""
     if store.add(f"{prefix}/read", 1) % dist.get_world_size() == 0:
         for key in ("all", "known"):
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 store.delete_key(f"{prefix}/{key}")
+        if secret_file:
+            _delete_secret(secret_file)
 
 
 def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:

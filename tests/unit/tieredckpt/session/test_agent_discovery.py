@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from peerstore.membership.topology import PeerNode, member_list, validate_node_id
 from tieredckpt.agent.agent_api import KnownPeers
 from tieredckpt.session import agent_discovery
-from tieredckpt.settings import Settings
+from tieredckpt.settings import Settings, settings_from_mapping
 
 ME, OTHER = PeerNode(validate_node_id("n0"), "127.0.0.1:1"), PeerNode(validate_node_id("n1"), "127.0.0.1:2")
 
@@ -91,23 +93,72 @@ def test_node_announces_itself_before_waiting_for_others(store, slept, monkeypat
     assert slept == [True]
 
 
-@pytest.mark.parametrize(
-    ("rank", "addresses", "warnings"),
-    [
-        (0, ("127.0.0.1:1", "127.0.0.1:2"), 0),
-        (0, ("10.0.0.1:1", "10.0.0.1:2"), 0),
-        (0, ("10.0.0.1:1", "10.0.0.2:1"), 1),
-        (1, ("10.0.0.1:1", "10.0.0.2:1"), 0),
-    ],
-    ids=["loopback", "one host", "two hosts", "another rank"],
-)
-def test_open_secret_is_a_warning_of_the_first_rank_on_several_machines(monkeypatch, caplog, rank, addresses, warnings):
+@pytest.mark.parametrize(("rank", "warnings"), [(0, 1), (1, 0)])
+def test_secret_in_the_store_is_a_warning_of_the_first_rank(monkeypatch, caplog, rank, warnings):
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    nodes = [PeerNode(validate_node_id(f"n{at}"), address) for at, address in enumerate(addresses)]
-    offer = agent_discovery._PeerPlanOffer(member_list(1, nodes), b"secret")
+    offer = agent_discovery._PeerPlanOffer(member_list(1, [ME, OTHER]), b"secret")
     agent_discovery._warn_of_open_secret.cache_clear()
     assert agent_discovery._agreed(offer, Settings().peer, "job") == b"secret"
     assert len([one for one in caplog.records if "peer.secret" in one.getMessage()]) == warnings
+
+
+def other_node(store, machine):
+    hello = agent_discovery._NodeHello(OTHER, None, machine=machine)
+    store.set("tieredckpt/job/nodes/saving/1/1", agent_discovery._text(hello))
+
+
+class Eavesdropper:
+    """A process that reads everything in the store that ranks meet at."""
+
+    def __init__(self, store):
+        self._store, self.values = store, []
+
+    def set(self, key, value):
+        self.values.append(str(value))
+        self._store.set(key, value)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("knows", [(), (ME, OTHER)], ids=["generated", "of an earlier world"])
+def test_nodes_of_one_machine_exchange_the_secret_in_a_private_file(store, monkeypatch, tmp_path, caplog, knows):
+    agent_discovery._warn_of_open_secret.cache_clear()
+    heard = Eavesdropper(store)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: heard)
+    modes, write = [], agent_discovery._write_secret
+
+    def written(session, secret):
+        path = write(session, secret)
+        modes.append(stat.S_IMODE(Path(path).stat().st_mode))
+        return path
+
+    monkeypatch.setattr(agent_discovery, "_write_secret", written)
+    other_node(store, agent_discovery._machine())
+    store.add("tieredckpt/job/nodes/saving/1/read", 1)  # the other rank has read it
+    settings = settings_from_mapping({"agent": {"directory": str(tmp_path)}})
+    session = Session(Agent([()], knows=knows), settings=settings)
+    if not knows:
+        monkeypatch.setattr(session.agent, "known_peers", lambda _job: None)
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    packed = agent_discovery._text(plan.secret).strip('"')
+    assert not [value for value in heard.values if packed in value]
+    assert set(modes) == {0o600}
+    assert list(tmp_path.iterdir()) == []  # the last reader deletes it
+    assert "peer.secret" not in caplog.text
+
+
+def test_nodes_of_several_machines_exchange_the_secret_in_the_store(store, tmp_path, caplog):
+    agent_discovery._warn_of_open_secret.cache_clear()
+    other_node(store, "another machine")
+    settings = settings_from_mapping({"agent": {"directory": str(tmp_path)}})
+    session = Session(Agent([()], knows=(ME, OTHER)), settings=settings)
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert plan.secret == b"s" * 32
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text.count("peer.secret is not set") == 1
 
 
 def test_nodes_of_earlier_worlds_stay_as_standby(store):
