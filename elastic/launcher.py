@@ -269,7 +269,8 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         candidate=None if task.lead is None else _candidate(task.lead, name),
         candidate_name=name,
     )
-    agent = MemoryTierProcess({**os.environ, **task.environ}, settings.directory.parent)
+    ended = threading.Event()
+    agent = MemoryTierProcess({**os.environ, **task.environ}, settings.directory.parent, stop=ended)
     supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, partition_agent=agent.partition)
     handle_signals(
         {
@@ -278,10 +279,9 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
             signal.SIGUSR1: lambda: supervisor.kill("the job has finished", ExitReason.FINISHED),
         }
     )
-    starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
+    starting = threading.Thread(target=agent.start, args=(supervisor.leave,), name="elastic-agent", daemon=True)
     if task.starts_agent:
         starting.start()
-    ended = threading.Event()
     if task.coordinator_node:
         threading.Thread(
             target=_look_after_coordinator, args=(task, supervisor, ended), name="elastic-allocation", daemon=True

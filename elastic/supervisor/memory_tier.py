@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -28,6 +30,9 @@ from tieredckpt.settings import Settings, load_settings, override_settings
 
 log = logging.getLogger(__name__)
 
+_ATTEMPTS = 3
+_RETRY_S = 1.0
+
 
 class MemoryTierProcess:
     """An agent that answers already is used. One that was started here outlives the supervisor that is killed.
@@ -37,16 +42,26 @@ class MemoryTierProcess:
     begins before them, and they end with it.
     """
 
-    def __init__(self, environ: Mapping[str, str], job: Path | None = None) -> None:
-        """An agent in ``job``, the job's own directory, is for nobody else: it ends with it, whoever started it."""
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        job: Path | None = None,
+        *,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """An agent in ``job``, the job's own directory, is for nobody else: it ends with it, whoever started it.
+
+        ``stop`` ends the attempts to start it.
+        """
         self._environ, self._job = environ, job
+        self._stop = stop or threading.Event()
         self._began_ns = time.time_ns()
         self._mine: AgentPaths | None = None
         self._place: AgentPaths | None = None
         """Of the agent that is looked after."""
 
-    def start(self) -> None:
-        """Training goes on without: the first rank tries again, and says what is wrong."""
+    def start(self, on_failure: Callable[[str], None] | None = None) -> None:
+        """Start the agent of this node; ``on_failure`` receives the reason if several attempts fail."""
         try:
             settings = load_settings(self._environ)
             if not (settings.enabled and settings.agent.embedded):
@@ -62,11 +77,27 @@ class MemoryTierProcess:
             if self._job is not None and self._job in place.directory.parents:
                 self._mine = place
                 self._began_ns = 0  # all it has is of this job, also what was sealed under an earlier supervisor
-            launch().close()
+            if not self._launched(launch, on_failure):
+                return
             agent_watchdogs.acquire(place, launch, partial(replace_hung_agent, place))
             self._place = place
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
+
+    def _launched(self, launch: Callable[[], socket.socket], on_failure: Callable[[str], None] | None) -> bool:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                launch().close()
+            except (PeerStoreError, OSError) as error:
+                log.warning("the node agent did not start (attempt %d of %d): %s", attempt, _ATTEMPTS, error)
+                reason = last_line(str(error))
+            else:
+                return True
+            if attempt < _ATTEMPTS and self._stop.wait(_RETRY_S):
+                return False
+        if on_failure is not None and not self._stop.is_set():
+            on_failure(f"its node agent did not start in {_ATTEMPTS} attempts: {reason}")
+        return False
 
     def partition(self, seconds: float) -> None:
         """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
@@ -106,6 +137,11 @@ class MemoryTierProcess:
     def kept_directory(self) -> Path | None:
         """Where an agent that was started here keeps what it has."""
         return None if self._mine is None else self._mine.directory
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank: of an agent's log, the error."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
 
 
 _UPLOADED_S = 60.0

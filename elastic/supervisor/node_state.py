@@ -384,8 +384,13 @@ class NodeState:
         if cut:
             for token in list(self.processes):
                 self._drop(token)
-        self.leave_reason = reason
-        self.finish(ExitReason.DISMISSED, reason)
+        self.leave(reason)
+
+    def leave(self, reason: str) -> None:
+        """Leave the job, which continues without this node if it can."""
+        if self.exit is None:
+            self.leave_reason = reason
+            self.finish(ExitReason.DISMISSED, reason)
 
     def finish(self, over: ExitReason, reason: str) -> None:
         """Nothing further happens on this node."""

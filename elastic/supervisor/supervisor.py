@@ -180,6 +180,11 @@ class Supervisor:
         within_s = self.settings.grace_s if grace_s is None else grace_s
         self._post(lambda: self.state.drain(self._clock() + within_s, reason))
 
+    def leave(self, reason: str) -> None:
+        """Leave the job: this node cannot run ranks."""
+        log.warning("node %s leaves the job: %s", self.settings.node, reason)
+        self._post(partial(self.state.leave, reason))
+
     def kill(self, reason: str, over: ExitReason = ExitReason.STOPPED) -> None:
         """End at once."""
         self._post(partial(self._kill_all, reason, over))

@@ -166,6 +166,9 @@ def _lost(turn: WorldTransition, event: NodeLost | NodeLeft) -> None:
         turn.world.departed[event.node] = max(event.generation, turn.world.departed.get(event.node, -1))
         return
     turn.lose_node(member, event.reason, blame=isinstance(event, NodeLost), life=event.generation)
+    if isinstance(event, NodeLeft) and turn.world.epoch < 0 and not member.is_draining:
+        replaced_by_s = turn.now_s + turn.policy.faulty_scale_down_timeout_s
+        turn.update(reason=f"{member.node} left: {event.reason}", replacement_deadline_s=replaced_by_s)
 
 
 def _rank_lost(turn: WorldTransition, event: RankLost) -> None:
@@ -545,7 +548,12 @@ def _form(turn: WorldTransition, ready: list[NodeMember], *, at_least: int) -> b
 def _begin(turn: WorldTransition, ready: list[NodeMember]) -> None:
     policy, world = turn.policy, turn.world
     if not policy.largest_size_within(min(turn.max_nodes, len(ready))):
-        turn.update(phase=WorldPhase.FORMING, replacement_deadline_s=None)
+        here = len(world_transition.available_members(world))
+        waits = world.reason != "" and here < policy.smallest_size  # for a replacement of a node that left
+        if waits and _is_past(world.replacement_deadline_s, turn):
+            turn.fail_job(world.reason, f"{here} nodes are left, at least {policy.smallest_size} are needed")
+            return
+        turn.update(phase=WorldPhase.FORMING, replacement_deadline_s=world.replacement_deadline_s if waits else None)
         if policy.startup_timeout_s is not None and world.formed_s + policy.startup_timeout_s <= turn.now_s:
             came = f"{len(ready)} of the {policy.smallest_size} nodes needed were ready"
             limit_s = policy.startup_timeout_s

@@ -42,6 +42,33 @@ def test_store_outlives_ranks_and_the_coordinator(job: Job) -> None:
     until(lambda: not job.pids())
 
 
+def broken_agent(job: Job, node: str) -> None:
+    """Prepare a directory in which the node's agent cannot start."""
+    place = job.folder / "run" / "job" / node / "agent"
+    for folder in (*reversed(place.parents[:3]), place):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    (place / "slots").touch()
+
+
+def test_node_whose_agent_cannot_start_leaves_the_job(job: Job) -> None:
+    broken_agent(job, "n1")
+    run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--agent")
+    until(lambda: "node n1 leaves the job: its node agent did not start in 3 attempts" in job.output())
+    until(lambda: job.is_("running"))
+    job.world(1)
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: Job) -> None:
+    broken_agent(job, "n0")
+    run = job.run("--shrink-after", "0", "--agent")
+    assert job.ended(run) in (7, 8)  # by the time at which the node leaves: in a world, or before the first one
+    end = next(line for line in reversed(job.output().splitlines()) if "did not start" in line)
+    assert end.startswith(("failed: ", "stopped: ")), job.output()
+    assert "its node agent did not start in 3 attempts: FileExistsError" in end
+
+
 def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: Job) -> None:
     job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")

@@ -1,0 +1,81 @@
+"""Nodes whose agent cannot start leave the job."""
+
+import threading
+
+import pytest
+
+from elastic.control.control_messages import ExitReason
+from elastic.supervisor import memory_tier
+from elastic.supervisor.memory_tier import MemoryTierProcess
+from peerstore.errors import AgentUnreachableError
+from tests.support.control_simulation import Table
+
+WHY = "its node agent did not start in 3 attempts: no room"
+
+
+@pytest.fixture
+def attempts(monkeypatch, tmp_path):
+    """Every agent that is started here exits at once."""
+    made = []
+
+    def launch(place, *_args, **_options):
+        made.append(place)
+        raise AgentUnreachableError("the agent ended at once: Traceback\nno room\n")
+
+    monkeypatch.setattr(memory_tier, "connect_or_launch_agent", launch)
+    monkeypatch.setattr(memory_tier, "_RETRY_S", 0.0)
+    return made
+
+
+def started(tmp_path, stop=None, **environ):
+    failures = []
+    place = {"TIEREDCKPT_AGENT_DIRECTORY": str(tmp_path / "agent")}
+    MemoryTierProcess({**place, **environ}, stop=stop).start(failures.append)
+    return failures
+
+
+def test_agent_that_cannot_start_is_tried_three_times(attempts, tmp_path):
+    assert started(tmp_path) == [WHY]
+    assert len(attempts) == 3
+
+
+@pytest.mark.parametrize("name", ["TIEREDCKPT_ENABLED", "TIEREDCKPT_AGENT_EMBEDDED"])
+def test_node_without_an_agent_of_its_own_stays(attempts, tmp_path, name):
+    assert started(tmp_path, **{name: "false"}) == []
+    assert attempts == []
+
+
+def test_supervisor_that_ends_stops_the_attempts(attempts, tmp_path):
+    stop = threading.Event()
+    stop.set()
+    assert started(tmp_path, stop) == []
+    assert len(attempts) == 1
+
+
+def test_job_continues_without_the_node_that_left():
+    table = Table(2, nproc=1)
+    node = table.nodes["n1"]
+    node.seats.leave(WHY)
+    table.settle(40)
+    table.check_whole()
+    assert table.desk.world_spec.ranked_nodes == ("n0",)
+    assert (node.seats.exit, node.seats.leave_reason) == (ExitReason.DISMISSED, WHY)
+
+
+def test_running_job_continues_without_the_node_that_left():
+    table = Table(2, nproc=1)
+    table.settle(20)
+    worlds = table.desk.world.epoch
+    table.nodes["n1"].seats.leave(WHY)
+    table.settle(60)
+    assert table.desk.world_spec.ranked_nodes == ("n0",)
+    assert table.desk.world.epoch == worlds + 1
+    assert WHY in table.desk.world_spec.reason
+
+
+def test_job_that_cannot_continue_ends_with_the_reason():
+    table = Table(1, nproc=1)
+    table.nodes["n0"].seats.leave(WHY)
+    table.settle(40)
+    assert table.desk.exit is ExitReason.GAVE_UP
+    assert f"n0 left: {WHY}" in table.desk.reason
