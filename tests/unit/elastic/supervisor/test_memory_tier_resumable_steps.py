@@ -25,7 +25,10 @@ from elastic.world.scaling_policy import ScalingPolicy
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError
 
-RUN = LocalRun("job", "", "", 1, 0, ("x",), "/", "/logs", 1.0)
+
+def local_run(place):
+    """Return the record of a job whose secret is in its run directory."""
+    return LocalRun("job", "", str(place.write_secret(None)), 1, 0, ("x",), "/", "/logs", 1.0)
 
 
 class Screen:
@@ -205,10 +208,10 @@ def test_node_and_its_agent_share_a_name(monkeypatch, place, configured, expecte
     if configured:
         monkeypatch.setenv("TIEREDCKPT_AGENT_NODE", configured)
     options = {"node": "A", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
-    task = run._node_task(place, RUN, "A", {**options, "verbose": 0})
+    task = run._node_task(place, local_run(place), "A", {**options, "verbose": 0})
     assert task.environ.get("TIEREDCKPT_AGENT_NODE") == expected
     assert Path(task.directory).name == "A"
-    named = run._node_task(place, RUN, os.uname().nodename, {**options, "node": "", "verbose": 0})
+    named = run._node_task(place, local_run(place), os.uname().nodename, {**options, "node": "", "verbose": 0})
     assert "TIEREDCKPT_AGENT_NODE" not in named.environ
 
 
@@ -217,7 +220,7 @@ def test_simulated_nodes_listen_on_loopback_only(monkeypatch, place):
     options = {"node": "", "simulate_nodes": 2, "agent": True, "coordinator": "", "coordinator_here": False}
 
     def address(**more):
-        environ = run._node_task(place, RUN, "n0", {**options, "verbose": 0, **more}).environ
+        environ = run._node_task(place, local_run(place), "n0", {**options, "verbose": 0, **more}).environ
         return environ.get("TIEREDCKPT_AGENT_PEERS")
 
     assert address() == "127.0.0.1:0"
@@ -231,7 +234,7 @@ def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
 
     def memory(name="here", **more):
         options = {"node": "", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
-        task = run._node_task(place, RUN, name, {**options, "verbose": 0, **more})
+        task = run._node_task(place, local_run(place), name, {**options, "verbose": 0, **more})
         return task.environ.get("TIEREDCKPT_AGENT_DIRECTORY"), task.environ.get("TIEREDCKPT_AGENT_NODE")
 
     n0, n8 = place.node_directory("n0") / "agent", place.node_directory("n8") / "agent"
