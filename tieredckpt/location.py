@@ -9,22 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerstore.errors import InvalidNameError
-from peerstore.shard_records import JobName, validate_job_name
+from peerstore.shard_records import JobName, VersionId, validate_job_name
 from tieredckpt.errors import UsageError
 
 TIERED_SCHEME = "tiered"
-_STEP = re.compile(r"step-([0-9]{1,18})")
+_STEP = re.compile(r"step-([0-9]{1,18})(?:@([0-9]{1,18}))?")
 
 
 @dataclass(frozen=True)
 class Location:
     job: JobName
     step: int | None = None
+    epoch: int | None = None
+    """Epoch of the incarnation that saved the step; ``None``: the newest."""
     cast: bool = False
     """To be loaded into tensors of other element types than were saved (``?cast=1``)."""
 
     def __str__(self) -> str:
-        return f"{TIERED_SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}")
+        branch = "" if self.epoch is None else f"@{self.epoch}"
+        return f"{TIERED_SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}{branch}")
+
+    def includes(self, version_id: VersionId) -> bool:
+        """Return whether this location names ``version_id``, alone or among others."""
+        return self.step in (None, version_id.version) and self.epoch in (None, version_id.epoch)
 
 
 def parse_location(target: str | os.PathLike[str]) -> Location:
@@ -46,9 +53,15 @@ def parse_location(target: str | os.PathLike[str]) -> Location:
     job, _, step = rest.rstrip("/").partition("/")
     match = _STEP.fullmatch(step) if step else None
     if step and match is None:
-        raise UsageError(f"{text!r}: after the job comes nothing or step-N, not {step!r}")
+        raise UsageError(f"{text!r}: after the job comes nothing, step-N or step-N@EPOCH, not {step!r}")
     try:
-        return Location(validate_job_name(job), int(match[1]) if match else None, _wants_cast(text, query))
+        number, epoch = (match[1], match[2]) if match else (None, None)
+        return Location(
+            validate_job_name(job),
+            None if number is None else int(number),
+            None if epoch is None else int(epoch),
+            _wants_cast(text, query),
+        )
     except InvalidNameError as error:
         raise UsageError(f"{text!r}: {error}") from error
 
@@ -60,6 +73,14 @@ def _wants_cast(text: str, query: str) -> bool:
     if name != "cast" or value not in ("1", "0"):
         raise UsageError(f"{text!r}: after ? comes cast=1 (load into tensors of other types) or cast=0, not {query!r}")
     return value == "1"
+
+
+def parse_step(text: str) -> tuple[int, int | None]:
+    """Return the step and the epoch that ``STEP`` or ``STEP@EPOCH`` names; the epoch is ``None`` if it names none."""
+    match = _STEP.fullmatch(f"step-{text}")
+    if match is None:
+        raise UsageError(f"{text!r} is not a step: write STEP or STEP@EPOCH, as `tieredckpt ls JOB` shows them")
+    return int(match[1]), None if match[2] is None else int(match[2])
 
 
 def check_step(step: int) -> int:
@@ -96,6 +117,6 @@ def location_for_checkpoint_id(checkpoint_id: str | os.PathLike[str], location: 
     given = parse_location(checkpoint_id)
     if given.step is not None:
         return given
-    if step is None and given.job == location.job:
-        step = location.step
-    return dataclasses.replace(given, step=step)
+    if given.job != location.job:
+        return dataclasses.replace(given, step=step)
+    return dataclasses.replace(given, step=location.step if step is None else step, epoch=location.epoch)

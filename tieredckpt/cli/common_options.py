@@ -12,7 +12,7 @@ from tieredckpt.agent.local_agents import find_agent_directory
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import EXIT_CODES_HELP
 from tieredckpt.errors import UsageError
-from tieredckpt.location import Location, parse_location
+from tieredckpt.location import Location, parse_location, parse_step
 from tieredckpt.settings import Settings, load_settings, override_settings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,11 +95,25 @@ def parse_step_target(target: str) -> Location:
     return location
 
 
-def parse_job_and_step(target: str, step: int | None) -> Location:
-    """``JOB STEP`` or ``JOB/step-N``."""
+def parse_job_and_step(target: str, step: str | None, epoch: int | None = None) -> Location:
+    """Return the location that ``JOB STEP``, ``JOB STEP@EPOCH`` or ``JOB/step-N@EPOCH`` names, with ``--epoch``."""
     location = parse_location(target)
-    if location.step is None and step is None:
+    number, branch = (location.step, None) if step is None else parse_step(step)
+    if number is None:
         raise UsageError(f"{target!r} names no step: write {location.job} N (`tieredckpt ls {location.job}`)")
-    if location.step is not None and step not in (None, location.step):
+    if location.step not in (None, number):
         raise UsageError(f"{target} and {step} are different steps")
-    return Location(location.job, location.step if step is None else step)
+    epochs = {one for one in (location.epoch, branch, epoch) if one is not None}
+    if len(epochs) > 1:
+        raise UsageError(f"{' and '.join(map(str, sorted(epochs)))} are different epochs: name one")
+    return Location(location.job, number, next(iter(epochs), None))
+
+
+def step_argument(command: F) -> F:
+    """The arguments of a command on one step of a job: JOB, STEP and ``--epoch``."""
+    epoch = click.option(
+        "--epoch", type=click.IntRange(min=0), metavar="E", help="The step that this epoch saved; as STEP@E."
+    )
+    return click.argument("target", metavar="JOB")(
+        click.argument("step", metavar="STEP[@EPOCH]", required=False)(epoch(command))
+    )

@@ -16,7 +16,7 @@ from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
 from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, literal, pluralized
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.tier_client import TierClient, open_tier_client
+from tieredckpt.cli.tier_client import TierClient, describe_other_branches, open_tier_client
 from tieredckpt.errors import UsageError
 from tieredckpt.export.atomic_output import return_freed_memory_to_os
 from tieredckpt.location import parse_location
@@ -38,7 +38,7 @@ class ExportRequest:
 
 @with_exit_code_help
 @click.command("export", short_help="Write a step as safetensors, for Hugging Face, torch or DCP.")
-@click.argument("target", metavar="JOB[/step-N]")
+@click.argument("target", metavar="JOB[/step-N[@EPOCH]]")
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option(
     "--format",
@@ -76,7 +76,8 @@ def export_command(
     """Write a step to DEST for other programs: bit for bit, whole or not at all.
 
     Tensors are put together from their shards one after the other, out of the nearest good copies; the model never is
-    in memory at once. JOB alone means the step that a load would use.
+    in memory at once. JOB alone means the step that a load would use. JOB/step-N means the newest attempt at
+    it; JOB/step-N@EPOCH names the run that saved it.
     """
     from tieredckpt.export.step_source import selected_names
 
@@ -85,7 +86,10 @@ def export_command(
     wish = ExportRequest(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
-        view = sight.choose_attempt(location, sight.survey(location.job))
+        survey = sight.survey(location.job)
+        view = sight.choose_attempt(location, survey)
+        if others := describe_other_branches(location, view.version_id, survey):
+            screen.info(others)
         if view.quarantined:
             screen.info(f"step {view.version_id.version} is quarantined: {view.quarantined}")
         source = source_of(sight, location.job, view.version_id)
@@ -102,6 +106,7 @@ def export_command(
     value = {
         "job": location.job,
         "step": view.version_id.version,
+        "epoch": view.version_id.epoch,
         "destination": str(destination),
         "format": kind,
         "files": files,

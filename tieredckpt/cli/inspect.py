@@ -14,7 +14,7 @@ from peerstore.sizes_and_durations import show_size
 from tieredckpt.cli.command_output import CommandOutput, format_ranges, iso_time, literal, pluralized, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.tier_client import open_tier_client
+from tieredckpt.cli.tier_client import describe_other_branches, open_tier_client
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 from tieredckpt.format.shard_layout import TensorEntry
@@ -25,7 +25,7 @@ from tieredckpt.restore.step_index import StepIndex
 
 @with_exit_code_help
 @click.command("inspect", short_help="Tensors and objects of a step.")
-@click.argument("target", metavar="JOB[/step-N]")
+@click.argument("target", metavar="JOB[/step-N[@EPOCH]]")
 @click.option("--match", "-m", "patterns", multiple=True, metavar="GLOB", help="Only names like this; may be repeated.")
 @click.option("--pieces", is_flag=True, help="Where each piece of a sharded tensor is.")
 @tier_options
@@ -41,11 +41,15 @@ def inspect_command(
 ) -> ExitCode:
     """Show the tensors and objects of a step: types, shapes, sizes, how they are sharded and which shard has them.
 
-    JOB alone means the step that a load would use.
+    JOB alone means the step that a load would use. JOB/step-N means the newest attempt at it; JOB/step-N@EPOCH names
+    the run that saved it.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
-        view = sight.choose_attempt(location, sight.survey(location.job))
+        survey = sight.survey(location.job)
+        view = sight.choose_attempt(location, survey)
+        if others := describe_other_branches(location, view.version_id, survey):
+            screen.info(others)
         step = StepIndex(sight.describe(location.job, view.version_id))
     tensors = [_tensor(step, name) for name in sorted(step.tensors) if _wanted(name, patterns)]
     objects = [_object(step, name) for name in sorted(step.objects) if _wanted(name, patterns)]

@@ -161,7 +161,7 @@ def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> Exit
     with screen.spinner(f"looking for steps of {location.job}"):
         survey = sight.survey(location.job)
         lines = step_rows(sight, location, survey)
-    plain = [step for step in survey.plain if location.step in (None, step)]
+    plain = [step for step in survey.plain if location.step in (None, step) and location.epoch is None]
     if not lines and not plain:
         raise step_not_found_error(location, survey)
     now = time.time_ns()
@@ -181,7 +181,7 @@ def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> Exit
 
 def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:
     """Every attempt at every step, the newest last."""
-    views = [view for view in survey.views if location.step in (None, view.version_id.version)]
+    views = [view for view in survey.views if location.includes(view.version_id)]
     drains = {view.version_id: view for view in sight.agent.drain_status(location.job)} if sight.agent else {}
     wanted = [view.version_id for view in views if view.durable]
     manifests: dict[VersionId, Manifest] = {}
@@ -205,7 +205,7 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
         list(readers.map(read, wanted))
         views = list(readers.map(lambda view: sight.with_quarantine_reason(location.job, view), views))
     for slot in survey.unrecognized:
-        if slot.key is not None and location.step in (None, slot.key.version):
+        if slot.key is not None and location.includes(slot.key.version_id):
             unsupported.setdefault(slot.key.version_id, slot.reason)
             if all(view.version_id != slot.key.version_id for view in views):
                 views.append(StepStatus(slot.key.version_id, 0, {}))

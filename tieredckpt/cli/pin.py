@@ -6,48 +6,62 @@ from pathlib import Path
 
 import click
 
-from tieredckpt.agent.agent_api import StepStatus
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
 from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_job_and_step,
     pass_output,
     settings_from_options,
+    step_argument,
     tier_options,
     with_exit_code_help,
 )
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.tier_client import TierClient, open_tier_client
+from tieredckpt.cli.tier_client import TierClient, describe_other_branches, open_tier_client
+from tieredckpt.errors import UsageError
 from tieredckpt.location import Location
 
 
 @with_exit_code_help
 @click.command("pin", short_help="Keep a step: nothing newer takes its place.")
-@click.argument("target", metavar="JOB")
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@step_argument
 @tier_options
 @pass_output
 def pin_command(
-    screen: CommandOutput, *, target: str, step: int | None, agent_dir: Path | None, durable: str | None
+    screen: CommandOutput,
+    *,
+    target: str,
+    step: str | None,
+    epoch: int | None,
+    agent_dir: Path | None,
+    durable: str | None,
 ) -> ExitCode:
     """Keep STEP of JOB (or JOB/step-N), in memory and in the durable tier, until it is unpinned.
+
+    If several runs saved STEP, STEP@EPOCH names one of them; `tieredckpt ls` shows the epochs. Default: the newest.
 
     It does not count towards durable.keep_last, and no save takes its room in memory: one that finds none says so. All
     nodes of the job hear of it. Memory still goes with its nodes, and agent.job_ttl_s after the job's last process.
     """
-    return _say(screen, parse_job_and_step(target, step), agent_dir, durable, kept=True)
+    return _say(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=True)
 
 
 @with_exit_code_help
 @click.command("unpin", short_help="Let a step go when newer ones need its room.")
-@click.argument("target", metavar="JOB")
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@step_argument
 @tier_options
 @pass_output
 def unpin_command(
-    screen: CommandOutput, *, target: str, step: int | None, agent_dir: Path | None, durable: str | None
+    screen: CommandOutput,
+    *,
+    target: str,
+    step: str | None,
+    epoch: int | None,
+    agent_dir: Path | None,
+    durable: str | None,
 ) -> ExitCode:
     """Take back a pin of STEP of JOB (or JOB/step-N), whether it came from a command or from save(keep=True)."""
-    return _say(screen, parse_job_and_step(target, step), agent_dir, durable, kept=False)
+    return _say(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=False)
 
 
 def _say(
@@ -58,14 +72,41 @@ def _say(
         # What a load would use is kept; of what is kept, nothing stays so.
         views = [sight.choose_attempt(location, survey)] if kept else sight.attempts_at(location, survey)
         before = any(view.kept for view in views)
+        if kept:
+            if sight.agent is not None and not before:
+                _require_no_other_pin(location, views[0], survey)
+            if others := describe_other_branches(location, views[0].version_id, survey):
+                screen.info(others)
         marked = _mark(sight, location, views, kept=kept)
-    value = {"job": location.job, "step": location.step, "kept": kept, "before": before, "marked": marked}
+    value = {
+        "job": location.job,
+        "step": location.step,
+        "epoch": views[0].version_id.epoch if kept else location.epoch,
+        "kept": kept,
+        "before": before,
+        "marked": marked,
+    }
     where = " and ".join(f"the {tier} tier" for tier in marked)
     said = f"is kept in {where} until it is unpinned" if kept else f"is not kept any more in {where}"
     if not kept and not before:
         said = "was not kept"
     screen.result(value, lambda out: out.print(f"{literal(str(location))} {said}"))
     return ExitCode.OK
+
+
+def _require_no_other_pin(location: Location, view: StepStatus, survey: StepInventory) -> None:
+    """Raise if agents would unpin one of two pinned attempts at the step: they keep only the newest complete one."""
+    group = view.version_id
+    for other in survey.views:
+        if not (other.kept and other.found and other.version_id.version == group.version):
+            continue
+        if other.version_id.epoch != group.epoch:
+            name = f"{location.job}/step-{group.version}@{other.version_id.epoch}"
+            raise UsageError(
+                f"cannot pin step {group.version} of epoch {group.epoch}: the same step of epoch "
+                f"{other.version_id.epoch} is pinned, and agents keep one pin per step. Export one of them "
+                f"(`tieredckpt export`), or unpin the other first: tieredckpt unpin {name}"
+            )
 
 
 def _mark(sight: TierClient, location: Location, views: list[StepStatus], *, kept: bool) -> list[str]:

@@ -86,7 +86,7 @@ def _latest(screen: CommandOutput, catalog: DurableCatalog, location: Location) 
 def _attempts(catalog: DurableCatalog, location: Location) -> set[VersionId]:
     prefix = f"{object_keys.shards_prefix(location.job)}{location.step:012d}/"
     places = (object_keys.parse_shard_object_key(info.name, location.job) for info in catalog.store.list(prefix))
-    return {place[0] for place in places if place is not None and place[2] == "index"}
+    return {place[0] for place in places if place is not None and place[2] == "index" and location.includes(place[0])}
 
 
 def _rebuilt(screen: CommandOutput, catalog: DurableCatalog, group: VersionId) -> Manifest:

@@ -15,6 +15,7 @@ from tieredckpt.cli.common_options import (
     parse_job_and_step,
     pass_output,
     settings_from_options,
+    step_argument,
     tier_options,
     with_exit_code_help,
 )
@@ -26,8 +27,7 @@ from tieredckpt.location import parse_location
 
 @with_exit_code_help
 @click.command("rm", short_help="Delete a step, or a whole job, from every tier.")
-@click.argument("target", metavar="JOB")
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@step_argument
 @click.option("--yes", "-y", is_flag=True, help="Delete without confirmation.")
 @click.option(
     "--force",
@@ -40,7 +40,8 @@ def rm_command(
     screen: CommandOutput,
     *,
     target: str,
-    step: int | None,
+    step: str | None,
+    epoch: int | None,
     yes: bool,
     force: bool,
     agent_dir: Path | None,
@@ -48,12 +49,12 @@ def rm_command(
 ) -> ExitCode:
     """Delete STEP of JOB (or JOB/step-N) from all nodes and the durable tier.
 
-    Without STEP, deletes all steps. Deletes every attempt at a step, and pinned steps too. Exit code 5: some node or
-    store did not answer and may still have the step.
+    Without STEP, deletes all steps. Deletes every attempt at a step, STEP@EPOCH those of one run, and pinned steps too.
+    Exit code 5: some node or store did not answer and may still have the step.
     """
     location = parse_location(target)
-    if location.step is not None or step is not None:
-        location = parse_job_and_step(target, step)
+    if location.step is not None or step is not None or epoch is not None:
+        location = parse_job_and_step(target, step, epoch)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         survey = sight.survey(location.job)
         views = sight.attempts_at(location, survey)

@@ -86,7 +86,7 @@ class TierClient:
 
     def attempts_at(self, location: Location, survey: StepInventory) -> list[StepStatus]:
         """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
-        views = [view for view in survey.views if location.step in (None, view.version_id.version)]
+        views = [view for view in survey.views if location.includes(view.version_id)]
         if not views:
             raise step_not_found_error(location, survey)
         return sorted(views, key=lambda view: (view.version_id.version, *view.version_id))
@@ -94,7 +94,9 @@ class TierClient:
     def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
         """The attempt a load of ``location`` would use; where none is whole, why not."""
         bad = {view.version_id for view in survey.views if view.quarantined}
-        candidates = [view.candidate for view in survey.views]
+        candidates = [view.candidate for view in survey.views if location.epoch in (None, view.version_id.epoch)]
+        if location.epoch is not None and not any(location.includes(one.version_id) for one in candidates):
+            raise step_not_found_error(location, survey)
         found = resolve_step(
             candidates,
             step=location.step,
@@ -248,6 +250,9 @@ def is_unclear(survey: StepInventory) -> bool:
 
 def step_not_found_error(location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
     """The error for a step that was not found: absent only when other nodes and the durable tier could be asked."""
+    epochs = sorted({view.version_id.epoch for view in survey.views if view.version_id.version == location.step})
+    if location.epoch is not None and epochs:
+        why = f"{list_epochs(epochs)} saved step {location.step}"
     about = f" ({why})" if why else ""
     told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
     if is_unclear(survey):
@@ -258,16 +263,39 @@ def step_not_found_error(location: Location, survey: StepInventory, why: str = "
     if survey.forgotten is not None and survey.forgotten.newest_committed.version >= (location.step or 0):
         return CheckpointLostError(f"there is no {location} any more: {describe_forgotten(survey.forgotten)}")
     known = survey.once_whole
-    if known is not None and location.step in (None, known.version):
+    if known is not None and location.includes(known):
         return CheckpointLostError(
             f"step {known.version} of {location.job} was whole once, and nobody has any part of it"
         )
-    torn = [group.version for group in survey.torn if location.step in (None, group.version)]
+    torn = [group.version for group in survey.torn if location.includes(group)]
     if torn:
         return CheckpointTornError(
             f"there is no {location}: a rank left its part of step {max(torn)} out, and the rest of it was given up"
         )
     return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
+
+
+def list_epochs(epochs: Sequence[int]) -> str:
+    """Return the epochs in words."""
+    return f"epoch{'s' * (len(epochs) > 1)} {', '.join(map(str, epochs))}"
+
+
+def describe_other_branches(location: Location, chosen: VersionId, survey: StepInventory) -> str:
+    """Return which epoch a location without one means, if several epochs saved its step completely; else ""."""
+    others = sorted(
+        {
+            view.version_id.epoch
+            for view in survey.views
+            if view.version_id.version == chosen.version and view.candidate.is_complete
+        }
+        - {chosen.epoch}
+    )
+    if not others or location.step is None or location.epoch is not None:
+        return ""
+    return (
+        f"step {chosen.version} of job {location.job!r} was saved by {list_epochs(sorted([*others, chosen.epoch]))}: "
+        f"using that of epoch {chosen.epoch}. To name another one: {location.job}/step-{chosen.version}@{others[-1]}"
+    )
 
 
 def without_durable_tier(survey: StepInventory) -> StepInventory:

@@ -13,7 +13,7 @@ from rich.console import Console
 from peerstore.checksums import chunk_count
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.membership.topology import PeerNode
-from peerstore.shard_records import CHUNK_BYTES, ShardInfo
+from peerstore.shard_records import CHUNK_BYTES, ShardInfo, VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import ClusterStatus, PeerSource, StepStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
@@ -39,7 +39,7 @@ _CHUNKS_AT_ONCE = 64
 class CopyCheck:
     """One copy of one shard, looked at."""
 
-    step: int
+    version_id: VersionId
     part: int
     tier: Tier
     size_bytes: int
@@ -54,7 +54,8 @@ class CopyCheck:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "step": self.step,
+            "step": self.version_id.version,
+            "epoch": self.version_id.epoch,
             "part": self.part,
             "tier": self.tier.value,
             "result": {ExitCode.OK: "good", ExitCode.DAMAGED: "damaged"}.get(self.result, "unknown"),
@@ -69,15 +70,16 @@ class CopyCheck:
 
 @with_exit_code_help
 @click.command("verify", short_help="Compare every copy with its checksums.")
-@click.argument("target", metavar="JOB[/step-N]")
+@click.argument("target", metavar="JOB[/step-N[@EPOCH]]")
 @tier_options
 @pass_output
 def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, durable: str | None) -> ExitCode:
     """Compare every copy of every shard with its checksums: in the memory of the job's nodes and in the durable tier.
 
-    JOB alone means all of its steps. Each node looks at its own memory; one that could not be asked is named, and the
-    exit code is 5. The durable tier is read completely. A copy in memory that turns out damaged is dropped by its
-    agent, so that nobody reads it; the durable tier is not changed.
+    JOB alone means all of its steps, JOB/step-N all attempts at that step, JOB/step-N@EPOCH those of one run. Each node
+    looks at its own memory; one that could not be asked is named, and the exit code is 5. The durable tier is read
+    completely. A copy in memory that turns out damaged is dropped by its agent, so that nobody reads it; the durable
+    tier is not changed.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         location = parse_location(target)
@@ -131,7 +133,16 @@ def _all(
         for manifest in manifests:
             for shard in manifest.shards:
                 checks.append(_in_store(sight, location.job, shard, advance))
-    return sorted(checks, key=lambda check: (check.step, check.part, check.tier is Tier.DURABLE, check.node))
+    return sorted(
+        checks,
+        key=lambda check: (
+            check.version_id.version,
+            check.version_id,
+            check.part,
+            check.tier is Tier.DURABLE,
+            check.node,
+        ),
+    )
 
 
 def _manifests(
@@ -145,12 +156,10 @@ def _manifests(
             found.append(sight.catalog(location.job).manifest(view.version_id))
         except CheckpointDamagedError as error:
             checks.append(
-                CopyCheck(view.version_id.version, -1, Tier.DURABLE, 0, ExitCode.DAMAGED, problem=f"manifest: {error}")
+                CopyCheck(view.version_id, -1, Tier.DURABLE, 0, ExitCode.DAMAGED, problem=f"manifest: {error}")
             )
         except (TierUnavailableError, DurableRefusedError) as error:
-            checks.append(
-                CopyCheck(view.version_id.version, -1, Tier.DURABLE, 0, ExitCode.UNAVAILABLE, problem=str(error))
-            )
+            checks.append(CopyCheck(view.version_id, -1, Tier.DURABLE, 0, ExitCode.UNAVAILABLE, problem=str(error)))
     return found, checks
 
 
@@ -159,7 +168,7 @@ def _in_memory(agent: NodeAgentClient, fact: ShardInfo, durable: ShardIndex | No
 
     def check(result: ExitCode, problem: str = "", bad: tuple[int, ...] = (), chunks: int = 0) -> CopyCheck:
         return CopyCheck(
-            key.version, key.part, Tier.MEMORY, fact.size_bytes, result, chunks, bad, problem=problem, node=node
+            key.version_id, key.part, Tier.MEMORY, fact.size_bytes, result, chunks, bad, problem=problem, node=node
         )
 
     try:
@@ -190,7 +199,7 @@ def _elsewhere(sight: TierClient, job: str, node: PeerNode, fact: ShardInfo, adv
 
     def check(result: ExitCode, problem: str = "") -> CopyCheck:
         return CopyCheck(
-            key.version, key.part, Tier.PEER, fact.size_bytes, result, chunks, problem=problem, node=node.id
+            key.version_id, key.part, Tier.PEER, fact.size_bytes, result, chunks, problem=problem, node=node.id
         )
 
     chunks = chunk_count(fact.size_bytes, CHUNK_BYTES)
@@ -216,7 +225,7 @@ def _in_store(sight: TierClient, job: str, shard: ShardIndex, advance: AdvancePr
 
     def check(result: ExitCode, problem: str = "", bad: tuple[int, ...] = ()) -> CopyCheck:
         return CopyCheck(
-            key.version, key.part, Tier.DURABLE, shard.size_bytes, result, chunks, bad, shard.object, problem
+            key.version_id, key.part, Tier.DURABLE, shard.size_bytes, result, chunks, bad, shard.object, problem
         )
 
     try:
@@ -236,20 +245,27 @@ def _show(
     unreachable: dict[str, str],
 ) -> None:
     rows = []
+    groups = {check.version_id for check in checks}
+    twice = len({group.version for group in groups}) < len({(group.version, group.epoch) for group in groups})
     for check in checks:
+        epoch = [str(check.version_id.epoch)] if twice else []
         shown = {ExitCode.OK: "[green]good[/]", ExitCode.DAMAGED: "[red]damaged[/]"}.get(
             check.result, "[yellow]unknown[/]"
         )
         part = str(check.part) if check.part >= 0 else "-"
         rows.append(
             [
-                *(str(check.step), part, check.tier.value, literal(check.node or "-"), shown),
+                *(str(check.version_id.version), *epoch, part, check.tier.value, literal(check.node or "-"), shown),
                 *(show_size(check.size_bytes), literal(_problem(check))),
             ]
         )
     if rows:
         out.print(
-            text_table(["STEP", "PART", "TIER", "NODE", "RESULT", "SIZE", ""], rows, right=("STEP", "PART", "SIZE"))
+            text_table(
+                ["STEP", *(["EPOCH"] if twice else []), "PART", "TIER", "NODE", "RESULT", "SIZE", ""],
+                rows,
+                right=("STEP", "EPOCH", "PART", "SIZE"),
+            )
         )
     for line in unreachable_lines(cluster) if cluster is not None else ():
         out.print(line)

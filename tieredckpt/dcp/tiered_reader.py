@@ -377,7 +377,8 @@ class TieredReader(StorageReader):
         if not self.settings.enabled:
             return Resolution(None, {}), self._newest_plain(plain_steps(self.settings.durable, job))
         seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
-        candidates = [view.candidate for view in seen.views if self.epoch in (None, view.version_id.epoch)]
+        epoch = self._location.epoch if self.epoch is None else self.epoch
+        candidates = [view.candidate for view in seen.views if epoch in (None, view.version_id.epoch)]
         bad = {view.version_id for view in seen.views if view.quarantined or view.version_id in self.failed}
         limit = self.settings.memory.avoid_after_crashed_loads
         often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
@@ -392,13 +393,11 @@ class TieredReader(StorageReader):
             torn=seen.torn,
             forgotten=seen.forgotten,
         )
-        plain = self._newest_plain(seen.plain) if self.epoch is None else None
+        plain = self._newest_plain(seen.plain) if epoch is None else None
         newest = max(
             found.chosen.version_id.version if found.chosen is not None else -1, -1 if plain is None else plain
         )
-        slots = (
-            one for one in seen.unrecognized if self.epoch is None or one.key is None or one.key.epoch == self.epoch
-        )
+        slots = (one for one in seen.unrecognized if epoch is None or one.key is None or one.key.epoch == epoch)
         problem = unrecognized_error(job, slots, candidates, newest=newest, step=step, quarantined=bad)
         if problem is not None and newest < 0:
             raise problem

@@ -577,6 +577,8 @@ def dcp_storage_meta(location: Location, group: VersionId | None) -> StorageMeta
 def _to_save(location: Location) -> Location:
     if location.cast:
         raise UsageError(f"{location}?cast=1 is for loading: what is saved keeps its types")
+    if location.epoch is not None:
+        raise UsageError(f"{location} names an epoch, which is for loading: a save gets the epoch of its own run")
     return location
 
 

@@ -289,7 +289,7 @@ def parse_tiered_path(path: str) -> TieredPath:
     location = Location(parse_location(job).job)
     if any(part in ("", ".", "..") for part in rest):
         raise UsageError(f"{path!r} is not a path below a job")
-    if rest and len(rest) <= 2 and rest[0].startswith("step-"):
+    if rest and len(rest) <= 2 and rest[0].startswith("step-") and "@" not in rest[0]:
         with contextlib.suppress(UsageError):  # a folder of that name is any other
             location = parse_location(f"{job}/{rest[0]}")
     if not rest or (location.step is not None and len(rest) == 1):

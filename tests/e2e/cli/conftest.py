@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.jobs import Job
+from tests.support.bits import zeroed
+from tests.support.jobs import Job, state_at
 from tieredckpt.cli import main
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 
@@ -81,3 +83,20 @@ def slot_of(agent_dir):
         return agent_dir / "slots" / notes[0].name.removeprefix("seal.")
 
     return find
+
+
+@pytest.fixture
+def branched(agent_dir, durable):
+    """A first run saved steps 1 to 4, and a second one continued from step 2 and saved step 3.
+
+    Steps 3 and 4 of the first run were left behind.
+    """
+    job = Job(agent_dir, durable, "branched")
+    job.save(1, 2, 3, 4, keep_last=9)
+    close_sessions()
+    with job.checkpointer(keep_last=9) as ckpt:
+        assert ckpt.restore(zeroed(state_at(2)), 2) == 2
+        ckpt.save(state_at(3), 3).wait()
+        assert ckpt.wait("durable", timeout_s=60)
+    close_sessions()
+    return job

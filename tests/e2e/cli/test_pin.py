@@ -12,9 +12,11 @@ def steps(cli, *more):
 
 
 def test_pinned_step_stays_and_an_unpinned_one_expires(cli, job):
+    epoch = steps(cli)[2]["epoch"]
     assert cli("pin", "llama", 2, "--json").json == {
         "job": "llama",
         "step": 2,
+        "epoch": epoch,
         "kept": True,
         "before": False,
         "marked": ["memory", "durable"],

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peerstore.errors import InvalidNameError
-from peerstore.shard_records import validate_job_name
+from peerstore.shard_records import VersionId, validate_job_name
 from tieredckpt.errors import UsageError
-from tieredckpt.location import Location, check_step, parse_location
+from tieredckpt.location import Location, check_step, location_for_checkpoint_id, parse_location, parse_step
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,48 @@ def test_a_location(target, job, step):
     assert parse_location(target) == Location(job, step)
 
 
+@pytest.mark.parametrize("target", ["llama/step-3@17", "tiered://llama/step-3@17", Path("tiered://llama/step-3@17/")])
+def test_epoch_follows_the_step(target):
+    location = parse_location(target)
+    assert location == Location("llama", 3, 17)
+    assert str(location) == "tiered://llama/step-3@17"
+    assert parse_location(str(location)) == location
+    assert location.includes(VersionId(17, 3, 0, "a"))
+    assert not location.includes(VersionId(18, 3, 0, "a"))
+    assert not location.includes(VersionId(17, 4, 0, "a"))
+
+
+def test_location_without_epoch_includes_all_attempts():
+    assert all(parse_location("llama/step-3").includes(VersionId(epoch, 3, 0, "a")) for epoch in (1, 2))
+    assert parse_location("llama").includes(VersionId(1, 9, 0, "a"))
+
+
+def test_checkpoint_id_keeps_the_epoch_of_the_reader():
+    reader = parse_location("llama/step-3@17")
+    assert location_for_checkpoint_id("tiered://llama", reader, None) == reader
+    assert location_for_checkpoint_id("tiered://other", reader, None) == Location("other")
+    assert location_for_checkpoint_id("tiered://llama/step-4", reader, None) == Location("llama", 4)
+
+
+@pytest.mark.parametrize(("text", "step"), [("7", (7, None)), ("7@3", (7, 3)), ("0@0", (0, 0))])
+def test_step_with_epoch_is_parsed(text, step):
+    assert parse_step(text) == step
+
+
+@pytest.mark.parametrize("text", ["", "-1", "x", "3@", "@3", "3@-1", "3@1@2", "step-3", "3@x"])
+def test_text_that_names_no_step_is_refused(text):
+    with pytest.raises(UsageError, match="write STEP or STEP@EPOCH"):
+        parse_step(text)
+
+
 @pytest.mark.parametrize(
     "target",
     [
         "",
+        "a@3",
+        "tiered://a/step-1@",
+        "tiered://a/step-@1",
+        "tiered://a/step-1@-1",
         "/",
         ".",
         "..",

@@ -1,0 +1,75 @@
+"""Commands on a job with a branch that a later run left behind."""
+
+import pytest
+
+from tests.support.bits import zeroed
+from tests.support.jobs import state_at
+from tieredckpt.dcp.tiered_reader import TieredReader
+from tieredckpt.session.session import close_sessions
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+def rows(cli):
+    return cli("ls", "branched", "--json").json["steps"]
+
+
+def epochs_of(cli, step):
+    return [row["epoch"] for row in rows(cli) if row["step"] == step]
+
+
+def test_pinned_step_of_a_branch_survives_eviction(cli, branched):
+    (left,) = epochs_of(cli, 4)
+    said = cli("pin", "branched", f"4@{left}", "--json")
+    assert (said.code, said.json["epoch"], said.json["marked"]) == (0, left, ["memory", "durable"]), said.err
+    assert [(row["step"], row["epoch"]) for row in rows(cli) if row["kept"]] == [(4, left)]
+    branched.save(4, 5, 6, 7, keep_last=1)
+    kept = {(row["step"], row["epoch"]): row["tiers"] for row in rows(cli)}
+    assert kept[4, left] == ["memory", "durable"]
+    assert [step for step, epoch in kept if epoch == left] == [4]
+    assert epochs_of(cli, 4) == [left]
+    close_sessions()
+    assert cli("unpin", "branched", 4, "--epoch", left).code == 0
+    branched.save(8, 9, keep_last=1)
+    assert epochs_of(cli, 4) == []
+
+
+def test_one_attempt_at_a_step_is_pinned_in_memory(cli, branched):
+    (left,) = epochs_of(cli, 4)
+    assert cli("pin", "branched", 4).code == 0
+    branched.save(4, keep_last=9)
+    said = cli("pin", "branched", 4)
+    assert said.code == 2
+    assert f"the same step of epoch {left} is pinned" in said.err
+    assert f"tieredckpt unpin branched/step-4@{left}" in said.err
+    assert cli("unpin", f"branched/step-4@{left}").code == 0
+    assert cli("pin", "branched", 4).code == 0
+    assert [row["epoch"] for row in rows(cli) if row["kept"]] == [max(epochs_of(cli, 4))]
+
+
+def test_commands_say_which_epoch_they_choose(cli, branched, tmp_path):
+    left, current = epochs_of(cli, 3)
+    for command in (("inspect", "branched/step-3"), ("export", "branched/step-3", tmp_path / "new.safetensors")):
+        said = cli(*command, "--json")
+        assert said.json["epoch"] == current
+        assert f"was saved by epochs {left}, {current}: using that of epoch {current}" in " ".join(said.err.split())
+        assert f"branched/step-3@{left}" in said.err
+    for command in (("inspect", f"branched/step-3@{left}"), ("export", f"branched/step-3@{left}", tmp_path / "old.st")):
+        said = cli(*command, "--json")
+        assert (said.json["epoch"], said.err) == (left, "")
+    assert {check["epoch"] for check in cli("verify", f"branched/step-3@{left}", "--json").json["checks"]} == {left}
+    assert {check["epoch"] for check in cli("verify", "branched/step-3", "--json").json["checks"]} == {left, current}
+    assert "EPOCH" in cli("verify", "branched/step-3").out
+    said = cli("inspect", "branched/step-3@7")
+    assert said.code == 3
+    assert f"epochs {left}, {current} saved step 3" in " ".join(said.err.split())
+
+
+def test_reader_loads_the_epoch_of_its_url(cli, branched):
+    import torch.distributed.checkpoint as dcp
+
+    left, current = epochs_of(cli, 3)
+    for url, epoch in ((f"tiered://branched/step-3@{left}", left), ("tiered://branched/step-3", current)):
+        reader = TieredReader(url, settings=branched.settings)
+        dcp.load(zeroed(state_at(3)), storage_reader=reader)
+        assert reader.report.version_id.epoch == epoch
