@@ -316,11 +316,36 @@ def incomplete_state(
     return "lost" if group == once_complete else "torn"
 
 
+@dataclass(frozen=True)
+class LeftBehind:
+    """The later incarnation that a step is not part of."""
+
+    epoch: int
+    """Epoch of the incarnation that continued from an older step."""
+    base_step: int
+    """The step that it continued from; -1: it restored none."""
+
+    def __str__(self) -> str:
+        start = f"continued from step {self.base_step}" if self.base_step >= 0 else "began without a checkpoint"
+        return f"left behind: epoch {self.epoch} {start}"
+
+
+def newer_steps(candidates: Iterable[Candidate], chosen: VersionId) -> tuple[Candidate, ...]:
+    """Return the complete steps that are newer than ``chosen`` and that a job which restores it redoes, oldest first.
+
+    Those are of ``chosen``'s own run, of earlier runs, and of later ones that did not continue from it or its past.
+    """
+    newer = [one for one in candidates if one.is_complete and one.version_id.version > chosen.version]
+    return tuple(sorted(newer, key=lambda one: _order(one.version_id)))
+
+
 class IncarnationBranches:
     """Where incarnations branched off, as whole steps that may be loaded say."""
 
     def __init__(self, candidates: Iterable[Candidate], quarantined: Collection[VersionId] = ()) -> None:
         lowest: dict[int, int] = {}
+        self._bases = lowest
+        """For each epoch the step that it continued from, as its complete steps report it."""
         for one in candidates:
             if one.base_step is not None and one.is_complete and one.version_id not in quarantined:
                 lowest[one.version_id.epoch] = min(one.base_step, lowest.get(one.version_id.epoch, one.base_step))
@@ -333,6 +358,14 @@ class IncarnationBranches:
         """Whether an incarnation branched off before this step, and after its epoch."""
         later = bisect.bisect_right(self._epochs, group.epoch)
         return later < len(self._epochs) and self._lowest[later] < group.version
+
+    def left_behind_by(self, group: VersionId) -> LeftBehind | None:
+        """Return the first later incarnation that continued from before this step; ``None`` for a current step."""
+        if not self.supersede(group):
+            return None
+        later = self._epochs[bisect.bisect_right(self._epochs, group.epoch) :]
+        epoch = next(one for one in later if self._bases[one] < group.version)
+        return LeftBehind(epoch, self._bases[epoch])
 
 
 def _order(group: VersionId) -> tuple[int, int, int, str]:

@@ -34,7 +34,7 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, Manifest
 from tieredckpt.location import Location, parse_location
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
-from tieredckpt.resolve_step import Tier, incomplete_state
+from tieredckpt.resolve_step import IncarnationBranches, LeftBehind, Tier, incomplete_state
 
 _READERS = 8
 _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")
@@ -62,6 +62,8 @@ class StepRow:
     drain: DrainStatus | None
     incomplete_state: str = "torn"
     """The state where parts are missing."""
+    left_behind: LeftBehind | None = None
+    """The later run that continued from before this step."""
     unsupported: str = ""
     """Why this release cannot read the step's metadata."""
 
@@ -100,6 +102,9 @@ class StepRow:
             "unsupported": self.unsupported or None,
             "crashed_loads": self.crashed_loads,
             "kept": self.kept,
+            "left_behind": None
+            if self.left_behind is None
+            else {"epoch": self.left_behind.epoch, "continued_from": self.left_behind.base_step},
             "drain": _drain_json(self.drain) if draining and self.drain is not None else None,
         }
 
@@ -213,9 +218,14 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
         step_row(view, manifests.get(view.version_id), damaged.get(view.version_id, ""), drains.get(view.version_id))
         for view in views
     ]
+    quarantined = {view.version_id for view in survey.views if view.quarantined}
+    branches = IncarnationBranches((view.candidate for view in survey.views), quarantined)
     lines = [
         replace(
-            line, unsupported=unsupported.get(line.version_id, ""), incomplete_state=_incomplete_state(line, survey)
+            line,
+            unsupported=unsupported.get(line.version_id, ""),
+            incomplete_state=_incomplete_state(line, survey),
+            left_behind=branches.left_behind_by(line.version_id),
         )
         for line in lines
     ]
@@ -249,13 +259,26 @@ def _show(
 
 def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
     steps = [line.version_id.version for line in lines]
-    twice = len(set(steps)) < len(steps)
-    columns = ["STEP", *(["ATTEMPT"] if twice else []), "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
+    # The epoch is what `pin`, `export` and the others need to name one of several branches.
+    twice = len(set(steps)) < len(steps) or any(line.left_behind is not None for line in lines)
+    columns = [
+        "STEP",
+        *(["EPOCH", "ATTEMPT"] if twice else []),
+        "STATE",
+        "MEMORY",
+        "DURABLE",
+        "COPIES",
+        "SIZE",
+        "AGE",
+        "NOTE",
+    ]
     rows = []
     now = time.time_ns()
     for line in lines:
         attempt = (
-            [f"{line.version_id.epoch}.{line.version_id.attempt} {line.version_id.incarnation[:6]}"] if twice else []
+            [str(line.version_id.epoch), f"{line.version_id.attempt} {line.version_id.incarnation[:6]}"]
+            if twice
+            else []
         )
         rows.append(
             [
@@ -271,7 +294,8 @@ def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) ->
             ]
         )
     rows += [
-        [str(step), *([""] if twice else []), "plain", "-", "yes", "1", "-", "-", "DCP's own files"] for step in plain
+        [str(step), *(["", ""] if twice else []), "plain", "-", "yes", "1", "-", "-", "DCP's own files"]
+        for step in plain
     ]
     out.print(text_table(columns, rows, right=("STEP", "COPIES", "SIZE", "AGE")))
 
@@ -298,7 +322,8 @@ def _note(line: StepRow) -> str:
         return f"{line.parts - line.in_memory} of {line.parts} parts are not {where}"
     if line.crashed_loads > 1:
         return f"{line.crashed_loads} loads of it ended their process here"
-    return "kept until it is unpinned" if line.kept else ""
+    notes = [str(line.left_behind)] if line.left_behind is not None else []
+    return "; ".join([*notes, *(["kept until it is unpinned"] if line.kept else [])])
 
 
 def _coloured(state: str) -> str:

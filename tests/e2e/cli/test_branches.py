@@ -18,6 +18,18 @@ def epochs_of(cli, step):
     return [row["epoch"] for row in rows(cli) if row["step"] == step]
 
 
+def test_steps_that_a_later_run_left_behind_are_marked(cli, branched):
+    current = max(epochs_of(cli, 3))
+    left = {"epoch": current, "continued_from": 2}
+    found = {(row["step"], row["epoch"] == current): row["left_behind"] for row in rows(cli)}
+    assert found == {(1, False): None, (2, False): None, (3, False): left, (4, False): left, (3, True): None}
+    lines = [line for line in cli("ls", "branched").out.splitlines() if "left behind" in line]
+    assert [line.split()[0] for line in lines] == ["3", "4"]
+    assert all(f"left behind: epoch {current} continued from step 2" in line for line in lines)
+    (row,) = cli("ls", f"branched/step-3@{current}", "--json").json["steps"]
+    assert row["left_behind"] is None
+
+
 def test_pinned_step_of_a_branch_survives_eviction(cli, branched):
     (left,) = epochs_of(cli, 4)
     said = cli("pin", "branched", f"4@{left}", "--json")

@@ -3,7 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerstore.shard_records import VersionId
-from tieredckpt.resolve_step import Candidate, StepVerdict, Tier, elect_step, resolve_step
+from tieredckpt.resolve_step import (
+    Candidate,
+    IncarnationBranches,
+    LeftBehind,
+    StepVerdict,
+    Tier,
+    elect_step,
+    resolve_step,
+)
 
 MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
 
@@ -362,3 +370,65 @@ def test_ten_thousand_steps_are_resolved_in_linear_time():
     assert found.chosen is steps[-1]
     assert len(found.alternatives) == 9_999
     assert Counted.looks <= 4 * len(steps)
+
+
+@st.composite
+def histories(draw):
+    """Runs of a job: each continues from a step that the job then had, or from none, and saves the steps after it.
+
+    The steps, and those of them that are in the past of the newest run.
+    """
+    saved, current, past = [], [], {}
+    for epoch in range(1, draw(st.integers(1, 5)) + 1):
+        base = draw(st.sampled_from([None, *(one.version_id for one in saved)]))
+        current = [] if base is None else [*past[base]]
+        for number in range(draw(st.integers(1, 4))):
+            first = -1 if base is None else base.version
+            one = step(first + 1 + number, epoch=epoch, base=first, incarnation=f"i{epoch}")
+            saved.append(one)
+            current.append(one.version_id)
+            past[one.version_id] = tuple(current)
+    return saved, set(current)
+
+
+@given(histories())
+def test_steps_of_the_newest_run_and_its_past_are_not_left_behind_by_it(history):
+    saved, current = history
+    branches = IncarnationBranches(saved)
+    newest = max(saved, key=lambda one: one.version_id.epoch)
+    found = {one.version_id: branches.left_behind_by(one.version_id) for one in saved}
+    for group, left in found.items():
+        if group.epoch == newest.version_id.epoch:
+            assert left is None
+        if left is None:
+            assert group.epoch == newest.version_id.epoch or group.version <= newest.base_step
+        else:
+            assert group not in current or left.epoch < newest.version_id.epoch
+            assert left.epoch > group.epoch
+            assert left.base_step < group.version
+            assert any(one.version_id.epoch == left.epoch and one.base_step == left.base_step for one in saved)
+    chosen = resolve_step(saved).chosen
+    assert chosen is not None
+    assert found[chosen.version_id] is None
+    assert chosen.version_id in current
+
+
+@given(candidates)
+def test_left_behind_steps_are_those_that_a_load_does_not_choose(found):
+    branches = IncarnationBranches(found)
+    for group, verdict in resolve_step(found).verdicts.items():
+        if verdict is StepVerdict.SUPERSEDED:
+            assert branches.left_behind_by(group) is not None
+        elif verdict in (StepVerdict.CHOSEN, StepVerdict.OLDER):
+            assert branches.left_behind_by(group) is None
+
+
+def test_left_behind_step_names_the_run_and_its_base():
+    branches = IncarnationBranches(
+        [step(4), step(3, epoch=2, base=2, incarnation="b"), step(9, epoch=3, base=3, incarnation="c")]
+    )
+    assert branches.left_behind_by(VersionId(1, 2, 0, "a")) is None
+    assert branches.left_behind_by(VersionId(1, 3, 0, "a")) == LeftBehind(2, 2)
+    assert str(branches.left_behind_by(VersionId(1, 4, 0, "a"))) == "left behind: epoch 2 continued from step 2"
+    assert str(branches.left_behind_by(VersionId(2, 4, 0, "b"))) == "left behind: epoch 3 continued from step 3"
+    assert str(LeftBehind(2, -1)) == "left behind: epoch 2 began without a checkpoint"
