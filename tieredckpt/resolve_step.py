@@ -331,10 +331,7 @@ class LeftBehind:
 
 
 def newer_steps(candidates: Iterable[Candidate], chosen: VersionId) -> tuple[Candidate, ...]:
-    """Return the complete steps that are newer than ``chosen`` and that a job which restores it redoes, oldest first.
-
-    Those are of ``chosen``'s own run, of earlier runs, and of later ones that did not continue from it or its past.
-    """
+    """Return the complete steps newer than ``chosen``, oldest first: a job that restores ``chosen`` redoes them."""
     newer = [one for one in candidates if one.is_complete and one.version_id.version > chosen.version]
     return tuple(sorted(newer, key=lambda one: _order(one.version_id)))
 

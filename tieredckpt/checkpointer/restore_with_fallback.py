@@ -215,6 +215,8 @@ class CheckpointRestorer:
                 log.info(
                     "%s step %d: %d entries were not compared: %s", self._job, step, len(left_out), abbreviate(left_out)
                 )
+            if self._together.rank == 0 and (newer := reader.describe_newer_steps()):
+                log.warning("%s", newer)
         if strict:
             return
         missing = sorted(

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from peerstore import deadlines
+from peerstore.errors import PeerStoreError
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import StateNames
@@ -63,6 +64,7 @@ from tieredckpt.resolve_step import (
     Tier,
     describe_forgotten,
     elect_step,
+    newer_steps,
     resolve_step,
     unrecognized_error,
 )
@@ -121,6 +123,8 @@ class RestoreReport:
     to be whole; ``lost`` or ``damaged``, and ``on_lost="start_fresh"``."""
     steps_redone: int | None = None
     """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
+    newer_steps: tuple[VersionId, ...] = ()
+    """Complete newer steps of other branches, oldest first: the job left them behind and does them again."""
     proof: RestoreProof | None = None
     """What was compared with what the save recorded, after it was loaded; ``None`` where nothing was."""
 
@@ -163,6 +167,8 @@ class TieredReader(StorageReader):
         """What to report of newer steps that this release cannot read."""
         self._undescribed: dict[VersionId, Exception] = {}
         self._order: list[Candidate] = []
+        self._usable: list[Candidate] = []
+        """The complete steps of all branches that the last survey found usable."""
         self._reluctant: dict[VersionId, int] = {}
         """Steps whose loads have ended their process on this node, and how many times."""
         self._described_step = -1
@@ -383,6 +389,8 @@ class TieredReader(StorageReader):
         limit = self.settings.memory.avoid_after_crashed_loads
         often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
         self._reluctant = often if step is None else {}
+        usable = (view for view in seen.views if view.version_id not in bad and view.version_id not in self._reluctant)
+        self._usable = [view.candidate for view in usable]
         found = resolve_step(
             candidates,
             step=step,
@@ -590,7 +598,42 @@ class TieredReader(StorageReader):
             group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused), dict(work.bytes_by_node)
         )
         report.proof = proof
+        report.newer_steps = tuple(one.version_id for one in newer_steps(self._usable, group))
         return report
+
+    def describe_newer_steps(self) -> str:
+        """Return which newer complete steps the restored one leaves behind, and how to keep them; "" for none."""
+        report, job = self.report, self._location.job
+        if report is None or not report.newer_steps:
+            return ""
+        newest = report.newer_steps[-1]
+        tiers = next(one.found.values() for one in self._usable if one.version_id == newest)
+        found = {tier for where in tiers for tier in where}
+        places = ["this node's memory"] * (Tier.MEMORY in found)
+        try:
+            described = self.session.agent.describe_step(job, newest)
+        except (TieredCheckpointError, PeerStoreError) as error:
+            log.debug("%s: the agent did not describe step %d: %s", job, newest.version, error)
+            places += ["the memory of other nodes"] * (Tier.PEER in found)
+        else:
+            nodes = sorted({source.node for sources in described.sources.values() for source in sources})
+            places += [f"the memory of {abbreviate(nodes)}"] if nodes else []
+            found |= {tier for where in described.found.values() for tier in where}
+        places += ["the durable tier"] * (Tier.DURABLE in found)
+        epochs = sorted({one.epoch for one in report.newer_steps})
+        branches = [
+            f"step{'s' * (len(steps) > 1)} {abbreviate([str(step) for step in steps])} of epoch {epoch}"
+            for epoch in epochs
+            for steps in [sorted({one.version for one in report.newer_steps if one.epoch == epoch}, reverse=True)]
+        ]
+        again = newest.version - report.step
+        return (
+            f"{job}: step {report.step} was restored, which leaves complete newer steps behind: "
+            f"{'; '.join(branches)} (step {newest.version}: {', '.join(places) or 'unknown tier'}). The job does "
+            f"{again} step{'s' * (again > 1)} again. To keep step {newest.version}: tieredckpt pin {job} "
+            f"{newest.version}@{newest.epoch}. To continue from it: elastic run --resume-from "
+            f"{newest.version}@{newest.epoch}"
+        )
 
     def _prove(self, planner: LoadPlanner, pinned: PinnedShards) -> RestoreProof | None:
         """Compare what is in the targets, once all of them are filled. What becomes of them later is not seen here."""

@@ -85,3 +85,25 @@ def test_reader_loads_the_epoch_of_its_url(cli, branched):
         reader = TieredReader(url, settings=branched.settings)
         dcp.load(zeroed(state_at(3)), storage_reader=reader)
         assert reader.report.version_id.epoch == epoch
+
+
+def test_restore_names_newer_steps_of_another_branch(cli, branched, caplog):
+    (left,) = epochs_of(cli, 4)
+    with branched.checkpointer() as ckpt:
+        assert ckpt.restore(zeroed(state_at(3))) == 3
+        assert [(one.version, one.epoch) for one in ckpt.last_restore.newer_steps] == [(4, left)]
+        (warning,) = (text for text in caplog.messages if "newer steps behind" in text)
+        assert "branched: step 3 was restored" in warning
+        assert f"step 4 of epoch {left} (step 4: this node's memory, the durable tier)" in warning
+        assert "The job does 1 step again" in warning
+        assert f"tieredckpt pin branched 4@{left}" in warning
+        assert f"elastic run --resume-from 4@{left}" in warning
+        caplog.clear()
+        assert ckpt.restore(zeroed(state_at(1)), 1) == 1
+        (warning,) = (text for text in caplog.messages if "newer steps behind" in text)
+        assert f"steps 4, 3, 2 of epoch {left}; step 3 of epoch" in warning
+        assert "The job does 3 steps again" in warning
+        caplog.clear()
+        assert ckpt.restore(zeroed(state_at(4)), 4) == 4
+        assert ckpt.last_restore.newer_steps == ()
+        assert not [text for text in caplog.messages if "newer steps behind" in text]

@@ -10,6 +10,7 @@ from tieredckpt.resolve_step import (
     StepVerdict,
     Tier,
     elect_step,
+    newer_steps,
     resolve_step,
 )
 
@@ -432,3 +433,16 @@ def test_left_behind_step_names_the_run_and_its_base():
     assert str(branches.left_behind_by(VersionId(1, 4, 0, "a"))) == "left behind: epoch 2 continued from step 2"
     assert str(branches.left_behind_by(VersionId(2, 4, 0, "b"))) == "left behind: epoch 3 continued from step 3"
     assert str(LeftBehind(2, -1)) == "left behind: epoch 2 began without a checkpoint"
+
+
+@given(histories())
+def test_newer_steps_of_a_chosen_one_are_of_other_branches(history):
+    saved, current = history
+    chosen = resolve_step(saved).chosen
+    assert chosen is not None
+    newer = [one.version_id for one in newer_steps([*saved, step(99, epoch=9, found=(0,))], chosen.version_id)]
+    assert current.isdisjoint(newer)
+    assert sorted(newer) == sorted(
+        one.version_id for one in saved if one.version_id.version > chosen.version_id.version
+    )
+    assert [group.version for group in newer] == sorted(group.version for group in newer)
