@@ -38,6 +38,7 @@ from elastic.control.run_directory import write_private_file
 from elastic.control.running_clock import RunningClock
 from elastic.errors import ControlPlaneUnavailableError, ElasticError, JobFailedError
 from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import RequestedStep
 from peerstore.daemon_process import handle_signals, raise_open_file_limit
 from peerstore.message_codec import from_json
 from peerstore.transport.authentication import read_secret
@@ -93,6 +94,8 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """Nodes that its launcher starts on this machine."""
     join_command: str = ""
     """How the other nodes of the job are started, for people."""
+    requested_step: RequestedStep | None = None
+    """The step that the first world restores."""
     verbose: int = 0
 
 
@@ -171,6 +174,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         task.hang,
         task.local_nodes,
         task.join_command,
+        task.requested_step,
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
     if epoch_file is not None and not can_write_epoch(epoch_file):

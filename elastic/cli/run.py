@@ -45,6 +45,7 @@ from elastic.schedulers.shared_secret import shared_secret
 from elastic.schedulers.slurm import remaining_nodes, requeue_job
 from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
 from elastic.world.scaling_policy import PolicyFields, ScalingPolicy
+from elastic.world.world_state import RequestedStep
 from peerstore.membership.topology import validate_node_id
 from peerstore.message_codec import from_json
 from peerstore.network_addresses import (
@@ -55,8 +56,10 @@ from peerstore.network_addresses import (
     outbound_address,
     split_address,
 )
+from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
-from tieredckpt.settings import load_yaml, run_directory
+from tieredckpt.location import parse_step
+from tieredckpt.settings import load_yaml
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +196,11 @@ def _policy(options: dict[str, Any]) -> Any:
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_elasticity
 @click.option(
+    "--resume-from",
+    metavar="STEP[@EPOCH]",
+    help="Restore exactly this step in the first world, or fail. Later worlds restore the newest step.",
+)
+@click.option(
     "--spares",
     type=click.IntRange(0),
     default=0,
@@ -262,6 +270,10 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     """
     if options["coordinator_here"] and is_leader_url(options["coordinator"]):
         raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
+    if options["requeue"] and options["resume_from"]:
+        raise PolicyError("--requeue with --resume-from: each requeued run would restore that step again")
+    if _requested_step(options) is not None:
+        screen.argv = _without_resume_from(screen.argv, 1 + len(args))
     if options["listen"] and not is_leader_url(options["coordinator"]):
         raise PolicyError("--listen needs --coordinator URL: else nobody looks for a coordinator here")
     if is_leader_url(options["coordinator"]):
@@ -484,6 +496,31 @@ def _same_command(argv: Sequence[str]) -> str:
     return shlex.join(["elastic", *argv])
 
 
+def _without_resume_from(argv: Sequence[str], script_words: int) -> list[str]:
+    """Return the command line that resumes the job: --resume-from again would leave its new steps behind.
+
+    The last ``script_words`` words are the script and its arguments.
+    """
+    end = len(argv) - script_words
+    words = list(argv[:end])
+    for at in reversed(range(end)):
+        if words[at] == "--resume-from":
+            del words[at : at + 2]
+        elif words[at].startswith("--resume-from="):
+            del words[at]
+    return [*words, *argv[end:]]
+
+
+def _requested_step(options: dict[str, Any]) -> RequestedStep | None:
+    """Return the step that --resume-from names."""
+    if not options.get("resume_from"):
+        return None
+    try:
+        return RequestedStep(*parse_step(options["resume_from"]))
+    except UsageError as error:
+        raise PolicyError(f"--resume-from: {error}") from error
+
+
 def _tidy(directory: Path) -> None:
     """What a supervisor has in its directory is of no use any more; what an agent has there may be."""
     with contextlib.suppress(PermissionError):
@@ -524,6 +561,7 @@ def _coordinator_task(
         event_log=record.event_log,
         local_nodes=len(_node_names(options)),
         join_command=join_command,
+        requested_step=_requested_step(options),
         verbose=options["verbose"],
     )
 
@@ -582,6 +620,7 @@ def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSp
         hang=settings.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         event_log=record.event_log,
         leadership=record.coordinator,
+        requested_step=_requested_step(options),
         verbose=options["verbose"],
     )
 

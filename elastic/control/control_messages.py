@@ -30,7 +30,7 @@ import msgspec
 
 from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import FaultInjection
-from elastic.world.world_state import SealedStep, WorldPhase
+from elastic.world.world_state import RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
 from peerstore.message_codec import decode_message
 from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
@@ -173,6 +173,8 @@ class WorldSpec(msgspec.Struct, frozen=True):
     """The longest that no rank may get on, as far as that is known; ``None``: for ever."""
     resume_from: SealedStep | None = None
     """What its ranks restore, and nothing else: the world before it ended in order and sealed this."""
+    requested_step: RequestedStep | None = None
+    """What its ranks restore, and nothing else: the command line of the run requests it."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from elastic.errors import PolicyError
-from elastic.world.world_state import SealedStep
+from elastic.world.world_state import RequestedStep, SealedStep
 from peerstore.shard_records import NonNegativeIntOrMinusOne
 
 
@@ -71,6 +71,8 @@ class RankAssignment(msgspec.Struct, frozen=True):
     """After how long without any rank getting on that is a hang; ``None``: never, or nobody looks."""
     resume_from: SealedStep | None = None
     """What this world restores, and nothing else: the world before it ended in order and sealed this."""
+    requested_step: RequestedStep | None = None
+    """What this world restores, and nothing else: the command line of the run requests it."""
 
 
 class RankProgress(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ from elastic.world import world_state
 from elastic.world.action_text import describe_action
 from elastic.world.next_world import initial_world, next_world, rebuild_world
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import WorldPhase, WorldState
+from elastic.world.world_state import RequestedStep, WorldPhase, WorldState
 from peerstore.shard_records import MAX_EPOCH_LEAD
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ class CoordinatorSettings:
     """Nodes that join without a person; fewer are no reason to tell anybody."""
     join_command: str = ""
     """How the other nodes of the job are started, for people."""
+    requested_step: RequestedStep | None = None
+    """The step that the first world restores."""
 
 
 @dataclass
@@ -103,7 +105,9 @@ class WorldReconciler:
         self.settings = settings
         self._witness = observer
         self.incarnation = incarnation
-        self.world: WorldState = initial_world(settings.policy, nproc=settings.nproc, now_s=now)
+        self.world: WorldState = initial_world(
+            settings.policy, nproc=settings.nproc, now_s=now, requested_step=settings.requested_step
+        )
         self.min_epoch = min_epoch
         self.term = 0
         """In which its coordinator leads, where any machine's may."""
@@ -332,7 +336,13 @@ class WorldReconciler:
         self.hang_detector = HangDetector(now, self.step_times)
         hang_s = self.settings.hang.longest_s(self.step_times)
         spec = WorldSpec(
-            form.epoch, form.nodes, form.restarts, form.reason, hang_s=hang_s, resume_from=form.resume_from
+            form.epoch,
+            form.nodes,
+            form.restarts,
+            form.reason,
+            hang_s=hang_s,
+            resume_from=form.resume_from,
+            requested_step=form.requested_step,
         )
         self.world_spec = self._met(spec)
         self._record_world()
@@ -578,7 +588,13 @@ class WorldReconciler:
         self.world_spec = newest
         self._record_world()
         self._count_reports()
-        self.world, actions = rebuild_world(reports, policy, nproc=self.settings.nproc, now_s=now)
+        self.world, actions = rebuild_world(
+            reports,
+            policy,
+            nproc=self.settings.nproc,
+            now_s=now,
+            requested_step=self.settings.requested_step if self.world_record is None else None,
+        )
         self.hang_detector = HangDetector(now, self.step_times)
         self._do(actions, now)
         self._surpass(self.min_epoch, now)

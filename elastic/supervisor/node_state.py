@@ -507,6 +507,7 @@ def _for_rank(state: NodeState, token: str, now: float) -> RankDesired:
         stores=formed.stores,
         hang_s=formed.hang_s,
         resume_from=formed.resume_from,
+        requested_step=formed.requested_step,
     )
     return RankDesired(
         heard,

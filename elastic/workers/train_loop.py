@@ -37,10 +37,18 @@ from elastic.workers.step_barrier import NoticeWatcher, StepBarrier, default_sig
 from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World, newest_step_sealed_here
 from elastic.world.peer_loss import blames_another_rank
 from tieredckpt.checkpointer.preemption import sigterm_handled_elsewhere
-from tieredckpt.errors import CheckpointNotFoundError, TieredCheckpointError, UsageError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointLostError,
+    CheckpointNotFoundError,
+    TieredCheckpointError,
+    UsageError,
+)
 from tieredckpt.live.abort_fence import AbortFence, use_fence
 
 log = logging.getLogger(__name__)
+_STEP_ERRORS = (CheckpointNotFoundError, CheckpointLostError, CheckpointDamagedError)
+"""Errors of a restore whose step cannot be loaded. Retrying a requested step fails the same way."""
 
 T = TypeVar("T")
 TrainFunction = Callable[[World], T]
@@ -291,7 +299,7 @@ class _Rank(Generic[T]):
                 self._record.fault_detected()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
-            well = self._failed(world, gate, error)
+            well = self._failed(world, gate, error, requested=place.requested_step is not None)
             drop_traceback_frames(error)  # else what they hold, a model say, stays beside the next one
         finally:
             self._faults.leave_world()
@@ -323,8 +331,8 @@ class _Rank(Generic[T]):
             return
         self._finished.append(value)
 
-    def _failed(self, world: World, gate: StepBarrier, error: BaseException) -> bool:
-        """Whether the world ended well all the same."""
+    def _failed(self, world: World, gate: StepBarrier, error: BaseException, *, requested: bool = False) -> bool:
+        """Whether the world ended well all the same. ``requested``: the run names the step that it restores."""
         if world.stop_notice is not None:
             log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
@@ -340,6 +348,7 @@ class _Rank(Generic[T]):
             isinstance(error, NonFiniteLossError) or may_follow_from_lost_rank(error)
         )
         stepped = world.has_completed_step or newest_step_sealed_here() != self._sealed_before
+        final = final or (requested and not stepped and isinstance(error, _STEP_ERRORS))
         try:
             self._plane.report_fault(
                 f"{type(error).__name__}: {error}{error_location(error)}",
@@ -355,13 +364,18 @@ class _Rank(Generic[T]):
 
 @contextmanager
 def _resume_from(place: RankAssignment) -> Iterator[None]:
-    """The first restore in this world restores what the world before it sealed, or raises."""
-    sealed = place.resume_from
-    if sealed is None:
+    """The first restore in this world restores the step that the assignment names, or raises."""
+    sealed, requested = place.resume_from, place.requested_step
+    if sealed is None and requested is None:
         yield
         return
-    from tieredckpt.checkpointer.progress_hook import require_step
+    from tieredckpt.checkpointer.progress_hook import ANY_JOB, require_step
 
+    if sealed is None:
+        assert requested is not None  # noqa: S101 - see above
+        with require_step(ANY_JOB, requested.step, requested.epoch, f"elastic run --resume-from {requested}"):
+            yield
+        return
     source = f"the ranks sealed step {sealed.step} before this world"
     with require_step(sealed.job, sealed.step, sealed.epoch, source):
         yield

@@ -35,6 +35,7 @@ from elastic.world.world_state import (
     RankLost,
     RejoinReport,
     ReleaseNode,
+    RequestedStep,
     RequestNodes,
     ResizeRequested,
     RespawnStragglers,
@@ -49,9 +50,11 @@ from elastic.world.world_transition import WorldTransition, replace
 __all__ = ["initial_world", "next_world", "rebuild_world"]
 
 
-def initial_world(policy: ScalingPolicy, *, nproc: int, now_s: float) -> WorldState:
-    """A job nobody has joined yet."""
-    return WorldState(nproc=nproc, formed_s=now_s, target_nodes=policy.initial_nodes)
+def initial_world(
+    policy: ScalingPolicy, *, nproc: int, now_s: float, requested_step: RequestedStep | None = None
+) -> WorldState:
+    """A job nobody has joined yet. Its first world restores ``requested_step``."""
+    return WorldState(nproc=nproc, formed_s=now_s, target_nodes=policy.initial_nodes, requested_step=requested_step)
 
 
 def next_world(
@@ -226,7 +229,10 @@ def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
     breaks = turn.world.phase.is_running
     again = breaks and event.before_first_step and event.reason == turn.world.start_fault
+    requested = turn.world.requested_step if event.before_first_step else None
     turn.break_world(what, "" if event.final or again else event.node)
+    if breaks:
+        turn.update(requested_step=requested)
     if turn.world.phase.is_over:
         return
     if event.final:
@@ -471,6 +477,7 @@ def _paused(turn: WorldTransition) -> None:
         turn.stop_job(turn.world.reason)
         return
     turn.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
+    turn.update(requested_step=None)
     turn.update(resume_from=turn.world.sealed_step if turn.world.sealed_nodes == turn.world.size else None)
     turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
@@ -608,12 +615,18 @@ def _timers(turn: WorldTransition) -> list[float]:
 
 
 def rebuild_world(
-    reports: Iterable[RejoinReport], policy: ScalingPolicy, *, nproc: int, now_s: float
+    reports: Iterable[RejoinReport],
+    policy: ScalingPolicy,
+    *,
+    nproc: int,
+    now_s: float,
+    requested_step: RequestedStep | None = None,
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
     """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
 
     A world that all its nodes report to be in goes on as if nothing had happened. An epoch that nobody who lives has
     heard of is given again: nobody is in it. Offences and the limits of restarts within a period begin anew.
+    ``requested_step`` counts only if there was no world yet.
     """
     latest: dict[str, RejoinReport] = {}
     for report in sorted(reports, key=lambda report: (report.generation, report.epoch, report.spawn_count)):
@@ -622,6 +635,8 @@ def rebuild_world(
         (report for report in latest.values() if report.local_ranks == nproc), key=lambda report: report.node
     )
     turn = WorldTransition(_as_reported(known, nproc, now_s, policy), policy, now_s)
+    if turn.world.epoch < 0:
+        turn.update(requested_step=requested_step)
     missing = sorted(set(turn.world.ranked_nodes) - {member.node for member in turn.members_with_ranks})
     if missing:
         turn.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")

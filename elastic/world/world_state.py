@@ -59,6 +59,17 @@ class SealedStep(msgspec.Struct, frozen=True):
     """Of the incarnation that saved it: a step of another one with the same number is another step."""
 
 
+class RequestedStep(msgspec.Struct, frozen=True):
+    """The step that the first world of a run restores, whatever its checkpoint job is called."""
+
+    step: NonNegativeInt
+    epoch: NonNegativeInt | None = None
+    """Of the incarnation that saved it; ``None``: the newest that did."""
+
+    def __str__(self) -> str:
+        return str(self.step) if self.epoch is None else f"{self.step}@{self.epoch}"
+
+
 class PendingReplacement(msgspec.Struct, frozen=True):
     """A seat whose process is being replaced."""
 
@@ -173,6 +184,8 @@ class WorldState(
     """What they sealed, as long as all have named the same."""
     resume_from: SealedStep | None = None
     """What the next world restores: this one has ended in order."""
+    requested_step: RequestedStep | None = None
+    """What the first world restores; kept while it breaks by reported faults before its first step."""
     growth_possible_since_s: float | None = None
     """Since when there could be a greater, or a better, world."""
     shrunk_s: float | None = None
@@ -476,6 +489,8 @@ class FormWorld(_Action, frozen=True):
     reason: str
     resume_from: SealedStep | None = None
     """What its ranks restore, and nothing else."""
+    requested_step: RequestedStep | None = None
+    """The same, as the command line of this run requests it."""
 
 
 class ReleaseNode(_Action, frozen=True):

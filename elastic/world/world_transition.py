@@ -135,6 +135,7 @@ class WorldTransition:
             sealed_nodes=0,
             sealed_step=None,
             resume_from=None,
+            requested_step=None,
             replacement_deadline_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
         for member in self.members_with_ranks:
@@ -243,7 +244,12 @@ class WorldTransition:
             spawn_attempts=0,
             has_respawned=False,
         )
-        self.emit(FormWorld(self.world.epoch, nodes, old.nproc, how, old.restarts, old.reason, old.resume_from))
+        self.emit(
+            FormWorld(
+                *(self.world.epoch, nodes, old.nproc, how, old.restarts, old.reason, old.resume_from),
+                requested_step=old.requested_step,
+            )
+        )
 
     def _how(self, chosen: list[NodeMember]) -> FormationKind:
         before, now = self.world.size, len(chosen)

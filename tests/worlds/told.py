@@ -12,10 +12,12 @@ A = TypeVar("A")
 
 
 class Told:
-    def __init__(self, policy: ScalingPolicy, nodes: str = "", *, nproc: int = 2, spares: int = 0) -> None:
+    def __init__(
+        self, policy: ScalingPolicy, nodes: str = "", *, nproc: int = 2, spares: int = 0, requested_step=None
+    ) -> None:
         """``nodes`` ("abc": three of them) are in the first world."""
         self.policy, self.now_s = policy, 0.0
-        self.world = initial_world(policy, nproc=nproc, now_s=0.0)
+        self.world = initial_world(policy, nproc=nproc, now_s=0.0, requested_step=requested_step)
         self.actions: tuple[WorldAction, ...] = ()
         for node in nodes:
             self.tell(NodeJoined(node, 1, nproc, spares=spares))

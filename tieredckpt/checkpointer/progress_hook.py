@@ -80,11 +80,13 @@ def use_progress_hook(overseer: ProgressHook) -> Iterator[None]:
         _overseers.remove(overseer)
 
 
+ANY_JOB = ""
+"""For :func:`require_step`: whichever job the first restore is of."""
 _required: dict[str, ExpectedStep] = {}
 
 
 @contextmanager
-def require_step(job: str, step: int, epoch: int, source: str) -> Iterator[None]:
+def require_step(job: str, step: int, epoch: int | None, source: str) -> Iterator[None]:
     """Have the first restore in the block that names no step restore this one, or raise. All ranks require the same."""
     _required[job] = ExpectedStep(step, source, is_required=True, epoch=epoch)
     try:
@@ -101,8 +103,8 @@ def notify_progress_hook(session: Session) -> None:
 
 def gather_expected_step(job: str, from_all: Callable[[str], Sequence[str]]) -> ExpectedStep | None:
     """One answer for all ranks, which tell each other by ``from_all`` where there is an overseer."""
-    if job in _required:
-        return _required[job]
+    if required := _required.get(job) or _required.get(ANY_JOB):
+        return required
     for overseer in _overseers[-1:]:
         mine = msgspec.json.encode(overseer.expected_step(job)).decode()
         return newest_expected_step([from_json(one, ExpectedStep | None) for one in from_all(mine)])
@@ -130,8 +132,9 @@ def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) 
     """Having restored a step, or found none (-1): say where that differs, and refuse to begin from nothing."""
     if expected is None:
         return
-    if expected == _required.get(job):
-        del _required[job]
+    for name in (job, ANY_JOB):
+        if expected == _required.get(name):
+            del _required[name]
     if restored == expected.step:
         return
     if expected.step is None:

@@ -185,3 +185,19 @@ def test_a_policy_of_more_nodes_than_the_scheduler_has_given(refused, policy, mo
     assert "--policy and $SLURM_STEP_NODELIST=n[1-3]" in refused(
         "--policy", policy("min_replicas: 4\nmax_replicas: 4\n")
     )
+
+
+def test_resume_from_needs_a_step(refused):
+    assert "--resume-from: 'newest' is not a step: write STEP or STEP@EPOCH" in refused("--resume-from", "newest")
+
+
+def test_resume_from_and_requeue_exclude_each_other(refused):
+    assert "each requeued run would restore that step again" in refused("--resume-from", "3", "--requeue")
+
+
+@pytest.mark.parametrize("option", [["--resume-from", "3@7"], ["--resume-from=3@7"]])
+def test_command_that_resumes_the_job_has_no_resume_from(option):
+    argv = ["run", *option, "--nnodes", "2", "train.py", "--resume-from", "x"]
+    again = ["run", "--nnodes", "2", "train.py", "--resume-from", "x"]
+    assert run_cli._without_resume_from(argv, 3) == again
+    assert run_cli._without_resume_from(again, 3) == again

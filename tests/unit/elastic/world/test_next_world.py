@@ -26,6 +26,7 @@ from elastic.world.world_state import (
     RankFault,
     RankLost,
     ReleaseNode,
+    RequestedStep,
     RequestNodes,
     ResizeRequested,
     RespawnRanks,
@@ -834,3 +835,30 @@ def test_final_fault_fails_the_job_without_blaming_the_node():
     )
     assert job.world.node_faults == ()
     assert job.tell(RankFault("c", 1, 0, 1, "again", final=True)) == ()
+
+
+def formed(job: Told) -> list[RequestedStep | None]:
+    return [action.requested_step for action in job.actions if isinstance(action, FormWorld)]
+
+
+def test_only_the_first_world_restores_the_requested_step():
+    wanted = RequestedStep(7, 17)
+    job = Told(FOUR, "abcd", requested_step=wanted)
+    assert formed(job) == [wanted]
+    job.tell(RankFault("a", 1, 0, 0, "x"))
+    job.ready(*"abcd")
+    assert formed(job) == [None]
+
+
+def test_requested_step_stays_while_no_step_was_completed():
+    wanted = RequestedStep(7)
+    job = Told(FOUR, "abcd", requested_step=wanted)
+    job.tell(RankFault("a", 1, 0, 0, "the store did not answer", before_first_step=True))
+    job.tell(RankFault("b", 1, 0, 0, "its peer was lost"))
+    job.ready(*"abcd")
+    assert formed(job) == [wanted]
+    job.tell(lost("a"))
+    job.tell(Tick(), at_s=1000.0)
+    job.ready(*"bcd")
+    job.tell(Tick(), at_s=2000.0)
+    assert job.world.requested_step is None
