@@ -88,6 +88,8 @@ class Resolution:
     """When and why this node gave back what it had."""
     reasons: Mapping[Tier, str] = field(default_factory=dict)
     """Why tiers could not be asked."""
+    names_epoch: bool = False
+    """Whether the step of one epoch was named."""
 
     @property
     def damaged(self) -> bool:
@@ -113,9 +115,12 @@ class Resolution:
         return tuple(sorted(group for group in torn if self.newest_complete is None or group > self.newest_complete))
 
     @property
-    def other_steps(self) -> list[int]:
-        """The steps that are there instead of the one that was named, oldest first."""
-        return sorted({group.version for group, verdict in self.verdicts.items() if verdict is StepVerdict.OTHER_STEP})
+    def other_steps(self) -> list[str]:
+        """The steps that are there instead of the one that was named, oldest first, with epochs if it names one."""
+        groups = sorted((one for one, why in self.verdicts.items() if why is StepVerdict.OTHER_STEP), key=_order)
+        return list(
+            dict.fromkeys(f"{one.version}@{one.epoch}" if self.names_epoch else f"{one.version}" for one in groups)
+        )
 
     def explain(self) -> str:
         """One line per candidate, newest first."""
@@ -126,7 +131,7 @@ class Resolution:
             if verdict is not StepVerdict.OTHER_STEP
         ]
         if self.other_steps:
-            known = [str(step) for step in self.other_steps]
+            known = self.other_steps
             older = f"{len(known) - _NAMED} older ones and " * (len(known) > _NAMED)
             noun = "is step" if len(known) == 1 else f"are {older}steps"
             lines.append(f"there {noun} {', '.join(known[-_NAMED:])}")
@@ -160,6 +165,7 @@ def resolve_step(
     candidates: Sequence[Candidate],
     *,
     step: int | None = None,
+    epoch: int | None = None,
     quarantined: Collection[VersionId] = (),
     reluctant: Collection[VersionId] = (),
     unreachable: Collection[Tier] | Mapping[Tier, str] = (),
@@ -167,7 +173,7 @@ def resolve_step(
     torn: Collection[VersionId] = (),
     forgotten: ExpiredJob | None = None,
 ) -> Resolution:
-    """The newest whole step, or the newest attempt at ``step`` when one is named.
+    """The newest whole step, or the newest attempt at ``step`` when one is named, by ``epoch`` if that is named too.
 
     ``unreachable`` may say why; what is not whole without those is neither torn nor lost then.
     ``once_whole`` is the newest version that somebody knows to have been whole: where it
@@ -190,7 +196,7 @@ def resolve_step(
     quarantined = frozenset(quarantined)
     branches = IncarnationBranches(candidates if step is None else (), quarantined)
     for candidate in candidates:
-        verdict = _rejection(candidate, branches, step, quarantined)
+        verdict = _rejection(candidate, branches, step, epoch, quarantined)
         if verdict is StepVerdict.TORN and once_whole is not None and candidate.version_id == once_whole:
             verdict = StepVerdict.LOST
         if verdict in (StepVerdict.TORN, StepVerdict.LOST) and unreachable and candidate.version_id not in torn:
@@ -218,6 +224,7 @@ def resolve_step(
         max(known, default=None),
         forgotten,
         dict(unreachable) if isinstance(unreachable, Mapping) else {},
+        names_epoch=epoch is not None,
     )
 
 
@@ -279,10 +286,14 @@ def elect_step(votes: Sequence[Collection[VersionId]], *, reluctant: Collection[
 
 
 def _rejection(
-    candidate: Candidate, branches: IncarnationBranches, step: int | None, quarantined: Collection[VersionId]
+    candidate: Candidate,
+    branches: IncarnationBranches,
+    step: int | None,
+    epoch: int | None,
+    quarantined: Collection[VersionId],
 ) -> StepVerdict | None:
     group = candidate.version_id
-    if step is not None and group.version != step:
+    if step not in (None, group.version) or epoch not in (None, group.epoch):
         return StepVerdict.OTHER_STEP
     if not candidate.is_complete:
         return StepVerdict.DAMAGED if candidate.damaged else StepVerdict.TORN

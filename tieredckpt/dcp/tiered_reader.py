@@ -384,7 +384,7 @@ class TieredReader(StorageReader):
             return Resolution(None, {}), self._newest_plain(plain_steps(self.settings.durable, job))
         seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
         epoch = self._location.epoch if self.epoch is None else self.epoch
-        candidates = [view.candidate for view in seen.views if epoch in (None, view.version_id.epoch)]
+        candidates = [view.candidate for view in seen.views]
         bad = {view.version_id for view in seen.views if view.quarantined or view.version_id in self.failed}
         limit = self.settings.memory.avoid_after_crashed_loads
         often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
@@ -394,6 +394,7 @@ class TieredReader(StorageReader):
         found = resolve_step(
             candidates,
             step=step,
+            epoch=epoch,
             quarantined=bad,
             reluctant=self._reluctant,
             unreachable=seen.unreachable,

@@ -446,3 +446,13 @@ def test_newer_steps_of_a_chosen_one_are_of_other_branches(history):
         one.version_id for one in saved if one.version_id.version > chosen.version_id.version
     )
     assert [group.version for group in newer] == sorted(group.version for group in newer)
+
+
+def test_step_of_a_named_epoch_is_chosen_or_the_others_are_named():
+    two = [step(5), step(5, epoch=2, incarnation="b"), step(4)]
+    assert chosen(two, step=5, epoch=1) == (5, 1)
+    assert chosen(two, step=5, epoch=2) == (5, 2)
+    found = resolve_step(two, step=5, epoch=3)
+    assert found.chosen is None
+    assert found.explain() == "there are steps 4@1, 5@1, 5@2"
+    assert resolve_step(two, step=7).explain() == "there are steps 4, 5"
