@@ -1,0 +1,77 @@
+"""``elastic run --resume-from``: the first world restores the requested step, or the job ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from elastic.cli.common import ElasticExit
+from tests.support.agents import end_agent
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = """
+import sys, torch, elastic
+from tieredckpt import Checkpointer
+
+@elastic.recoverable
+def train(world):
+    state = {"w": torch.zeros(4), "step": 0}
+    with Checkpointer("tiered://branching") as ckpt:
+        first = ckpt.restore(state)
+        with open(sys.argv[2], "a") as file:
+            file.write(f"{first} {int(state['w'][0])}\\n")
+        for step in world.steps(first + 1, int(sys.argv[1])):
+            state["w"] += 1
+            state["step"] = step
+            ckpt.save(state, step).wait()
+            ckpt.wait("durable")
+
+train()
+"""
+
+
+@pytest.fixture
+def elastic_run(tmp_path, agent_dir):
+    """Run the script up to this number of steps; the ended process, and what its worlds restored."""
+    script, told = tmp_path / "train.py", tmp_path / "restored"
+    script.write_text(SCRIPT)
+    environ = os.environ | {
+        "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir),
+        "TIEREDCKPT_DURABLE_URL": f"file://{tmp_path}/durable",
+        "TIEREDCKPT_DURABLE_EVERY": "1",
+        "TIEREDCKPT_DURABLE_KEEP_LAST": "0",
+        "ELASTIC_RUN_DIRECTORY": str(tmp_path / "run"),
+    }
+
+    def run(total, *options):
+        told.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "elastic", "run", *options, str(script), str(total), str(told)]
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done, told.read_text().split("\n")[:-1] if told.exists() else []
+
+    yield run
+    end_agent(agent_dir)
+
+
+def test_first_world_restores_the_requested_step_or_the_job_ends(elastic_run):
+    done, restored = elastic_run(4)
+    assert (done.returncode, restored) == (0, ["-1 0"]), done.stderr
+    done, restored = elastic_run(5, "--resume-from", "1")
+    assert (done.returncode, restored) == (0, ["1 2"]), done.stderr
+    assert (
+        "step 1 was restored, which leaves complete newer steps behind: steps 3, 2 of epoch"
+        in done.stdout + done.stderr
+    )
+    done, restored = elastic_run(6, "--resume-from", "9")
+    assert (done.returncode, restored) == (ElasticExit.GAVE_UP, [])
+    assert "elastic run --resume-from 9: " in done.stderr
+    assert "there are steps 0, 1, 2, 3, 4" in done.stderr
+    assert "not retried" in done.stderr
+    command = next(line for line in done.stderr.splitlines() if line.startswith("command: "))
+    assert "--resume-from" not in command
+    done, restored = elastic_run(6)
+    assert (done.returncode, restored) == (0, ["4 5"]), done.stderr
