@@ -59,7 +59,7 @@ from peerstore.network_addresses import (
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
 from tieredckpt.location import parse_step
-from tieredckpt.settings import load_yaml
+from tieredckpt.settings import load_yaml, run_directory
 
 log = logging.getLogger(__name__)
 
