@@ -137,3 +137,8 @@ def describe_exit(status: int) -> str:
         return f"it was killed by signal {-status} ({signal.Signals(-status).name})"
     except ValueError:
         return f"it was killed by signal {-status}"
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, or "" if there is none."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

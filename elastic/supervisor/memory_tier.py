@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic.control.child_processes import with_import_path
+from elastic.control.child_processes import last_line
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
 from peerstore.errors import PeerStoreError
@@ -137,11 +138,6 @@ class MemoryTierProcess:
     def kept_directory(self) -> Path | None:
         """Where an agent that was started here keeps what it has."""
         return None if self._mine is None else self._mine.directory
-
-
-def last_line(text: str) -> str:
-    """Return the last line that is not blank: of an agent's log, the error."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
 
 
 _UPLOADED_S = 60.0

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from elastic.control.child_processes import ChildProcess, ProcessLog, describe_exit
+from elastic.control.child_processes import ChildProcess, ProcessLog, describe_exit, last_line
 from elastic.control.control_messages import (
     MAX_RANK_MESSAGE_BYTES,
     RANK_PROTOCOL,
@@ -647,7 +647,7 @@ def describe_unjoined_exit(command: Sequence[str], status: int, printed: Path) -
             f"{script} exited without calling elastic.run / @elastic.recoverable; not retried. "
             "To run an unmodified script use torchrun"
         )
-    last = last_line(printed)
+    last = last_printed_line(printed)
     return (
         f"{script} exited with status {status} before it called elastic.run / @elastic.recoverable; not retried"
         f"{': ' if last else ''}{last} (see {printed})"
@@ -660,12 +660,12 @@ def script_name(command: Sequence[str]) -> str:
     return next(iter(words), command[0])
 
 
-def last_line(printed: Path) -> str:
+def last_printed_line(printed: Path) -> str:
     """Return the last line of a log file that is not blank, or "" if there is none."""
     try:
         with printed.open("rb") as file:
             file.seek(max(0, printed.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last_line(text)
