@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic.control.child_processes import with_import_path
-from elastic.control.child_processes import last_line
+from elastic.control.child_processes import last_line, with_import_path
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
 from peerstore.errors import PeerStoreError
