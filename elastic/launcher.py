@@ -54,7 +54,7 @@ EXIT_STATUS = {
     ExitReason.NEVER_JOINED: 2,
     ExitReason.REFUSED: 6,
     ExitReason.STOPPED: 7,
-    ExitReason.GAVE_UP: 8,
+    ExitReason.JOB_FAILED: 8,
 }
 """The exit status of these processes; any other was not meant to be."""
 
@@ -201,7 +201,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         with contextlib.suppress(OSError):  # the next job of that name begins with a world 0
             os.truncate(task.epoch_file, 0)
     failure, step = coordinator.reconciler.failure, coordinator.last_committed_step.step
-    if over is ExitReason.GAVE_UP and failure is not None:
+    if over is ExitReason.JOB_FAILED and failure is not None:
         return JobEnd(over, failure.reason, failure.attempts, step)
     return JobEnd(over, reason, step=step if over is ExitReason.STOPPED else -1)
 
@@ -212,7 +212,7 @@ class JobEnd(msgspec.Struct, frozen=True):
     over: ExitReason
     reason: str
     attempts: str = ""
-    """How often a job that gave up was tried, or why it is not tried again."""
+    """How often a failed job was tried, or why it is not tried again."""
     step: int = -1
     """The newest step that all ranks reported as sealed, or -1. Agents may have a newer one."""
 
@@ -228,7 +228,7 @@ def end_message(end: JobEnd, resumes: str = "", command: str = "") -> str:
     resumes = resumes or (f"step {end.step}" if end.step >= 0 else "")
     if end.over is ExitReason.NEVER_JOINED:
         return end.reason
-    if end.over is ExitReason.GAVE_UP:
+    if end.over is ExitReason.JOB_FAILED:
         lines = {
             "failed": end.reason,
             "attempts": end.attempts,
@@ -310,7 +310,7 @@ def _look_after_coordinator(task: SupervisorSpec, supervisor: Supervisor, ended:
         if left and task.coordinator_node not in left:
             job = f"job {task.scheduled_job}"
             supervisor.kill(
-                f"Slurm has taken {task.coordinator_node}, the coordinator's, from {job}", ExitReason.GAVE_UP
+                f"Slurm has taken {task.coordinator_node}, the coordinator's, from {job}", ExitReason.JOB_FAILED
             )
             return
 

@@ -309,7 +309,7 @@ class InMemoryControlPlane:
                 raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")
             self.faults.append(reason)
             if final:
-                self._plane.failure = f"gave up: rank {self.rank}: {reason}"
+                self._plane.failure = f"the job failed: rank {self.rank}: {reason}"
             self._plane._break(f"rank {self.rank}: {reason}")
 
     def request_change(

@@ -27,7 +27,7 @@ class ElasticExit(enum.IntEnum):
     UNAVAILABLE = 5
     REFUSED = 6
     STOPPED = 7
-    GAVE_UP = 8
+    JOB_FAILED = 8
     INTERRUPTED = 130
 
 
@@ -40,7 +40,7 @@ Exit codes:
   5  the coordinator did not answer: the state of the job is unknown
   6  the coordinator refused (another secret, the same node twice, too few nodes)
   7  the job was stopped; the same command resumes it
-  8  the job gave up; the message says why and what resumes it"""
+  8  the job failed; the message says why and what resumes it"""
 
 _ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
     (errors.PolicyError, ElasticExit.USAGE),
@@ -49,7 +49,7 @@ _ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
     (RequestError, ElasticExit.USAGE),
     (errors.JobNotFoundError, ElasticExit.NOT_FOUND),
     (errors.ControlPlaneUnavailableError, ElasticExit.UNAVAILABLE),
-    (errors.JobFailedError, ElasticExit.GAVE_UP),
+    (errors.JobFailedError, ElasticExit.JOB_FAILED),
     (PeerStoreError, ElasticExit.UNAVAILABLE),
 )
 

@@ -454,13 +454,13 @@ def _launch(
         status = launcher.run()
     except Exception as error:
         status = elastic_exit_for(error)
-        if status == ElasticExit.GAVE_UP:
-            end = JobEnd(ExitReason.GAVE_UP, str(error), "not retried")
+        if status == ElasticExit.JOB_FAILED:
+            end = JobEnd(ExitReason.JOB_FAILED, str(error), "not retried")
         raise
     finally:
         if leader is not None and (record_of_end := place.end_record()):
             end = from_json(record_of_end, JobEnd)
-        if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
+        if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.JOB_FAILED):
             end = end or JobEnd(next(over for over, code in EXIT_STATUS.items() if code == status), "")
             environs = [supervisor_environ(task) for task in nodes if task.starts_agent]
             steps = resumable_steps(environs, began_ns(*began), place)
@@ -475,7 +475,7 @@ def _launch(
             with contextlib.suppress(PermissionError):
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
-    if leader is None and status in (ElasticExit.STOPPED, ElasticExit.GAVE_UP):
+    if leader is None and status in (ElasticExit.STOPPED, ElasticExit.JOB_FAILED):
         screen.info(f"the same command resumes the job: {_same_command(screen.argv)}")
     if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
         screen.info(requeue_job(requeue))
@@ -486,7 +486,7 @@ def _is_to_requeue(job: str, mine: SupervisorSpec, status: int, *, noticed: bool
     """A job that a notice has stopped, by who leads it; one whose leader Slurm has lost, by the first that is left."""
     if status == ElasticExit.STOPPED:
         return noticed and mine.has_local_coordinator
-    if status != ElasticExit.GAVE_UP or mine.has_local_coordinator or not mine.coordinator_node:
+    if status != ElasticExit.JOB_FAILED or mine.has_local_coordinator or not mine.coordinator_node:
         return False
     left = remaining_nodes(job)
     return mine.coordinator_node not in left and left[:1] == (mine.node,)

@@ -56,7 +56,7 @@ class LastRun(msgspec.Struct, frozen=True):
 
     job: str
     how: str
-    """``finished``, ``stopped``, ``gave up`` or another word for it."""
+    """``finished``, ``stopped``, ``job failed`` or another word for it."""
     ended_at: float
     """Seconds since 1970."""
     command: str

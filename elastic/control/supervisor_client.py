@@ -281,7 +281,7 @@ class SupervisorClient:
 
     def _check_over(self) -> None:
         over, reason = self._hears.exit, self._hears.reason
-        if over in (ExitReason.GAVE_UP, ExitReason.NEVER_JOINED):
+        if over in (ExitReason.JOB_FAILED, ExitReason.NEVER_JOINED):
             raise JobFailedError(reason)
         if over is ExitReason.REFUSED:
             raise ControlPlaneRefusedError(reason)

@@ -150,7 +150,7 @@ class Coordinator:
         over = self.reconciler.exit or ExitReason.STOPPED
         reason = self.reconciler.reason if self.reconciler.exit is not None else "the coordinator was told to end"
         if self._recorder is not None:
-            step = str(self.last_committed_step) if over in (ExitReason.STOPPED, ExitReason.GAVE_UP) else ""
+            step = str(self.last_committed_step) if over in (ExitReason.STOPPED, ExitReason.JOB_FAILED) else ""
             self._recorder.record_end(over, f"{reason} ({step})" if step else reason)
         return over, reason
 

@@ -327,7 +327,7 @@ class WorldReconciler:
                 self.exit, self.reason = ExitReason.STOPPED, action.reason
             else:
                 self.failure = action
-                self.exit = ExitReason.NEVER_JOINED if action.never_joined else ExitReason.GAVE_UP
+                self.exit = ExitReason.NEVER_JOINED if action.never_joined else ExitReason.JOB_FAILED
                 self.reason = action.reason if action.never_joined else f"{action.reason} ({action.attempts})"
         if actions:
             self._due.update(self.nodes)

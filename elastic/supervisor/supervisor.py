@@ -72,7 +72,7 @@ _REASON_S = 0.2
 """How long the kernel may take to say how a process ended whose connection has closed."""
 
 _TAIL_BYTES = 4096
-_JOB_ENDS = (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.GAVE_UP, ExitReason.NEVER_JOINED)
+_JOB_ENDS = (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.JOB_FAILED, ExitReason.NEVER_JOINED)
 
 SpawnProcess = Callable[..., Any]
 """Starts a process: :class:`~elastic.control.child_processes.ChildProcess`, or a double of it."""
@@ -267,7 +267,7 @@ class Supervisor:
             self._coordinator.keep(wanted=wanted and not self._is_unknown, term=state.leader[0], now=now)
         if self._alone_since is not None and now - self._alone_since > settings.coordinator_timeout_s:
             state.finish(
-                ExitReason.GAVE_UP, f"the coordinator has not answered for {settings.coordinator_timeout_s:g} s"
+                ExitReason.JOB_FAILED, f"the coordinator has not answered for {settings.coordinator_timeout_s:g} s"
             )
         if state.exit is None:
             self._fading_since = None

@@ -56,7 +56,7 @@ class RankTimeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            how = "gave up" if isinstance(error, JobFailedError) else "failed"
+            how = "job failed" if isinstance(error, JobFailedError) else "failed"
             self.ended(how, f"{type(error).__name__}: {error}")
 
     # -- into a world -------------------------------------------------------------------------------------------------

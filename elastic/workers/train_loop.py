@@ -103,12 +103,12 @@ class RecoveryPolicy:
     """What SIGTERM leaves."""
     nonfinite: NonFiniteMode = "fault"
     """What becomes of a loss that ``world.check`` finds not to be finite. ``"fault"``: all ranks try the step again,
-    and the job gives up after so many attempts; ``"skip"``: it is left out by all of them then; ``"ignore"``: nothing.
+    and the job fails after so many attempts; ``"skip"``: it is left out by all of them then; ``"ignore"``: nothing.
     """
     nonfinite_attempts: int = 2
     """Attempts at one step."""
     nonfinite_max_skips: int = 10
-    """Steps that may be left out; with one more the job gives up."""
+    """Steps that may be left out; with one more the job fails."""
     health_check: ProcessHealthCheck = field(default_factory=DeviceHealthCheck)
     """Called between two worlds; where it raises, this process ends and another one takes its seat."""
     abort_steps: tuple[Literal["groups", "connections"] | Callable[[], Any], ...] = ("groups", "connections")

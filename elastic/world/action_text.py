@@ -49,4 +49,4 @@ def describe_action(action: WorldAction, now_s: float) -> str:
         case FinishJob():
             return "the job has finished"
         case FailJob():
-            return f"the job gives up: {action.reason} ({action.attempts})"
+            return f"the job fails: {action.reason} ({action.attempts})"

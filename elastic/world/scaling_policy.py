@@ -57,7 +57,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_restart_before_full_job_restart: int | None = 10
     """So many restarts in the period keep the healthy processes; with the next one all are started anew."""
     max_full_job_restarts: int | None = 3
-    """So many times all processes are started anew in the period; then the job gives up."""
+    """Restarts of all processes in the period, after which the job fails."""
     job_max_retry_count: int | None = None
     """So many restarts in the whole life of the job."""
     max_num_repeat_offenders_to_avoid: int = 1

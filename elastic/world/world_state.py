@@ -6,7 +6,7 @@
     FORMING ────────────> RUNNING ────────> FORMING <──> WAITING ──────────────────────────────────> STOPPED
        ^                   │    │                        (for a replacement)
        │     all sealed    │    │ all finished
-       └──── PAUSING  <────┘    └───────────> FINISHED                     restart budget used up: GAVE_UP
+       └──── PAUSING  <────┘    └───────────> FINISHED                     restart budget used up: JOB_FAILED
              (pausing)  ────────────────────────^
 
 ``life`` counts the starts of a node's supervisor: what is said of an earlier life changes nothing, and a life that was

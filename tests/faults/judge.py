@@ -13,7 +13,7 @@ import msgspec
 from tests.faults.schedule import Kind
 
 WHOLE = re.compile(r"resumes (?:from:|it from) step (\d+)")
-FINISHED, STOPPED, GAVE_UP = 0, 7, 8
+FINISHED, STOPPED, JOB_FAILED = 0, 7, 8
 BITS = ("loss", "norm", "rate")
 AWAY_S = 60.0
 """So long after it can be had again a node's memory may still be out of reach: others have to notice it first."""
@@ -144,7 +144,7 @@ def endings(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Itera
     for number, run in enumerate(evidence.runs):
         if run.status is None:
             continue
-        if run.status not in (FINISHED, STOPPED, GAVE_UP):
+        if run.status not in (FINISHED, STOPPED, JOB_FAILED):
             yield f"start {number} ended with status {run.status}: {run.words}"
         elif run.status != FINISHED:
             yield from _resumed(evidence, number, run)

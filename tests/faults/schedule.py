@@ -66,7 +66,7 @@ class Shape(msgspec.Struct, frozen=True):
     durable: str = ""
     """``directory`` or ``s3``; "" for none."""
     budget: int | None = None
-    """After so many restarts the job gives up; ``None``: never."""
+    """Restarts after which the job fails; ``None``: no limit."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -283,7 +283,7 @@ class Table:
         """Everybody who is left is in one world, or stands by."""
         desk = self.desk
         if desk.exit is not None:
-            assert desk.exit in (ExitReason.STOPPED, ExitReason.GAVE_UP)
+            assert desk.exit in (ExitReason.STOPPED, ExitReason.JOB_FAILED)
             return
         size = self.policy.largest_size_within(min(len(self.nodes), desk.world.max_nodes or self.policy.max_replicas))
         if size == 0:

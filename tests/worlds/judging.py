@@ -299,7 +299,7 @@ class Judge:
         if self.hopeless:
             return
         if "startup_timeout_s" not in action.attempts and self.restarts < min(limits, default=1 << 30):
-            raise Violation(f"the job gives up after {self.restarts} restarts: {action.reason}")
+            raise Violation(f"the job fails after {self.restarts} restarts: {action.reason}")
 
     # -- what is seen from outside ------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class ProcessEnded(_Event, frozen=True, tag="ended"):
     job: str = ""
     who: str = "rank"
     how: str = ""
-    """``finished``, ``stopped``, ``gave up``, ``dismissed`` or ``failed``."""
+    """``finished``, ``stopped``, ``job failed``, ``dismissed`` or ``failed``."""
     words: str = ""
     node: str = ""
     local_rank: int = -1

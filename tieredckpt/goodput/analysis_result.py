@@ -184,7 +184,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     start_us: int
     end_us: int
     how: str = ""
-    """``finished``, ``stopped``, ``gave up``, ``failed``; "" while it runs, or where nobody could write its end."""
+    """``finished``, ``stopped``, ``job failed``, ``failed``; "" while it runs, or where nobody could write its end."""
     words: str = ""
 
 

@@ -46,7 +46,7 @@ def main(folder: Path) -> int:
             say("dismissed", reason=str(end))
             return 0
         except JobFailedError as end:
-            say("gave up", reason=str(end))
+            say("job failed", reason=str(end))
             return 3
         say(
             "in",

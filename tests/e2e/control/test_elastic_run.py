@@ -193,7 +193,7 @@ def test_job_fails_after_too_many_faults(job: Job) -> None:
     job.make("fault-n1")
     assert pids(after) == pids(before)  # a fault that a rank reports ends no process
     assert job.ended(run) == 8
-    assert len(job.said("gave up")) == 2
+    assert len(job.said("job failed")) == 2
     assert "attempts: 2 faults; at most 1 restart allowed (job_max_retry_count)" in job.output()
     assert after[0]["restarts"] == 1
 

@@ -27,9 +27,9 @@ ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
         (ALL, ElasticExit.STOPPED, True, ["n1"]),
         (ALL, ElasticExit.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
         (ALL, ElasticExit.OK, True, []),
-        (ALL, ElasticExit.GAVE_UP, True, []),
-        (LOST, ElasticExit.GAVE_UP, False, ["n2"]),
-        ((), ElasticExit.GAVE_UP, False, []),  # Slurm does not say
+        (ALL, ElasticExit.JOB_FAILED, True, []),
+        (LOST, ElasticExit.JOB_FAILED, False, ["n2"]),
+        ((), ElasticExit.JOB_FAILED, False, []),  # Slurm does not say
         (LOST, ElasticExit.REFUSED, False, []),
     ],
 )

@@ -23,13 +23,13 @@ def test_job_that_ended_last_is_named(tmp_path):
     for name, at in (("a", 100.0), ("b", 200.0)):
         place = RunDirectory(tmp_path, name)
         place.prepare()
-        place.write_last_run(LastRun(name, "gave up", at, f"elastic run {name}.py"))
+        place.write_last_run(LastRun(name, "job failed", at, f"elastic run {name}.py"))
         place.remove()
     said = describe_no_job(tmp_path)
     assert said.startswith(
         f"no job runs on this machine (looked in {tmp_path}). Job 'b' was the last one. It ended at "
     )
-    assert said.endswith("(gave up). The same command starts it again: elastic run b.py")
+    assert said.endswith("(job failed). The same command starts it again: elastic run b.py")
     assert "Its last run ended at" in describe_no_job(tmp_path, "a")
 
 

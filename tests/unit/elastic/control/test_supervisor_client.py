@@ -44,7 +44,7 @@ def supervised(tmp_path, over):
                     says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
                 ) is not None:
                     hears = RankDesired(says.number, PLACE, STOP, 4)
-                    if says.sealed is not None or (over is ExitReason.GAVE_UP and says.phase is RankPhase.IN_WORLD):
+                    if says.sealed is not None or (over is ExitReason.JOB_FAILED and says.phase is RankPhase.IN_WORLD):
                         hears = RankDesired(says.number, exit=over, reason="the end")
                     message_codec.send_frame(line, hears)
 
@@ -69,7 +69,7 @@ def test_dismissal_right_after_sealing_still_counts_the_seal(tmp_path, over):
 
 
 def test_sealing_for_a_failed_job_raises(tmp_path):
-    with supervised(tmp_path, ExitReason.GAVE_UP) as plane:
+    with supervised(tmp_path, ExitReason.JOB_FAILED) as plane:
         with pytest.raises(StaleEpochError, match="the end"):
             plane.report_sealed(4, timeout_s=60)
         with pytest.raises(JobFailedError, match="the end"):

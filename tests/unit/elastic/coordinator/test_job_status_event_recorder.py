@@ -91,9 +91,9 @@ def test_two_successive_rank_losses_on_a_node_are_separate_faults(table):
 
 
 def test_job_end_is_recorded_with_its_reason(table):
-    table.recorder.record_end(ExitReason.GAVE_UP, "too many faults")
+    table.recorder.record_end(ExitReason.JOB_FAILED, "too many faults")
     (ended,) = table.written.of(ProcessEnded)
-    assert (ended.who, ended.how, ended.words) == ("coordinator", "gave up", "too many faults")
+    assert (ended.who, ended.how, ended.words) == ("coordinator", "job failed", "too many faults")
 
 
 def test_coordinator_restart_is_recorded():

@@ -132,8 +132,8 @@ def test_last_message_prefers_the_steps_found_over_the_reported_step(monkeypatch
     assert words == "stopped: SIGTERM; the same command resumes it: elastic run train.py"
 
 
-def test_last_message_of_a_job_that_gave_up_has_four_lines(monkeypatch, place):
-    end = JobEnd(ExitReason.GAVE_UP, "rank 0 of n0 reported a fault: ValueError: bad", "2 faults; at most 1", 4)
+def test_last_message_of_a_failed_job_has_four_lines(monkeypatch, place):
+    end = JobEnd(ExitReason.JOB_FAILED, "rank 0 of n0 reported a fault: ValueError: bad", "2 faults; at most 1", 4)
     (words,) = launched(monkeypatch, place, end, steps={"a": 9}, status=8)
     assert words.splitlines() == [
         "failed: rank 0 of n0 reported a fault: ValueError: bad",
@@ -143,7 +143,7 @@ def test_last_message_of_a_job_that_gave_up_has_four_lines(monkeypatch, place):
     ]
     (words,) = launched(monkeypatch, place, end, steps={}, status=8)
     assert "resumes from: step 4\n" in words
-    (words,) = launched(monkeypatch, place, JobEnd(ExitReason.GAVE_UP, "x", "y"), steps={}, status=8)
+    (words,) = launched(monkeypatch, place, JobEnd(ExitReason.JOB_FAILED, "x", "y"), steps={}, status=8)
     assert "resumes from: the newest complete checkpoint of the job; this run saved none\n" in words
 
 

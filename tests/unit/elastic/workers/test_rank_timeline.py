@@ -196,7 +196,7 @@ def test_rank_zero_records_coordinator_events_when_unsupervised(ledger):
     assert other.of(WorldFormed) == []
 
 
-@pytest.mark.parametrize(("error", "how"), [(JobFailedError("no more"), "gave up"), (ValueError("bad"), "failed")])
+@pytest.mark.parametrize(("error", "how"), [(JobFailedError("no more"), "job failed"), (ValueError("bad"), "failed")])
 def test_an_end_by_an_error(ledger, error, how):
     with pytest.raises(type(error)), RankTimeline(ledger, SUPERVISED):
         raise error

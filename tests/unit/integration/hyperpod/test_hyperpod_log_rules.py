@@ -45,7 +45,7 @@ def printed(capfd):
         record.step_ended(step)
     ledger.write(ev.SaveEvent(0, 13, SaveState.STAGED.value, time.time(), 0.25))
     record.fault_detected()
-    record.ended("gave up", "JobFailedError: 3 restarts\nwithin a minute")
+    record.ended("job failed", "JobFailedError: 3 restarts\nwithin a minute")
     return capfd.readouterr().out.splitlines(keepends=True)
 
 
@@ -58,7 +58,7 @@ def test_each_event_is_a_line_of_its_own(printed):
         "tieredckpt step=13",
         "tieredckpt save step=13 state=staged blocked_",
         "tieredckpt broken",
-        "tieredckpt ended how=gave-up JobFailedError: 3 restarts within a minute",
+        "tieredckpt ended how=job-failed JobFailedError: 3 restarts within a minute",
     ]
     assert all(text.endswith("\n") for text in printed)
     assert "loss=2.5" in printed[2]

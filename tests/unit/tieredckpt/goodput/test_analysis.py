@@ -145,12 +145,12 @@ def test_step_that_nobody_restored_is_not_made_up():
 
 
 def test_a_fault_that_nothing_came_after():
-    told = Told().began(0).world(0).steps(0, 2, at=0).fault(3, since=2.5).ended(5, how="gave up", words="too many")
+    told = Told().began(0).world(0).steps(0, 2, at=0).fault(3, since=2.5).ended(5, how="job failed", words="too many")
     found = analyse(told.events)
     (_, recovery) = found.recoveries
     assert not recovery.resumed
     assert seconds(found) == {"productive": 2, "lost": 0.5, "recovery": 2.5}
-    assert (found.mttr_s, found.mtbf_s, found.runs[0].how) == (None, 2.0, "gave up")
+    assert (found.mttr_s, found.mtbf_s, found.runs[0].how) == (None, 2.0, "job failed")
 
 
 def test_two_faults_before_the_next_step_are_a_single_recovery():

@@ -23,7 +23,7 @@ maybe = st.none() | st.integers(0, 5)
 
 events = st.one_of(
     st.builds(ev.ProcessBegan, moments, st.just("job"), whos, again=st.booleans()),
-    st.builds(ev.ProcessEnded, moments, st.just("job"), whos, st.sampled_from(["finished", "stopped", "gave up"])),
+    st.builds(ev.ProcessEnded, moments, st.just("job"), whos, st.sampled_from(["finished", "stopped", "job failed"])),
     st.builds(ev.WorldFormed, moments, epochs, st.integers(1, 4), how=st.sampled_from(["start", "restart", "grow"])),
     st.builds(ev.FaultEvent, moments, epochs, node=st.sampled_from(["", "n0"]), since=st.none() | moments),
     st.builds(ev.FaultInjected, moments, st.just("kill"), epoch=st.integers(-1, 4)),

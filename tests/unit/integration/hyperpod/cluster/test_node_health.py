@@ -116,7 +116,7 @@ def test_fault_reported_by_several_ranks_counts_once():
         FaultEvent(4.0, 4, "n1", 0, "error", "uncorrectable ECC error"),
         FaultEvent(4.0, 4, "n2", 0, "error", "ValueError: mine"),
         FaultEvent(5.0, 4, "", -1, "error", lost),
-        ProcessEnded(6.0, "llama", "coordinator", "gave up", lost, "n3"),
+        ProcessEnded(6.0, "llama", "coordinator", "job failed", lost, "n3"),
     ]
     found = [(fault.node, fault.at, fault.kind) for fault in device_faults(reversed(events))]
     assert found == [("n1", 2.0, LOST), ("n1", 4.0, MEMORY), ("n1", 123.0, LOST)]

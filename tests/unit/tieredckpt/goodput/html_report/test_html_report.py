@@ -24,7 +24,13 @@ JOBS = {
     "no fault, no loss": Imagined(steps=30, faults=0, resizes=0, losses=False).events,
     "days": Imagined(steps=600, step_s=1400.0, faults=70, resizes=3, ranks=512, slow=20, seed=1).events,
     "two runs": Told().began(0).world(1).steps(0, 3, at=2).began(50).world(51).steps(2, 3, at=52).ended(56).events,
-    "gave up": Told().began(0).world(1).steps(0, 3, at=2).fault(5.5).ended(9, how="gave up", words="too often").events,
+    "job failed": Told()
+    .began(0)
+    .world(1)
+    .steps(0, 3, at=2)
+    .fault(5.5)
+    .ended(9, how="job failed", words="too often")
+    .events,
 }
 
 
