@@ -14,7 +14,7 @@ from elastic.control.control_messages import CoordinatorRequest, ElasticJobStatu
 from elastic.control.coordinator_client import call_coordinator
 from elastic.errors import ElasticError
 from peerstore.transport.authentication import generate_secret, read_secret
-from tests.faults.job import TRAINER, FaultJob, mount, unmount
+from tests.faults.job import TRAINER, FaultJob, mount, resume_line, unmount
 from tests.faults.judge import Run
 from tests.faults.schedule import Plan
 from tests.faults.training import JOB
@@ -109,8 +109,8 @@ class HostJob(FaultJob):
                 self._lead()
         if self._over is None or self._nodes:
             return None
-        said = [line for line in (self.folder / f"output-{HEAD}").read_text(errors="replace").splitlines() if line]
-        run = Run(self._over, said[-1] if said else "", self._began, time.time())
+        output = (self.folder / f"output-{HEAD}").read_text(errors="replace")
+        run = Run(self._over, resume_line(output), self._began, time.time())
         self._over = None
         self.runs.append(run)
         return run

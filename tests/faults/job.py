@@ -116,6 +116,13 @@ class Ended(Exception):
     """The job is over before it was to be."""
 
 
+def resume_line(output: str) -> str:
+    """Return the line that names the step to resume from, or the last line of ``output``."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    found = (line for line in reversed(lines) if "resumes from" in line or "resumes it" in line)
+    return next(found, lines[-1] if lines else "")
+
+
 class FaultJob:
     """One job, its folder, and every start of its command."""
 
@@ -243,12 +250,8 @@ class FaultJob:
         """How the command ended, once it has."""
         if self.launcher is None or self.launcher.poll() is None:
             return None
-        said = (self.folder / f"output-{self.commands.started.index(self.launcher)}").read_text(errors="replace")
-        last = [line for line in said.splitlines() if line.strip()]
-        words = next(
-            (line for line in reversed(last) if "resumes from:" in line or "resumes it" in line),
-            last[-1] if last else "",
-        )
+        output = self.folder / f"output-{self.commands.started.index(self.launcher)}"
+        words = resume_line(output.read_text(errors="replace"))
         run = Run(self.launcher.returncode, words, self._began, time.time())
         self.runs.append(run)
         self.launcher = None

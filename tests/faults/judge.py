@@ -12,7 +12,7 @@ import msgspec
 
 from tests.faults.schedule import Kind
 
-WHOLE = re.compile(r"resumes (?:from:|it from) step (\d+)")
+WHOLE = re.compile(r"resumes (?:it )?from:? step (\d+)")
 FINISHED, STOPPED, JOB_FAILED = 0, 7, 8
 BITS = ("loss", "norm", "rate")
 AWAY_S = 60.0

@@ -7,7 +7,10 @@ import math
 import msgspec
 import pytest
 
-from tests.faults.judge import Evidence, Fault, Known, Run, Safe, Step, World, gone, judge
+from elastic.control.control_messages import ExitReason
+from elastic.launcher import JobEnd, end_message
+from tests.faults.job import resume_line
+from tests.faults.judge import WHOLE, Evidence, Fault, Known, Run, Safe, Step, World, gone, judge
 from tests.faults.schedule import Kind
 
 BATCH, DATA = 4, 10
@@ -227,3 +230,17 @@ def test_hangs_and_leftovers_are_found():
 
 def test_excused_time_is_finite():
     assert gone([Fault(0, Kind.AGENT_STOPPED, 1.0, 2.0, "n0")])[0][2] < math.inf
+
+
+@pytest.mark.parametrize("over", [ExitReason.JOB_FAILED, ExitReason.STOPPED])
+@pytest.mark.parametrize("command", ["", "elastic run train.py"])
+def test_resume_line_is_found_in_every_last_message(over, command):
+    output = f"started\n{end_message(JobEnd(over, 'rank 0 was lost', '2 faults', 7), command=command)}\nended\n"
+    found = WHOLE.search(resume_line(output))
+    assert found is not None
+    assert found[1] == "7"
+
+
+def test_output_without_a_step_gives_its_last_line():
+    assert resume_line("started\nended\n\n") == "ended"
+    assert resume_line("") == ""
