@@ -52,7 +52,7 @@ def call_job(job: str | None, coordinator: str, secret: str, question: Coordinat
     return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run))
 
 
-@click.command("status")
+@click.command("status", short_help="Show the world, nodes and ranks of a job.")
 @job_options
 @pass_elastic_screen
 def job_status_command(screen: ElasticScreen, /, *, job: str | None, coordinator: str, secret: str) -> int:
@@ -159,7 +159,7 @@ def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
     out.print(text_table(columns, rows, right=("node rank", "ranks", "spares", "step", "sealed", "last heartbeat")))
 
 
-@click.command("inject")
+@click.command("inject", short_help="Inject a fault into a running job.")
 @click.argument("places", nargs=-1, metavar="[NAME=VALUE]...")
 @click.option(
     "--at",

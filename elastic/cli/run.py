@@ -193,7 +193,11 @@ def _policy(options: dict[str, Any]) -> Any:
     )
 
 
-@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    "run",
+    short_help="Run SCRIPT as the ranks of an elastic job.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @_elasticity
 @click.option(
     "--resume-from",
@@ -363,7 +367,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
         return _launch(screen, place, record, [task], None)
 
 
-@click.command("coordinator")
+@click.command("coordinator", short_help="Run only the coordinator of a job.")
 @_elasticity
 @click.option(
     "--listen", required=True, metavar="HOST:PORT", help="Address to listen on; without a host, on every address."

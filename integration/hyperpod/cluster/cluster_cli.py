@@ -173,7 +173,13 @@ Exit codes:
   6  refused (credentials, permission)"""
 
 
-@click.group("cluster", cls=LazyCommandGroup, own=_COMMANDS, epilog=_EXITS)
+@click.group(
+    "cluster",
+    cls=LazyCommandGroup,
+    own=_COMMANDS,
+    epilog=_EXITS,
+    short_help="Show and change a HyperPod cluster's checkpoint memory.",
+)
 def cluster_group() -> None:
     """Show and change how a HyperPod cluster uses its nodes' memory, and the health of its nodes."""
 
@@ -215,7 +221,7 @@ def cluster_change_options(command: F) -> F:
     return command
 
 
-@click.command("show")
+@click.command("show", short_help="Show the memory reserved for checkpoints.")
 @click.option("--cluster", "name", metavar="NAME|ARN", help="Cluster to describe through the API.")
 @click.option(
     "--file",

@@ -127,7 +127,7 @@ def _reads(command: _Command) -> _Command:
     return output_options(command)
 
 
-@recipe_group.command("show")
+@recipe_group.command("show", short_help="Show sizes, batches and learning rates of FILE.")
 @_reads
 @click.option("--elastic", is_flag=True, help="Make the job elastic even if the recipe does not.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write policy.yaml and tieredckpt.yaml there.")
@@ -146,7 +146,7 @@ def recipe_show_command(
     return 0
 
 
-@recipe_group.command("plan")
+@recipe_group.command("plan", short_help="Show how every size of FILE splits the batch.")
 @_reads
 @click.option("--max-microbatch", type=int, help="Largest number of samples in a forward pass (default the recipe's).")
 @click.option("--rank", type=int, help="Also show every pass of this rank.")
@@ -182,7 +182,9 @@ def _print_plans(out: Console, plans: Sequence[PlanAtSize], rank: int | None) ->
         plan.print_rank_plans(out, [one.plan for one in plans], rank)
 
 
-@recipe_group.command("job", context_settings={"ignore_unknown_options": True})
+@recipe_group.command(
+    "job", short_help="Write the HyperPodPyTorchJob of FILE.", context_settings={"ignore_unknown_options": True}
+)
 @_reads
 @click.option("--elastic", is_flag=True, help="Make the job elastic even if the recipe does not.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="File to write (default standard output).")

@@ -1,5 +1,6 @@
 """``--help``: one notation for defaults, and exit codes after the options."""
 
+import os
 import re
 
 import click
@@ -42,3 +43,20 @@ def test_no_command_uses_another_notation(words, capsys):
 def test_elastic_commands_use_it_too(words, capsys):
     assert elastic.cli.main([*words, "--help"]) == 0
     assert "[default" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (tieredckpt.cli, []),
+        (tieredckpt.cli, ["cluster"]),
+        (elastic.cli, []),
+        (elastic.cli, ["recipe"]),
+    ],
+    ids=["tieredckpt", "tieredckpt cluster", "elastic", "elastic recipe"],
+)
+def test_list_of_commands_is_not_cut_at_80_columns(program, words, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((80, 24)))
+    assert program.main([*words, "--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2].partition("Exit codes:")[0]
+    assert [line for line in listed.splitlines() if line.endswith("...")] == []
