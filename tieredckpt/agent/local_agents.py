@@ -69,6 +69,26 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
     return override_settings(named, agent={"node": node}) if node and not settings.agent.node else named
 
 
+def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
+    """Warn if an agent outside the configured directory has a complete step of ``job``, which no restore reads."""
+    if not settings.agent.directory:
+        return
+    for place in _other_directories(settings.agent_directory):
+        if not _agent_has_job(AgentPaths(place), job):
+            continue
+        try:
+            newest = newest_version(list_agent_steps(job, settings, place))
+        except (PeerStoreError, TieredCheckpointError, OSError) as error:
+            log.info("%s: the steps in memory of the agent in %s are unknown: %s", job, place, error)
+            continue
+        if newest is not None:
+            log.warning(
+                "%s starts without a checkpoint. The agent in %s has step %d of it, but agent.directory is %s. Set "
+                "TIEREDCKPT_AGENT_DIRECTORY=%s to restore that step",
+                *(job, place, newest.version, settings.agent_directory, place),
+            )
+
+
 def _has_agent(settings: Settings) -> bool:
     """Whether the agent of the settings runs. It is started if an earlier one has left slots behind."""
     place = settings.agent_place

@@ -28,6 +28,7 @@ from peerstore.errors import PeerStoreError, UnavailableError
 from peerstore.message_codec import from_json
 from peerstore.shard_records import ShardKey, ShardRecord, VersionId
 from tieredckpt.agent.agent_api import ShardReplication
+from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
     SaveRestoreLog,
@@ -726,6 +727,7 @@ class Checkpointer:
         else:
             self.session.rewind_to(-1)
             if self._together.rank == 0:
+                warn_of_steps_elsewhere(self._location.job, self.settings)
                 self.session.add_metrics(**{f"begun_{'absent' if report is None else report.mode}": 1})
         self._prepare(state)
         return restored

@@ -87,3 +87,16 @@ def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch
     assert settings_of_newest_agent("nobody", load_settings()).agent.directory == ""
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
     assert settings_of_newest_agent("other", load_settings()).agent.directory == str(places[2])
+
+
+def test_restore_from_a_configured_agent_warns_of_a_step_in_another_one(places, monkeypatch, caplog):
+    saves(monkeypatch, places[1], "local", 5)
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
+    with Checkpointer("tiered://local") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(3)}) == -1
+    assert f"The agent in {places[1]} has step 5 of it" in caplog.text
+    assert f"TIEREDCKPT_AGENT_DIRECTORY={places[1]} to restore that step" in caplog.text
+    caplog.clear()
+    with Checkpointer("tiered://another") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(3)}) == -1
+    assert "has step" not in caplog.text
