@@ -438,7 +438,10 @@ class TieredWriter(SlotStager, StorageWriter):
                 owner.take_over(self._handed_over)
                 self._handed_over = None
             self._saved_at = self._point or owner.capture()
-            return self.session.propose(step, self._saved_at)
+            proposal = self.session.propose(step, self._saved_at)
+            if self._rank == 0:
+                self.session.warn_step_order(step)
+            return proposal
         except (TieredCheckpointError, PeerStoreError) as error:
             if self._collectives:
                 raise

@@ -162,6 +162,7 @@ class Session:
         self.incarnation = IncarnationTracker(job)
         self._found: StepInventory | None = None
         """The job's steps as they were listed before the first save."""
+        self._order_warned = False
         self._finite = FiniteChecker()
         self.sealed_key: ShardKey | None = None
         """What this process sealed last."""
@@ -314,6 +315,22 @@ class Session:
             raise UsageError(
                 f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
                 "Call restore() before the first save to continue that run, or use another job name"
+            )
+
+    def warn_step_order(self, step: int) -> None:
+        """Warn once per process where a restore or a load without a step would take a newer step than ``step``.
+
+        No agent is asked: the step's proposal has just listed the steps that an earlier run left.
+        """
+        newest = self.incarnation.newest_step
+        if newest is None:
+            newest = _newest_loadable(self._found)
+        if newest > step and not self._order_warned:
+            self._order_warned = True
+            log.warning(
+                "Step %d of job %r is behind step %d: a restore or a load without a step takes step %d. Number the "
+                "steps upwards, load the step to continue from first, or use another job name",
+                *(step, self.job, newest, newest),
             )
 
     def report_part_aborted(self, key: ShardKey) -> None:
