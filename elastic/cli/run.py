@@ -583,9 +583,7 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
     if options["node"] and not settings.has_agent_name():
         mine["TIEREDCKPT_AGENT_NODE"] = name
     if memory := _memory_of(place, name, options):
-        mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(memory), "TIEREDCKPT_AGENT_NODE": memory.parent.name}
-        if not settings.has_agent_directory():
-            mine[settings.SHARED_AGENT_VARIABLE] = str(settings.default_agent_directory())
+        mine |= _own_agent(memory)
         if is_loopback_host(host) and not settings.has_agent_address():
             mine["TIEREDCKPT_AGENT_PEERS"] = join_address(host, 0)
     return SupervisorSpec(
@@ -655,8 +653,17 @@ def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path 
     return left[0] if left else None
 
 
-def _peer_secret(place: RunDirectory, record: LocalRun) -> dict[str, str]:
-    """Derive the secret of the job's agents from the job's secret, if no other one is configured."""
+def _own_agent(directory: Path) -> dict[str, str]:
+    """Return the settings of a node whose agent is in ``directory``, and where this machine's agent is."""
+    return {
+        "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
+        "TIEREDCKPT_AGENT_NODE": directory.parent.name,
+        settings.SHARED_AGENT_VARIABLE: str(settings.default_agent_directory()),
+    }
+
+
+def _peer_secret(record: LocalRun) -> dict[str, str]:
+    """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
     if settings.has_peer_secret():
         return {}
     return {
