@@ -208,7 +208,7 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
             # By name: what somebody saves from here on is not among them.
             agent.store.delete_versions(job, sorted(held.versions))
         elif held.versions and not held.used:
-            log.warning("what is in memory of %s stays in %s: %s", job, agent.place.directory, why)
+            log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, why)
     return not _is_used(agent, job)
 
 

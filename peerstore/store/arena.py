@@ -37,6 +37,7 @@ from peerstore.errors import (
     UnsupportedFormatError,
 )
 from peerstore.failpoints import failpoint
+from peerstore.sizes_and_durations import show_size
 
 _NOTE_MAGIC = b"PSN1"
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
@@ -248,8 +249,9 @@ class TmpfsArena:
         free = place.f_bavail * place.f_frsize - promised
         if size_bytes > free:
             raise ArenaFullError(
-                f"{size_bytes} bytes do not fit {self._slots}: of its {place.f_blocks * place.f_frsize} bytes "
-                f"{max(free, 0)} are free ({promised} promised to other slots). Enlarge it (in Kubernetes: an emptyDir "
+                f"{show_size(size_bytes)} does not fit into {self._slots}: {show_size(max(free, 0))} of its "
+                f"{show_size(place.f_blocks * place.f_frsize)} is free, and {show_size(promised)} more is reserved "
+                "for other slots. Enlarge it (in Kubernetes: an emptyDir "
                 "with medium Memory and a sizeLimit; with Docker: --shm-size) or choose another directory"
             )
 
@@ -390,7 +392,7 @@ def _unframed(raw: bytes, name: str) -> bytes:
 
 def _not_kept(error: Exception, size_bytes: int, place: Path) -> PeerStoreError:
     """What a failure says of the room there is: that it is full, or nothing."""
-    said, code = f"{size_bytes} bytes could not be kept in {place}: {error}", getattr(error, "errno", None)
+    said, code = f"{show_size(size_bytes)} could not be written to {place}: {error}", getattr(error, "errno", None)
     if code in _BUSY:
         return AgentBusyError(said)
     return UnavailableError(said) if code == errno.EIO else ArenaFullError(said)
@@ -453,8 +455,8 @@ def prefault_address(address: int, size_bytes: int) -> None:
             return
         why = "" if code == errno.EFAULT else f" ({os.strerror(code)})"
         raise ArenaFullError(
-            f"no memory for {size_bytes} bytes of the arena{why}: its file system or the container's memory limit is "
-            "full. Make the budget smaller than both, or enlarge them"
+            f"no memory for {show_size(size_bytes)} of the arena{why}: its file system or the container's memory limit "
+            "is full. Make the budget smaller than both, or enlarge them"
         )
 
 

@@ -54,6 +54,7 @@ from peerstore.shard_records import (
     validate_blob_name,
     validate_job_name,
 )
+from peerstore.sizes_and_durations import show_size
 from peerstore.store.arena import Arena
 from peerstore.store.slot_eviction import SlotLimits, SlotView
 
@@ -315,9 +316,8 @@ class SlotTable:
         if not self.unrecognized_bytes:
             return ""
         return (
-            f"; {self.unrecognized_bytes} bytes more are in slots that another version of the agent left: run that "
-            f"version "
-            "again, or drop them (tieredckpt gc JOB --unrecognized-slots)"
+            f"; {show_size(self.unrecognized_bytes)} more is in slots that another version of the agent left: run that "
+            "version again, or drop them (tieredckpt gc JOB --unrecognized-slots)"
         )
 
     @property

@@ -70,7 +70,7 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
 
 
 def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
-    """Warn if an agent outside the configured directory has a complete step of ``job``, which no restore reads."""
+    """Warn if an agent outside the configured directory has a complete step of ``job``."""
     if not settings.agent.directory:
         return
     for place in _other_directories(settings.agent_directory):

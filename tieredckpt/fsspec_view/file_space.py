@@ -32,6 +32,7 @@ from peerstore.errors import ShardNotFoundError
 from peerstore.message_codec import from_msgpack
 from peerstore.server.store_api import Store
 from peerstore.shard_records import ShardKey, VersionId
+from peerstore.sizes_and_durations import show_size
 from tieredckpt.dcp.tiered_writer import TieredWriter
 from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
 from tieredckpt.errors import CheckpointDamagedError, SaveFailedError, UsageError
@@ -344,8 +345,8 @@ class SideFileStore:
         entry = SideFile(path, time.time_ns(), len(data), folder)
         if len(data) > _MOST_BYTES:
             raise UsageError(
-                f"tiered://{self.job}/{path} has {len(data)} bytes; files beside checkpoints have at most "
-                f"{_MOST_BYTES}: save tensors with dcp.save, as tiered://JOB/step-N"
+                f"tiered://{self.job}/{path} has {show_size(len(data))}; files beside checkpoints have at most "
+                f"{show_size(_MOST_BYTES)}: save tensors with dcp.save, as tiered://JOB/step-N"
             )
         stem = _stem(path)
         with translated_store_errors(f"{path} of {self.job} cannot be written"):

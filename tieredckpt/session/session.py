@@ -28,6 +28,7 @@ from peerstore.failpoints import failpoint
 from peerstore.message_codec import from_msgpack
 from peerstore.settings import JobPeersConfig
 from peerstore.shard_records import Lease, ShardKey, ShardRecord, VersionId
+from peerstore.sizes_and_durations import show_size
 from peerstore.store.node_store import MAX_BLOB_BYTES
 from tieredckpt.agent.agent_api import (
     LAYOUT_BLOB_PREFIX,
@@ -318,10 +319,7 @@ class Session:
             )
 
     def warn_step_order(self, step: int) -> None:
-        """Warn once per process where a restore or a load without a step would take a newer step than ``step``.
-
-        No agent is asked: the step's proposal has just listed the steps that an earlier run left.
-        """
+        """Warn once per process if a load without a step would take a newer step than ``step``."""
         newest = self.incarnation.newest_step
         if newest is None:
             newest = _newest_loadable(self._found)
@@ -740,9 +738,9 @@ class Session:
             data = pack_blob(make())
             if len(data) > MAX_BLOB_BYTES:
                 raise SaveFailedError(
-                    f"what describes this rank's part has {len(data)} bytes after compression, an agent keeps at most "
-                    f"{MAX_BLOB_BYTES}: that is a few million tensors in one rank. Save fewer and larger ones, or from "
-                    "more ranks"
+                    f"The description of this rank's part has {show_size(len(data))} after compression. An agent keeps at "
+                    f"most {show_size(MAX_BLOB_BYTES)}, enough for a few million tensors in one rank. Save fewer and "
+                    "larger tensors, or save from more ranks"
                 )
             self.agent.store.put_blob(self.job, name, data)
             self._known_blobs.add(name)

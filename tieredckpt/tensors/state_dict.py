@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from peerstore.sizes_and_durations import show_size
 from tieredckpt.errors import CheckpointDamagedError, UsageError
 from tieredckpt.format.shard_layout import TensorEntry
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
@@ -86,7 +87,8 @@ def require_materialized(name: str, tensor: torch.Tensor) -> None:
     if tensor._is_zerotensor():
         why = "is a zero tensor of autograd's, without elements: use a real one (torch.zeros)"
     elif address:
-        why = f"has {has} bytes of memory and needs {needs}: some of it was freed (untyped_storage().resize_)"
+        sizes = f"has {show_size(has)} of memory and needs {show_size(needs)}"
+        why = f"{sizes}: some of it was freed (untyped_storage().resize_)"
     else:
         why = "has no memory: it was freed (untyped_storage().resize_(0)), or its class keeps its elements elsewhere"
     raise UsageError(f"{name} {why}")

@@ -80,7 +80,7 @@ def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: J
     run.send_signal(signal.SIGTERM)
     assert job.ended(run) == 7
     assert all(process_start_time(pid) >= 0 for pid in pids)
-    assert "stays in" in job.output()
+    assert "stay in memory" in job.output()
     end_agent(places[0])
     again = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
     until(lambda: len({one["pid"] for one in job.said("in", epoch=0)}) == 4)
