@@ -738,8 +738,8 @@ class Session:
             data = pack_blob(make())
             if len(data) > MAX_BLOB_BYTES:
                 raise SaveFailedError(
-                    f"The description of this rank's part has {show_size(len(data))} after compression. An agent keeps at "
-                    f"most {show_size(MAX_BLOB_BYTES)}, enough for a few million tensors in one rank. Save fewer and "
+                    f"The description of this rank's part has {show_size(len(data))} after compression. An agent keeps "
+                    f"at most {show_size(MAX_BLOB_BYTES)}, enough for millions of tensors in one rank. Save fewer and "
                     "larger tensors, or save from more ranks"
                 )
             self.agent.store.put_blob(self.job, name, data)
