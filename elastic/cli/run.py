@@ -662,8 +662,8 @@ def _own_agent(directory: Path) -> dict[str, str]:
     }
 
 
-def _peer_secret(record: LocalRun) -> dict[str, str]:
-    """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
+def _peer_secret(place: RunDirectory, record: LocalRun) -> dict[str, str]:
+    """Derive the secret of the job's agents from the job's secret, if no other one is configured."""
     if settings.has_peer_secret():
         return {}
     return {

@@ -90,7 +90,7 @@ class MemoryTierProcess:
                 launch().close()
             except (PeerStoreError, OSError) as error:
                 log.warning("the node agent did not start (attempt %d of %d): %s", attempt, _ATTEMPTS, error)
-                reason = last_text_line(str(error))
+                reason = last_line(str(error))
             else:
                 return True
             if attempt < _ATTEMPTS and self._stop.wait(_RETRY_S):
@@ -137,11 +137,6 @@ class MemoryTierProcess:
     def kept_directory(self) -> Path | None:
         """Where an agent that was started here keeps what it has."""
         return None if self._mine is None else self._mine.directory
-
-
-def last_text_line(text: str) -> str:
-    """Return the last line that is not blank: of an agent's log, the error."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
 
 
 _UPLOADED_S = 60.0

@@ -11,10 +11,16 @@ from tests.support.hyperpod_inprocess import TOTAL, done, processes
 from tests.support.launched import run_torchrun
 from tests.support.operated_jobs import RANKS, undisturbed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("hang", 1), ("stop", 0), ("native", 2)])
+_NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [("hang", 1), pytest.param("stop", 0, marks=_NIGHTLY), pytest.param("native", 2, marks=_NIGHTLY)],
+)
 def test_job_with_a_hung_rank_resumes_by_itself(agent_dir: Path, tmp_path: Path, zygote, kind: str, rank: int):
     """Rank 0 is the one that judges the others: who judges may hang, too."""
     (tmp_path / "limit").write_text(str(TOTAL))
