@@ -67,7 +67,7 @@ def test_first_world_restores_the_requested_step_or_the_job_ends(elastic_run):
         in done.stdout + done.stderr
     )
     done, restored = elastic_run(6, "--resume-from", "9")
-    assert (done.returncode, restored) == (ElasticExit.GAVE_UP, [])
+    assert (done.returncode, restored) == (ElasticExit.JOB_FAILED, [])
     assert "elastic run --resume-from 9: " in done.stderr
     assert "there are steps 0, 1, 2, 3, 4" in done.stderr
     assert "not retried" in done.stderr

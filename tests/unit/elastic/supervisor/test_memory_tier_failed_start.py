@@ -77,5 +77,5 @@ def test_job_that_cannot_continue_ends_with_the_reason():
     table = Table(1, nproc=1)
     table.nodes["n0"].seats.leave(WHY)
     table.settle(40)
-    assert table.desk.exit is ExitReason.GAVE_UP
+    assert table.desk.exit is ExitReason.JOB_FAILED
     assert f"n0 left: {WHY}" in table.desk.reason
