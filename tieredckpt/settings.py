@@ -132,6 +132,9 @@ class PeerSettings:
     would wait longer than ``memory.wait_s`` for that is skipped."""
     bandwidth: str = ""
     """Limit for the copies a node sends, per second ("2GiB"); empty: none."""
+    unreachable_timeout_s: float = 30.0
+    """Seconds a restore waits for unreachable nodes that continued the job without this node. After them it goes back
+    to an older step that this node has."""
 
 
 @dataclass(frozen=True)
@@ -520,6 +523,7 @@ def _out_of_range(settings: Settings) -> list[_Problem]:
         ("peer.copies", peer.copies, 1, 3),
         ("peer.parity_group_size", peer.parity_group_size, 1, MAX_PARITY_GROUP),
         ("peer.streams", peer.streams, 1, 64),
+        ("peer.unreachable_timeout_s", peer.unreachable_timeout_s, 0, _LONGEST_S),
         ("durable.every", durable.every, 1, _MOST),
         ("durable.keep_last", durable.keep_last, 0, _MOST),
         ("durable.keep_every", durable.keep_every, 0, _MOST),

@@ -38,9 +38,7 @@ from tieredckpt.settings import PeerSettings, is_local_rank_zero, local_world_si
 
 log = logging.getLogger(__name__)
 
-_WITHIN = timedelta(seconds=120)
-_SILENT_S = 30.0
-"""How long nodes that the job went on with are waited for by one that it went on without."""
+_WITHIN_S = 120.0
 _LOOK_AGAIN_S = 0.5
 _FILE_PREFIX = "peer-secret."
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/mnt")
@@ -128,6 +126,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
     prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
     rank = dist.get_rank()
     prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # not what an earlier attempt has said
+    within = timedelta(seconds=_WITHIN_S + peer.unreachable_timeout_s)
     known, guest, error = None, None, None
     try:
         me = session.agent.this_node() if is_local_rank_zero() else None
@@ -140,7 +139,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
         error, guest = problem, _NodeHello(None, None, f"rank {rank}: {problem}")
     store.set(f"{prefix}/{rank}", _text(guest))
     if rank == 0:
-        guests = _guests(store, prefix)
+        guests = _guests(store, prefix, within)
         lost = "; ".join(guest.problem for guest in guests.values() if guest.problem)
         reporter = _Reporter(-1 if lost else _teller(guests), _is_one_machine(guests.values()))
         store.set(f"{prefix}/teller", _text(reporter))
@@ -148,17 +147,17 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
             store.set(f"{prefix}/all", _text(_PeerPlanOffer(None, b"", unreachable=lost)))
     if error is not None:
         raise error
-    if known is not None and (chosen := from_json(_told(store, f"{prefix}/teller"), _Reporter)).rank == rank:
+    if known is not None and (chosen := from_json(_told(store, f"{prefix}/teller", within), _Reporter)).rank == rank:
         store.set(f"{prefix}/known", _text(_report(session, known, peer, one_machine=chosen.one_machine)))
     if rank == 0 and not lost:
         newest = None
         if reporter.rank >= 0:
-            newest = _reported(from_json(_told(store, f"{prefix}/known"), _Report))
+            newest = _reported(from_json(_told(store, f"{prefix}/known", within), _Report))
         offer = _invite(list(guests.values()), newest, peer, session.job, restoring=restoring)
         if offer.secret and reporter.one_machine and (path := _write_secret(session, offer.secret)):
             offer = msgspec.structs.replace(offer, secret=b"", secret_file=path)
         store.set(f"{prefix}/all", _text(offer))
-    invitation = from_json(_told(store, f"{prefix}/all"), _PeerPlanOffer)
+    invitation = from_json(_told(store, f"{prefix}/all", within), _PeerPlanOffer)
     if invitation.secret_file and not peer.secret:
         invitation = msgspec.structs.replace(invitation, secret=read_secret(Path(invitation.secret_file)))
     if not peer.secret:
@@ -289,23 +288,30 @@ def _with_standby(nodes: Mapping[str, PeerNode], known: KnownPeers | None) -> Me
 def _acquaintance(
     session: Session, restoring: bool, is_here: Callable[[str], bool] = lambda _node: False
 ) -> KnownPeers | None:
-    """What this node knows of the job. Where that went on without it, on nodes that are away just now, they are waited
-    for: a job that begins here meanwhile begins from an older step than it has.
+    """Return what this node knows of the job, after a wait for nodes that continued it without this one.
 
-    ``is_here`` says of a node that a rank of this very world is on it: the two meet here, and not before.
+    If they do not answer in time, the job resumes here from an older step. ``is_here`` says of a node that it has a
+    rank of this world: the two nodes meet here, and not before.
     """
     known = session.agent.known_peers(session.job)
     if not restoring or known is None:
         return known
-    deadline = time.monotonic() + _SILENT_S
+    timeout_s = session.settings.peer.unreachable_timeout_s
+    deadline = time.monotonic() + timeout_s
     waited_for = ""
     while known is not None and (silent := ", ".join(node for node in known.unreachable if not is_here(node))):
         if time.monotonic() >= deadline:
-            log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
+            log.error(
+                "%s: the restore continues without %s, which did not answer within %g s (peer.unreachable_timeout_s). "
+                "Steps that only it has become a branch that is left behind",
+                *(session.job, silent, timeout_s),
+            )
             return known
         if silent != waited_for:
             log.warning(
-                "%s went on without this node, on %s: waiting up to %.0f s for that", session.job, silent, _SILENT_S
+                "%s: the job continued without this node, on %s, which does not answer. Waiting up to %g s for it "
+                "(peer.unreachable_timeout_s)",
+                *(session.job, silent, timeout_s),
             )
             waited_for = silent
         time.sleep(_LOOK_AGAIN_S)
@@ -337,10 +343,11 @@ def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
     return msgspec.structs.replace(plan, member_list=member_list(time.time_ns(), nodes, plan.member_list.standby))
 
 
-def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _NodeHello]:
+def _guests(store: torch.distributed.Store, prefix: str, within: timedelta) -> dict[int, _NodeHello]:
     """The nodes, by their first rank."""
     found = {
-        rank: from_json(_told(store, f"{prefix}/{rank}"), _NodeHello | None) for rank in range(dist.get_world_size())
+        rank: from_json(_told(store, f"{prefix}/{rank}", within), _NodeHello | None)
+        for rank in range(dist.get_world_size())
     }
     return {rank: guest for rank, guest in found.items() if guest is not None}
 
@@ -351,8 +358,8 @@ def _teller(guests: Mapping[int, _NodeHello]) -> int:
     return max(knowing, key=lambda rank: (knowing[rank], -rank), default=-1)
 
 
-def _told(store: torch.distributed.Store, key: str) -> bytes:
-    store.wait([key], _WITHIN)
+def _told(store: torch.distributed.Store, key: str, within: timedelta) -> bytes:
+    store.wait([key], within)
     return store.get(key)
 
 

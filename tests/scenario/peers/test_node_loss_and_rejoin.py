@@ -207,7 +207,7 @@ def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
         for version in (2, 3):  # it has two slots, and one more
             n1.write(key(version), SIZE)
         until(lambda: not n1.team.replicator.has_pending)
-        with pytest.raises(ArenaBusyError, match="not yet whole"):
+        with pytest.raises(ArenaBusyError, match="not complete yet"):
             n1.store.lease(key(4), SIZE, 1)
         assert n1.replicated == 1
         assert n1.is_good(key(1))

@@ -83,6 +83,15 @@ def test_absent_node_is_awaited_until_it_answers(store, slept):
     assert len(slept) == 2
 
 
+def test_restore_continues_after_the_configured_wait(store, slept, monkeypatch, caplog):
+    clock = iter(range(1000))
+    monkeypatch.setattr(agent_discovery.time, "monotonic", lambda: float(next(clock)))
+    session = Session(Agent([("n2",)]), settings=settings_from_mapping({"peer": {"unreachable_timeout_s": 7}}))
+    agent_discovery.join_peer_agents(session, restoring=True)
+    assert len(slept) == 6
+    assert "without n2, which did not answer within 7 s (peer.unreachable_timeout_s)" in caplog.text
+
+
 def test_node_announces_itself_before_waiting_for_others(store, slept, monkeypatch):
     monkeypatch.setattr(
         agent_discovery.time,
