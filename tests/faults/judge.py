@@ -318,7 +318,7 @@ def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> b
 
 
 _TAKES = (Kind.NODE_LOST, Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED)
-_HIDES = (Kind.AGENT_STOPPED, Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
+_HIDES = (Kind.AGENT_STOPPED, Kind.NODE_PAUSED, Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
 _LEAVES_ALONE = (Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STOPPED)
 
 

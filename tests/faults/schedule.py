@@ -24,11 +24,13 @@ class Kind(enum.Enum):
     SUPERVISOR_STOPPED = "supervisor stopped"
     COORDINATOR_KILLED = "coordinator killed"
     COORDINATOR_STOPPED = "coordinator stopped"
+    COORDINATOR_KILLED_TWICE = "coordinator killed twice"
     AGENT_KILLED = "agent killed"
     AGENT_STOPPED = "agent stopped"
     STORE_KILLED = "store killed"
     STORE_STOPPED = "store stopped"
     NODE_LOST = "node lost"
+    NODE_PAUSED = "node paused"
     MEMORY_FULL = "memory full"
     MEMORY_TRUNCATED = "memory truncated"
     MEMORY_FLIPPED = "memory flipped"
@@ -50,6 +52,7 @@ _NOT_ON_HOSTS = (Kind.CLOCK_SET, Kind.JOB_STOPPED, *_OF_DURABLE)
 _FOR_EVER = {Kind.RANK_STOPPED: 0.5, Kind.SPARE_STOPPED: 0.5, Kind.AGENT_STOPPED: 0.3, Kind.SUPERVISOR_STOPPED: 0.3}
 """How often what is stopped is never let go on. Nobody takes over from a coordinator or a store that only stands still:
 those go on after a while."""
+_PAUSES_S = (5.0, 10.0, 20.0, 30.0)
 _CALM_STEPS = 40
 
 
@@ -134,4 +137,6 @@ def _planned(chance: random.Random, kind: Kind) -> Planned:
     lasts_s = chance.choice([0.2, 1.0, 3.0, 8.0, 15.0])
     if chance.random() < _FOR_EVER.get(kind, 0.0):
         lasts_s = NEVER
+    if kind is Kind.NODE_PAUSED:
+        lasts_s = chance.choice(_PAUSES_S)
     return Planned(kind, after, chance.random(), chance.random(), lasts_s)

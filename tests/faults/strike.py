@@ -71,6 +71,10 @@ def strike(job: FaultJob, planned: Planned, proxy: FaultProxy | None) -> Struck 
         return _out_of_memory(job, planned)
     if kind is Kind.NODE_LOST:
         return _lose(job, planned)
+    if kind is Kind.NODE_PAUSED:
+        return _pause(job, planned)
+    if kind is Kind.COORDINATOR_KILLED_TWICE:
+        return _kill_coordinators(job, planned)
     if kind in (Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED):
         return _damage(job, planned)
     if kind is Kind.MEMORY_FULL:
@@ -141,6 +145,30 @@ def _lose(job: FaultJob, planned: Planned) -> Struck | None:
         return None
     count = job.lose(target.node)
     return Struck(planned, target.node, f"{target.node} with {count} processes", _coming_back(job, target.node))
+
+
+def _pause(job: FaultJob, planned: Planned) -> Struck | None:
+    """Every process of a node stands still, and its memory stays as it is."""
+    target = chosen(job.processes("supervisor"), planned.pick)
+    if target is None:
+        return None
+    paused = [one for one in job.processes(node=target.node) if one.signal(signal.SIGSTOP)]
+    words = f"{target.node} with {len(paused)} processes"
+    return Struck(planned, target.node, words, lambda: [one.signal(signal.SIGCONT) for one in paused])
+
+
+def _kill_coordinators(job: FaultJob, planned: Planned) -> Struck | None:
+    """The coordinator, and the one that takes its place within two seconds."""
+    first = chosen(job.processes("coordinator"), planned.pick)
+    if first is None or not first.signal(signal.SIGKILL):
+        return None
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        others = [one for one in job.processes("coordinator") if one.pid != first.pid]
+        if others and others[0].signal(signal.SIGKILL):
+            return Struck(planned, first.node, f"coordinators {first.pid} and {others[0].pid}")
+        time.sleep(0.01)
+    return Struck(planned, first.node, f"coordinator {first.pid}: no other one came within 2 s")
 
 
 def _damage(job: FaultJob, planned: Planned) -> Struck | None:

@@ -15,8 +15,19 @@ from tests.faults.judge import Fault, Violation
 from tests.faults.schedule import Kind, Shape
 from tests.faults.seed import Outcome, Took
 
-SEED = "27"
+SEED = "27272"
 """A rank killed just after sealed memory was damaged, with a durable tier."""
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.timeout(500)
+def test_paused_node_and_two_killed_coordinators_break_no_rule(tmp_path, capsys):
+    words = ["--per-seed", "2", "--steps", "250", "--out", str(tmp_path), "--patience", "200"]
+    assert main(["--seed", "2220", *words]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "coordinator killed twice" in said
+    assert "node paused" in said
 
 
 @pytest.mark.e2e
@@ -27,7 +38,7 @@ def test_driver_finds_no_violation_with_a_single_seed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "2 faults in 1 seeds, 0 more that met nobody, 0 seeds with violations" in said, said
     assert "rank killed" in said
-    assert "rendezvous" in said, "no stage of a recovery was found in the ledger"
+    assert "rendezvous" in said, "no stage of a recovery was found in the event log"
 
 
 def test_shifted_clock_applies_to_every_interpreter(tmp_path):
