@@ -46,9 +46,9 @@ class Story(Job):
 
     def change(self, nodes: str) -> None:
         """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
-        before = self.output().count("PauseWorld(")
+        before = self.output().count(" at a common step within ")
         self.ask("resize", "--nodes", nodes)
-        until(lambda: self.output().count("PauseWorld(") > before, "the ranks are to stop")
+        until(lambda: self.output().count(" at a common step within ") > before, "the ranks are to stop")
 
     def gathered(self, nodes: int) -> None:
         """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""

@@ -69,7 +69,7 @@ class Training(Story):
     def is_to_stop(self, signal: str) -> None:
         """Wait until the ranks know that there is an end."""
         self.slurm.until(f"{signal} is heard", lambda: f"{signal}: the ranks seal and end" in self.printed)
-        self.slurm.until("the ranks are to stop", lambda: "PauseWorld(" in self.printed)
+        self.slurm.until("the ranks are to stop", lambda: " at a common step within " in self.printed)
 
     def assert_same_bits(self, undisturbed) -> None:
         """Whoever did a step, and however often: to what it came."""
