@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.errors import ArenaFullError, ShardDamagedError
+from peerstore.sizes_and_durations import show_size
 from peerstore.store.arena import Arena, FileMapping, MemfdArena, TmpfsArena, closing_fd
 from tests.support.stores import flip, store_directory
 
@@ -79,7 +80,7 @@ def test_open_slot_stays_readable_after_removal(arena):
 def test_impossible_size_creates_no_slot(arena):
     arena.create("slot.b", 10)
     for size in (1 << 63, 1 << 64):
-        with pytest.raises(ArenaFullError, match=str(size)):
+        with pytest.raises(ArenaFullError, match=show_size(size)):
             arena.create("slot.a", size)
     assert arena.list_slots() == ["slot.b"]
     assert arena.size("slot.b") == 10
@@ -269,7 +270,7 @@ def test_pages_reserved_for_other_slots_count_as_used(directory):
     place = os.statvfs(directory)
     free = place.f_bavail * place.f_frsize
     arena.create("slot.a", free * 2 // 3)
-    with pytest.raises(ArenaFullError, match=r"promised to other slots\)\. Enlarge it"):
+    with pytest.raises(ArenaFullError, match=r"reserved for other slots\. Enlarge it"):
         arena.create("slot.b", free * 2 // 3)
     assert arena.list_slots() == ["slot.a"]
     assert arena.size("slot.a") == free * 2 // 3

@@ -94,7 +94,11 @@ def test_a_job_is_found_by_its_name_or_by_the_environment(cli, logs, monkeypatch
 def test_absent_empty_and_unnamed_logs_differ(cli, tmp_path, monkeypatch):
     monkeypatch.delenv(EVENT_LOG_ENV, raising=False)
     absent = cli("goodput", tmp_path / "none")
-    assert (absent.code, "is no directory with a ledger" in absent.err, EVENT_LOG_ENV in absent.err) == (3, True, True)
+    assert (absent.code, "is no directory with an event log" in absent.err, EVENT_LOG_ENV in absent.err) == (
+        3,
+        True,
+        True,
+    )
     empty = cli("goodput", tmp_path)
     assert (empty.code, "nothing has been written" in empty.err) == (3, True)
     assert cli("goodput").code == 2

@@ -1,5 +1,6 @@
 """Steps that somebody wants kept, wants durable, or gives up."""
 
+import shutil
 import signal
 
 import pytest
@@ -79,7 +80,7 @@ def test_save_reports_that_only_pinned_steps_remain(agent_dir, monkeypatch):
         ckpt.save(state_at(3, size), 3).wait()
         saved = ckpt.save(state_at(4, size), 4)
         assert not saved.ok
-        assert "hold versions that are kept on request (1, 2): let them go (tieredckpt unpin)" in str(saved.error)
+        assert "hold versions that are kept on request (1, 2): release them (tieredckpt unpin)" in str(saved.error)
         assert ckpt.drop(2)
         ckpt.save(state_at(5, size), 5).wait()
         assert in_memory(ckpt) == [1, 3, 5]
@@ -116,14 +117,14 @@ def test_drop_that_would_revive_abandoned_steps_is_refused(agent_dir, tmp_path):
 
 
 def test_required_durable_step_is_not_skipped_for_another(agent_dir, tmp_path):
-    blocked = tmp_path / "store"
-    blocked.write_text("in the way")
-    with Checkpointer(JOB, durable=f"file://{blocked}", every=1, durable_every=100) as ckpt:
-        first = ckpt.save(state_at(1), 1, durable=True)
-        first.wait()
-        for step in (2, 3, 4, 5):
-            ckpt.save(state_at(step), step).wait()
-        view = next(view for view in ckpt.session.agent.drain_status("keeping") if view.version_id.version == 1)
+    store = tmp_path / "store"
+    with Checkpointer(JOB, durable=f"file://{store}", every=1, durable_every=100) as ckpt:
+        ckpt.save(state_at(1), 1).wait()
+        shutil.rmtree(store, ignore_errors=True)
+        store.write_text("in the way")
+        for step in (2, 3, 4, 5, 6):
+            ckpt.save(state_at(step), step, durable=step == 2).wait()
+        view = next(view for view in ckpt.session.agent.drain_status("keeping") if view.version_id.version == 2)
         assert view.state in ("waiting", "running", "failed"), view
 
 
