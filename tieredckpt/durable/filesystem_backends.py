@@ -42,21 +42,21 @@ class DirectoryBackend:
         return False
 
     def check_root(self, *, writes: bool) -> None:
-        missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
-        if not missing and not self._root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self._root))
-        probe = self._root / f".probe.{secrets.token_hex(8)}.staged"
-        try:
-            if writes:
+        """A check for writing makes the directory, which stays: other ranks may write into it by now."""
+        there = next(path for path in (self._root, *self._root.parents) if path.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        name = f".probe.{secrets.token_hex(8)}.staged"
+        if writes:
+            probe = self._root / name
+            try:
                 _create(probe).close()
-            elif missing:
-                _make_directory(self._root)
-        finally:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
-                probe.unlink(missing_ok=True)
-            for path in missing:
-                if not _remove_if_empty(path):
-                    break
+            finally:
+                with contextlib.suppress(OSError):  # the first error is the one to tell
+                    probe.unlink(missing_ok=True)
+        elif there != self._root:
+            (there / name).mkdir()
+            (there / name).rmdir()
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         with self._staged(name, create_only=create_only) as file:

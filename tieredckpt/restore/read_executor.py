@@ -387,7 +387,7 @@ class ReadExecutor:
             raise MismatchError(
                 f"{fqn} was saved as {saved}, and the state has {dtype_name(target.dtype)}. Give the tensor the saved "
                 "type, or convert it with dcp.load(state, storage_reader=TieredReader('tiered://JOB', "
-                "on_dtype_mismatch='cast')), which a Checkpointer's restore() can be replaced by"
+                "on_dtype_mismatch='cast')) in place of restore(), or with ?cast=1 behind the URL that dcp.load gets"
             )
 
 

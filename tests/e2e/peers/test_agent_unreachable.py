@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -25,7 +24,7 @@ def nobody(*_):
 def refused(job, how):
     """What a restore says, and that the next one in the same world is not told the same again."""
     unreachable = contextlib.ExitStack()
-    with unreachable, mock.patch.object(agent_discovery, "_WITHIN", timedelta(seconds=5)):
+    with unreachable, mock.patch.object(agent_discovery, "_WITHIN_S", 5.0 - 30.0):
         if dist.get_rank() == 1:
             unreachable.enter_context(
                 use_agent_factory(nobody)

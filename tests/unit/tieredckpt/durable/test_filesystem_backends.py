@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.journals import DictJournal
+from tieredckpt.durable.filesystem_backends import DirectoryBackend
 from tieredckpt.durable.object_store import ObjectNotFoundError
 from tieredckpt.durable.retrying_store import RetryingStore, open_store
 from tieredckpt.errors import DurableRefusedError
@@ -108,13 +110,20 @@ def test_no_permission_is_a_refusal(store: RetryingStore, root: Path):
         store.put("x", b"1")
 
 
-def test_root_check_leaves_no_directory(store: RetryingStore, root: Path):
-    for writes in (False, True):
-        store.check_root(writes=writes)
-        assert not root.exists()
-    root.mkdir()
+def test_root_check_makes_the_directory_only_for_writing(store: RetryingStore, root: Path):
+    store.check_root(writes=False)
+    assert list(root.parent.iterdir()) == []
     store.check_root(writes=True)
     assert list(root.iterdir()) == []
+    store.check_root(writes=True)
+
+
+def test_root_checks_of_several_ranks_do_not_disturb_each_other(root: Path):
+    stores = [DirectoryBackend(root / "a" / "b") for _ in range(8)]
+    with ThreadPoolExecutor(len(stores)) as ranks:
+        for _ in range(50):
+            list(ranks.map(lambda store: store.check_root(writes=True), stores))
+            shutil.rmtree(root / "a")
 
 
 @pytest.mark.parametrize("writes", [False, True])
