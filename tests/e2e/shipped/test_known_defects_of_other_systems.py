@@ -30,6 +30,7 @@ from tieredckpt import (
     TieredReader,
     TieredWriter,
     TierUnavailableError,
+    save,
 )
 from tieredckpt.checkpointer.checkpointer import SaveState
 from tieredckpt.errors import UsageError
@@ -314,7 +315,7 @@ def test_9_newer_step_wins_in_any_tier(agent_dir, durable):
     job = Job(agent_dir, durable)
     job.save(0, 1, 2)
     job.lose_memory()
-    job.save(1, durable=False, durable_every=100)
+    save(f"tiered://{job.name}", state_at(1), 1)  # an older step in memory than in the durable tier
     job.expect(2, tiers={"durable"})
     job.save(3, durable=False, durable_every=100)
     job.expect(3, tiers={"memory"})
