@@ -44,8 +44,6 @@ _LAST_READS = 64
 _TRIES = 3
 _SWEEP_S = 1.0
 _CLOSE_GRACE_S = 5.0
-_NEW_SOCKET = "agent.new"
-"""Not longer than the name of the socket: the kernel bounds the path."""
 
 
 def ensure_private_directory(path: Path) -> None:
@@ -343,20 +341,20 @@ class StoreServer:
 
 
 def _listening(path: Path) -> tuple[socket.socket, os.stat_result]:
-    """Return a socket at ``path`` that only this user can connect to, and its file."""
-    beside = path.with_name(_NEW_SOCKET)
+    """Return a socket at ``path`` that only this user can connect to, and its file.
+
+    It is bound to that very name, by which the kernel lists it.
+    """
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        beside.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
-            listener.bind(str(beside))
+            listener.bind(str(path))
         finally:
             os.umask(before)
-        undo.callback(beside.unlink, missing_ok=True)
+        found = path.lstat()
         listener.listen(128)
-        found = beside.lstat()
-        beside.replace(path)
         undo.pop_all()
     return listener, found
 
