@@ -1,5 +1,7 @@
 """``tieredckpt doctor`` against what is really there, and against what is really wrong."""
 
+import shutil
+
 import pytest
 
 from tests.support.jobs import Job, bucket_url, on_server
@@ -144,10 +146,13 @@ def test_wrong_settings(cli, agent_dir, monkeypatch):
 
 
 def test_doctor_reports_a_failed_upload(cli, agent_dir, tmp_path):
-    (tmp_path / "file").write_text("not a directory")
-    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/file/durable", retry_s=0.0))
+    store = tmp_path / "store"
+    job = Job(agent_dir, DurableSettings(url=f"file://{store}", retry_s=0.0))
     with job.checkpointer() as ckpt:
-        ckpt.save({"x": 1}, 1).wait()
+        ckpt.save({"x": 1}, 1).wait("durable")
+        shutil.rmtree(store)
+        store.write_text("not a directory")
+        ckpt.save({"x": 2}, 2).wait()
         ckpt.wait("durable", timeout_s=1)
     said = cli("doctor", "--json")
     assert said.code == 1
