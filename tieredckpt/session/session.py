@@ -80,7 +80,11 @@ def open_session(job: str, settings: Settings) -> Session:
                 atexit.register(close_sessions)
             try:
                 located = settings_of_newest_agent(job, settings) if _factory is NodeAgentClient else settings
-                session = _sessions[name] = Session(job, located, _factory(located, job))
+                node = _factory(located, job)
+                with contextlib.ExitStack() as undo:
+                    undo.callback(node.close)
+                    session = _sessions[name] = Session(job, located, node)
+                    undo.pop_all()
             except (PeerStoreError, OSError) as error:
                 raise TierUnavailableError(f"the node agent cannot be used: {error}") from error
     session.update_settings(settings)
@@ -219,6 +223,7 @@ class Session:
 
     def update_settings(self, settings: Settings) -> None:
         """Settings may change between saves (another durable URL, say)."""
+        settings = replace(settings, agent=self.settings.agent)  # a session stays with its agent
         if settings != self.settings:
             before, self.settings = self.settings, settings
             if (settings.durable, settings.peer) != (before.durable, before.peer):

@@ -9,9 +9,11 @@ from peerstore.errors import UnavailableError
 from tests.support.agents import end_agent
 from tieredckpt import Checkpointer
 from tieredckpt.agent import local_agents
+from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.local_agents import settings_of_newest_agent
-from tieredckpt.session.session import close_sessions
-from tieredckpt.settings import Settings, load_settings
+from tieredckpt.errors import UsageError
+from tieredckpt.session.session import close_sessions, open_session
+from tieredckpt.settings import Settings, load_settings, override_settings
 
 pytestmark = pytest.mark.e2e
 
@@ -51,6 +53,7 @@ def test_restore_finds_the_newest_step_in_another_agent(places, monkeypatch):
         assert ckpt.restore(state) == 5
         assert state["w"].tolist() == [5.0] * 3
         ckpt.save(state, 6).wait()
+        assert ckpt.session.settings.agent.directory == str(places[1])
     assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[1])
 
 
@@ -71,6 +74,15 @@ def test_no_other_agent_is_used_where_the_own_one_cannot_answer(places, monkeypa
     monkeypatch.setattr(local_agents, "list_agent_steps", fails)
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
     assert "no other agent is used: busy" in caplog.text
+
+
+def test_session_that_cannot_be_opened_leaves_no_connection(places, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[0]))
+    closed = []
+    monkeypatch.setattr(NodeAgentClient, "close", lambda client: closed.append(client.store.close()))
+    with pytest.raises(UsageError, match="gopher"):
+        open_session("local", override_settings(load_settings(), durable={"url": "gopher://x/y"}))
+    assert len(closed) == 1
 
 
 def test_agents_in_chosen_directories_are_not_used(places, monkeypatch, tmp_path):
