@@ -23,9 +23,10 @@ from peerstore.settings import AgentPaths
 from peerstore.shard_records import JobStatus, VersionId
 from tieredckpt.agent.agent_api import IsolateRequest, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
+from tieredckpt.agent.local_agents import newest_version
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
-from tieredckpt.resolve_step import Tier, resolve_step
+from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import Settings, load_settings, override_settings
 
 log = logging.getLogger(__name__)
@@ -287,12 +288,5 @@ def _on_node(settings: Settings, since_ns: int) -> dict[str, tuple[int, bool]]:
 
 def newest_restorable_step(survey: StepInventory) -> int:
     """The step that a load which names none would choose; -1 for none."""
-    chosen = resolve_step(
-        [view.candidate for view in survey.views],
-        quarantined={view.version_id for view in survey.views if view.quarantined},
-        unreachable=survey.unreachable,
-        once_whole=survey.once_whole,
-        torn=survey.torn,
-        forgotten=survey.forgotten,
-    ).chosen
-    return -1 if chosen is None else chosen.version_id.version
+    chosen = newest_version(survey)
+    return -1 if chosen is None else chosen.version

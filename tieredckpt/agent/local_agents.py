@@ -42,7 +42,15 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
         return settings
     own = settings.agent_place.directory
     simulated = [place for place in _other_directories(own) if place.is_relative_to(run_directory())]
-    others = [place for place in simulated if _agent_has_job(AgentPaths(place), job)]
+    others: list[Path] = []
+    for place in simulated:
+        try:
+            if job in _jobs_of(AgentPaths(place)):
+                others.append(place)
+        except AgentUnreachableError:  # it has ended meanwhile
+            continue
+        except (PeerStoreError, OSError) as error:
+            log.warning("%s: the agent in %s does not answer, so its steps are unknown: %s", job, place, error)
     if not others:
         return settings
     found: dict[Path, StepInventory] = {}
@@ -154,14 +162,16 @@ def _other_directories(own: Path) -> list[Path]:
     return sorted(agent_directories() - {own})
 
 
+def _jobs_of(place: AgentPaths) -> list[str]:
+    """Return the jobs that an agent has steps or processes of."""
+    with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
+        jobs = client.status().jobs
+    return [one.job for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB]
+
+
 def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
     try:
-        with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
-            known = [
-                one.job
-                for one in client.status().jobs
-                if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
-            ]
+        known = _jobs_of(place)
     except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release
         return False
     return job in known if job is not None else bool(known)

@@ -91,6 +91,17 @@ def test_agents_in_chosen_directories_are_not_used(places, monkeypatch, tmp_path
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
 
 
+def test_simulated_agent_that_does_not_answer_is_reported(places, monkeypatch, caplog):
+    saves(monkeypatch, places[1], "local", 5)
+
+    def fails(place):
+        raise UnavailableError("busy")
+
+    monkeypatch.setattr(local_agents, "_jobs_of", fails)
+    assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
+    assert f"the agent in {places[1]} does not answer, so its steps are unknown: busy" in caplog.text
+
+
 def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch):
     saves(monkeypatch, places[0], "local", 5)
     saves(monkeypatch, places[1], "local", 4)
