@@ -276,8 +276,10 @@ class Checkpointer:
             return
 
         def check() -> None:
-            with contextlib.suppress(TierUnavailableError, PeerStoreError):  # the save itself reports those
+            away = (TierUnavailableError, PeerStoreError)  # the save itself reports those
+            with contextlib.suppress(*away):
                 self.session.check_durable()
+            with contextlib.suppress(*away):
                 self.session.newest_known_epoch()
                 self.session.check_step_order(step)
 

@@ -7,8 +7,8 @@ import torch
 
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
-from tieredckpt.errors import DurableRefusedError, UsageError
-from tieredckpt.session.session import close_sessions
+from tieredckpt.errors import DurableRefusedError, TierUnavailableError, UsageError
+from tieredckpt.session.session import Session, close_sessions
 from tieredckpt.settings import AgentSettings, Settings
 from tieredckpt.testing import memory_node
 
@@ -70,6 +70,19 @@ def test_first_save_without_a_restore_refuses_a_step_behind_an_earlier_run(node,
                 ckpt.save(state, step)
         assert ckpt.restore(state) == 9
         assert ckpt.save(state, 10).wait() is SaveState.SEALED
+
+
+def test_unavailable_durable_tier_does_not_hide_the_steps_of_an_earlier_run(node, state, monkeypatch):
+    with Checkpointer("tiered://job") as ckpt:
+        ckpt.save(state, 9).wait()
+    close_sessions()
+
+    def is_away(session):
+        raise TierUnavailableError("the store is away")
+
+    monkeypatch.setattr(Session, "check_durable", is_away)
+    with Checkpointer("tiered://job") as ckpt, pytest.raises(UsageError, match="behind step 9 of an earlier run"):
+        ckpt.save(state, 0)
 
 
 def test_first_save_without_a_restore_refuses_a_step_behind_a_durable_one(state, tmp_path):
