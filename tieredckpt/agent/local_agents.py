@@ -111,7 +111,8 @@ def _has_agent(settings: Settings) -> bool:
 
 
 def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInventory:
-    """Return the steps that the agent in ``directory`` knows of. Never starts an agent."""
+    """Return the steps that the agent in ``directory`` knows of. Never starts an agent, nor waits for one."""
+    connect_to_agent(AgentPaths(directory).socket).close()  # a client would try again for long
     agent = NodeAgentClient(override_settings(settings, agent={"directory": str(directory), "embedded": False}), "")
     try:
         return agent.list_steps(job, fresh=True)

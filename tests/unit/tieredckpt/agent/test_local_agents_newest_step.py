@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerstore.errors import UnavailableError
+from peerstore.errors import AgentUnreachableError, UnavailableError
 from tests.support.agents import end_agent
 from tieredckpt import Checkpointer
 from tieredckpt.agent import local_agents
@@ -89,6 +89,13 @@ def test_agents_in_chosen_directories_are_not_used(places, monkeypatch, tmp_path
     saves(monkeypatch, places[1], "local", 5)
     monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path))
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
+
+
+def test_absent_agent_is_not_waited_for(tmp_path, monkeypatch):
+    """A client would try again for 20 s, at the first restore of every process."""
+    monkeypatch.setattr(local_agents, "NodeAgentClient", lambda *_: pytest.fail("a client waits for an agent"))
+    with pytest.raises(AgentUnreachableError):
+        local_agents.list_agent_steps("local", load_settings(), tmp_path)
 
 
 def test_simulated_agent_that_does_not_answer_is_reported(places, monkeypatch, caplog):
